@@ -101,11 +101,9 @@ class Shards(RowWriter):
 
     def description(self) -> dict[str, Any]:
         """Returns the `shards`, `columns` and `labels` (rows by label; None: too many to count), plain JSON."""
-        labels = (
-            {str(label): rows for label, rows in self._labels.items()}
-            if len(self._labels) <= MAX_COUNTED_LABELS
-            else None
-        )
+        labels = None
+        if len(self._labels) <= MAX_COUNTED_LABELS:
+            labels = {str(label): rows for label, rows in self._labels.items()}
         return {"shards": self._files, "columns": self._columns, "labels": labels}
 
     @property

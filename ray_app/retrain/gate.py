@@ -175,8 +175,7 @@ def decide_promotion(figures: GateFigures, section: RetrainSection) -> Decision:
     assert figures.low is not None
     summary = (
         f"{figures.metric} {figures.challenger:.4f} against the champion's {figures.champion:.4f} on {figures.rows:,}"
-        f" rows: gain {figures.gain:+.4f}"
-        f" ({section.confidence:.0%} interval {figures.low:+.4f} to {figures.high:+.4f})"
+        f" rows: gain {figures.gain:+.4f} ({section.confidence:.0%} interval {figures.low:+.4f} to {figures.high:+.4f})"
     )
     if not figures.low > section.min_gain:
         problems.append(f"the lower bound is not above retrain.min_gain = {section.min_gain:g}, so it may be no better")
@@ -184,9 +183,8 @@ def decide_promotion(figures: GateFigures, section: RetrainSection) -> Decision:
         if recall.least_drop > section.max_recall_drop:
             problems.append(
                 f"the recall of class {name} falls from {recall.champion:.3f} to {recall.challenger:.3f} ({recall.rows}"
-                f" rows), by at least"
-                f" {recall.least_drop:.3f} beyond chance; allowed are {section.max_recall_drop:g}"
-                f" (retrain.max_recall_drop)"
+                f" rows), by at least {recall.least_drop:.3f} beyond chance; allowed are {section.max_recall_drop:g}"
+                " (retrain.max_recall_drop)"
             )
     return Decision(not problems, "; ".join([summary, *problems]))
 
@@ -332,8 +330,7 @@ def _score_all(
             if not set(inputs) <= arrays.keys():
                 raise ConfigError(
                     f"The {name} takes the fields {', '.join(inputs)}, but the task decodes {', '.join(arrays)}; they"
-                    f" cannot be compared."
-                    " Use another tracking.registered_model for a task with other inputs."
+                    " cannot be compared. Use another tracking.registered_model for a task with other inputs."
                 )
             run, packaged = partial(run_packaged, inputs), PackagedModule(model)
             chunks = score(

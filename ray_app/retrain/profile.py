@@ -299,8 +299,7 @@ def _compare_profiles(
     if shift > section.max_class_shift:
         messages.append(
             f"{data_name}: the class balance has shifted by {shift:.2f} (total variation); allowed are"
-            f" {section.max_class_shift:.2f}"
-            " (retrain.max_class_shift)"
+            f" {section.max_class_shift:.2f} (retrain.max_class_shift)"
         )
     return messages
 
@@ -313,9 +312,8 @@ def _find_disagreements(agreement: Agreement, gate_data: str, section: RetrainSe
         if not loss <= section.max_disagreement:
             messages.append(
                 f"labels of the {data_name} data: the champion's {agreement.metric} on them is {value:.4f}, it was"
-                f" {agreement.accepted:.4f} when"
-                f" it was promoted, a loss of {loss:.0%}; allowed are {section.max_disagreement:.0%}"
-                f" (retrain.max_disagreement). A model"
-                " does not age like that: the labels look wrong"
+                f" {agreement.accepted:.4f} when it was promoted, a loss of {loss:.0%}; allowed are"
+                f" {section.max_disagreement:.0%} (retrain.max_disagreement). A model does not age like that: the"
+                " labels look wrong"
             )
     return messages

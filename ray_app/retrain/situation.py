@@ -114,8 +114,7 @@ def gate_request(
     if source.fields != job.fields:
         raise DataError(
             f"A decoded row of retrain.gate_path {section.gate_path} is {source.fields}, of data.path"
-            f" {config.data.path} it is"
-            f" {job.fields}; both must be alike. Ingest them the same way."
+            f" {config.data.path} it is {job.fields}; both must be alike. Ingest them the same way."
         )
     chosen = None if section.gate_path is not None else select_gate_rows(source.manifest, delivery.evaluation)
     return ScoringRequest(source, sample_segments(source.manifest, source.manifest.num_rows), models, blocks, chosen)
@@ -207,8 +206,7 @@ def _find_trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger
     if section.max_drop is not None and drop is not None and not drop <= section.max_drop:
         return "drop", (
             f"the champion's {facts.metric} on the evaluation data is {facts.now:.4f}, it was {facts.then:.4f} when it"
-            f" was promoted: worse"
-            f" by {drop:.4f}, more than {section.max_drop:g}"
+            f" was promoted: worse by {drop:.4f}, more than {section.max_drop:g}"
         )
     drifted = {
         name: value for name, value in facts.drift.items() if section.max_psi is not None and value > section.max_psi

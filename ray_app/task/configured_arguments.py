@@ -372,14 +372,8 @@ def target_range(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
         None for a loss that takes any value or is unknown, such as a class that overrides `forward`.
     """
     loss = make_loss(json.dumps(spec), "cpu")
-    kind = next(
-        (
-            kind
-            for kind in (*_CLASS_INDEX_LOSSES, *_BINARY_LOSSES)
-            if isinstance(loss, kind) and type(loss).forward is kind.forward
-        ),
-        None,
-    )
+    kinds = (kind for kind in (*_CLASS_INDEX_LOSSES, *_BINARY_LOSSES) if isinstance(loss, kind))
+    kind = next((kind for kind in kinds if type(loss).forward is kind.forward), None)
     if kind is None or not isinstance(outputs, Tensor):
         return None
     if kind in _CLASS_INDEX_LOSSES and outputs.ndim == target.ndim + 1 and not target.is_floating_point():

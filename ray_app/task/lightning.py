@@ -217,24 +217,16 @@ class LightningTask(BatchTask):
 
     def validate_config(self, config: Config) -> list[str]:
         """Returns a problem for each setting that needs calls of the module itself instead of `training_step`."""
-        problems = []
-        if config.train.strategy == "fsdp":
-            problems.append(
-                "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is"
-                " called; of a Lightning module it is training_step. Use ddp, local_sgd, parameter_server or"
-                " central_storage."
-            )
-        if config.train.compile:
-            problems.append(
-                "train.compile compiles calls of the module, and training_step is not one; compile parts of it in its"
-                " __init__."
-            )
-        if config.train.capture:
-            problems.append(
-                "train.capture needs each step to do the same, and training_step may do something else in each; leave"
-                " it out."
-            )
-        return problems
+        problems = {
+            "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is"
+            " called; of a Lightning module it is training_step. Use ddp, local_sgd, parameter_server or"
+            " central_storage.": config.train.strategy == "fsdp",
+            "train.compile compiles calls of the module, and training_step is not one; compile parts of it in its"
+            " __init__.": config.train.compile,
+            "train.capture needs each step to do the same, and training_step may do something else in each; leave it"
+            " out.": config.train.capture,
+        }
+        return [problem for problem, applies in problems.items() if applies]
 
     def build_model(self) -> nn.Module:
         """Builds the module.
@@ -342,12 +334,9 @@ class LightningTask(BatchTask):
 
 def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
     """Extracts the optimizer and the schedule from one of the forms that `configure_optimizers` may return."""
-    pair = (
-        isinstance(returned, list | tuple)
-        and len(returned) == 2
-        and all(isinstance(part, list | tuple) for part in returned)
-    )
-    optimizers, schedulers = returned if pair else (returned if isinstance(returned, list | tuple) else [returned], [])
+    parts = returned if isinstance(returned, list | tuple) else [returned]
+    is_pair = len(parts) == 2 and all(isinstance(part, list | tuple) for part in parts)
+    optimizers, schedulers = parts if is_pair else (parts, [])
     if len(optimizers) == 1 and isinstance(optimizers[0], dict):
         fields = optimizers[0]
         _refuse_unknown(fields, ("optimizer", "lr_scheduler", "monitor"))

@@ -113,11 +113,8 @@ def score(
         use_eager_roi_align()
     rows, worst = len(next(iter(arrays.values()))), list[float]()
     ragged = any(isinstance(values, Ragged) for values in arrays.values())
-    step = (
-        chunk_rows or size
-        if ragged
-        else chunk_rows or _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)
-    )
+    row_bytes = sum(values[:1].nbytes for values in arrays.values())
+    step = chunk_rows or (size if ragged else _chunk_rows(rows, row_bytes, size))
     for low in range(part * step, rows, parts * step):
         batch = {name: values.to(device) for name, values in to_batch(arrays, slice(low, low + step)).items()}
         for _, metric in metrics.items(keep_base=True, copy_state=False):
@@ -136,12 +133,8 @@ def score(
             if len(worst) < MAX_MISTAKES or mistake.confidence > worst[-1]:
                 worst = sorted([*worst, mistake.confidence], reverse=True)[:MAX_MISTAKES]
                 worst_mistakes.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
-        kept = [
-            (str(name), metric)
-            for name, metric in metrics.items(keep_base=True, copy_state=False)
-            if keep is None or name in keep
-        ]
-        states = {name: states_of(metric) for name, metric in kept}
+        items = metrics.items(keep_base=True, copy_state=False)
+        states = {str(name): states_of(metric) for name, metric in items if keep is None or name in keep}
         values = torch.cat([one.values for one in losses])
         if not values.isfinite().all():
             _refuse_non_finite_row(arrays, low + np.flatnonzero(~values.isfinite().numpy(force=True)), manifest)

@@ -294,21 +294,8 @@ class LoopTask(BatchTask):
         best_mode: Mode | None = None,
         exif_orientation: bool = True,
     ) -> None:
-        super().__init__(
-            module,
-            rows,
-            target,
-            transforms,
-            evaluate_transforms,
-            mean,
-            std,
-            pad_with,
-            pad_to,
-            max_length,
-            best_metric,
-            best_mode,
-            exif_orientation,
-        )
+        images, lists = (transforms, evaluate_transforms, mean, std), (pad_with, pad_to, max_length)
+        super().__init__(module, rows, target, *images, *lists, best_metric, best_mode, exif_orientation)
         self.train = train
         self.settings = settings or {}
         self.evaluate = evaluate

@@ -83,11 +83,9 @@ class BatchTask(ModuleTask):
                 f"The columns of a batch are {columns}; name those of which it is made, and among them the target,"
                 f" {target}."
             )
-        inputs = (
-            {k: v for k, v in batch.items() if v != target}
-            if isinstance(batch, dict)
-            else [v for v in batch if v != target]
-        )
+        inputs: list[str] | dict[str, str] = [v for v in columns if v != target]
+        if isinstance(batch, dict):
+            inputs = {k: v for k, v in batch.items() if v != target}
         super().__init__(
             module,
             inputs,

@@ -132,8 +132,7 @@ def _array_part(name: str, arrays: dict[str, _Stored], split_rows: int, id_prefi
     if len(set(counts.values())) != 1:
         raise DataError(
             f"arrays of different numbers of rows: {counts}. Each row needs one entry in each array; arrays to train on"
-            f" and to test on are"
-            " called x_train, y_train, x_test and y_test. Make them again."
+            " and to test on are called x_train, y_train, x_test and y_test. Make them again."
         )
     rows = next(iter(counts.values()))
     if any(array.is_packed for array in arrays.values()):
@@ -266,8 +265,7 @@ def _npy_header(file: IO[bytes]) -> Header:
     if columns_first:
         raise ValueError(
             "the array is stored as columns first (Fortran order, as pandas has its values); allowed are rows first:"
-            " save"
-            " numpy.ascontiguousarray(x)"
+            " save numpy.ascontiguousarray(x)"
         )
     return dtype, shape
 
@@ -281,8 +279,7 @@ def _note_on_classes(y: _Stored) -> str | None:
     if len(shape) == 2 and np.isin(first, (0, 1)).all() and (first.sum(axis=1, dtype=np.float64) == 1).all():
         raise DataError(
             f"{y.where}: y has the shape {shape} and one 1 in each row, so it seems to hold classes (one-hot). To"
-            f" classify save"
-            " y.argmax(axis=1) as y; to keep the rows as they are, call the array target."
+            " classify save y.argmax(axis=1) as y; to keep the rows as they are, call the array target."
         )
     if (
         len(shape) == 1
