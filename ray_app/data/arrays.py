@@ -116,13 +116,9 @@ def fixed_array(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
     The array is a view of the column if the column is one chunk.
     """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    arrays = [
-        np.frombuffer(
-            chunk.buffers()[1], dtype=np.uint8, offset=chunk.offset * spec.row_bytes, count=len(chunk) * spec.row_bytes
-        )
-        for chunk in chunks
-        if len(chunk)
-    ]
+    arrays, size = list[Array](), spec.row_bytes
+    for chunk in filter(len, chunks):
+        arrays.append(np.frombuffer(chunk.buffers()[1], np.uint8, len(chunk) * size, chunk.offset * size))
     flat = arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, np.empty(0, np.uint8)])
     return flat.view(spec.dtype).reshape(-1, *spec.shape)
 

@@ -88,11 +88,8 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     Raises:
         OSError: The folder cannot be used or belongs to another user, or the code that decodes has no source file.
     """
-    root = (
-        Path(folder).expanduser()
-        if folder is not None
-        else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
-    )
+    default = f"{tempfile.gettempdir()}/ray_app-{os.getuid()}/cache"
+    root = Path(default if folder is None else folder).expanduser()
     cache = root / cache_key(source, settings)
     root.mkdir(parents=True, exist_ok=True)
     if folder is None:

@@ -66,12 +66,9 @@ class DeathCounter:
 
 def process_died_error(activity: str, error: BaseException | None = None) -> ProcessDiedError:
     """Returns the error that ends a run after a process died too often."""
-    memory = isinstance(error, ray.exceptions.OutOfMemoryError)
-    cause = (
-        "for want of memory"
-        if memory
-        else "without a Python error: a fault or an abort in a library, or the kernel for want of memory"
-    )
+    cause = "without a Python error: a fault or an abort in a library, or the kernel for want of memory"
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        cause = "for want of memory"
     return ProcessDiedError(
         f"A process died {MAX_DEATHS} times {activity} ({cause}). Look at these rows, take them out or write them anew;"
         " if they are sound and large, lower data.read_task_mb, or give the node more memory."

@@ -59,15 +59,12 @@ class PlannedSource(Datasource):
     ) -> list[ReadTask]:
         """Returns one task per planned read, whatever the requested parallelism: the plan sizes the tasks."""
         del parallelism, per_task_row_limit, data_context
-        return [
-            ReadTask(
-                partial(_read, self._reader, spec),
-                BlockMetadata(
-                    num_rows=sum(span.rows for span in spec), size_bytes=None, input_files=None, exec_stats=None
-                ),
-            )
-            for spec in self._specs
-        ]
+        tasks = []
+        for spec in self._specs:
+            rows = sum(span.rows for span in spec)
+            metadata = BlockMetadata(num_rows=rows, size_bytes=None, input_files=None, exec_stats=None)
+            tasks.append(ReadTask(partial(_read, self._reader, spec), metadata))
+        return tasks
 
 
 def _read(pickled_reader: bytes, spec: ReadSpec) -> Iterator[pa.Table]:

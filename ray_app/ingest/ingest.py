@@ -264,11 +264,8 @@ def _made_from(options: IngestOptions, reader: base.FormatReader) -> dict[str, A
         chosen["tokenizer"] = Texts(options).digest
     sha = hashlib.sha256()
     for file in reader.files():
-        sha.update(
-            f"{_relative_name(file.location, options)}\0{file.size}\0{file.changed_ns}\n".encode(
-                errors="surrogateescape"
-            )
-        )
+        line = f"{_relative_name(file.location, options)}\0{file.size}\0{file.changed_ns}\n"
+        sha.update(line.encode(errors="surrogateescape"))
     return {"options": chosen, "source_digest": sha.hexdigest(), "layout": LAYOUT}
 
 
@@ -313,11 +310,8 @@ def _write_all(
             part_records = [record for other in sides[part.name] for record in records[other]]
             kept = sum(file["rows"] for record in part_records for file in record[files])
             rows = kept + sum(len(refused[other]) for other in sides[part.name])
-            where = (
-                f"the side {side!r} of the split gets"
-                if len(sides[part.name]) > 1 and rows
-                else f"source {options.source!r} has"
-            )
+            is_split = len(sides[part.name]) > 1 and rows
+            where = f"the side {side!r} of the split gets" if is_split else f"source {options.source!r} has"
             raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
     runs = {side: records[side] for side, part in part_of.items() if not part.keeps_order}
     shuffled = _shuffle(runs, options, folder, run)
@@ -331,13 +325,8 @@ def _write_all(
         target = side_folder(folder, side)
         if refused[side] or part.skipped_files:
             put_atomic(target / "refused.jsonl", format_refused([*refused[side], *part.skipped_files]))
-        description = {
-            "format_version": FORMAT_VERSION,
-            "source": options.source,
-            **facts,
-            "parts": sorted(part_of),
-            "made_from": made_from,
-        }
+        description = {"format_version": FORMAT_VERSION, "source": options.source, **facts}
+        description |= {"parts": sorted(part_of), "made_from": made_from}
         shards = {shard["path"] for shard in facts["shards"]}
         files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
         read_footers(target, files_written, trusted=True).put(target)

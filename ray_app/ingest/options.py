@@ -103,11 +103,8 @@ class IngestOptions:
     @property
     def limits(self) -> tuple[int, int, int]:
         """Maximum rows of a file, maximum rows of a row group, maximum bytes of a row group."""
-        return (
-            self.shard_rows,
-            self.row_group_rows or (_DIGITS_GROUP_ROWS if self.source == "digits" else _GROUP_ROWS),
-            self.row_group_bytes,
-        )
+        default = _DIGITS_GROUP_ROWS if self.source == "digits" else _GROUP_ROWS
+        return self.shard_rows, self.row_group_rows or default, self.row_group_bytes
 
 
 _ONLY_FOR: dict[str, tuple[str, ...]] = {

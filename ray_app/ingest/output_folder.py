@@ -102,11 +102,8 @@ def _difference(out: Location, parts: dict[str, Any], made_from: dict[str, Any])
         if sorted(parts) != part.get("parts"):
             return f"holds {sorted(parts)} of the data sets {part.get('parts')}"
         before = part["made_from"]["options"]
-        changed = [
-            f"{key} {before[key]!r}, now {now[key]!r}"
-            for key in now
-            if before.setdefault(key, defaults[key]) != now[key]
-        ]
+        before = {key: before.get(key, defaults[key]) for key in now}
+        changed = [f"{key} {before[key]!r}, now {now[key]!r}" for key in now if before[key] != now[key]]
         if changed:
             return "was made with other options: " + ", ".join(changed)
         if part["made_from"]["source_digest"] != made_from["source_digest"]:

@@ -148,14 +148,9 @@ class Shards(RowWriter):
         path = self._scratch / self._name
         footer = pq.read_metadata(path)
         assert footer.num_rows == self._shard_rows
-        description = {
-            "path": path.name,
-            "rows": footer.num_rows,
-            "row_groups": footer.num_row_groups,
-            "bytes": path.stat().st_size,
-        }
+        facts = {"rows": footer.num_rows, "row_groups": footer.num_row_groups, "bytes": path.stat().st_size}
         publish(path, self._folder / path.name)
-        self._files.append(description)
+        self._files.append({"path": path.name} | facts)
         self._writer, self._shard_rows = None, 0
 
     def _describe(self, table: pa.Table) -> None:
@@ -220,19 +215,13 @@ def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     Plain columns except `row_id` have dictionaries; plain columns and lists have statistics. Encoded images are not
     compressed, because they are compressed already.
     """
-    plain = [
-        f.name
-        for f in schema
-        if spec_of_field(f) is None and not pa.types.is_binary(f.type) and not is_ragged_list(f.type)
-    ]
+    flat = [f for f in schema if not is_ragged_list(f.type)]
+    plain = [f.name for f in flat if spec_of_field(f) is None and not pa.types.is_binary(f.type)]
     lists = {_leaf(f): "ZSTD" for f in schema if is_ragged_list(f.type)}
     return pq.ParquetWriter(
         path,
         schema,
-        compression={
-            f.name: "NONE" if pa.types.is_binary(f.type) else "ZSTD" for f in schema if not is_ragged_list(f.type)
-        }
-        | lists,
+        compression={f.name: "NONE" if pa.types.is_binary(f.type) else "ZSTD" for f in flat} | lists,
         use_dictionary=[name for name in plain if name != "row_id"],
         write_statistics=[*plain, *lists],
     )

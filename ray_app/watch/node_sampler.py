@@ -105,12 +105,10 @@ class NodeSampler:
         for node in self._nodes.values():
             node.pending_reply = node.pending_reply or node.probe.measure.remote()
         nodes_by_reply = {node.pending_reply: key for key, node in self._nodes.items()}
-        ready, _ = (
-            ray.wait(list(nodes_by_reply), num_returns=len(nodes_by_reply), timeout=timeout_s)
-            if nodes_by_reply
-            else ([], [])
-        )
-        metrics_by_node = {}
+        metrics_by_node: dict[str, dict[str, float]] = {}
+        if not nodes_by_reply:
+            return metrics_by_node
+        ready, _ = ray.wait(list(nodes_by_reply), num_returns=len(nodes_by_reply), timeout=timeout_s)
         for reply in ready:
             node = self._nodes[nodes_by_reply[reply]]
             node.pending_reply = None

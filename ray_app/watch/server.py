@@ -122,12 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
         self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None, kind: str = "text/plain"
     ) -> None:
         self.send_response(status)
-        for name, value in {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-            "Cache-Control": "no-store",
-            **(headers or {}),
-        }.items():
+        common = {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"}
+        for name, value in (common | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

@@ -60,11 +60,9 @@ class LiveLine:
         if (text, part) == self._current:
             return
         self._current = text, part
-        bar = (
-            f'<progress value="{part:.4f}" style="width: 14em; vertical-align: middle"></progress> '
-            if part is not None
-            else ""
-        )
+        bar = ""
+        if part is not None:
+            bar = f'<progress value="{part:.4f}" style="width: 14em; vertical-align: middle"></progress> '
         style = "white-space: pre-wrap; font-family: monospace; font-variant-numeric: tabular-nums"
         data = {"text/plain": text, "text/html": f'<div style="{style}">{bar}{escape(text)}</div>'}
         if self._display is None:
@@ -387,11 +385,9 @@ def describe_best(summary: dict[str, Any], metric: str) -> str | None:
         return f"{best['metric']} {best['value']:.4f} at step {best['step']}"
     if not evaluations:
         return None
-    consequence = (
-        f"step {best['step']}, the first evaluated, is kept as the result"
-        if best
-        else "the newest checkpoint is taken where one is asked for"
-    )
+    consequence = "the newest checkpoint is taken where one is asked for"
+    if best:
+        consequence = f"step {best['step']}, the first evaluated, is kept as the result"
     return (
         f"unknown: {metric} is not a number in any of {evaluations} evaluations; {consequence}. Let evaluate.metric"
         " name another metric."

@@ -91,11 +91,8 @@ class _Stored:
                 data = file.read(row_bytes * block)
                 if len(data) < row_bytes * block:
                     raise EOFError(f"the file ends before row {start + block} of {shape[0]}")
-                yield (
-                    np.frombuffer(data, dtype)
-                    .reshape(block, *self._row_shape(shape)[1:])
-                    .astype(dtype.newbyteorder("="), copy=False)
-                )
+                values = np.frombuffer(data, dtype).reshape(block, *self._row_shape(shape)[1:])
+                yield values.astype(dtype.newbyteorder("="), copy=False)
             if last == shape[0] and file.read(1):
                 raise ValueError(f"there is more data after the last of {shape[0]} rows")
 
@@ -139,17 +136,12 @@ def _array_part(name: str, arrays: dict[str, _Stored], split_rows: int, id_prefi
         split_rows = max(rows, 1)
     starts = range(0, rows, split_rows)
     bounds = [(start, min(start + split_rows, rows)) for start in starts]
-    return base.Part(
-        name,
-        [
-            base.InputSplit(last - first, partial(_tables, arrays, layouts, first, last, id_prefix))
-            for first, last in bounds
-        ],
-    )
+    tables = partial(_tables, arrays, layouts, id_prefix)
+    return base.Part(name, [base.InputSplit(last - first, partial(tables, first, last)) for first, last in bounds])
 
 
 def _tables(
-    arrays: dict[str, _Stored], layouts: dict[str, Header], first: int, last: int, id_prefix: str, refuse: base.Refuse
+    arrays: dict[str, _Stored], layouts: dict[str, Header], id_prefix: str, first: int, last: int, refuse: base.Refuse
 ) -> Iterator[pa.Table]:
     del refuse
     row_bytes = sum(dtype.itemsize * math.prod(shape[1:]) for dtype, shape in layouts.values())
@@ -249,12 +241,8 @@ def _npy_header(file: IO[bytes]) -> Header:
     except Exception as error:  # of many kinds, as NumPy parses the header as Python
         raise ValueError(f"its header cannot be read: {error}") from error
     if dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize > 8:
-        how = {
-            "U": _TO_NUMBERS,
-            "S": _TO_NUMBERS,
-            "M": "convert times to numbers",
-            "m": "convert durations to numbers",
-        }.get(dtype.kind, "")
+        advice = {"U": _TO_NUMBERS, "S": _TO_NUMBERS, "M": "convert times to numbers"}
+        how = (advice | {"m": "convert durations to numbers"}).get(dtype.kind, "")
         how = "save each field as an array of its own" if dtype.names else how
         raise ValueError(
             f"an array of {dtype}; allowed are bool, integers and floats of up to 64 bits (nothing is"
@@ -281,12 +269,8 @@ def _note_on_classes(y: _Stored) -> str | None:
             f"{y.where}: y has the shape {shape} and one 1 in each row, so it seems to hold classes (one-hot). To"
             " classify save y.argmax(axis=1) as y; to keep the rows as they are, call the array target."
         )
-    if (
-        len(shape) == 1
-        and np.isfinite(first).all()
-        and (first == np.trunc(first)).all()
-        and len(np.unique(first)) <= len(first) // 2
-    ):
+    has_whole_numbers = bool(np.isfinite(first).all() and (first == np.trunc(first)).all())
+    if len(shape) == 1 and has_whole_numbers and len(np.unique(first)) <= len(first) // 2:
         return (
             f"{y.where} holds {dtype} and becomes `target`, although all its values are whole numbers. To classify save"
             f" y.astype(int)."

@@ -117,11 +117,8 @@ def recognize_delimiter(file: File, column_names: list[str] | None) -> str:
     """
     head = read_head(file)
     widths = {delimiter: [len(row) for row in parse_first_rows(head, delimiter)] or [1] for delimiter in DELIMITERS}
-    if (
-        column_names
-        and len(column_names) > 1
-        and (fits := [mark for mark, width in widths.items() if width[0] == len(column_names)])
-    ):
+    num_columns = len(column_names or ())
+    if num_columns > 1 and (fits := [mark for mark, width in widths.items() if width[0] == num_columns]):
         return fits[0]
     even = {delimiter: width[0] for delimiter, width in widths.items() if len(set(width)) == 1 and width[0] > 1}
     if "," in even or (not even and widths[","][0] > 1):
@@ -202,12 +199,8 @@ def find_open_quote(file: File, delimiter: str) -> str | None:
                 first_line = rows.line_num + 1
         except csv.Error as error:
             # These are parts of the messages "unexpected end of data" and "',' expected after '"'" of the csv module.
-            is_quote = "end of data" in str(error) or "expected after" in str(error)
-            return (
-                f"in line {first_line} a quote opens a value and is not closed at the end of the value"
-                if is_quote
-                else None
-            )
+            if "end of data" in str(error) or "expected after" in str(error):
+                return f"in line {first_line} a quote opens a value and is not closed at the end of the value"
     return None
 
 

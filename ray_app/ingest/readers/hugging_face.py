@@ -357,11 +357,8 @@ def _open_batches(
             schema, names = _select_columns(file, parquet_file.schema_arrow, columns)
             yield schema, parquet_file.iter_batches(batch_rows, columns=names, use_threads=False)
         else:
-            source = (
-                pa.memory_map(str(file.location))
-                if isinstance(file.location, Path)
-                else pa.PythonFile(file.open(), "r")
-            )
+            is_local = isinstance(file.location, Path)
+            source = pa.memory_map(str(file.location)) if is_local else pa.PythonFile(file.open(), "r")
             reader = pa.ipc.open_stream(source)
             schema, names = _select_columns(file, reader.schema, columns)
             yield schema, (batch.select(names) for batch in _read_to_end(reader, source))

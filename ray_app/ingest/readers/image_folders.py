@@ -58,17 +58,12 @@ class Images(base.SourceReader):
         """
         del run
         rows = [(file, label) for label, images in enumerate(self._classes.values()) for file in images]
-        rows.sort(
-            key=lambda row: hashlib.blake2b(
-                os.fsencode(relative_path(row[0].location, self.path)), key=b"order"
-            ).digest()
-        )
-        splits = [
-            base.InputSplit(len(group), partial(_tables, self.path, self.options.check, group))
-            for group in base.group_items(
-                rows, lambda row: row[0].size, self.options.shard_rows, self.options.split_bytes
-            )
-        ]
+        names = [os.fsencode(relative_path(file.location, self.path)) for file, _ in rows]
+        hashes = [hashlib.blake2b(name, key=b"order").digest() for name in names]
+        rows = [row for _, row in sorted(zip(hashes, rows, strict=True), key=lambda pair: pair[0])]
+        options, tables = self.options, partial(_tables, self.path, self.options.check)
+        groups = base.group_items(rows, lambda row: row[0].size, options.shard_rows, options.split_bytes)
+        splits = [base.InputSplit(len(group), partial(tables, group)) for group in groups]
         classes = tuple(printable_name(folder.name) for folder in self._classes)
         return [base.Part("", splits, classes, self._skipped_files(), keeps_order=True)]
 
@@ -134,12 +129,10 @@ class Images(base.SourceReader):
                     "Give the folder above the classes as input, or move the images up."
                 )
             if not images:
-                others = self._files[folder]
-                first = (
-                    f" (of {len(others)} files the first is {others[0].name}: {self._explain_skip(others[0].location)})"
-                    if others
-                    else ""
-                )
+                first = ""
+                if others := self._files[folder]:
+                    reason = self._explain_skip(others[0].location)
+                    first = f" (of {len(others)} files the first is {others[0].name}: {reason})"
                 raise DataError(
                     f"{folder}: no image in this class folder{first}; allowed are png, jpeg, webp and gif. Add images"
                     f" or remove the folder."

@@ -182,11 +182,8 @@ def _example() -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 
     def message(name: str, *fields: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {
-            "name": name,
-            "field": [{"label": "LABEL_OPTIONAL", "number": i, **field} for i, field in enumerate(fields, 1)],
-            **more,
-        }
+        numbered = [{"label": "LABEL_OPTIONAL", "number": i, **field} for i, field in enumerate(fields, 1)]
+        return {"name": name, "field": numbered, **more}
 
     def of(name: str, message: str, **more: Any) -> dict[str, Any]:
         return {"name": name, "type": "TYPE_MESSAGE", "typeName": f".example.{message}", **more}
@@ -200,10 +197,7 @@ def _example() -> Any:
         "package": "example",
         "syntax": "proto3",
         "messageType": [
-            *(
-                message(name, {"name": "value", "label": "LABEL_REPEATED", "type": kind})
-                for name, kind in lists.items()
-            ),
+            *(message(name, {"name": "value", "label": "LABEL_REPEATED", "type": t}) for name, t in lists.items()),
             message("Feature", *(of(name, name, oneofIndex=0) for name in lists), oneofDecl=[{"name": "kind"}]),
             message("Features", of("feature", "Features.FeatureEntry", label="LABEL_REPEATED"), nestedType=[entry]),
             message("Example", of("features", "Features"), {"name": "feature_lists", "type": "TYPE_BYTES"}),

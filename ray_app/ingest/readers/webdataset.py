@@ -68,11 +68,8 @@ class WebDataset(base.SourceReader):
         """Returns the extensions of the first row's members, with dtype and shape of each .npy and None for others."""
         where = f"{self.pattern}: the first row"
         available = {column for name in first if (column := _column(name))}
-        if missing := [
-            name
-            for name in self.options.columns or []
-            if name not in available and not (self.options.label and name == "label")
-        ]:
+        made = available | ({"label"} if self.options.label else set())
+        if missing := [name for name in self.options.columns or [] if name not in made]:
             usable = sorted({column for name in self._first(lambda _: True) or first if (column := _column(name))})
             raise DataError(
                 f"{where} has no member for the column {missing[0]!r}; its columns are {usable}. Name some of these in"
@@ -80,12 +77,9 @@ class WebDataset(base.SourceReader):
             )
         unknown = sorted(f".{name}" for name in first if _column(name) is None)
         if unknown:
-            usable = sorted(available)
-            advice = (
-                f"Leave them out by naming the columns to keep: columns={usable}."
-                if usable
-                else "Make the files with some of these."
-            )
+            usable, advice = sorted(available), "Make the files with some of these."
+            if usable:
+                advice = f"Leave them out by naming the columns to keep: columns={usable}."
             raise DataError(
                 f"{where} has the members {base.format_items(unknown)}, of which no column is made; allowed are"
                 f" .{', .'.join(IMAGES)}, .cls, .json, .txt and .npy. {advice}"
