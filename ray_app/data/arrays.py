@@ -106,7 +106,9 @@ def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     if spec.padding is not None:
         parts = [_ragged(chunk, spec) for chunk in chunks if len(chunk)]
-        return concat_ragged(parts) if parts else _empty_ragged(spec)
+        return concat_ragged(
+            parts or [Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(1, np.int64), *spec.padding)]
+        )
     return fixed_array(column, spec)
 
 
@@ -205,11 +207,6 @@ def is_list(kind: pa.DataType) -> bool:
 def is_ragged_list(kind: pa.DataType) -> bool:
     """Returns whether values are lists of any length, such as tokens or boxes."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
-def _empty_ragged(spec: ArraySpec) -> Ragged:
-    assert spec.padding is not None
-    return Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(1, np.int64), *spec.padding)
 
 
 def _ragged(chunk: pa.Array, spec: ArraySpec) -> Ragged:

@@ -146,8 +146,9 @@ def find_missing_values(table: pa.Table) -> dict[int, str]:
         for chunk in column.chunks:
             if _has_missing(chunk):
                 has_value = chunk.is_valid().to_numpy(zero_copy_only=False)
+                kind = chunk.type.storage_type if isinstance(chunk.type, pa.BaseExtensionType) else chunk.type
                 for row in np.flatnonzero(_missing_mask(chunk)).tolist():
-                    is_inside = has_value[row] and pa.types.is_nested(_storage_type(chunk))
+                    is_inside = has_value[row] and pa.types.is_nested(kind)
                     reason = _REASON.format(name, _MISSING_INSIDE if is_inside else _NO_VALUE)
                     reasons.setdefault(first + row, reason)
             first += len(chunk)
@@ -159,10 +160,6 @@ def usable_mask(count: int, reasons: dict[int, str]) -> npt.NDArray[np.bool_]:
     usable = np.ones(count, np.bool_)
     usable[list(reasons)] = False
     return usable
-
-
-def _storage_type(values: pa.Array) -> pa.DataType:
-    return values.type.storage_type if isinstance(values.type, pa.BaseExtensionType) else values.type
 
 
 def _has_missing(values: pa.Array) -> bool:

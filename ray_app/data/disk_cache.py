@@ -262,7 +262,7 @@ class DiskCache:
         self._rows: dict[str, FixedRows | RaggedRows] = {}
         self._is_open, self._is_full = True, False
         for i, (name, spec) in enumerate(fields.items()):
-            self._rows[name] = open_field(folder, i, spec)
+            self._rows[name] = (FixedRows if spec.padding is None else RaggedRows)(folder, i, spec)
 
     def close(self) -> None:
         """Closes the files; the rows stay on the disk."""
@@ -388,11 +388,6 @@ def count_rows(spec: ReadSpec) -> int:
 
 def _positions(spec: ReadSpec) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(span.position, span.position + span.rows) for span in spec])
-
-
-def open_field(folder: Path, number: int, spec: ArraySpec) -> FixedRows | RaggedRows:
-    """Opens the files of a field."""
-    return (FixedRows if spec.padding is None else RaggedRows)(folder, number, spec)
 
 
 class FixedRows:

@@ -230,7 +230,8 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
         shutil.copy(loader.__file__, code / f"{LOADER_MODULE}.py")
         _write_description(data, name, served, inputs, ragged)
         try:
-            _write_parameters(model, data)
+            state = {name: values.detach().clone().contiguous() for name, values in model.state_dict().items()}
+            (data / loader.WEIGHTS).write_bytes(safetensors.torch.save(state))
             libraries = write(served, inputs, data, code, ragged)
             outputs = _compare_outputs(served, inputs, data)
         except Exception as error:
@@ -377,12 +378,6 @@ def _write_weights(
     description = names | {"settings": vars(served.task), "code": digests}
     (data / loader.TASK).write_text(json.dumps(description, indent=1))
     return {"torch", "numpy", "safetensors"} | sources.libraries
-
-
-def _write_parameters(model: nn.Module, data: Path) -> None:
-    """Writes `model.safetensors`."""
-    state = {name: values.detach().clone().contiguous() for name, values in model.state_dict().items()}
-    (data / loader.WEIGHTS).write_bytes(safetensors.torch.save(state))
 
 
 def _is_json(value: Any) -> bool:

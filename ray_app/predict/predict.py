@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,7 +140,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "model": source,
         "params_digest": model.params_digest,
         "task": class_path(model.task),
-        "code": _code_digest(source_files(class_path(model.task))),
+        "code": _digest_json({name: sha256(file) for name, file in source_files(class_path(model.task)).items()}),
         "manifest_digest": manifest.digest,
         "content_digest": _digest_json(hash_files(locate_data(dataset.root), manifest.paths)),
         "columns": carried,
@@ -219,11 +218,6 @@ def model_of_run(config: Config, run: str) -> ModelSource:
     commit = choose_checkpoint(job, "best")
     source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
     return Model(job.task, CheckpointStore(paths).load(commit)[MODEL], None, commit.params_digest), source, []
-
-
-def _code_digest(files: dict[str, Path]) -> str:
-    """Returns the digest of the Python files of a task, by the names of their modules."""
-    return _digest_json({name: sha256(file) for name, file in files.items()})
 
 
 def _digest_json(value: Any) -> str:

@@ -304,7 +304,8 @@ def add_audit_entry(paths: RetrainPaths, id: str, kind: str, reason: str, detail
     Args:
         kind: `promoted`, `gate refused`, `data refused`, `superseded` or `rolled back`.
     """
-    new_entry = {"id": id, "when": current_time(), "who": describe_user(), "what": kind, "why": reason, **details}
+    who = f"{user_name()}@{platform.node()} (process {os.getpid()})"
+    new_entry = {"id": id, "when": current_time(), "who": who, "what": kind, "why": reason, **details}
     while not any(entry["id"] == id for entry in read_audit_entries(paths)):
         number = max((int(name.removesuffix(".json")) for name in list_files(paths.audit)), default=0) + 1
         # If another process has taken this number, the loop tries the next one.
@@ -314,11 +315,6 @@ def add_audit_entry(paths: RetrainPaths, id: str, kind: str, reason: str, detail
 def read_audit_entries(paths: RetrainPaths) -> list[dict[str, Any]]:
     """Returns the entries of the audit record, oldest first."""
     return read_all_json(paths.audit / name for name in sorted(list_files(paths.audit)))
-
-
-def describe_user() -> str:
-    """Returns the user, the machine and the process of a decision, as text."""
-    return f"{user_name()}@{platform.node()} (process {os.getpid()})"
 
 
 def current_time() -> str:

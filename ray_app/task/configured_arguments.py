@@ -31,10 +31,15 @@ _RESERVED_METRICS = ("loss", "rows")
 
 
 def need_specs(**values: Any) -> None:
-    """Raises ConfigError for values that are not specifications, or lists or mappings of these."""
+    """Raises ConfigError for values that are not specifications, or lists or mappings of these.
+
+    It also refuses metrics with the name of another result of an evaluation.
+    """
     for name, value in values.items():
-        if name == "metrics":
-            need_names(value)
+        if reserved := [metric for metric in _RESERVED_METRICS if name == "metrics" and metric in value]:
+            raise ConfigError(
+                f"{_INIT_ARGS}.metrics has {reserved[0]!r}, which every evaluation has. Give the metric another name."
+            )
         several = {f"{name}.{key}": one for key, one in value.items()} if name == "metrics" else None
         several = {f"{name}[{i}]": one for i, one in enumerate(value)} if isinstance(value, list) else several
         for field, one in ({name: value} if several is None else several).items():
@@ -43,15 +48,6 @@ def need_specs(**values: Any) -> None:
                     f"{_INIT_ARGS}.{field} is {one!r}; it must have class_path, an import path such as"
                     " torch.nn.CrossEntropyLoss, and may have init_args."
                 )
-
-
-def need_names(metrics: Iterable[str]) -> None:
-    """Raises ConfigError for metrics with the name of another result of an evaluation."""
-    for name in metrics:
-        if name in _RESERVED_METRICS:
-            raise ConfigError(
-                f"{_INIT_ARGS}.metrics has {name!r}, which every evaluation has. Give the metric another name."
-            )
 
 
 def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_length: int | None) -> None:

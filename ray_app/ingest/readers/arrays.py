@@ -57,10 +57,6 @@ class _Stored:
         """Whether reading can only begin at the first row."""
         return self.member is not None or self.file.location.name.endswith(".gz")
 
-    def as_vector(self) -> _Stored:
-        """Returns the array with the shape (rows,) where it is stored with the shape (rows, 1)."""
-        return replace(self, is_vector=True)
-
     def layout(self) -> Header:
         """Returns dtype and shape (rows, ...) of the array, and checks the size of the file against them.
 
@@ -202,7 +198,7 @@ class Numpy(base.SourceReader):
 
     def _columns(self, arrays: dict[str, _Stored]) -> dict[str, _Stored]:
         """Returns the arrays by the names of their columns."""
-        stored = {name: array.as_vector() if name in _VECTORS else array for name, array in arrays.items()}
+        stored = {name: replace(array, is_vector=name in _VECTORS) for name, array in arrays.items()}
         columns = {_column_name(name, *array.layout()): array for name, array in stored.items()}
         if len(columns) < len(arrays):
             raise DataError(

@@ -183,12 +183,6 @@ def make_table(row_ids: Sequence[str], columns: dict[str, Array | pa.Array]) -> 
     return pa.table(arrays, pa.schema(fields))
 
 
-def make_image_table(rows: list[tuple[str, bytes, int | None]]) -> pa.Table:
-    """Returns rows of (id, encoded image, label) as a table with the columns `image` and `label`."""
-    ids, images, labels = zip(*rows, strict=True)
-    return make_table(ids, {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())})
-
-
 def batch_rows(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
     """Yields rows in lists of about `BLOCK_BYTES` bytes."""
     block: list[T] = []

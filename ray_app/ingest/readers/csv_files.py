@@ -75,14 +75,6 @@ class CsvFormat:
         )
 
 
-def name_delimiter(delimiter: str) -> str:
-    r"""Returns the delimiter that the option `delimiter` names: itself, or a tab for the two characters `\t`.
-
-    A shell passes `--delimiter '\t'` as these two characters.
-    """
-    return "\t" if delimiter == r"\t" else delimiter
-
-
 def read_head(file: File) -> str:
     """Returns the first MiB of a file as text; bytes that are not UTF-8 become U+FFFD.
 
@@ -242,7 +234,8 @@ class Csv(base.SourceReader):
     @cached_property
     def _format(self) -> CsvFormat:
         delimiter, names = self.options.delimiter, self.options.column_names
-        known = name_delimiter(delimiter) if delimiter else recognize_delimiter(self.files()[0], names)
+        # A shell passes a tab as these two characters.
+        known = delimiter.replace(r"\t", "\t") if delimiter else recognize_delimiter(self.files()[0], names)
         return CsvFormat(known, tuple(names) if names else None)
 
     def _check_headers(self, facts: list[_CsvFacts]) -> tuple[list[str], list[str]]:

@@ -84,15 +84,6 @@ def explain_unusable(kind: pa.DataType, is_label: bool) -> str | None:
     return f"holds {kind}; allowed are numbers, text, bytes, times, images and lists of numbers"
 
 
-def check_unique(file: File, names: list[str]) -> None:
-    """Raises DataError if a file has two columns of one name."""
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(
-            f"{file}: two columns of one name: {base.format_items(repeated)}. Give each column its own name and save"
-            " the file again."
-        )
-
-
 def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
     """Returns a table converted to a form, without the rows that cannot be used."""
     if missing := [name for name in form.schema.names if name not in table.column_names]:
@@ -366,7 +357,11 @@ def _open_batches(
 
 def _select_columns(file: File, schema: pa.Schema, columns: list[str] | None) -> tuple[pa.Schema, list[str]]:
     """Returns the schema of a file with only some columns, and their names."""
-    check_unique(file, schema.names)
+    if repeated := sorted({name for name in schema.names if schema.names.count(name) > 1}):
+        raise DataError(
+            f"{file}: two columns of one name: {base.format_items(repeated)}. Give each column its own name and save"
+            " the file again."
+        )
     names = [name for name in schema.names if columns is None or name in columns]
     return pa.schema([schema.field(name) for name in names], schema.metadata), names
 

@@ -151,12 +151,13 @@ def _head(file: File) -> bytes:
 
 def _tables(root: DataLocation, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
     for block in base.batch_rows(_read(root, check, rows, refuse), lambda row: len(row[1])):
-        yield base.make_image_table(block)
+        ids, images, labels = zip(*block, strict=True)
+        yield base.make_table(ids, {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())})
 
 
 def _read(
     root: DataLocation, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse
-) -> Iterator[tuple[str, bytes, int | None]]:
+) -> Iterator[tuple[str, bytes, int]]:
     for file, label in rows:
         row_id = printable_name(relative_path(file.location, root))
         encoded = file.location.read_bytes()
