@@ -25,8 +25,7 @@ class ArraySpec:
     Args:
         dtype: NumPy name.
         shape: Shape without the row axis, and without the first axis of a row where rows have different lengths.
-        padding: Where rows have different lengths: the fill value, and the number that a padded length is a multiple
-            of.
+        padding: Where rows have different lengths: the fill value, and what padded lengths are a multiple of.
         length: Mean length of the rows that were probed, where rows have different lengths.
     """
 

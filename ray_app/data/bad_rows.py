@@ -32,15 +32,7 @@ Decode = Callable[[dict[str, Any]], Arrays]
 
 
 def decode_all(decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]) -> dict[str, Field]:
-    """Decodes rows and checks that they have the expected fields.
-
-    Returns:
-        Each field, (count, ...).
-
-    Raises:
-        ValueError: The rows decode to other fields than `fields`.
-        Exception: `decode` raised it.
-    """
+    """Decodes rows to fields, each (count, ...); raises ValueError if they are other than `fields`."""
     decoded = decode(rows)
     actual = {name: (len(values), spec_of_values(values)) for name, values in decoded.items()}
     expected = {name: (count, spec) for name, spec in fields.items()}
@@ -54,11 +46,8 @@ def decode_good_rows(
 ) -> tuple[dict[str, Field], list[str | None]]:
     """Decodes rows, locates the bad ones among them by bisection and makes them zeros; see `decode_all`.
 
-    Returns:
-        Each field, (count, ...), and for each row the reason why it is bad, or None.
-
-    Raises:
-        ImportError: This process cannot decode any row.
+    Returns the fields, and for each row the reason why it is bad, or None. Raises ImportError where no row can be
+    decoded.
     """
     if not count:
         return {name: _empty(spec)[:0] for name, spec in fields.items()}, []

@@ -45,12 +45,7 @@ _MIN_AGE_NS = 5_000_000_000
 def hash_files(root: DataLocation, paths: Iterable[str], digest_cache: Location | None = None) -> dict[str, str]:
     """Returns the SHA-256 of files below a folder, by their relative path.
 
-    Args:
-        digest_cache: A file that keeps digests, so that files which did not change since are not read again; None: all
-            files are read.
-
-    Raises:
-        OSError: A file cannot be read.
+    Where `digest_cache`, a file, keeps their digests, files that did not change since are not read again.
     """
     all_paths = list(paths)
     now_ns = time.time_ns()
@@ -100,14 +95,10 @@ def sha256(file: DataLocation) -> str:
 
 
 def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], npt.NDArray[np.unsignedinteger]]:
-    """Reads a column of integers or text as classes.
+    """Reads a column of integers or text as classes; raises DataError for another column, or one with missing values.
 
-    Returns:
-        The distinct values in ascending order; and for each row, in manifest order, the index of its value, in the
-        smallest unsigned type.
-
-    Raises:
-        DataError: There is no such column, it holds something else, or it has missing values.
+    Returns the distinct values in ascending order, and for each row, in manifest order, the index of its value, in the
+    smallest unsigned type.
     """
 
     def read(path: str) -> npt.NDArray:

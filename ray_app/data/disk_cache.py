@@ -1,6 +1,4 @@
-"""A cache of decoded rows on a node's own disk.
-
-It is filled while rows are read for the first time. The workers of the node and later runs share it.
+"""A cache of decoded rows on a node's own disk, which the workers of the node and later runs share.
 
 The folder of a node's caches has one folder for each cache; its name is a key of everything that decides what the
 decoded rows are. A cache has files for each field of the whole data set and one file of checksums. It holds a row if
@@ -9,8 +7,7 @@ no order, a writer that dies in the middle of a write leaves only rows that the 
 disk has damaged are read again from the data.
 
 Rows of one size have fixed offsets in their file. Rows of different lengths are appended to a file with capacity for
-somewhat more than the expected bytes of all rows; an index file has the offset and the size of each row. The index is
-checked like the rows: the checksum of a row covers its length, too.
+somewhat more than the expected bytes of all rows; an index file has their offsets and sizes, which the checksums cover.
 """
 
 from __future__ import annotations
@@ -203,10 +200,8 @@ _NAME = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")
 def cache_key(source: RowSource, settings: str) -> str:
     """Returns a digest (SHA-256, shortened) of everything that decides what the decoded rows are.
 
-    It covers the files as they are now, the task's settings and code, and the libraries.
-
-    Raises:
-        OSError: A file of the data is gone, S3 does not answer, or the code has no source file.
+    These are the files as they are now, the task's settings and code, and the libraries. Raises OSError if a file is
+    gone.
     """
     manifest, reader = source.manifest, source.reader
     facts = {

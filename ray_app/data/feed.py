@@ -1,11 +1,8 @@
 """The feed: one micro-batch per logical worker and step, as a function of the plan, the cursor and the logical workers.
 
-The feed takes windows from one of two sources: `StreamedWindows` reads ahead in a thread, `CachedWindows` gathers from
-a data set that is decoded in memory. Within a window it gathers the rows of several steps at once; where these are
-large or go to a device, a thread gathers them while the current step is computed. `Upload` sends micro-batches to the
-device through pinned memory, on a stream of their own.
-
-No state of a feed is saved: `Feed.seek` starts it at any cursor.
+It takes windows from `StreamedWindows`, which reads ahead in a thread, or from `CachedWindows`, in memory. Within a
+window it gathers the rows of several steps at once; where these are large or go to a device, in a thread. `Upload`
+sends micro-batches to the device. No state of a feed is saved: `Feed.seek` starts it at any cursor.
 """
 
 from __future__ import annotations

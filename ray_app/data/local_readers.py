@@ -29,12 +29,9 @@ def choose_fetch(threads: int, default: Fetch) -> Fetch:
 
 
 def fetch_in_threads(reader: Reader, specs: Sequence[ReadSpec], threads: int) -> Iterator[pa.Table]:
-    """Runs read tasks concurrently in threads and yields their rows in order.
+    """Runs read tasks concurrently in threads, which call `decode` at once, and yields their rows in order.
 
     The calling thread reads the slices of large row groups.
-
-    Args:
-        reader: Reads and decodes; several threads call `decode` at once.
     """
     waiting: deque[Future[list[pa.Table]]] = deque()
     stop = threading.Event()

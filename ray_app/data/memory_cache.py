@@ -52,15 +52,9 @@ class MemoryCache:
 
 
 def start_memory_cache(source: RowSource) -> Any:
-    """Decodes a small data set at once in this process; for a larger one it starts the actor.
+    """Decodes a small data set at once in this process; for a larger one it starts the actor, which decodes meanwhile.
 
-    The actor decodes while the workers start.
-
-    Returns:
-        The decoded data set with object references, as from `MemoryCache.decoded`, or the actor's handle.
-
-    Raises:
-        BadRowError: A row of a small data set cannot be decoded.
+    Returns the data set with object references, as `MemoryCache.decoded` does, or the actor's handle.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

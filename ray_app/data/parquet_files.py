@@ -3,11 +3,11 @@
 `DataFile` reads one file and the columns in the names of its folders; an error names the column that cannot be read.
 
 Some footers make the Parquet library abort its process. `check_footers` refuses them: a child process
-(`footer_trial.py`) reads every footer first. As its start takes a fifth of a second, it serves all data sets that are
-opened at about the same time, and ends itself when no footer arrives for some seconds.
+(`footer_trial.py`) reads every footer first. Its start takes a fifth of a second, so it serves all data sets that are
+opened at about the same time.
 
-`Footers` keeps only the rows of row groups and the ranges of columns, not the footers. An ingest writes it beside its
-shards, so that opening a data set reads only the footers of files that have changed since.
+`Footers` keeps only the rows of row groups and the ranges of columns. An ingest writes it beside its shards, so that
+opening a data set reads only the footers of files that have changed since.
 """
 
 from __future__ import annotations
@@ -98,10 +98,7 @@ class DataFile:
         return pa.schema([*self._file.schema_arrow, *added])
 
     def read_row_group(self, index: int, columns: Sequence[str]) -> pa.Table:
-        """Returns the rows of a row group.
-
-        Args:
-            columns: Names of columns; `a.b` is a field of a column of objects.
+        """Returns the rows of a row group; a column `a.b` is a field of a column of objects.
 
         Raises:
             DataError: A column is damaged, or is not in the file.
@@ -227,9 +224,6 @@ class _FooterChecker:
         """Returns the index of the first footer that ends the process, and its message; None if it survives all.
 
         Another process may also have ended it, so a footer is fatal only if two processes die of it.
-
-        Raises:
-            RuntimeError: The process cannot read footers.
         """
         survived, suspect = 0, -1
         with self._lock:
@@ -399,7 +393,6 @@ def read_footers(
 
     Raises:
         DataError: A file is not Parquet, or the files have different columns.
-        StorageError: The disk or the bucket fails.
     """
     paths, versions = [relative_path(file, root) for file in files], [_version(file) for file in files]
     version_of = dict(zip(paths, versions, strict=True))

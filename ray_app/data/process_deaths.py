@@ -50,11 +50,9 @@ class DeathCounter:
         self._describe, self._count = describe, 0
 
     def note(self, error: BaseException) -> None:
-        """Counts the error that ended a try.
+        """Counts the error that ended a try; raises ProcessDiedError if a process has died of the task too often.
 
-        Raises:
-            ProcessDiedError: A process has died of the task too often.
-            BaseException: The error is not the loss of a process or a node.
+        An error that is not the loss of a process or a node is raised again.
         """
         loss = classify_loss(error)
         if loss is None:
@@ -87,12 +85,7 @@ class RetriedTask:
         self.reference = submit()
 
     def result(self) -> Any:
-        """Waits for the task and returns its result.
-
-        Raises:
-            ProcessDiedError: Its process died too often.
-            Exception: The task raised it.
-        """
+        """Waits for the task and returns its result; raises ProcessDiedError if its process died too often."""
         while True:
             try:
                 return ray.get(self.reference)

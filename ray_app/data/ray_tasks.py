@@ -189,9 +189,7 @@ class ActorPool:
 def map_in_actors(
     pool: ActorPool, reader: Reader, specs: Sequence[ReadSpec], spec_of: Callable[[dict[str, Any]], ReadSpec]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the row that an actor returns for each read task, in the order of completion.
-
-    The actor gets the rows of the read task as one table.
+    """Yields the row that an actor returns for each read task, which it gets as one table, in the order of completion.
 
     After the loss of a process or a node, a new execution runs the remaining read tasks. After the loss of a process it
     first runs read tasks one by one, to learn which one ends the process.

@@ -3,9 +3,8 @@
 The plan decides which rows are read; a source only fetches them. Every decoded row carries its manifest position, so
 that the feed can check on arrival that it received exactly the planned rows.
 
-A row group that is larger than one read task is read in slices. Parquet gives no access to the middle of a row group,
-so a task of its own for each slice would read the whole row group again; a `SliceReader` reads it once instead, from
-its beginning to its end, in the process that fetches. Reads are tried again where the storage fails for a while.
+Parquet gives no access to the middle of a row group. So a `SliceReader` reads a row group that is larger than one read
+task once, from its beginning to its end and in slices, in the process that fetches.
 """
 
 from __future__ import annotations
@@ -117,18 +116,12 @@ class Reader:
     partitions: Partitions = field(default_factory=dict)
 
     def read(self, spec: ReadSpec, read_slice: ReadSlice | None = None) -> Iterator[pa.Table]:
-        """Decodes the rows of `spec` in order, a block at a time.
+        """Yields the decoded rows of `spec` in order, a block at a time.
 
-        The memory of a block is used again for the next one, because fresh memory costs more.
-
-        Args:
-            read_slice: Reads the spans of large row groups; without it the whole row group is read for each.
-
-        Yields:
-            Tables with an array column per field, the column of positions and, with `skips`, that of reasons.
-
-        Raises:
-            BadRowError: A row cannot be decoded, without `skips`.
+        The tables have an array column per field, the column of positions and, with `skips`, that of reasons. The
+        memory of a block is used again for the next one, because fresh memory costs more. Without `read_slice` the
+        whole row group is read for each span of a large one. Raises BadRowError for a row that cannot be decoded,
+        without `skips`.
         """
         block_rows = rows_per_task(self.fields, MAX_BLOCK_BYTES / 1e6)
         with closing(OpenFiles(self.root, self.partitions)) as files:
@@ -205,13 +198,10 @@ def read_span(file: DataFile, span: Span, columns: list[str]) -> pa.Table:
 
 
 def table_to_rows(table: pa.Table) -> dict[str, Any]:
-    """Returns a table as rows for `Task.decode`.
+    """Returns a table as rows for `Task.decode`; raises DataError for values that cannot be read in Python.
 
     A column of numbers, arrays or lists of one size becomes an array; other lists of numbers become `Ragged`; all else
     becomes a list of bytes or text.
-
-    Raises:
-        DataError: The values of a column cannot be read in Python.
     """
     rows: dict[str, Any] = {}
     for item, column in zip(table.schema, table.columns, strict=True):
@@ -373,13 +363,9 @@ class SliceReader:
         return cls(reader.root, reader.columns, reader.partitions)
 
     def take(self, span: Span) -> pa.Table:
-        """Returns the rows of a span as they are stored.
+        """Returns the rows of a span as they are stored; raises DataError if the row group has fewer.
 
-        If they do not continue an earlier slice, it reads the row group from its beginning and skips the rows before
-        the span.
-
-        Raises:
-            DataError: The row group has fewer rows.
+        If they do not continue an earlier slice, it reads the row group from its beginning and skips the rows before.
         """
         group, table = read_with_retries(self._root / span.path, lambda: self._read_slice(span))
         group.next_row += span.rows
@@ -446,9 +432,7 @@ _LASTING_ERRORS = ("ACCESS_DENIED", "NO_SUCH_", "INVALID_ACCESS_KEY", "SIGNATURE
 
 
 def read_with_retries(file: DataLocation, read: Callable[[], T]) -> T:
-    """Returns the result of `read`, which reads `file`, and retries if the storage fails temporarily.
-
-    It retries for about half a minute.
+    """Returns the result of `read`, which reads `file`, and retries for half a minute if the storage fails temporarily.
 
     Raises:
         StorageError: The disk, the network or S3 still fails.

@@ -120,13 +120,10 @@ class Window:
         self.is_prepared = False
 
     def prepare(self, min_steps: int, max_bytes: int) -> Window:
-        """Gathers micro-batches in advance and returns this window.
+        """Gathers all micro-batches, or those of `min_steps` if all exceed `max_bytes`; returns this window.
 
-        This runs in the thread that reads. During the first steps of a window that thread is busy with the next
-        window, and a gathering thread would wait for the interpreter lock in every step.
-
-        Args:
-            min_steps: Steps to gather, from the first one on, where the whole window has more than `max_bytes`.
+        This runs in the thread that reads. During the first steps of a window that thread is busy with the next window,
+        and a gathering thread would wait for the interpreter lock in every step.
         """
         steps = range(self._first_step, self._end)
         self.is_prepared = len(steps) * self.step_bytes <= max_bytes

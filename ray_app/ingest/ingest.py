@@ -67,12 +67,9 @@ _MAX_TASK_CHARS = 500
 
 
 def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None) -> Iterator[Any]:
-    """Calls `function` with every item in threads and yields the results in order.
+    """Calls `function` with every item in threads, by default one per CPU, and yields the results in order.
 
     Threads suffice, because decoding, compressing and reading release the interpreter lock.
-
-    Args:
-        threads: Number of threads; None: one per CPU.
     """
     if len(items) == 1:
         yield function(items[0])
@@ -88,11 +85,7 @@ def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads
 def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
     """Calls `function` with every item in Ray tasks of one CPU each, and yields the results in order.
 
-    The tasks run on the cluster that this process is connected to. A task runs again if its node is lost; if its
-    process dies, it runs three times in all.
-
-    Raises:
-        ProcessDiedError: The process of a task died again and again.
+    A task runs again if its node is lost; if its process dies, it runs three times in all, before ProcessDiedError.
     """
     import ray
 

@@ -57,10 +57,7 @@ def has_files(folder: Location, described: list[dict[str, Any]]) -> bool:
 def load_existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
     """Returns the content of each `dataset.json` in `out` by data set; None if `out` can be written.
 
-    All data sets in `out` must have been made from `made_from`.
-
-    Raises:
-        ConfigError: The folder holds something else.
+    Raises ConfigError unless all data sets in `out` were made from `made_from`.
     """
     if isinstance(out, Path) and out.exists() and not out.is_dir():
         raise _occupied_error(out, "is a file")

@@ -235,13 +235,9 @@ _BUFFER_BYTES = 4 << 20
 def merge_descriptions(
     part: Part, descriptions: list[dict[str, Any]], refused: int, notes: list[str]
 ) -> dict[str, Any]:
-    """Returns the facts of one side of a part.
+    """Returns the facts of one side of a part, from the descriptions of its shards in their order.
 
-    Args:
-        descriptions: The descriptions of its shards, see `Shards.description`, in their order.
-
-    Raises:
-        DataError: Shards have different columns.
+    Raises DataError if shards have different columns.
     """
     shards = [shard for description in descriptions for shard in description["shards"]]
     rows = sum(shard["rows"] for shard in shards)
@@ -278,13 +274,9 @@ def _class_counts(part: Part, descriptions: list[dict[str, Any]]) -> dict[str, i
 
 
 def merge_columns(descriptions: list[dict[str, Any]], files: str) -> dict[str, Any]:
-    """Returns the columns of all descriptions, with the missing values added up.
+    """Returns the columns of all descriptions, with the missing values added up; raises DataError if they differ.
 
-    Args:
-        files: Key of the list of files in a description: `shards` or `runs`; one without files is left out.
-
-    Raises:
-        DataError: The columns differ.
+    `files` is the key of the files in a description, `shards` or `runs`; a description without files is left out.
     """
     columns: dict[str, Any] = {}
     for description in descriptions:

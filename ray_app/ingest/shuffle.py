@@ -1,10 +1,8 @@
 """The shuffle of an ingest: it puts rows into the order of a hash of their ids, however sorted the source is.
 
-Training shuffles rows within windows; after this shuffle a window is a random sample of the data set.
-
-Two stages of tasks bound the memory, and the order depends on the rows alone. The input splits write runs: files of
-some rows in the order of their hashes. Then each bucket, a range of hashes, reads its rows from all runs and writes
-shards.
+Training shuffles rows within windows; after this shuffle a window is a random sample of the data set. Two stages of
+tasks bound the memory. The input splits write runs: files of some rows in the order of their hashes. Then each bucket,
+a range of hashes, reads its rows from all runs and writes shards.
 """
 
 from __future__ import annotations
@@ -112,12 +110,7 @@ def _cut(order: Int64, sizes: Int64) -> Iterator[Int64]:
 
 @dataclass(frozen=True)
 class BucketTask:
-    """The task that writes the rows of a side in a range of hashes as shards; pickled to the process that runs it.
-
-    Args:
-        low: Smallest hash of the range.
-        high: End of the range, not included.
-    """
+    """The task that writes the rows of a side with hashes in [low, high) as shards; pickled."""
 
     side: str
     number: int

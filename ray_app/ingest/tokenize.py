@@ -73,9 +73,7 @@ class Texts:
     def encode(self, table: pa.Table, refuse: base.Refuse) -> pa.Table:
         """Returns the table with the column `tokens` (lists of int32) instead of texts; refuses rows without a text.
 
-        Raises:
-            DataError: The table has no column of texts.
-            ConfigError: Another column has the name of the tokens.
+        Raises DataError without a column of texts, and ConfigError if another column has the name of the tokens.
         """
         name = self._options.text
         if name not in table.column_names:

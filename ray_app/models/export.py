@@ -67,12 +67,9 @@ def write_export(
     source: dict[str, Any],
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Writes a model to a folder, which appears complete or not at all.
+    """Writes a model to a folder, which appears complete or not at all; returns the content of `export.json`.
 
     A folder that is replaced is missing for a moment.
-
-    Returns:
-        The content of `export.json`.
 
     Raises:
         ConfigError: See `refuse_taken`.
@@ -274,14 +271,9 @@ class Packaged:
 
 
 def fetch_package(uri: str, model: str) -> Packaged:
-    """Downloads a version of a registered model.
+    """Downloads a version of a registered model: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 
-    Args:
-        model: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
-
-    Raises:
-        ConfigError: There is no such version, or ray_app did not package it.
-        Exception: Whatever MLflow raises, mostly because it cannot be reached.
+    Raises ConfigError if there is no such version, or ray_app did not package it.
     """
     version = resolve_version(uri, model)
     with tempfile.TemporaryDirectory() as temporary:

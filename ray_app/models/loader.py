@@ -91,12 +91,11 @@ class Predictor:
         self.module, self._inputs = module, inputs
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
-        """Predicts a batch.
+        """Predicts a batch; MLflow's `params` are ignored.
 
         Args:
             data: One input: an array (rows, ...), or a table of numbers. Several: a dictionary, or a table with an
                 array in every cell.
-            params: Ignored; part of MLflow's interface.
 
         Returns:
             The task's outputs as an array (rows, ...); a dictionary of arrays if there are several.

@@ -419,14 +419,7 @@ def _example_outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> d
 
 
 def make_package(task: Task, model: nn.Module, example: dict[str, npt.NDArray], folder: Path) -> Package:
-    """Writes an MLflow model, and checks that it predicts what the trained model does.
-
-    Args:
-        folder: The folder to write; it must not exist.
-
-    Raises:
-        RegistryError: The model cannot be stored without pickle; the message has the reasons.
-    """
+    """Writes an MLflow model to a new folder, and checks what it predicts; see `write_files`."""
     with tempfile.TemporaryDirectory() as temporary:
         files = write_files(task, model, example, Path(temporary))
         _save_mlflow_model(folder, files)

@@ -4,7 +4,8 @@ A process that loads `models:/name@champion` gets a complete, verified version a
 of files that were uploaded and read back, with all its tags, and a promotion moves the alias `champion` in its last
 call. So a crash at any point leaves the old champion serving, and repeating the call completes it.
 
-Uploads have a timeout in proportion to the size of the files, and are repeated after an outage.
+All functions also raise whatever MLflow raises, mostly because it cannot be reached. Uploads have a timeout in
+proportion to the size of the files, and are repeated after an outage.
 """
 
 from __future__ import annotations
@@ -55,9 +56,7 @@ def request_timeout_s(num_bytes: int) -> float:
 def upload(client: Any, run_id: str, path: str, folder: Path) -> str:
     """Logs a folder as artifacts of a run and reads it back; returns its URI.
 
-    Raises:
-        RegistryError: The stored files differ.
-        Exception: Whatever MLflow raises in the third attempt.
+    Raises RegistryError if the stored files differ.
     """
     from mlflow.utils.uri import append_to_uri_path
 
@@ -146,10 +145,9 @@ def register(
 ) -> Registered:
     """Makes a package the newest version of a model, and the `challenger`.
 
-    The very first version also becomes `champion`, unless `first_serves` is false.
-
-    The same parameters of the same run become one version, however often this is called and wherever an earlier call
-    was interrupted; a complete version is returned unchanged.
+    The very first version also becomes `champion`, unless `first_serves` is false. The same parameters of the same run
+    become one version, however often this is called and wherever an earlier call was interrupted; a complete version is
+    returned unchanged.
 
     Args:
         name: Name of the model, which is created if it does not exist.
@@ -159,7 +157,6 @@ def register(
 
     Raises:
         RegistryError: MLflow stored other files than were uploaded; no version was created.
-        Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
     version = _find_version(client, name, run_uuid, params_digest)
     if version is None:
@@ -190,14 +187,10 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     """Makes a version the champion; records the reason first, and moves the alias in the last call.
 
     The rollback tags of the promoted version are removed, and also those of the champion until now, which has some only
-    if its rollback was interrupted before the alias moved.
-
-    Returns:
-        False if the version was the champion already; then nothing is changed.
+    if its rollback was interrupted before the alias moved. Returns False if the version was the champion already.
 
     Raises:
-        RegistryError: The reason is empty, or there is no such version.
-        Exception: Whatever MLflow raises; the old champion continues to serve.
+        RegistryError: The reason is empty, or there is no such version; nothing is changed.
     """
     if not reason.strip():
         raise RegistryError(
@@ -251,7 +244,6 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     Raises:
         RegistryError: The reason is empty, there is no champion, it replaced no version, or that version was rolled
             back itself; nothing is changed.
-        Exception: Whatever MLflow raises; the champion continues to serve.
     """
     if not reason.strip():
         raise RegistryError(f"A rollback of {name!r} needs a reason: what is wrong with what serves now?")
@@ -387,14 +379,9 @@ def versions_with_tag(client: Any, name: str, tag: str, value: str) -> list[str]
 
 
 def resolve_version(uri: str, model: str) -> Version:
-    """Returns the version that a model URI names.
+    """Returns the version that a model URI names; MLflow is not contacted for a malformed one.
 
-    Args:
-        uri: MLflow tracking URI; MLflow is not contacted for a malformed model URI.
-
-    Raises:
-        ConfigError: The model URI is malformed, or MLflow has no such version.
-        Exception: Whatever else MLflow raises, mostly because it cannot be reached.
+    Raises ConfigError if the model URI is malformed, or MLflow has no such version.
     """
     from mlflow.exceptions import MlflowException
 
@@ -419,9 +406,7 @@ def resolve_version(uri: str, model: str) -> Version:
 def download_version(uri: str, version: Version, folder: Path) -> Path:
     """Downloads the model of a version without the code of its package; returns the folder with `package.json`.
 
-    Raises:
-        RegistryError: The version was not packaged by this application.
-        Exception: Whatever MLflow raises, mostly because it cannot be reached.
+    Raises RegistryError if this application did not package the version.
     """
     from mlflow.artifacts import download_artifacts
 

@@ -1,9 +1,8 @@
 """The assignment of logical workers to ranks, and the fixed tree in which their gradients are added.
 
-A node of the tree is a half-open range [low, high) of logical workers; a node splits so that the left part is the
-largest power of two below its size. So any 2^k logical workers from a multiple of 2^k on are a node, for every L, and a
-rank that runs such a block sends one sum. The tree depends on the number of logical workers only, never on the
-assignment.
+A node of the tree is a half-open range [low, high) of logical workers; its left part is the largest power of two below
+its size. So any 2^k logical workers from a multiple of 2^k on are a node, for every L, and a rank that runs such a
+block sends one sum. The tree depends on the number of logical workers only, never on the assignment.
 """
 
 from __future__ import annotations

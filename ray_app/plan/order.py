@@ -52,17 +52,11 @@ _FILES = 4
 
 
 def order_by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
-    """Returns an order of a window's rows, in which the rows of a micro-batch are about equally long.
+    """Returns an order of a window's rows, as indices, in which the rows of a micro-batch are about equally long.
 
     So little of a micro-batch is padding. Short and long micro-batches are mixed, and logical workers with the same key
     have micro-batches of similar lengths in the same step, so none waits for another. The rows that do not fill a
-    micro-batch stay the last ones.
-
-    Args:
-        lengths: The length of each row, in the shuffled order, shape (rows,).
-
-    Returns:
-        Indices into the rows, shape (rows,).
+    micro-batch stay the last ones. `lengths` is in the shuffled order; all shapes are (rows,).
     """
     full = len(lengths) // micro_batch
     alike = np.argsort(lengths[: full * micro_batch], kind="stable").reshape(full, micro_batch)

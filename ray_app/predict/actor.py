@@ -56,13 +56,9 @@ class Model:
     params_digest: str
 
     def load(self, device: torch.device) -> Predict:
-        """Loads the model without unpickling anything.
+        """Loads the model without unpickling anything, as a function from a batch on the device to the task's outputs.
 
-        Returns:
-            A function from a batch of decoded fields on the device to the task's outputs.
-
-        Raises:
-            ConfigError: The weights cannot be loaded safely, or have another digest.
+        Raises ConfigError if the weights cannot be loaded safely, or have another digest.
         """
         try:
             state, predict = self._exported(device) if self.inputs is not None else self._built(device)
@@ -256,15 +252,10 @@ def encode_part(carried: pa.Table, outputs: Mapping[str, Field], made_from: str)
 
 
 def part_facts(data: bytes) -> dict[str, Any]:
-    """Returns facts about the content of a part.
+    """Returns facts about the content of a part; raises OSError or ValueError if it is damaged.
 
-    Returns:
-        `rows`, `bytes`, `sha256`, the digest `made_from`, the `counts` of its predicted texts, and the `sums` of its
-        predicted numbers.
-
-    Raises:
-        OSError: The part is damaged.
-        ValueError: The part is damaged.
+    They are `rows`, `bytes`, `sha256`, the digest `made_from`, the `counts` of its predicted texts, and the `sums` of
+    its predicted numbers.
     """
     table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True, use_threads=False)
     counts: dict[str, int] = {}

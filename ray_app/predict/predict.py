@@ -163,11 +163,8 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
 def model_of_package(config: Config, model: str | None) -> ModelSource:
     """Returns the model of a package, its origin, and the inputs that it was trained on.
 
-    The class of the task is that of the configuration, which is trusted; its settings are those of the package, with
-    which the model was trained.
-
-    Raises:
-        ConfigError: No model is named, or the configuration is not that of the package.
+    The class of the task is that of the configuration, which is trusted; its settings are those of the package. Raises
+    ConfigError if no model is named, or the configuration is not that of the package.
     """
     name = config.tracking.registered_model
     if model is None and name is None:

@@ -92,15 +92,7 @@ def seconds(value: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """A linear or logarithmic map from values to pixels.
-
-    Args:
-        low: Value at `start`.
-        high: Value at `end`.
-        start: Pixels.
-        end: Pixels.
-        log: Whether equal distances are equal ratios.
-    """
+    """A linear or logarithmic map from the values `low` to `high` to the pixels `start` to `end`."""
 
     low: float
     high: float
@@ -208,11 +200,9 @@ def smooth_points(points: Sequence[Point], max_points: int = 120) -> list[Point]
 
 @dataclass(frozen=True)
 class Pause:
-    """An interval in which no driver worked on the run.
+    """An interval in which no driver worked on the run, before the start with this number (from 2).
 
-    Args:
-        at_s: Time of the pause, in seconds of the run's clock.
-        number: Number of the start that ended the pause, from 2.
+    `at_s` is in seconds of the run's clock.
     """
 
     at_s: float
@@ -223,9 +213,7 @@ class Pause:
 class Clock:
     """The run's clock: seconds since the first start, without the pauses from the last record of a start to the next.
 
-    Args:
-        starts_s: Times of the driver's starts, seconds since 1970 (UTC).
-        records_s: Times of all records, seconds since 1970 (UTC).
+    The times of the driver's starts and of all records are in seconds since 1970 (UTC).
     """
 
     def __init__(self, starts_s: Sequence[float], records_s: Iterable[float]) -> None:
@@ -380,11 +368,9 @@ def line_chart(
     from_zero: bool = False,
     marks: Sequence[Mark] = (),
 ) -> Markup:
-    """Draws curves over a common x axis.
+    """Draws curves, at least one with points, over a common x axis; later ones are drawn above earlier ones.
 
-    Args:
-        lines: The curves, at least one with points; later ones are drawn above earlier ones.
-        marks: Events, each drawn as a vertical line with a shape at its top.
+    Each mark is drawn as a vertical line with a shape at its top.
     """
     points = [point for line in lines for point in line.points]
     span = frame.span or (min(x for x, _ in points), max(x for x, _ in points))

@@ -1,8 +1,6 @@
 """The facts of a run for its report (`Facts`), read from the run's directory.
 
-The run may be finished, failed or running, and may have no steps and no evaluations. Some facts have their own
-functions: the stragglers, a line about the cluster, the rows of each logical worker, and the rows that cannot be
-decoded.
+The run may be finished, failed or running, and may have no steps and no evaluations.
 """
 
 from __future__ import annotations

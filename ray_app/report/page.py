@@ -30,14 +30,9 @@ TONES = {
 
 
 def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
-    """Writes `report.html` in the run's directory, and no other file.
+    """Writes `report.html` in the run's directory, and no other file; returns its location.
 
-    Returns:
-        The file of the page.
-
-    Raises:
-        ConfigError: The directory is not a run directory.
-        OSError: The storage does not answer.
+    Raises ConfigError if the directory is not a run directory, and OSError if the storage does not answer.
     """
     put_atomic(paths.report, render(facts or read_facts(paths)).encode())
     return paths.report

@@ -120,13 +120,9 @@ def compare_models(
     seed: int,
     section: RetrainSection,
 ) -> GateFigures:
-    """Compares two models on the same rows.
+    """Compares two models on the same rows, by their metric states of each block of rows.
 
-    Args:
-        task: The prepared task; the chunks contain its metrics.
-        challenger: The challenger's metric states, one chunk for each block of rows.
-        champion: The champion's metric states on the same blocks; None without a champion.
-        section: Has the resamples, the confidence and the minimum rows of a class.
+    `section` has the resamples, the confidence and the minimum rows of a class; `champion` is None without a champion.
     """
     scores, rows = combine(task, challenger), sum(chunk.rows for chunk in challenger)
     if champion is None:
@@ -288,13 +284,9 @@ def sample_segments(manifest: Manifest, max_rows: int) -> list[Segment]:
 def score_packages(
     task: Task, metrics: Sequence[str], requests: list[ScoringRequest], section: EvaluateSection
 ) -> list[dict[str, list[Chunk]]]:
-    """Scores models on rows, in one Ray task on the connected cluster.
+    """Scores models on rows, in one Ray task on the connected cluster; metrics that the task lacks are ignored.
 
-    Args:
-        metrics: The metrics to compute besides the loss; those that the task lacks are ignored.
-
-    Returns:
-        For each request the chunks of metric states in the order of the rows, by the model's name.
+    Returns for each request the chunks of metric states in the order of the rows, by the model's name.
 
     Raises:
         BadRowError: A row cannot be decoded.
@@ -386,11 +378,9 @@ def find_old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]
 
 
 def select_share(content: str, first: int, rows: int, share: float) -> npt.NDArray[np.bool_]:
-    """Returns a mask of the rows that belong to a share, shape (rows,). A larger share contains every smaller one.
+    """Returns a mask of the rows that belong to a share, 0 to 1; a larger share contains every smaller one.
 
-    Args:
-        content: SHA-256 of the file's content.
-        share: The share, from 0 to 1.
+    `content` is the SHA-256 of the file's content; the shape is (rows,).
     """
     is_in_share: npt.NDArray[np.bool_] = (
         hash_array(key(int(content[:16], 16)), np.arange(first, first + rows)).astype(np.float64) / 2**64 < share

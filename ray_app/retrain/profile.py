@@ -84,14 +84,10 @@ class Profile:
 
 
 def profile_dataset(dataset: Dataset, columns: list[str], label: str | None) -> tuple[Profile, Sample]:
-    """Reads a data set once, a row group at a time, and computes its profile.
+    """Reads a data set once and returns its profile, and the sample of each column, for `psi`.
 
-    Args:
-        label: The column of class numbers, if the task has classes; the profile has its class balance instead of its
-            distribution.
-
-    Returns:
-        The profile, and the sample of each column from which it was computed, to compare with other profiles by `psi`.
+    `label` is the column of class numbers, if there is one: the profile has its class balance instead of its
+    distribution.
     """
     nulls, classes = Counter[str](), Counter[int]()
     parts: dict[str, list[npt.NDArray[np.float64]]] = {}
@@ -209,12 +205,9 @@ class Agreement:
 
 @dataclass(frozen=True)
 class ReferenceProfiles:
-    """The profiles of the champion's data, with which a delivery is compared.
+    """The profiles of the champion's data, with which a delivery is compared; None if the record has none.
 
-    A profile is None if the record has none, such as before the first champion.
-
-    Args:
-        gate: Profile of the gate's data set (`retrain.gate_path`) when the champion was promoted.
+    `gate` is that of the gate's data set (`retrain.gate_path`) when the champion was promoted.
     """
 
     train: Profile | None = None

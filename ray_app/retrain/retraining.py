@@ -110,12 +110,9 @@ class Stages:
         }
 
     def train(self) -> dict[str, Any]:
-        """Trains the run of this round's key, or continues it.
+        """Trains the run of this round's key, or continues it; raises InterruptedRunError if a signal stopped it.
 
-        Raises:
-            InterruptedRunError: A signal stopped the run.
-            DataError: A row cannot be used.
-            RegistryError: MLflow does not have the run.
+        Raises DataError for a row that cannot be used, and RegistryError if MLflow does not have the run.
         """
         self._situation.connect()
         result = run_training(self._config, self._console, observe=lambda _: self._at("training"))

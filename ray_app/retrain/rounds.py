@@ -1,9 +1,7 @@
 """The files of a model's retrainings: paths, digests of the inputs, stages of a round, and the audit record.
 
-`RetrainPaths` has the paths. `Delivery` and `Inputs` identify the delivered data and the other inputs of a training by
-digests of their contents. `Round` records the stages of a round.
-
-The digest of all inputs is the key of a round: a training with equal inputs is done once.
+`Delivery` and `Inputs` identify the delivered data and the other inputs of a training by digests of their contents. The
+digest of all inputs is the key of a round, so a training with equal inputs is done once.
 """
 
 from __future__ import annotations
@@ -186,14 +184,9 @@ class Inputs:
 
 
 def read_delivery(config: Config, memory: Location | None = None, gate_path: str | None = None) -> Delivery:
-    """Returns the digests of all data files; only files that have changed since the last call are read.
+    """Returns the digests of all data files; with the folder `memory` unchanged files are not read again.
 
-    Args:
-        memory: Folder that keeps the digests for the next call; by default all files are read, and nothing is kept.
-
-    Raises:
-        DataError: A path has no files.
-        StorageError: The storage does not answer.
+    Raises DataError if a path has no files.
     """
     paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)}
     paths |= {"gate": gate_path} if gate_path is not None else {}

@@ -100,15 +100,10 @@ def gate_request(
     models: dict[str, Files],
     blocks: int | None = None,
 ) -> ScoringRequest:
-    """Returns the request to score models on the rows of the gate.
+    """Returns the request to score models on the rows of the gate, by which no checkpoint is chosen.
 
-    These are the rows of `retrain.gate_path`, or the part of the evaluation data by which no checkpoint is chosen.
-
-    Args:
-        config: The configuration of the retraining; its `data.eval_path` is all of the evaluation data.
-
-    Raises:
-        DataError: The rows have other fields than those of the training data.
+    These are `retrain.gate_path`, or a part of the evaluation data. Raises DataError if they have other fields than the
+    training data.
     """
     source = open_evaluation_source(job.task, section.gate_path or str(config.data.eval_path), config.data.read_task_mb)
     if source.fields != job.fields:

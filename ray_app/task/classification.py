@@ -1,8 +1,7 @@
 """Base of classification tasks (`Classification`), with class weights, label smoothing, mixup and cutmix.
 
-Mixup and cutmix draw random numbers keyed by the row, and mix a row with the row before it in its micro-batch, which
-the plan has shuffled. A micro-batch belongs to one logical worker, so the result does not depend on the number of
-workers.
+Mixup and cutmix draw random numbers keyed by the row, and mix a row with the row before it in its micro-batch. That
+belongs to one logical worker, so the result does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -39,15 +38,10 @@ _COLUMN = 24
 
 
 def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes: int) -> list[float] | None:
-    """Returns the weight of every class as a number, None where all are 1.
+    """Returns the weight of every class as a number, None where all are 1; `balanced` reads the label column.
 
-    A weight of `balanced` is rows / (classes that have rows x rows of the class); their mean over the rows is 1.
-
-    Args:
-        data: The training data; `balanced` reads its label column.
-
-    Raises:
-        ConfigError: There is not one weight of at least 0 for each class.
+    A weight of `balanced` is rows / (classes that have rows x rows of the class); their mean over the rows is 1. Raises
+    ConfigError unless there is one weight of at least 0 for each class.
     """
     if weights == "balanced":
         assert data.count is not None, "a data set that was opened"
@@ -78,13 +72,10 @@ def add_class_weights(batch: Batch, weights: list[float] | None) -> Batch:
 
 
 def classification_metrics(classes: int) -> MetricCollection:
-    """Makes the metrics of a classification.
+    """Makes accuracy, calibration error (Guo et al. 2017, 15 bins), macro F1, precision, recall and F1 of each class.
 
-    They are accuracy, F1 averaged over the classes, calibration error (Guo et al. 2017, 15 bins), per-class precision,
-    recall and F1, and the confusion matrix [true][predicted].
-
-    With more than `MAX_CONFUSED_CLASSES` classes it makes only accuracy and calibration error: torchmetrics counts all
-    others, also per class, in a matrix of classes x classes.
+    The confusion matrix [true][predicted] is added. With more than `MAX_CONFUSED_CLASSES` classes there are only
+    accuracy and calibration error: torchmetrics counts all others, also per class, in a matrix of classes x classes.
     """
     from torchmetrics import MetricCollection
     from torchmetrics import classification as multiclass
@@ -110,9 +101,7 @@ def classification_metrics(classes: int) -> MetricCollection:
 def find_mistakes(scores: Tensor, labels: Tensor, classes: Sequence[str], max_rows: int) -> list[Mistake]:
     """Returns the rows with the highest score at another class than their label, by descending confidence.
 
-    Args:
-        scores: Shape (rows, classes).
-        labels: Shape (rows,).
+    `scores` has the shape (rows, classes), `labels` (rows,).
     """
     predicted = scores.argmax(-1)
     wrong = (predicted != labels).nonzero()[:, 0]
@@ -122,12 +111,9 @@ def find_mistakes(scores: Tensor, labels: Tensor, classes: Sequence[str], max_ro
 
 
 def predict_classes(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDArray]:
-    """Returns the class with the highest score of every row, and its probability.
+    """Returns the class with the highest of the scores (rows, classes) of every row, and its probability.
 
     `predicted` is the name of the class, `predicted_index` its index, and `confidence` the probability, 0 to 1.
-
-    Args:
-        scores: Shape (rows, classes).
     """
     confidence, index = scores.float().softmax(-1).max(-1)
     return {
@@ -206,16 +192,9 @@ class Classification(Task):
 
 
 def smooth_targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
-    """Returns one-hot targets with a share spread evenly over all classes.
+    """Returns one-hot targets, float32 (rows, classes), with a share, 0 to 1, spread evenly over all classes.
 
-    Label smoothing: Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016.
-
-    Args:
-        labels: Shape (rows,).
-        smoothing: The share, 0 to 1.
-
-    Returns:
-        float32, shape (rows, classes); each row adds up to 1.
+    Label smoothing: Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016. `labels` has the shape (rows,).
     """
     one_hot = functional.one_hot(labels, classes).to(torch.float32)
     return one_hot * (1 - smoothing) + smoothing / classes

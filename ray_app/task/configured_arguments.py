@@ -250,12 +250,9 @@ def activation_of(spec: str) -> Activation:
 
 
 def probabilities(outputs: Any, activation: Activation) -> Any:
-    """Returns the probabilities that outputs stand for.
+    """Returns the probabilities for scores of classes along axis 1, or for one score of each value.
 
     Metrics get probabilities because torchmetrics would decide by the values of each batch whether they are logits.
-
-    Args:
-        outputs: Scores of classes along axis 1, or one score of each value.
     """
     if activation == "none" or not isinstance(outputs, Tensor):
         return outputs
@@ -316,12 +313,9 @@ def _option(loss: Any, name: str) -> Any:
 @lru_cache(64)
 @torch.inference_mode(False)
 def make_loss(spec: str, device: str) -> Any:
-    """Makes a loss on a device once in a process.
+    """Makes a loss on a device, `str(torch.device)`, once in a process.
 
     Its weights are made outside inference mode: backward could not save them if an evaluation made the loss first.
-
-    Args:
-        device: The device as `str(torch.device)`.
     """
     parsed = json.loads(spec)
     init_args = {**(parsed.get("init_args") or {}), "reduction": "none"}
@@ -360,12 +354,8 @@ _MAX_NAMED = 8
 def target_range(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
     """Returns the least and the greatest value that a loss takes in a target, and the value that it ignores, if any.
 
-    Args:
-        outputs: The outputs that are compared, shape (rows, classes, ...) where these are scores of classes.
-        target: The target that they are compared with, shape (rows, ...).
-
-    Returns:
-        None for a loss that takes any value or is unknown, such as a class that overrides `forward`.
+    It is None for a loss that takes any value or is unknown, such as a class that overrides `forward`. Outputs that are
+    scores of classes have the shape (rows, classes, ...), the target (rows, ...).
     """
     loss = make_loss(json.dumps(spec), "cpu")
     kinds = (kind for kind in (*_CLASS_INDEX_LOSSES, *_BINARY_LOSSES) if isinstance(loss, kind))
@@ -378,15 +368,7 @@ def target_range(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
 
 
 def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask: bool) -> None:
-    """Refuses values of a target that the loss does not take.
-
-    Args:
-        values: Its values, of any shape.
-        is_mask: Whether they are masks of images.
-
-    Raises:
-        ValueError: There are such values; the message has them and what to do.
-    """
+    """Raises ValueError for values of a target, of any shape, that the loss does not take."""
     smallest, greatest, *ignored = allowed
     if not values.size or smallest <= values.min() <= values.max() <= greatest:
         return

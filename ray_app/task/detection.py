@@ -177,9 +177,8 @@ class ObjectDetection(Task):
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Returns the detected objects of each row by descending score, padded to the largest number of an image.
 
-        Returns:
-            `boxes` (rows, objects, 4), `labels` and `scores` (rows, objects), and the number of objects of each row,
-            `found` (rows,). The model must be in evaluation mode.
+        These are `boxes` (rows, objects, 4), `labels` and `scores` (rows, objects), and their number, `found` (rows,).
+        The model must be in evaluation mode.
         """
         detections = _reset_scales(model)(_images(batch))
         counts = torch.tensor([len(one["boxes"]) for one in detections], device=batch["size"].device)

@@ -87,9 +87,8 @@ def _check_cublas_workspace(device: torch.device) -> None:
 def set_threads_and_kernels(threads: int, deterministic: bool, refuses: bool = True) -> None:
     """Sets the number of threads of torch in this process, and may enable deterministic kernels.
 
-    Args:
-        deterministic: Whether to enable deterministic kernels; otherwise the setting stays as it is.
-        refuses: Whether an operation without a deterministic kernel raises; otherwise PyTorch warns.
+    With `deterministic` an operation without a deterministic kernel raises if `refuses` is set; otherwise PyTorch
+    warns.
     """
     torch.set_num_threads(threads)
     if deterministic:
@@ -103,9 +102,7 @@ def set_threads_and_kernels(threads: int, deterministic: bool, refuses: bool = T
 def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
     """Does what `torch.use_deterministic_algorithms` does, without importing the compiler, which takes two seconds.
 
-    Args:
-        mode: Whether deterministic algorithms are used.
-        refuses: Whether an operation that has none raises; otherwise PyTorch warns.
+    An operation that has no deterministic algorithm raises if `refuses` is set; otherwise PyTorch warns.
     """
     if "torch._inductor" in sys.modules:
         torch.use_deterministic_algorithms(mode, warn_only=not refuses)
@@ -143,11 +140,8 @@ def gpu_of(ids: Sequence[int | str], visible: str | None) -> torch.device:
     """Returns the first GPU that Ray assigned to this process, by its index among the visible GPUs.
 
     By default only the GPUs of the process are visible. With `RAY_TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES` those of all
-    workers of the node are, and with `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` Ray does not change which are.
-
-    Args:
-        ids: Ids of the assigned GPUs, from `ray.get_gpu_ids`; empty: the first visible GPU is used.
-        visible: The value of `CUDA_VISIBLE_DEVICES`: ids, separated by commas. Without a value all GPUs are visible.
+    workers of the node are, and with `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` Ray does not change which are. `ids`
+    are those of `ray.get_gpu_ids`, `visible` is the value of `CUDA_VISIBLE_DEVICES`.
     """
     assigned = str(ids[0]) if ids else "0"
     visible_ids = visible.split(",") if visible else []

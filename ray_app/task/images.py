@@ -53,15 +53,13 @@ _TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
 
 
 def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
-    """Decodes an image file.
+    """Decodes an image file: JPEG, PNG, WebP or GIF.
 
-    Args:
-        encoded: JPEG, PNG, WebP or GIF.
-        exif_orientation: Whether the image is rotated and mirrored by its EXIF orientation, as viewers show it.
+    With `exif_orientation` the image is rotated and mirrored by its EXIF orientation, as viewers show it.
 
     Returns:
         RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the upper 8
-        are kept.
+            are kept.
 
     Raises:
         ValueError: The file declares more than `MAX_PIXELS`, is damaged, or is not such an image; the message says
@@ -84,17 +82,10 @@ def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
 
 
 def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
-    """Decodes a mask: the class indices of the pixels, as stored.
+    """Decodes a mask, (height, width): class indices as uint8, or int32 if there are more than 8 bits.
 
-    Args:
-        encoded: PNG or GIF of one channel, with the class indices as values, or with a palette, with the class indices
-            as indices of colors.
-
-    Returns:
-        Shape (height, width); uint8, or int32 where there are more than 8 bits.
-
-    Raises:
-        ValueError: The file is an image of colors, or one that `decode_image` refuses.
+    They are the values of a PNG or GIF of one channel, or the indices of colors of one with a palette. Raises
+    ValueError for an image of colors, or one that `decode_image` refuses.
     """
     import torch
 
@@ -396,11 +387,7 @@ def _decode_by_row(
 def map_mask_classes(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.NDArray:
     """Replaces the values of a mask by classes, as bytes if they fit; returns the mask unchanged without pairs.
 
-    Args:
-        mask: Integers of any shape.
-
-    Raises:
-        ValueError: The mask has values without a class.
+    Raises ValueError for values without a class.
     """
     if not pairs:
         return mask

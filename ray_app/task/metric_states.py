@@ -143,13 +143,9 @@ def states_of(metric: Metric) -> States:
 
 
 def load_states(metric: Metric, states: Sequence[States]) -> None:
-    """Loads the states of several chunks into a metric, as if it had been updated with their rows in that order.
+    """Loads the states of chunks, at least one, into a metric, as if it had been updated with their rows in that order.
 
-    Args:
-        states: The states of each chunk, at least one, from `states_of` of a metric of the same kind.
-
-    Raises:
-        ConfigError: A state cannot be combined, or the metric has other states than a chunk.
+    Raises ConfigError if a state cannot be combined, or the metric has other states than a chunk.
     """
     parts = metric_parts(metric)
     expected = {state_key(path, name) for path, part in parts.items() for name in part._defaults}
@@ -188,15 +184,9 @@ def combine_states(metric: Metric, name: str, values: Sequence[Any]) -> Any:
     """Combines one state of a metric over all chunks, as if it had been updated with one chunk after the other.
 
     `Metric.merge_state` is not used, since it concatenates lists in reverse order, and refuses metrics that do not
-    define how they synchronize. Several tensors are refused unless their reduction is a sum, a minimum, a maximum or a
-    concatenation. Without a reduction torchmetrics would stack them: `PearsonCorrCoef` and `ConcordanceCorrCoef` add up
-    such a stack themselves, and give NaN if a chunk has a single row.
-
-    Args:
-        values: The state of each chunk, at least one.
-
-    Raises:
-        ConfigError: The reduction of the state cannot combine chunks.
+    define how they synchronize. Raises ConfigError for several tensors unless their reduction is a sum, a minimum, a
+    maximum or a concatenation. Without a reduction torchmetrics would stack them: `PearsonCorrCoef` and
+    `ConcordanceCorrCoef` add up such a stack themselves, and give NaN if a chunk has a single row.
     """
     from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 

@@ -3,8 +3,7 @@
 `score` computes the losses and metric states of chunks; several processes may share the chunks. The chunks do not
 depend on the number of processes, and `combine` adds their results in their order, so the metrics are bit-identical for
 any number of processes. `resample` computes metrics of data sets in which chunks occur several times, from the same
-states: it runs no model again. `mode_of` and `resolve_mode` decide whether a lower or a higher value of a metric is
-better.
+states: it runs no model again.
 """
 
 from __future__ import annotations
@@ -208,10 +207,7 @@ def _direct_bincount(x: Tensor, minlength: Any = None) -> Tensor:
 def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
     """Combines the results of the chunks of a whole data set, which may arrive in any order, into its metrics.
 
-    Metrics without kept states are left out.
-
-    Raises:
-        ConfigError: A metric of the task cannot be combined from parts.
+    Metrics without kept states are left out. Raises ConfigError for a metric that cannot be combined from parts.
     """
     ordered = sorted(chunks, key=lambda chunk: chunk.low)
     metrics = metrics_with_states(task, ordered)
@@ -268,13 +264,7 @@ def mode_of(name: str, metric: Any) -> Mode | None:
 def resolve_mode(task: Task, metric: str | None, mode: str | None) -> str | None:
     """Returns `evaluate.mode`, completed for an `evaluate.metric` other than the task's `best_metric`.
 
-    Args:
-        metric: `evaluate.metric`.
-        mode: `evaluate.mode`.
-
-    Raises:
-        ConfigError: The metric does not define whether lower or higher is better, or the task's `best_mode` is not a
-            mode.
+    Raises ConfigError if the metric does not define it, or the task's `best_mode` is not a mode.
     """
     if task.best_mode not in get_args(Mode):
         raise ConfigError(f"{type(task).__name__}.best_mode is {task.best_mode!r}; it must be min or max.")
@@ -291,17 +281,10 @@ def resolve_mode(task: Task, metric: str | None, mode: str | None) -> str | None
 
 
 def resample(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Computes a metric of resampled data sets, in which each chunk occurs a given number of times.
+    """Returns a metric of one number, or `loss`, of data sets in which each chunk occurs a given number of times.
 
-    Args:
-        name: A metric of one number, or `loss`.
-        counts: How often each chunk occurs in each data set, shape (data sets, chunks).
-
-    Returns:
-        The values of the metric, shape (data sets,).
-
-    Raises:
-        ConfigError: The metric cannot be combined from parts.
+    `counts` has the shape (data sets, chunks), the result (data sets,). Raises ConfigError for a metric that cannot be
+    combined from parts.
     """
     if name == "loss":
         losses, weights = np.array([chunk.loss for chunk in chunks]), np.array([chunk.weight for chunk in chunks])

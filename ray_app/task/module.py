@@ -314,10 +314,8 @@ class ModuleTask(Task):
     def note_target_range(self, model: nn.Module, batch: Batch) -> None:
         """Derives from the outputs for some rows which values of the target the loss takes.
 
-        `decode` then refuses rows with other values. Nothing is derived for a subclass with a loss of its own.
-
-        Raises:
-            ValueError: These rows have other values.
+        `decode` then refuses rows with other values, and so does this method. Nothing is derived for a subclass with a
+        loss of its own.
         """
         if type(self).loss is not ModuleTask.loss or type(self).training_loss is not ModuleTask.training_loss:
             return
@@ -327,12 +325,9 @@ class ModuleTask(Task):
         self.refuse_target({self.target: (values if is_value is None else values[is_value]).numpy()})
 
     def refuse_target(self, fields: Arrays) -> None:
-        """Refuses decoded rows with values of the target that the loss does not take.
+        """Raises ValueError for decoded rows with values of the target that the loss does not take.
 
         It refuses nothing before `note_target_range`, or if that could not determine the values.
-
-        Raises:
-            ValueError: There are such values.
         """
         if self.target_range is not None:
             target = fields[self.target]

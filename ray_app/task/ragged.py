@@ -158,14 +158,10 @@ Arrays = Mapping[str, Field]
 
 
 def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None) -> dict[str, Tensor]:
-    """Returns decoded rows as the batch that a task gets, in host memory.
+    """Returns decoded rows, all or those of `index` in its order, as the batch that a task gets, in host memory.
 
-    Args:
-        index: The rows of the batch in their order; None: all.
-
-    Returns:
-        Each field, (rows, ...); a ragged field padded, (rows, length, ...), and its lengths, int64, (rows,), as
-        NAME_lengths.
+    A field has the shape (rows, ...); a ragged field `x` is padded, (rows, length, ...), with its lengths, int64,
+    (rows,), as `x_lengths`.
     """
     batch: dict[str, Tensor] = {}
     for name, values in arrays.items():

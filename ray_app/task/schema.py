@@ -38,13 +38,9 @@ def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
 
 
 def refuse_other_schema(schema: Schema, data: DataFacts, where: str, of: str) -> None:
-    """Refuses data with other column types, or other names for the class indices; unknown ones are not compared.
+    """Raises DataError for data with other column types, or other names for the class indices, than the task's.
 
-    Args:
-        schema: The schema of the data that the task was prepared with; empty if it was not stored.
-
-    Raises:
-        DataError: The data has another schema.
+    Unknown ones are not compared. `where` and `of` name the data, and that of the task, in messages.
     """
     for name, kind, dtype in schema.get("columns", []):
         facts = data.columns.get(name)
@@ -57,14 +53,7 @@ def refuse_other_schema(schema: Schema, data: DataFacts, where: str, of: str) ->
 
 
 def refuse_other_names(trained: Sequence[str] | None, classes: Sequence[str] | None, where: str, of: str) -> None:
-    """Refuses classes with other names for the same indices; a beginning of the trained classes agrees.
-
-    Args:
-        trained: Names of the classes that the model was trained on; None if they have none.
-
-    Raises:
-        DataError: A class has another name.
-    """
+    """Raises DataError for classes with other names for the same indices; a beginning of them agrees."""
     if not trained or not classes:
         return
     numbers = enumerate(zip_longest(classes, trained))

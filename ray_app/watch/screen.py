@@ -65,12 +65,7 @@ class RunWatcher:
         self._thread = threading.Thread(target=self._run, name="looking", daemon=True)
 
     def __enter__(self) -> RunWatcher:
-        """Reads the runs once and starts the thread.
-
-        Raises:
-            ConfigError: A directory is not a run directory.
-            OSError: The storage does not answer.
-        """
+        """Reads the runs once, with the errors of `read_facts`, and starts the thread."""
         for number, reader in enumerate(self._readers):
             self._sights[number] = RunState(reader.paths, reader.read(), None, time.time())
         self._thread.start()

@@ -399,10 +399,7 @@ def print_end(
 ) -> None:
     """Prints the result of a run and the places of its report and its pages.
 
-    Args:
-        summary: The content of `summary.json`.
-        facts: The facts of the run's report; None if the report could not be written.
-        tracking_uri: Tracking URI of MLflow, if the run is tracked.
+    `facts` are those of the report; None if it could not be written. `tracking_uri` is given for a tracked run.
     """
     rows = [("status", summary["status"])]
     rows += [

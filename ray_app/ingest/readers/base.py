@@ -1,8 +1,7 @@
 """The base of the readers of raw data: their interface, input splits and tables, and what several of them need.
 
 Every table has a column `row_id` (string), which says where the row comes from. No reader holds more than about
-`BLOCK_BYTES` of rows in memory. Readers share the listing of files by a folder, a pattern with braces or `*`, or a
-single name; the class names of a label column; and the opening of text files, which must be UTF-8.
+`BLOCK_BYTES` of rows in memory.
 """
 
 from __future__ import annotations
@@ -120,15 +119,8 @@ class SourceReader:
     ) -> list[str]:
         """Returns those of the source's columns that are kept: of the option `columns` and the label, or all.
 
-        Args:
-            where: The source, for messages.
-            names: The columns of the source.
-            label: The column that becomes `label`.
-            kind: What the format calls a column.
-            remedy: What to do about another column `label`.
-
-        Raises:
-            DataError: A named column is missing, or another column than the label has the name `label`.
+        Raises DataError if a named column is missing, or another column than the label has the name `label`. The
+        message says `where`, calls a column by its `kind` and gives a `remedy`.
         """
         columns = self.options.columns
         if missing := [name for name in [*(columns or []), *([label] if label else [])] if name not in names]:
@@ -240,9 +232,6 @@ def match_files(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[
     Args:
         pattern: A folder, a file, or either with `*` in its last part, or with `{000..012}` or `{a,b}`.
         is_one: Returns whether a file of a folder belongs to the source, by its name.
-
-    Raises:
-        DataError: There is no such file, or a name without `*` is neither file nor folder.
     """
     files = [file for name in expand_braces(pattern) for file in _match_name(name, is_one, kind)]
     if not files:
@@ -269,14 +258,9 @@ MAX_CLASSES = 100_000
 
 
 def sort_classes(where: str, values: set[str], skip: bool) -> tuple[str, ...]:
-    """Returns the class names in sorted order.
+    """Returns the class names in sorted order; "" among the values stands for a row without a value.
 
-    Args:
-        values: The values of the column; "" stands for a row without a value.
-        skip: Whether rows without a value may be left out.
-
-    Raises:
-        DataError: Rows have no value, or there are too many different values.
+    Raises DataError if there are too many, or, unless these may be skipped, rows without a value.
     """
     if ("" in values and not skip) or len(values) > MAX_CLASSES:
         wrong = f"more than {MAX_CLASSES} different strings" if len(values) > MAX_CLASSES else "rows without a value"

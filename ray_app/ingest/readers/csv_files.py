@@ -121,11 +121,9 @@ def recognize_delimiter(file: File, column_names: list[str] | None) -> str:
 
 
 def check_header(file: str, names: list[str]) -> str | None:
-    """Checks the names in a header line, and returns a note for the user if they may be the values of a row.
+    """Returns a note for the user if the names in a header line may be the values of a row.
 
-    Raises:
-        DataError: There is a number among the names and the numbers do not look like a numbering, or a name is there
-            twice.
+    Raises DataError if numbers among them do not look like a numbering, or a name is there twice.
     """
     numbers = [name for name in names if _NUMBER.fullmatch(name)]
     if numbers and not _is_numbering(numbers):
@@ -204,12 +202,7 @@ class Csv(base.SourceReader):
         return list_text_files(self.path, SUFFIXES, "CSV")
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns the one data set of the files; a first pass over them finds the classes and the type of each column.
-
-        Raises:
-            DataError: There are no rows, a header line is refused, the label column is missing, or a file cannot be
-                parsed.
-        """
+        """Returns the one data set; a first pass over the files finds the classes and the type of each column."""
         label = self.options.label
         groups = base.group_files(self.files(), self.options.split_bytes)
         facts = list(run(partial(_scan_files, self._format, label, self.skips), groups))

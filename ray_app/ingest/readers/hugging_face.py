@@ -1,9 +1,7 @@
 """Reader of data sets that Hugging Face `datasets` has stored, without that library.
 
-It reads `save_to_disk` folders, and .arrow and .parquet files.
-
-`Form` and the functions after it decide which columns can be kept, and check and convert each value. `HuggingFace` and
-the functions after it locate the files and their splits, and read them.
+It reads `save_to_disk` folders, and .arrow and .parquet files. `Form` and the functions after it decide which columns
+can be kept, and check and convert each value.
 """
 
 from __future__ import annotations
