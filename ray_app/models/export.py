@@ -312,8 +312,8 @@ def _read_package(data: Path, called: str, source: dict[str, Any], digest: str) 
         if stored["settings"] is None:
             raise KeyError("the settings of its task")
         weights = (data / _FILES[form]).read_bytes()
-        inputs, class_path, settings = described["inputs"], stored["class_path"], stored["settings"]
-        return Packaged(called, source, form, inputs, digest, class_path, settings, weights)
+        class_path, settings = stored["class_path"], stored["settings"]
+        return Packaged(called, source, form, described["inputs"], digest, class_path, settings, weights)
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{called} cannot be predicted with, its package lacks {error}: it comes from something else, from an older"

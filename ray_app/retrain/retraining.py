@@ -147,7 +147,8 @@ class Stages:
         if situation.champion is not None:
             models["champion"] = situation.champion.files
         request = gate_request(job, situation.config, situation.section, situation.delivery, models, MAX_BLOCKS)
-        metric, mode, section = job.best_metric, job.best_mode, situation.section
+        metric, mode = job.best_metric, job.best_mode
+        section = situation.section
         [scored] = score_packages(job.task, (metric, GUARD_METRIC), [request], situation.config.evaluate)
         chunks = (scored["challenger"], scored.get("champion"))
         result = compare_models(job.task, metric, mode, *chunks, situation.config.seed, section)

@@ -127,7 +127,7 @@ class Classification(Task):
     """Base of tasks that predict a class index: labels, loss, metrics, predictions and mistakes.
 
     A derived class sets `label`, `num_classes`, `class_weights` and `train_accuracy`, calls `set_classes` in `prepare`
-    and implements `forward`, whose outputs are class scores, shape (rows, classes).
+    and implements `forward`, which returns class scores, shape (rows, classes).
     """
 
     best_metric: ClassVar[str] = "accuracy"

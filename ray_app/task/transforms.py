@@ -158,8 +158,7 @@ def instantiate_module(spec: Spec, field: str) -> nn.Module:
     """Makes the `nn.Module` of a specification, see `instantiate`; raises ConfigError if it makes something else."""
     model = instantiate(spec, field)
     if not isinstance(model, nn.Module):
-        made = f"{field} {spec['class_path']} makes a {type(model).__name__}"
-        raise ConfigError(f"{made}; it must make an nn.Module.")
+        raise ConfigError(f"{field} {spec['class_path']} makes a {type(model).__name__}; it must make an nn.Module.")
     return model
 
 

@@ -228,8 +228,8 @@ class Csv(base.SourceReader):
     def _format(self) -> CsvFormat:
         delimiter, names = self.options.delimiter, self.options.column_names
         # A shell passes a tab as these two characters.
-        known = delimiter.replace(r"\t", "\t") if delimiter else recognize_delimiter(self.files()[0], names)
-        return CsvFormat(known, tuple(names) if names else None)
+        mark = delimiter.replace(r"\t", "\t") if delimiter else recognize_delimiter(self.files()[0], names)
+        return CsvFormat(mark, tuple(names) if names else None)
 
     def _check_headers(self, facts: list[_CsvFacts]) -> tuple[list[str], list[str]]:
         """Returns the names of the columns, and notes for the user on how the files were interpreted."""

@@ -68,8 +68,8 @@ class WebDataset(base.SourceReader):
         """Returns the extensions of the first row's members, with dtype and shape of each .npy and None for others."""
         where = f"{self.pattern}: the first row"
         available = {column for name in first if (column := _column(name))}
-        made = available | ({"label"} if self.options.label else set())
-        if missing := [name for name in self.options.columns or [] if name not in made]:
+        with_label = available | ({"label"} if self.options.label else set())
+        if missing := [name for name in self.options.columns or [] if name not in with_label]:
             usable = sorted({column for name in self._first(lambda _: True) or first if (column := _column(name))})
             raise DataError(
                 f"{where} has no member for the column {missing[0]!r}; its columns are {usable}. Name some of these in"
