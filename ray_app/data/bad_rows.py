@@ -81,11 +81,7 @@ def decode_good_rows(
 def insert_bad_rows(
     decoded: dict[str, Field], reasons: list[str | None], bad: dict[int, str], fields: dict[str, ArraySpec]
 ) -> tuple[dict[str, Field], list[str | None]]:
-    """Inserts rows that were left out of decoding as zeros.
-
-    Returns:
-        The fields and reasons of all rows, as `decode_good_rows` returns them.
-    """
+    """Inserts rows that were left out of decoding as zeros; returns what `decode_good_rows` does for all rows."""
     parts, all_reasons = list[dict[str, Field]](), list(reasons)
     low = 0
     for num_inserted, index in enumerate(sorted(bad)):
@@ -108,11 +104,7 @@ def _empty(spec: ArraySpec) -> Field:
 
 
 def read_reasons(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:
-    """Returns the reasons of the bad rows of a decoded table by their manifest positions.
-
-    Args:
-        positions: Manifest positions of all rows, shape (rows,).
-    """
+    """Returns the reasons of the bad rows of a decoded table by their manifest positions, shape (rows,)."""
     if REASON not in table.column_names:
         return {}
     column = table.column(REASON)

@@ -140,11 +140,7 @@ _INDEX_NAMES = re.compile(r"|__index_level_\d+__|Unnamed: \d+")
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder of Parquet files, on a disk or on S3.
-
-    Args:
-        root: Folder (path or URI) that the manifest's paths are relative to.
-    """
+    """A folder of Parquet files (path or URI), to which the paths of the manifest are relative."""
 
     root: str
     manifest: Manifest

@@ -60,10 +60,7 @@ _CAPACITY_FACTOR = 1.25
 
 
 def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | None, limit_gb: float) -> Fetch:
-    """Returns `fetch` with a disk cache in front of it, see `open_cache`.
-
-    If no cache can be opened, it logs a warning and returns `fetch` itself.
-    """
+    """Returns `fetch` with a disk cache in front; `fetch` itself, with a warning, if none can be opened."""
     try:
         return open_cache(source, settings, folder, limit_gb).around(fetch)
     except OSError as error:
@@ -243,11 +240,7 @@ def _digest(files: Iterable[Path]) -> str:
 
 
 class DiskCache:
-    """The open cache of one data set.
-
-    Args:
-        sums: Descriptor of the file of checksums, the size of which decides the cache's capacity in rows.
-    """
+    """The open cache of one data set; the size of the file of checksums decides its capacity in rows."""
 
     def __init__(self, folder: Path, fields: dict[str, ArraySpec], sums: int) -> None:
         self._folder = folder

@@ -47,11 +47,7 @@ class _Stream:
 
 
 class Feed:
-    """Micro-batches of the logical workers that are assigned to this rank, step by step.
-
-    Attributes:
-        wait_s: Seconds that `next` has taken so far.
-    """
+    """Micro-batches of this rank's logical workers, step by step; `wait_s` has the seconds in `next` so far."""
 
     def __init__(self, plan: Plan, open_windows: Callable[[Cursor, range], Windows], device: torch.device) -> None:
         self._plan, self._open_windows = plan, open_windows
@@ -203,10 +199,7 @@ def _to_ranges(numbers: list[int], step: int) -> list[range]:
 
 
 class Uploaded(list[MicroBatch]):
-    """The micro-batches of a step on their way to a device.
-
-    They are complete once the stream has reached `mark`, see `SideStream.mark`.
-    """
+    """The micro-batches of a step, complete once the stream has reached `mark`, see `SideStream.mark`."""
 
     mark: Any
 
@@ -218,10 +211,7 @@ class Upload:
         self._device, self._side = device, SideStream(device, "upload")
 
     def send(self, batches: list[MicroBatch]) -> Uploaded:
-        """Starts the copies and returns without waiting for them.
-
-        PyTorch's pinned memory allocator uses the pinned memory again once the copies are done.
-        """
+        """Starts the copies without waiting for them; pinned memory is used again once they are done."""
         with self._side.entered():
             uploaded = Uploaded(batch._replace(fields=self._copy_fields(batch)) for batch in batches)
         uploaded.mark = self._side.mark()

@@ -67,11 +67,7 @@ def _read(reader: Reader, spec: ReadSpec, slices: list[pa.Table], stop: threadin
 
 @dataclass(frozen=True)
 class Decoded:
-    """A whole data set in memory.
-
-    Args:
-        reasons: Why rows are bad, by manifest position; empty unless the reader skips bad rows.
-    """
+    """A data set in memory, with the reasons of bad rows by manifest position if the reader skips these."""
 
     arrays: dict[str, Field]
     reasons: dict[int, str]

@@ -41,11 +41,7 @@ class MemoryCache:
         self._decoded: Decoded | None = None
 
     def decoded(self) -> Decoded:
-        """Returns the data set with an object reference in place of each array; the first call decodes it.
-
-        Raises:
-            BadRowError: A row cannot be decoded.
-        """
+        """Returns the data set with references in place of arrays; the first call decodes it."""
         if self._decoded is None:
             self._decoded = _put(self._load())
         return self._decoded

@@ -362,11 +362,7 @@ class Footers:
 
 
 def load_footers(root: DataLocation) -> Footers | None:
-    """Returns the `Footers` that an ingest has stored in a data set; None if they are missing or damaged.
-
-    Raises:
-        StorageError: The bucket does not answer.
-    """
+    """Returns the `Footers` that an ingest has stored in a data set; None if they are missing or damaged."""
     with bucket_errors(root):
         try:
             data = (root / FOOTERS_FILE).read_bytes()

@@ -47,11 +47,7 @@ class _WindowRead:
 
 
 class StreamedWindows:
-    """Windows that are read and decoded ahead, in the order in which the feed takes them.
-
-    Args:
-        prefetch_windows: Windows per logical worker to read ahead.
-    """
+    """Windows that are read and decoded ahead, `prefetch_windows` for each logical worker."""
 
     def __init__(
         self,

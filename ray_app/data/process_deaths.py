@@ -40,11 +40,7 @@ def classify_loss(error: BaseException) -> Literal["process", "node"] | None:
 
 
 class DeathCounter:
-    """Counts how often a process died of the same task.
-
-    Args:
-        describe: Returns what the process was doing, as the end of a sentence: `while it read ...`.
-    """
+    """Counts how often a process died of a task, which `describe` describes: `while it read ...`."""
 
     def __init__(self, describe: Callable[[], str]) -> None:
         self._describe, self._count = describe, 0

@@ -173,11 +173,7 @@ def _decode(pickled_reader: bytes, spec: ReadSpec, slices: list[pa.Table]) -> li
 
 @dataclass(frozen=True)
 class ActorPool:
-    """A pool of actors that map tables.
-
-    Args:
-        actor_class: Class of the actors; an instance is called with a table and returns one.
-    """
+    """A pool of actors; an instance of their class is called with a table and returns one."""
 
     actor_class: type
     arguments: tuple[Any, ...]

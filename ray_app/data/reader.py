@@ -295,11 +295,7 @@ Fetch = Callable[[Reader, Sequence[ReadSpec]], Iterator[pa.Table]]
 
 @dataclass(frozen=True)
 class RowSource:
-    """A data set to be decoded.
-
-    Args:
-        task_rows: Maximum rows of one read task.
-    """
+    """A data set to be decoded, at most `task_rows` rows of it by one read task."""
 
     reader: Reader
     manifest: Manifest

@@ -216,11 +216,7 @@ class Windows(Protocol):
 
 
 class CachedWindows:
-    """Windows over a data set that is decoded in memory.
-
-    Args:
-        decoded: The data set; read-only views of shared memory are fine.
-    """
+    """Windows over a data set that is decoded in memory, possibly read-only views of shared memory."""
 
     def __init__(self, decoded: Decoded) -> None:
         self._fields, self._reasons = as_storage(decoded.arrays), decoded.reasons

@@ -235,10 +235,7 @@ _BUFFER_BYTES = 4 << 20
 def merge_descriptions(
     part: Part, descriptions: list[dict[str, Any]], refused: int, notes: list[str]
 ) -> dict[str, Any]:
-    """Returns the facts of one side of a part, from the descriptions of its shards in their order.
-
-    Raises DataError if shards have different columns.
-    """
+    """Returns the facts of one side of a part; raises DataError if shards have different columns."""
     shards = [shard for description in descriptions for shard in description["shards"]]
     rows = sum(shard["rows"] for shard in shards)
     return {
@@ -319,10 +316,7 @@ def describe_parquet(path: str) -> dict[str, Any]:
 
 
 def _count_missing(dataset: Dataset) -> dict[str, int]:
-    """Returns the number of rows with a missing value by column.
-
-    It reads all pages once, so that it refuses a damaged one.
-    """
+    """Returns the rows with a missing value by column; it reads all pages, so it refuses a damaged one."""
     manifest, names = dataset.manifest, list(dataset.facts.columns)
     missing = dict.fromkeys(names, 0)
     for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):

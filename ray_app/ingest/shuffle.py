@@ -43,10 +43,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Runs(RowWriter):
-    """Writes a stream of tables as runs: files of rows in the order of their hashes.
-
-    The metadata of a file has the first hash of each batch.
-    """
+    """Writes rows as runs: files in the order of hashes, with the first hash of each batch in the metadata."""
 
     def write(self, table: pa.Table) -> None:
         """Adds rows; raises DataError if a column is of another type than before."""

@@ -63,11 +63,7 @@ _ALLOWED_SIZE_NODES += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type:
 
 
 class Served(nn.Module):
-    """A task's `forward` as a module of tensors.
-
-    Args:
-        names: Decoded fields in the order of the arguments of `forward`.
-    """
+    """A task's `forward` as a module of tensors, which are the decoded fields of these names."""
 
     def __init__(self, task: Any, model: nn.Module, names: list[str]) -> None:
         super().__init__()
@@ -81,11 +77,7 @@ class Served(nn.Module):
 
 
 class Predictor:
-    """Predicts from arrays to arrays; MLflow calls it.
-
-    Args:
-        inputs: Name, dtype and shape of one row of every input.
-    """
+    """Predicts from arrays to arrays; an input has name, dtype and shape of one row. MLflow calls it."""
 
     def __init__(self, module: nn.Module, inputs: list[dict[str, Any]]) -> None:
         self.module, self._inputs = module, inputs

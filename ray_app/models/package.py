@@ -445,10 +445,7 @@ def _save_mlflow_model(folder: Path, files: Files) -> None:
 
 
 def _mlflow_schema(arrays: dict[str, npt.NDArray], only: bool, ragged: Container[str] = ()) -> Any:
-    """Returns MLflow's schema of arrays with any number of rows, and with any length of the ragged ones.
-
-    The array has no name if `only` is set.
-    """
+    """Returns MLflow's schema of arrays of any number of rows, or any length; an only array has no name."""
     from mlflow.types import Schema, TensorSpec
 
     shapes = {name: (-1, -1, *v.shape[2:]) if name in ragged else (-1, *v.shape[1:]) for name, v in arrays.items()}

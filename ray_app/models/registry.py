@@ -54,10 +54,7 @@ def request_timeout_s(num_bytes: int) -> float:
 
 
 def upload(client: Any, run_id: str, path: str, folder: Path) -> str:
-    """Logs a folder as artifacts of a run and reads it back; returns its URI.
-
-    Raises RegistryError if the stored files differ.
-    """
+    """Logs a folder as artifacts and returns its URI; raises RegistryError if the stored files differ."""
     from mlflow.utils.uri import append_to_uri_path
 
     expected = _digests(folder)

@@ -70,11 +70,7 @@ class Classes:
 
 
 class Uses:
-    """How often each row is used in one epoch.
-
-    Args:
-        seed: Decides which row of each class is the first to be repeated.
-    """
+    """How often each row is used in an epoch; the seed decides which row of a class is repeated first."""
 
     def __init__(self, manifest: Manifest, classes: Classes, seed: int, epoch: int) -> None:
         self._manifest, self._classes = manifest, classes

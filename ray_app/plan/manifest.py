@@ -95,11 +95,7 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.AS
 
 
 def parse_partitions(path: str) -> dict[str, str | None]:
-    """Returns the keys and values in the folders of a file's path; None is a missing value.
-
-    Raises:
-        DataError: The path contains a key twice.
-    """
+    """Returns the keys and values in the folders of a path, None for a missing value; refuses a key twice."""
     if "=" not in path:
         return {}
     values: dict[str, str | None] = {}
@@ -234,11 +230,7 @@ class Manifest:
 
     @cached_property
     def partitions(self) -> dict[str, PartitionType]:
-        """The columns that are in the names of folders (`key=value`), with their types.
-
-        Raises:
-            DataError: The files have different keys.
-        """
+        """The columns in the names of folders (`key=value`), with their types; DataError for different keys."""
         return infer_partition_types(self.paths)
 
     @cached_property
@@ -266,11 +258,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Returns the manifest that `to_json` wrote.
-
-        Raises:
-            DataError: The text is damaged, or a path leads out of the data set.
-        """
+        """Returns the manifest of `to_json`; raises DataError for damaged text, or a path outside the data set."""
         try:
             stored = json.loads(text)
             files = [

@@ -297,11 +297,7 @@ def cut_parts(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
 
 
 def refuse_other_prediction(prepared: PreparedPrediction) -> None:
-    """Refuses a folder with contents that the same prediction did not write.
-
-    Raises:
-        ConfigError: The folder has other contents; the message has the differences.
-    """
+    """Raises ConfigError, with the differences, for a folder that the same prediction did not write."""
     before, now = read_json(prepared.out / MADE_FROM), prepared.made_from
     if before is None and (list_files(prepared.out) or list_folders(prepared.out)):
         raise ConfigError(

@@ -109,11 +109,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Axis:
-    """The labels of one axis of a chart.
-
-    Args:
-        make_ticks: Returns ticks between two values; the third argument is their maximum number.
-    """
+    """The labels of one axis; `make_ticks` returns ticks between two values, up to a maximum number."""
 
     name: str
     make_ticks: Callable[[float, float, int], list[float]] = ticks
@@ -320,11 +316,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """The mark of an event in a chart.
-
-    Args:
-        until: End on the x axis, if the event has a duration.
-    """
+    """The mark of an event in a chart; `until` is the end of an event that has a duration."""
 
     at: float
     tone: Tone

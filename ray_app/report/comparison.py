@@ -59,10 +59,7 @@ _TONES: tuple[Tone, ...] = ("blue", "orange", "green", "purple", "red", "gray")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Some runs side by side.
-
-    As the last expression of a notebook's cell it shows a table and the curves of the runs.
-    """
+    """Some runs side by side; a notebook shows a table and the curves of the runs."""
 
     facts: tuple[Facts, ...]
 

@@ -40,11 +40,7 @@ def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
 
 @dataclass(frozen=True)
 class Live:
-    """The additional values of a page that updates itself while its run trains.
-
-    Args:
-        error: The error of the newest read of the run; None if it succeeded.
-    """
+    """The values of a page that updates itself; `error` is that of the newest read, if it failed."""
 
     script: str
     number: int
@@ -53,10 +49,7 @@ class Live:
 
 
 def render(facts: Facts, live: Live | None = None) -> str:
-    """Returns the page as HTML without secrets.
-
-    The page is self-contained: it loads no other files and runs no script, except the script of `live`.
-    """
+    """Returns the page as HTML without secrets, with no other files and no script but that of `live`."""
     return redact(
         environment()
         .get_template("report.html.j2")

@@ -88,10 +88,7 @@ def health(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def time_parts(facts: Facts) -> list[tuple[str, str, float]]:
-    """Returns tone, name and part of each use of the time since the first step; empty without a goodput.
-
-    The parts add up to 1.
-    """
+    """Returns tone, name and part, of 1, of each use of the time since the first step, if there is a goodput."""
     part, records = facts.goodput, facts.in_time
     if part is None:
         return []

@@ -60,11 +60,7 @@ GUARD_METRIC = "recall"
 
 @dataclass(frozen=True)
 class ClassRecall:
-    """The recall of one class.
-
-    Args:
-        least_drop: Lower bound of the interval of the fall; the confidence holds for all classes together.
-    """
+    """The recall of one class; `least_drop` is the lower bound of its fall, with confidence for all classes."""
 
     rows: int
     champion: float

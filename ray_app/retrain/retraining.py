@@ -364,10 +364,7 @@ class _RetrainingStart:
         return matching_round
 
     def _has_promoted(self, round: Round, decided: dict[str, Any]) -> bool:
-        """Returns whether the challenger of a round serves already.
-
-        This is so if the round was stopped between the promotion and its record.
-        """
+        """Returns whether the challenger of a round serves, but its promotion is not recorded."""
         champion = self._situation.champion
         if champion is None or round.read("judged") is None:
             return False

@@ -184,10 +184,7 @@ class Inputs:
 
 
 def read_delivery(config: Config, memory: Location | None = None, gate_path: str | None = None) -> Delivery:
-    """Returns the digests of all data files; with the folder `memory` unchanged files are not read again.
-
-    Raises DataError if a path has no files.
-    """
+    """Returns the digests of all data files; with the folder `memory` unchanged ones are not read again."""
     paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)}
     paths |= {"gate": gate_path} if gate_path is not None else {}
     caches = {name: memory / f"{name}.json" if memory is not None else None for name in paths}
@@ -243,10 +240,7 @@ STAGES = ("decided", "validated", "trained", "registered", "judged", "concluded"
 
 @dataclass(frozen=True)
 class Round:
-    """The record of one round.
-
-    Each stage is written once, after its effects, so that a stopped round continues at the stage at which it stopped.
-    """
+    """The record of one round; each stage is written once, after its effects, so that it can continue."""
 
     paths: RetrainPaths
     key: str
@@ -261,11 +255,7 @@ class Round:
         return self.read(stage) or {}
 
     def clear(self) -> None:
-        """Removes all stages, also those that an interrupted removal has left.
-
-        Raises:
-            OSError: Some stages still exist; a new round would take them for its own.
-        """
+        """Removes all stages; raises OSError if some stay, which a new round would take for its own."""
         folder = self.paths.round(self.key)
         remove_tree(folder)
         left = [stage for stage in STAGES if self.read(stage) is not None]

@@ -304,11 +304,7 @@ class Situation:
         return replace(self, champion=load_champion(self.paths, self.client, self.model, self.uri, version))
 
     def decide(self, judged: str | None) -> TriggerDecision:
-        """Decides whether to train; reads all of the data only if no other trigger applies.
-
-        Raises:
-            DataError: The data cannot be used.
-        """
+        """Decides whether to train; reads all of the data only if no other trigger applies."""
         facts = self._facts(judged)
         decision = decide_trigger(facts, self.section)
         has_costly_trigger = self.section.max_drop is not None or self.section.max_psi is not None

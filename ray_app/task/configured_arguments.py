@@ -114,11 +114,7 @@ def need_flat(data: DataFacts, name: str, column: ColumnFacts) -> None:
 
 
 def resolve_best_mode(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mode:
-    """Returns whether a lower or a higher value of the best metric is better.
-
-    Raises:
-        ConfigError: The mode is not configured, and the metric does not define it.
-    """
+    """Returns whether less or more of the best metric is better; raises ConfigError if that is not defined."""
     if mode is not None and mode not in get_args(Mode):
         raise ConfigError(f"{_INIT_ARGS}.best_mode is {mode!r}; it must be min or max.")
     spec = metrics.get(metric) if mode is None else None

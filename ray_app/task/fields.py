@@ -21,11 +21,7 @@ from ray_app.task.ragged import LENGTHS, Field, Ragged
 
 
 def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) -> ColumnFacts:
-    """Returns the facts of a column that a task needs.
-
-    Raises:
-        DataError: There is no such column, or it has another kind or missing values.
-    """
+    """Returns the facts of a column; raises DataError without it, for another kind, or with missing values."""
     facts = data.columns.get(name)
     if facts is None:
         raise DataError(

@@ -238,10 +238,7 @@ class QuarterMeans(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (rows, channels, height, width) to (rows, channels, 2, 2).
-
-        The last row or column of pixels is ignored if their number is odd.
-        """
+        """Maps (rows, channels, height, width) to (rows, channels, 2, 2), without an odd row or column."""
         height, width = x.size(-2) // 2, x.size(-1) // 2
         quarters = x[..., : 2 * height, : 2 * width].unflatten(-2, (2, height)).unflatten(-1, (2, width))
         return quarters.mean((-3, -1))

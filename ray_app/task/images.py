@@ -104,10 +104,7 @@ def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
 
 @contextmanager
 def _explain_errors(encoded: bytes) -> Iterator[None]:
-    """Converts every error of a library about a file into a ValueError with the reason.
-
-    Pillow's readers raise errors of many types.
-    """
+    """Converts every error of a library about a file, of many types, into a ValueError with the reason."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -239,10 +236,7 @@ def _png_chunks(encoded: bytes, kind: bytes) -> Iterator[bytes]:
 
 
 def _has_gif_end(encoded: bytes) -> bool:
-    """Whether the blocks of a GIF file lead to the block that ends it.
-
-    Pillow does not report frames that were cut off.
-    """
+    """Whether the blocks of a GIF lead to the one that ends it: Pillow does not report missing frames."""
 
     def table_bytes(flags: int) -> int:
         return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
@@ -413,10 +407,7 @@ def load_image(stored: Any, exif_orientation: bool = True) -> Tensor:
 
 
 def _load_mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int]]) -> Tensor:
-    """Returns a row's mask as a `tv_tensors.Mask` of classes, shape (height, width).
-
-    The stored mask is encoded, see `decode_mask`, or an array.
-    """
+    """Returns a row's mask, encoded or an array, as a `tv_tensors.Mask` of classes, (height, width)."""
     from torchvision import tv_tensors
 
     mask = decode_mask(stored, exif_orientation).numpy() if isinstance(stored, bytes) else _convert_array(stored, MASK)

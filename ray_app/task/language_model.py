@@ -75,11 +75,7 @@ class CausalLanguageModel(Task):
         return [self.tokens]
 
     def decode(self, rows: Rows) -> Arrays:
-        """Decodes rows to the column of tokens as a `Ragged`, cut to `max_length`.
-
-        Raises:
-            ValueError: A row has no tokens, or other values than integers.
-        """
+        """Decodes rows to the tokens as a `Ragged`, cut to `max_length`; raises ValueError without integers."""
         values = rows[self.tokens]
         if isinstance(values, np.ndarray):
             values = Ragged.of(values, values.dtype)

@@ -94,11 +94,7 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 class Log(NamedTuple):
-    """The values that a method logs.
-
-    Args:
-        numbers: Means over a batch, each of shape ().
-    """
+    """The values that a method logs; numbers are means over a batch, each of shape ()."""
 
     numbers: dict[str, Tensor]
     metrics: dict[str, Metric]
@@ -229,11 +225,7 @@ class LightningTask(BatchTask):
         return [problem for problem, applies in problems.items() if applies]
 
     def build_model(self) -> nn.Module:
-        """Builds the module.
-
-        Raises:
-            ConfigError: It is not a module with `training_step`, or has hooks that only Lightning's trainer calls.
-        """
+        """Builds the module; raises ConfigError for one without `training_step`, and see `refuse_hooks`."""
         module = instantiate(self.model, "task.init_args.module")
         if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
             raise ConfigError(

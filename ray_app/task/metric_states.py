@@ -56,10 +56,7 @@ def make_metrics(task: Task) -> MetricCollection:
 
 
 def isolate(module: nn.Module) -> None:
-    """Turns off the collectives of all metrics in a module, and the automatic groups of all collections.
-
-    `make_metrics` has the reasons.
-    """
+    """Turns off collectives and automatic groups of all metrics in a module, see `make_metrics`."""
     from torchmetrics import Metric, MetricCollection
 
     for part in dict(_modules_of("", module, set())).values():
@@ -71,10 +68,7 @@ def isolate(module: nn.Module) -> None:
 
 
 def metric_parts(metric: Metric) -> dict[str, Metric]:
-    """Returns the parts of a metric by path: itself, at the path "", and all metrics inside it.
-
-    Metrics in lists and dictionaries are among them.
-    """
+    """Returns all metrics inside a metric, also in lists and dictionaries, by path; "" is the metric itself."""
     from torchmetrics import Metric
 
     return {path: part for path, part in _modules_of("", metric, set()) if isinstance(part, Metric)}

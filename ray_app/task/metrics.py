@@ -43,11 +43,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """The results of a range of rows.
-
-    Args:
-        states: The states of the task's metrics after these rows alone, by metric and state.
-    """
+    """The results of a range of rows; `states` are those after these rows alone, by metric and state."""
 
     low: int
     rows: int

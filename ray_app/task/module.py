@@ -354,10 +354,7 @@ class ModuleTask(Task):
         return MetricCollection(metrics, compute_groups=False)
 
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
-        """Updates the metrics with outputs and target; see `Task.update`.
-
-        Of lists they get (values,) and (values, classes), without the padding.
-        """
+        """Updates the metrics, see `Task.update`; of lists they get (values,) and (values, classes) without padding."""
         if not self.metric_specs:
             return
         outputs, target = self._compared(outputs, batch)

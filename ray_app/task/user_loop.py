@@ -323,10 +323,7 @@ class LoopTask(BatchTask):
         return {str(self.batch[index]): values for index, values in self.fields(batch).items()}
 
     def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-        """Starts the script and returns the optimizer and the schedule that it keeps.
-
-        The loop of the script then waits for the first step.
-        """
+        """Starts the script, up to its first step, and returns the optimizer and schedule that it keeps."""
         running = Running(self._script(), model)
         kept = running.kept
         _RUNNING[model] = running
@@ -360,11 +357,7 @@ class LoopTask(BatchTask):
             _RUNNING.pop(model).end()
 
     def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
-        """Returns what the script's `evaluate` computes of a batch.
-
-        Raises:
-            ConfigError: There is no `evaluate`, or it returns no loss.
-        """
+        """Returns what the script's `evaluate` computes of a batch; raises ConfigError if that has no loss."""
         if self.evaluate is None:
             raise ConfigError(
                 "data.eval_path is given, and task.init_args.evaluate is not; name the script's function, or leave it"

@@ -149,11 +149,7 @@ def count_rows(batch: Batch) -> int:
 
 
 def as_mean(name: str, value: Any) -> Tensor:
-    """Returns a mean over a batch that user code computed as a tensor of shape ().
-
-    Raises:
-        ValueError: The value is not one number.
-    """
+    """Returns a mean that user code computed as a tensor of shape (); raises ValueError for several numbers."""
     if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).numel() != 1:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise ValueError(

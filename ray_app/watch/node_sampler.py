@@ -39,11 +39,7 @@ class _Node:
 
 
 class NodeSampler:
-    """Records the load of the nodes in a thread, within its context.
-
-    Args:
-        every_s: Seconds between two samples.
-    """
+    """Records the load of the nodes in a thread, every `every_s` seconds, within its context."""
 
     def __init__(self, paths: RunPaths, fence: int, every_s: float, step: int = 0) -> None:
         self._paths = paths

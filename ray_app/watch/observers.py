@@ -72,10 +72,7 @@ class Observers:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Reads the record in a thread within the context, and once more at its end.
-
-        The context lasts as long as a start of the run.
-        """
+        """Reads the record in a thread while a start of the run lasts, and once more at its end."""
         if not self._observers:
             yield
             return

@@ -76,11 +76,7 @@ class Speed:
         self.rows_per_s: float | None = None
 
     def look(self, record: StepRecord, now_s: float) -> None:
-        """Updates the sums.
-
-        Args:
-            now_s: The time now, in seconds of a monotonic clock.
-        """
+        """Updates the sums by the newest step; `now_s` is the time of a monotonic clock."""
         last, self._idle_s = self._last, now_s - self._last_change_s
         if last is None:
             self._first_step = record.step

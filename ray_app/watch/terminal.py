@@ -50,11 +50,7 @@ class LiveLine:
         self._current: tuple[str, float | None] | None = None
 
     def show(self, text: str, part: float | None = None) -> None:
-        """Replaces the text of the line.
-
-        Args:
-            part: Finished part of the work, from 0 to 1, for a bar; None: unknown, without a bar.
-        """
+        """Replaces the text of the line; `part`, from 0 to 1, of the work is finished, for a bar."""
         from IPython.display import display
 
         if (text, part) == self._current:
@@ -89,11 +85,7 @@ class Finding:
 
 
 def run_check(topic: str, check: Callable[[], str | Finding]) -> Finding:
-    """Runs one check.
-
-    Returns:
-        The finding. An exception of the check is a refusal, because the run would raise it, too.
-    """
+    """Runs one check; an exception of it is a refusal, because the run would raise it, too."""
     try:
         result = check()
     except (ConfigError, DataError) as error:
@@ -121,10 +113,7 @@ logger = logging.getLogger(__name__)
 
 
 class SafeConsole:
-    """A console that catches its own errors and reports the first one.
-
-    Examples are the errors of a full disk, a closed pipe or a closed notebook.
-    """
+    """A console that catches its own errors, as of a full disk or a closed pipe, and reports the first one."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -133,10 +122,7 @@ class SafeConsole:
         self._is_reported = False
 
     def report_to(self, report: Callable[[str], object]) -> None:
-        """Sets the function that is called once, with the reason of the first failure.
-
-        If there was a failure already, the function is called at once.
-        """
+        """Sets the function that is called once, possibly now, with the reason of the first failure."""
         self._report = report
         self._report_failure()
 
@@ -208,11 +194,7 @@ class _Rate:
 
 
 class RunConsole:
-    """Shows the progress of a run.
-
-    Args:
-        max_workers: Maximum number of workers.
-    """
+    """Shows the progress of a run with at most `max_workers` workers."""
 
     def __init__(
         self,

@@ -206,11 +206,7 @@ MAX_NAMES = 1_000_000
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Returns the names that a pattern with one or more braces stands for: `x{08..11}` and `x{a,b}`.
-
-    Raises:
-        DataError: There are more than `MAX_NAMES`.
-    """
+    """Returns the names, at most `MAX_NAMES`, that a pattern stands for: `x{08..11}` and `x{a,b}`."""
     braces = _BRACES.search(pattern)
     if braces is None:
         return [pattern]

@@ -47,20 +47,13 @@ _MAX_LISTED = 5
 
 @dataclass(frozen=True)
 class CsvFormat:
-    """The layout of all files of a data set.
-
-    Args:
-        column_names: Names of the columns; None: the header line of each file has them.
-    """
+    """The layout of all files of a data set; without names of columns the header line of each file has them."""
 
     delimiter: str
     column_names: tuple[str, ...] | None = None
 
     def has_header(self, file: File) -> bool:
-        """Returns whether the first line of a file is a header line.
-
-        Without `column_names` it always is; with them it is one if it has exactly these names.
-        """
+        """Returns whether the first line of a file is a header line: always, or if it has just `column_names`."""
         return self.column_names is None or parse_first_rows(read_head(file), self.delimiter)[:1] == [
             list(self.column_names)
         ]
@@ -251,11 +244,7 @@ class Csv(base.SourceReader):
 
 @dataclass
 class _CsvFacts:
-    """What the first pass finds in the files of an input split.
-
-    Args:
-        kinds: The `KINDS` that all values of a column fit, by the name of the column.
-    """
+    """What the first pass finds in the files of an input split, such as the `KINDS` that all values fit."""
 
     rows: int = 0
     headers: list[tuple[str, list[str]]] = field(default_factory=list)

@@ -34,11 +34,7 @@ _UNWRAPPED = (pa.UuidType, pa.JsonType)
 
 @dataclass(frozen=True)
 class Form:
-    """The form that every row of a split is converted to.
-
-    Args:
-        classes: Names of the classes; where the label's column holds text, its values.
-    """
+    """The form that every row of a split is converted to; a label of text has its values as classes."""
 
     schema: pa.Schema
     shapes: dict[str, nested.Shape]
@@ -194,10 +190,7 @@ class HuggingFace(base.SourceReader):
         return rows + [file for file in descriptions if file]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns one part for each split, with the split's name; a single part has no name.
-
-        Labels of text become classes, the same in all splits.
-        """
+        """Returns one part for each split, with the split's name; a single part has no name."""
         parts = []
         for split, form in self._forms(run).items():
             files = self._splits[split]
@@ -392,10 +385,7 @@ def _label_values(label: str, files: list[File]) -> set[str]:
 
 
 def _read_to_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    """Yields the batches of a stream and checks for the mark at its end.
-
-    The check is needed because the reader accepts a stream that was cut off.
-    """
+    """Yields the batches of a stream and checks its end, as the reader accepts a stream that was cut off."""
     end = source.tell()
     for batch in reader:
         yield batch
@@ -406,10 +396,7 @@ def _read_to_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> I
 
 
 def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
-    """Returns the features that `datasets` has stored for the columns, by name.
-
-    They are in the metadata of the file, or in `dataset_info.json` beside it.
-    """
+    """Returns the features by name that `datasets` has stored in the file or in `dataset_info.json`."""
     metadata = (schema.metadata or {}).get(b"huggingface")
     info_file = file.location.parent / "dataset_info.json"
     with parser_errors(file if metadata else info_file, "What it says about the columns is damaged; save it again."):

@@ -162,10 +162,7 @@ def _first_values(block: _Block, table: pa.Table, wrong: set[int]) -> dict[str, 
 
 
 def _mixed_types_error(where: object, first_values: list[dict[str, _FirstValue]], error: Exception) -> DataError:
-    """Returns the error for a key with values of different types in blocks or files.
-
-    The error has the first line of each type.
-    """
+    """Returns the error for a key with values of different types, with the first line of each type."""
     for name in dict.fromkeys(name for values in first_values for name in values):
         kinds = {values[name][1]: values[name][0] for values in reversed(first_values) if name in values}
         try:

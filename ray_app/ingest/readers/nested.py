@@ -103,10 +103,7 @@ def has_shape(column: pa.Array, shape: Shape) -> pa.Array:
 
 
 def to_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
-    """Returns a list column as one array (rows, *shape), or as lists if they may have any length.
-
-    Every row of the column must have this shape.
-    """
+    """Returns a list column of one shape as an array (rows, *shape), or as lists if they may have any length."""
     kind, values = number_type(column.type), column
     assert kind is not None
     for _ in shape:

@@ -44,10 +44,7 @@ class TFRecord(base.SourceReader):
         return [file for files in self._splits.values() for file in files]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns one part, or one for each split in the names of the files.
-
-        The columns of a part are the features of its first row.
-        """
+        """Returns one part, or one for each split; its columns are the features of its first row."""
         del run
         require("google_crc32c", "--source tfrecord")
         return [
@@ -103,11 +100,7 @@ class TFRecord(base.SourceReader):
 
 @dataclass(frozen=True)
 class _TFRecordForm:
-    """The form of a row.
-
-    Args:
-        kinds: Kind of each feature that is kept.
-    """
+    """The form of a row, with the kind of each feature that is kept."""
 
     kinds: dict[str, Kind]
     label: str | None
