@@ -74,12 +74,8 @@ def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads
     if len(items) == 1:
         yield function(items[0])
         return
-    pool = ThreadPoolExecutor(threads or os.cpu_count(), "ingest")
-    try:
-        for future in [pool.submit(function, item) for item in items]:
-            yield future.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    with ThreadPoolExecutor(threads or os.cpu_count(), "ingest") as pool:
+        yield from pool.map(function, items)
 
 
 def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
