@@ -98,10 +98,7 @@ def is_bytes(kind: pa.DataType) -> bool:
 
 
 def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
-    """Returns the rows of an encoded column as one array of shape (rows, ...) or as `Ragged`.
-
-    The result is a view of the column if the column is one chunk.
-    """
+    """Returns the rows of an encoded column as an array (rows, ...) or `Ragged`; a view of a single chunk."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     if spec.padding is not None:
         parts = [_ragged(chunk, spec) for chunk in chunks if len(chunk)]
@@ -112,10 +109,7 @@ def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
 
 
 def fixed_array(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
-    """Returns the rows of an encoded column of rows of one size as one array of shape (rows, ...).
-
-    The array is a view of the column if the column is one chunk.
-    """
+    """Returns the rows of one size of an encoded column as an array (rows, ...); a view of a single chunk."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     arrays, size = list[Array](), spec.row_bytes
     for chunk in filter(len, chunks):
@@ -125,10 +119,7 @@ def fixed_array(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
 
 
 def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
-    """Returns a column of lists as `Ragged`: of lists of numbers or booleans, or of lists of rows of one size.
-
-    Returns None for any other column, and for one with missing values.
-    """
+    """Returns lists of numbers, or of rows of one size, as `Ragged`; None for others or missing values."""
     kind = column.type
     if not is_ragged_list(kind) or column.null_count:
         return None

@@ -117,10 +117,7 @@ _NO_VALUE, _MISSING_INSIDE = "no value", "a missing value inside its value"
 
 
 def find_missing_values(table: pa.Table) -> dict[int, str]:
-    """Returns the reason for each row of a table with a missing value in any column, by the index of the row.
-
-    A missing value inside a list or an object counts, too.
-    """
+    """Returns the reason for each row with a missing value, also inside a list or an object, by its index."""
     reasons: dict[int, str] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         first = 0

@@ -64,10 +64,7 @@ def hash_files(root: DataLocation, paths: Iterable[str], digest_cache: Location 
 
 
 def _versions(root: DataLocation, paths: list[str]) -> list[Any]:
-    """Returns a value for each file that changes with the file's content.
-
-    On S3 it is the ETag. On a disk it is the size, the times and the inode; a copy cannot restore all of these.
-    """
+    """Returns a value for each file that changes with its content; a copy cannot restore all of it."""
     if not isinstance(root, Path):
         return file_versions(root, paths)
     stats = [(root / path).stat() for path in paths]

@@ -116,10 +116,7 @@ class Feed:
         self._drop_gathered()
 
     def _gather_at_cursor(self) -> None:
-        """Gathers the step at the cursor, and the following steps of the block if no thread gathers them.
-
-        It may have to wait for windows.
-        """
+        """Gathers the step at the cursor, and without a thread the following steps; it may wait for windows."""
         cursor = self._cursor
         if self._order.epoch != cursor.epoch:
             self._order = self._plan.epoch(cursor.epoch)

@@ -26,10 +26,7 @@ def is_small(source: RowSource) -> bool:
 
 
 def fetch_auto(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-    """Runs a single read task in this process, and several as Ray Data read tasks.
-
-    Ray Data takes seconds to start, which a single read task does not justify.
-    """
+    """Runs a single read task in this process, and several by Ray Data, which takes seconds to start."""
     return (fetch_in_process if len(specs) < 2 else fetch_ray)(reader, specs)
 
 

@@ -64,11 +64,7 @@ def partition_fields(partitions: Partitions) -> list[pa.Field]:
 
 
 class DataFile:
-    """An open Parquet file of a data set; a context manager that closes it.
-
-    Args:
-        buffer_bytes: Bytes of a column that are fetched together; 0: a row group is fetched as a whole.
-    """
+    """An open Parquet file, also a context manager; with `buffer_bytes` 0 row groups are fetched as a whole."""
 
     def __init__(self, root: str | DataLocation, path: str, partitions: Partitions, buffer_bytes: int = 0) -> None:
         self._location = (locate_data(root) if isinstance(root, str) else root) / path

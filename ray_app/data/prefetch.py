@@ -129,10 +129,7 @@ class StreamedWindows:
         return reads, all_tables()
 
     def _groups(self) -> Iterator[list[_WindowRead]]:
-        """Yields all windows from the cursor to the end of the run, in groups that one execution each reads.
-
-        A group may span epochs.
-        """
+        """Yields all windows from the cursor on in groups, across epochs, that one execution each reads."""
         group: list[_WindowRead] = []
         tasks, is_sliced = 0, False
         for epoch in range(self._cursor.epoch, self._epochs):

@@ -70,11 +70,7 @@ def process_died_error(activity: str, error: BaseException | None = None) -> Pro
 
 
 class RetriedTask:
-    """A Ray task that is submitted again when its process or its node is lost.
-
-    Args:
-        submit: Submits the task with `max_retries=0`, so that Ray does not retry it, and returns its reference.
-    """
+    """A Ray task, with `max_retries=0`, that is submitted again when its process or its node is lost."""
 
     def __init__(self, submit: Callable[[], Any], describe: Callable[[], str]) -> None:
         self._submit, self._deaths = submit, DeathCounter(describe)

@@ -341,10 +341,7 @@ class _OpenGroup:
 
 
 class SliceReader:
-    """Reads large row groups in slices, each row group once from its beginning to its end.
-
-    Where several logical workers read the same row group at different rows, it is open once for each of them.
-    """
+    """Reads large row groups in slices, each from its beginning to its end, once for every reading position."""
 
     def __init__(self, root: str, columns: list[str], partitions: Partitions) -> None:
         self._root = locate_data(root)

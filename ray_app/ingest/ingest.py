@@ -163,10 +163,7 @@ class PartSummary:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The data sets that `ingest` made or reused.
-
-    These are one part with the name ""; or `train` and `eval`, possibly `test`; or the parts of the source.
-    """
+    """The data sets that `ingest` made or reused: "" alone, `train`, `eval`, `test`, or those of the source."""
 
     path: str
     parts: dict[str, PartSummary]
@@ -241,10 +238,7 @@ def _path(out: str, side: str) -> str:
 
 
 def _made_from(options: IngestOptions, reader: base.FormatReader) -> dict[str, Any]:
-    """Returns everything that decides the output.
-
-    This is the options without paths, a digest of the files' names, sizes and times, and the layout of this version.
-    """
+    """Returns all that decides the output: options without paths, names, sizes and times of files, the layout."""
     chosen = {name: value for name, value in asdict(options).items() if name not in ("input", "out")}
     chosen["row_group_rows"] = options.limits[1]
     if options.source in ("digits", "idx", "cifar"):
@@ -259,10 +253,7 @@ def _made_from(options: IngestOptions, reader: base.FormatReader) -> dict[str, A
 
 
 def _relative_name(file: DataLocation, options: IngestOptions) -> str:
-    """Returns the name of a source's file below the input.
-
-    It is "." for the input itself, and the last part of the file's path if the input is a pattern.
-    """
+    """Returns a file's name below the input: "." for the input itself, its last part for a pattern."""
     root = locate_data(str(options.input))
     if file == root:
         return "."

@@ -80,10 +80,7 @@ def _occupied_error(out: Location, reason: str) -> ConfigError:
 
 
 def _is_resumable(out: Location, inner: list[str], parts: dict[str, Any], made_from: dict[str, Any]) -> bool:
-    """Returns whether an ingest of the same options and files was interrupted in `out`.
-
-    This is possible only on S3, because only there an ingest writes into the target.
-    """
+    """Returns whether the same ingest was interrupted in `out`; only on S3 it writes into the target."""
     if isinstance(out, Path):
         return False
     begun = [read_json(side_folder(out, side) / UNFINISHED_MARKER) for side in ["", *inner] if side not in parts]
@@ -139,10 +136,7 @@ def work_folder(out: Location, made_from: dict[str, Any], sides: list[str]) -> I
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, for which it waits until no other process of this machine writes there.
-
-    The end of a process, however it ends, releases its lock.
-    """
+    """Holds the lock of a folder against other processes of this machine; the end of a process releases it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -112,10 +112,7 @@ class Shards(RowWriter):
         return f"{self._stem}{f'_{len(self._files):03d}' if self._files else ''}.parquet"
 
     def _count_fitting(self, before: npt.NDArray[np.int64], start: int) -> int:
-        """Returns how many rows from `start` on fit into the row group, at least 1 if it is empty.
-
-        `before` has the bytes before each row.
-        """
+        """Returns how many rows from `start` on fit, at least 1 if it is empty, by the bytes `before` each."""
         shard_rows, row_group_rows, row_group_bytes = self._limits
         free_rows = min(row_group_rows, shard_rows - self._shard_rows) - self._pending_rows
         free_bytes = row_group_bytes - self._pending_bytes

@@ -135,11 +135,7 @@ def make_bucket_tasks(
 
 
 def write_bucket(task: BucketTask) -> dict[str, Any]:
-    """Writes a bucket as shards and returns their description; only returns it where the bucket was written before.
-
-    Raises:
-        StorageError: A run is gone or damaged.
-    """
+    """Writes a bucket as shards, unless it was written before, and returns their description."""
     side = side_folder(task.folder, task.side)
     record: dict[str, Any] | None = read_json(task.record)
     if record is not None and has_files(side, record["shards"]):

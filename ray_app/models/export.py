@@ -163,11 +163,7 @@ def read_rows(task: Task, path: str) -> Batch:
 
 
 def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
-    """Decodes a whole data set in this process; see `read_rows`.
-
-    Args:
-        targets: Whether to read the columns that `Task.targets` names; otherwise they are decoded from zeros.
-    """
+    """Decodes a whole data set in this process, see `read_rows`; without `targets` these are zeros."""
     dataset, unread = open_dataset(path), WithoutTargets(task)
     columns, decode = (task.columns(), task.decode) if targets else (unread.columns, unread)
     refuse_other_schema(task.data_schema, dataset.facts, path, "what the model was trained on")
@@ -271,10 +267,7 @@ class Packaged:
 
 
 def fetch_package(uri: str, model: str) -> Packaged:
-    """Downloads a version of a registered model: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
-
-    Raises ConfigError if there is no such version, or ray_app did not package it.
-    """
+    """Downloads `models:/NAME@ALIAS` or `models:/NAME/VERSION`; raises ConfigError if ray_app did not package it."""
     version = resolve_version(uri, model)
     with tempfile.TemporaryDirectory() as temporary:
         try:
@@ -291,12 +284,7 @@ def is_export(model: str) -> bool:
 
 
 def read_export(folder: str) -> Packaged:
-    """Reads an exported model, or a downloaded version of a registered one.
-
-    Raises:
-        ConfigError: The folder is not an export.
-        RegistryError: Its files differ from those that were exported.
-    """
+    """Reads an export, or a downloaded version; raises ConfigError for others, RegistryError for changed files."""
     path = Path(folder).expanduser()
     data, described = check_export(path)
     origin = read_origin(path)

@@ -137,11 +137,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
 
 
 def name_outputs(outputs: Any) -> list[tuple[str, Tensor]]:
-    """Returns the tensors of a task's outputs with their names; a single tensor has the empty name.
-
-    Raises:
-        ValueError: The outputs are not a tensor, a dictionary or a sequence of tensors.
-    """
+    """Returns tensors with their names, "" for a single one; raises ValueError for other outputs."""
     if isinstance(outputs, Tensor):
         return [("", outputs)]
     pairs = list(outputs.items()) if isinstance(outputs, dict) else []

@@ -48,22 +48,14 @@ _LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class Sources:
-    """The source files and libraries that a module needs.
-
-    Args:
-        files: The file of every module that is not installed, by the module's dotted name; packages included.
-    """
+    """The files that a module needs, by dotted names, packages included, and the libraries that it imports."""
 
     files: dict[str, Path]
     libraries: set[str]
 
 
 def sources_of(module: str) -> Sources:
-    """Returns the source files and libraries of a module that can be shipped with a model.
-
-    Raises:
-        RegistryError: The module has no source file, or its code needs Ray.
-    """
+    """Returns files and libraries to ship with a model; raises RegistryError without a file, or if it imports Ray."""
     sources = follow_imports(module)
     if module not in sources.files:
         raise RegistryError(
@@ -318,10 +310,7 @@ def class_path(task: Task) -> str:
 
 
 def _storable_settings(task: Task) -> dict[str, Any] | None:
-    """Returns the settings from which a prepared task can be restored; None if they cannot be stored.
-
-    They cannot be stored if JSON does not preserve them or they contain a secret.
-    """
+    """Returns the settings of a prepared task; None if JSON does not preserve them, or one is a secret."""
     settings = vars(task)
     return settings if _is_json(settings) and redact_value(settings) == settings else None
 

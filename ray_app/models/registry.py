@@ -46,10 +46,7 @@ T = TypeVar("T")
 
 
 def request_timeout_s(num_bytes: int) -> float:
-    """Returns the seconds that one request with a number of bytes may take.
-
-    A server answers only after it has written the bytes to its artifact store.
-    """
+    """Returns the seconds for a request: a server answers only after it has written the bytes."""
     return _MIN_TIMEOUT_S + num_bytes / _MIN_BYTES_PER_S
 
 
@@ -376,10 +373,7 @@ def versions_with_tag(client: Any, name: str, tag: str, value: str) -> list[str]
 
 
 def resolve_version(uri: str, model: str) -> Version:
-    """Returns the version that a model URI names; MLflow is not contacted for a malformed one.
-
-    Raises ConfigError if the model URI is malformed, or MLflow has no such version.
-    """
+    """Returns the version of a model URI; raises ConfigError if it is malformed, or there is no version."""
     from mlflow.exceptions import MlflowException
 
     match = _URI.fullmatch(model)
@@ -401,10 +395,7 @@ def resolve_version(uri: str, model: str) -> Version:
 
 
 def download_version(uri: str, version: Version, folder: Path) -> Path:
-    """Downloads the model of a version without the code of its package; returns the folder with `package.json`.
-
-    Raises RegistryError if this application did not package the version.
-    """
+    """Downloads a version that ray_app packaged, without its code; returns the folder with `package.json`."""
     from mlflow.artifacts import download_artifacts
 
     if not version.params_digest:
@@ -416,11 +407,7 @@ def download_version(uri: str, version: Version, folder: Path) -> Path:
 
 
 def load_parameters(folder: Path) -> dict[str, Tensor]:
-    """Loads the parameters and persistent buffers of a package, of either format, by their names in the model.
-
-    Raises:
-        RegistryError: They differ from those that were packaged.
-    """
+    """Loads parameters and persistent buffers of a package; raises RegistryError for others than packaged."""
     described = loader.describe(folder)
     if (folder / loader.WEIGHTS).exists():
         parameters = safetensors.torch.load_file(folder / loader.WEIGHTS)
@@ -451,11 +438,7 @@ def tag_model(client: Any, name: str, tags: dict[str, str]) -> None:
 
 
 def log_metrics(client: Any, version: Version, metrics: dict[str, float], time_s: float) -> None:
-    """Adds metrics to the MLflow run of a version; a repeated call with the same time does not duplicate them.
-
-    Args:
-        time_s: The time of the metrics, seconds since 1970 (UTC).
-    """
+    """Adds metrics to the MLflow run of a version, once for a time in seconds since 1970 (UTC)."""
     from mlflow.entities import Metric
 
     client.log_batch(version.run_id, [Metric(name, value, int(time_s * 1000), 0) for name, value in metrics.items()])

@@ -30,10 +30,7 @@ def logical_workers_of(rank: int, world_size: int, logical_workers: int, strided
 
 
 def blocks_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[range, ...]:
-    """Returns the block of each rank for which the last rank finishes earliest.
-
-    A rank runs at least one logical worker.
-    """
+    """Returns the block of each rank, at least one, for which the last rank finishes earliest."""
     # The heap says when each rank would finish with one logical worker more.
     ends = [(2 * duration_s, rank) for rank, duration_s in enumerate(seconds)]
     sizes = [1] * len(ends)

@@ -182,10 +182,7 @@ class Manifest:
 
     @classmethod
     def from_files(cls, files: Iterable[tuple[str, list[int]]]) -> Manifest:
-        """Returns the manifest of files, given as (relative path, rows of each row group), in any order.
-
-        Empty row groups stay in.
-        """
+        """Returns the manifest of files in any order, as (relative path, rows of each row group, also empty ones)."""
         ordered = sorted(files)
         counts = [len(groups) for _, groups in ordered]
         return cls(

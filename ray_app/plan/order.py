@@ -282,10 +282,7 @@ class EpochOrder:
         return [Segment(group, int(rows[0]), int(rows[-1] - rows[0]) + 1) for group, rows in used]
 
     def _used_rows(self, part: Segment) -> tuple[Int64, Int64]:
-        """Returns the rows of its row group that a part uses, and the number of each use from 0.
-
-        Rows are repeated; both have shape (part.rows,).
-        """
+        """Returns the rows of its row group that a part uses, repeated, and the number of each use, (part.rows,)."""
         assert self._uses is not None
         uses = self._uses.of_rows(part.row_group)
         selected = slice(part.first, part.first + part.rows)
@@ -314,10 +311,7 @@ class EpochOrder:
         return np.concatenate(indices)[shuffled]
 
     def window_repeats(self, logical_worker: int, window: int) -> Int64 | int:
-        """Returns the number of the use of each row of a window in this epoch, from 0, in the order of consumption.
-
-        It is one number if it is the same for all rows.
-        """
+        """Returns the number of the use of each row of a window in this epoch, from 0; one number if all are equal."""
         if self._uses is None:
             return logical_worker if self.plan.shard == "off" else 0
         uses = [np.empty(0, np.int64), *(self._used_rows(part)[1] for part in self._parts(logical_worker, window))]

@@ -130,11 +130,7 @@ class PredictActor:
         self._predict = self._job.model.load(self._device)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Predicts the decoded rows of a part and writes it; returns one row with its name and facts.
-
-        Raises:
-            DataError: The rows are not those of a part, or a prediction is not finite.
-        """
+        """Predicts the decoded rows of a part and writes it; returns one row with its name and facts."""
         # Ray Data may call from another thread than that of the constructor.
         environment.use_device(self._device)
         position = int(fixed_array(table.column(POSITION), ArraySpec("<i8", ()))[0])
@@ -234,11 +230,7 @@ def _read_carried_columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
 
 
 def encode_part(carried: pa.Table, outputs: Mapping[str, Field], made_from: str) -> bytes:
-    """Encodes a part as Parquet with a checksum on every page; the same values give the same bytes.
-
-    Args:
-        outputs: The predictions by column, each (rows, ...), or ragged, which become lists.
-    """
+    """Encodes columns and predictions, ragged ones as lists, as Parquet; equal values give equal bytes."""
     for name, values in outputs.items():
         if isinstance(values, np.ndarray) and values.ndim > 1:
             carried = carried.append_column(*to_column(name, values))

@@ -194,11 +194,7 @@ def model_of_package(config: Config, model: str | None) -> ModelSource:
 
 
 def model_of_run(config: Config, run: str) -> ModelSource:
-    """Returns the model of the best checkpoint of a run that has ended, and its origin.
-
-    Raises:
-        ConfigError: There is no such run, it has not ended, or its task is not that of the configuration.
-    """
+    """Returns the model of the best checkpoint, and its origin; raises ConfigError if the run has not ended."""
     paths = RunPaths(to_location(run))
     if read_json(paths.summary) is None:
         raise ConfigError(

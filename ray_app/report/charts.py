@@ -230,10 +230,7 @@ class Clock:
 
 
 def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
-    """Returns the number of workers by the run's clock, as corners of a step curve.
-
-    The number is 0 in gaps without a step that are longer than a three-hundredth of the run.
-    """
+    """Returns the workers by the run's clock, as corners of a step curve; 0 in longer gaps without a step."""
     corners: list[Point] = [(0.0, 0.0)]
     min_gap_s = clock.end_s / 300
     end_s = 0.0
@@ -250,11 +247,7 @@ def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
 
 
 def rows_per_second_over_time(records: Sequence[StepRecord], clock: Clock, max_bins: int = 160) -> list[Point]:
-    """Returns the rows per second of equal intervals of the run's clock, each at the middle of its interval.
-
-    Args:
-        records: The steps in their order. Their times may decrease if a clock was set back.
-    """
+    """Returns the rows per second at the middle of equal intervals; a clock may have been set back."""
     if len(records) < 2:
         return []
     times = [clock.at(record.time_s) for record in records]
@@ -280,11 +273,7 @@ def spans_powers(values: Sequence[float]) -> bool:
 
 
 def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
-    """Returns a curve of characters, each for the mean of equally many values; empty without finite values.
-
-    Args:
-        values: The values; their logarithms are drawn if they span powers.
-    """
+    """Returns a curve of characters for means of values, or of their logarithms if they span powers."""
     usable = [value for value in values if math.isfinite(value)]
     width = min(width, len(usable))
     cells = [usable[i * len(usable) // width : (i + 1) * len(usable) // width] for i in range(width)]
@@ -360,10 +349,7 @@ def line_chart(
     from_zero: bool = False,
     marks: Sequence[Mark] = (),
 ) -> Markup:
-    """Draws curves, at least one with points, over a common x axis; later ones are drawn above earlier ones.
-
-    Each mark is drawn as a vertical line with a shape at its top.
-    """
+    """Draws curves, one at least with points, each above those before; a mark is a vertical line with a shape."""
     points = [point for line in lines for point in line.points]
     span = frame.span or (min(x for x, _ in points), max(x for x, _ in points))
     low, high = min(v for _, v in points), max(v for _, v in points)

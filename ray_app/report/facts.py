@@ -47,10 +47,7 @@ def current_stragglers(events: list[Event]) -> dict[int, Event]:
 
 
 def describe_cluster(events: list[Event], course: Course, limits: FailureSection) -> str:
-    """Returns one line about the cluster: disturbances with their budgets, world sizes, repeated steps, recovery times.
-
-    A recovery time is the time from a loss of workers to the next finished step.
-    """
+    """Returns one line: disturbances, budgets, world sizes, repeated steps, times to the next finished step."""
     happened = disturbances(events, limits)
     parts = [happened or "nothing went wrong"]
     sizes = [workers for _, workers in world_sizes(course.records)]

@@ -145,10 +145,7 @@ def _with_mean(name: str, tone: Tone, points: Sequence[Point]) -> list[Line]:
 
 
 def _metric_figure(facts: Facts, evaluator: str, evaluations: list[Evaluation], name: str) -> Figure | None:
-    """Returns the figure of an evaluator's metric; None if the metric has no finite value.
-
-    The run's own evaluator has an empty name. Its figure also shows the metric of the training steps, if they have it.
-    """
+    """Returns the figure of an evaluator's metric, with that of the training steps for the own one ("")."""
     points = finite_points((float(e.step), e.metrics[name]) for e in evaluations if name in e.metrics)
     if not evaluator and name in _training_metric_names(facts):
         return _training_metric_figure(facts, name, points)
@@ -161,18 +158,12 @@ def _metric_figure(facts: Facts, evaluator: str, evaluations: list[Evaluation], 
 
 
 def _training_metric_names(facts: Facts) -> set[str]:
-    """Returns the names of the task's metrics in the last `_LAST` training steps.
-
-    One step is not enough, because steps of different optimizers have different metrics.
-    """
+    """Returns the task's metrics in the last `_LAST` training steps, as those of optimizers may differ."""
     return {name for record in facts.records[-_LAST:] for name in record.metrics}
 
 
 def _training_metric_figure(facts: Facts, name: str, evaluated: Sequence[Point]) -> Figure | None:
-    """Returns the figure of a task's metric in each training step, with that of the evaluations if they have it.
-
-    It is None if the metric has no finite value.
-    """
+    """Returns the figure of a task's metric in each training step and evaluation; None without a value."""
     trained = finite_points((float(r.step), r.metrics[name]) for r in facts.records if name in r.metrics)
     if not trained and not evaluated:
         return None

@@ -72,10 +72,7 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def health(facts: Facts) -> list[tuple[str, str, str]]:
-    """Returns rows about stragglers and silent data corruption, each with name, number and a note.
-
-    The list is empty if there is neither a straggler nor an SDC check.
-    """
+    """Returns name, number and note about stragglers and silent data corruption, if there is any."""
     rows, stragglers = list[tuple[str, str, str]](), current_stragglers(facts.events)
     if stragglers:
         rows.append(("slow workers now", f"{len(stragglers)}", "; ".join(map(describe_event, stragglers.values()))))
@@ -116,10 +113,7 @@ def happenings(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def comparison(facts: Facts) -> list[tuple[str, str, str]]:
-    """Returns the comparison with the best earlier run, or an empty list without one.
-
-    Each row has a name, the value of this run and the value of the earlier run.
-    """
+    """Returns rows of name, value of this run and of the best earlier run; empty without one."""
     earlier = facts.earlier
     if earlier is None:
         return []
@@ -198,10 +192,7 @@ class ByClass:
 
 
 def by_class(facts: Facts) -> ByClass | None:
-    """Returns the results of one evaluation by class; None if no evaluation has tables or examples.
-
-    The evaluation is the best one, or the last one with tables or examples if the best one has none.
-    """
+    """Returns the results by class of the best, or else the last, evaluation with tables or examples; or None."""
     best = facts.best
     candidates = [*([best] if best else []), *reversed(facts.evaluations)]
     evaluation = next((e for e in candidates if e.tables or e.examples), None)
@@ -251,11 +242,7 @@ def _confused(matrix: list[list[int]], classes: list[str]) -> list[tuple[str, st
 
 
 def _per_class(evaluation: Evaluation, classes: list[str]) -> tuple[list[str], list[tuple[str, list[float | None]]]]:
-    """Returns the names of the metrics per class, and the classes with their metrics.
-
-    If there are more than `_MAX_CLASSES` classes, they are ordered by F1, lowest first, or by the last metric if there
-    is no F1.
-    """
+    """Returns the names of metrics and each class with them; of many classes those with a low F1 first."""
     tables = {name: _numbers(table) for name, table in evaluation.tables.items()}
     usable = {name: values for name, values in tables.items() if values and len(values) == len(classes)}
     rows: list[tuple[str, list[float | None]]] = [

@@ -98,10 +98,7 @@ class Decision:
 
 
 def bootstrap_counts(seed: int, resamples: int, blocks: int) -> npt.NDArray[np.int64]:
-    """Returns how often each block occurs in each bootstrap resample, shape (resamples, blocks).
-
-    The counts are a pure function of the arguments.
-    """
+    """Returns how often each block occurs in each resample, (resamples, blocks), by the arguments alone."""
     hashes = hash_array(key(seed, 0x67617465), np.arange(resamples * blocks).reshape(resamples, blocks))
     drawn_blocks = hashes % np.uint64(blocks)
     return np.stack([np.bincount(row, minlength=blocks) for row in drawn_blocks.astype(np.int64)])
@@ -253,19 +250,12 @@ class PackagedModule(nn.Module):
 
 
 def read_package_files(data: Path) -> Files:
-    """Returns the files of the folder with `package.json`, without its subfolders.
-
-    The files do not include the code of the task: a model that needs this code uses the installed code, if both are
-    equal.
-    """
+    """Returns the files of a package without the code of the task, which the installed one must equal."""
     return {file.name: file.read_bytes() for file in sorted(data.iterdir()) if file.is_file()}
 
 
 def sample_segments(manifest: Manifest, max_rows: int) -> list[Segment]:
-    """Returns segments of about `max_rows` rows in total, or of all rows if there are no more.
-
-    A segment is a range of consecutive rows of one row group; a keyed hash chooses its beginning.
-    """
+    """Returns segments, ranges of row groups by a keyed hash, of about `max_rows` rows in total."""
     share = min(1.0, max_rows / manifest.num_rows)
     hashes = hash_array(key(2), np.arange(manifest.num_row_groups))
     segments = []
@@ -374,10 +364,7 @@ def find_old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]
 
 
 def select_share(content: str, first: int, rows: int, share: float) -> npt.NDArray[np.bool_]:
-    """Returns a mask of the rows that belong to a share, 0 to 1; a larger share contains every smaller one.
-
-    `content` is the SHA-256 of the file's content; the shape is (rows,).
-    """
+    """Returns a mask, (rows,), of a share, 0 to 1, by the SHA-256 of the file; larger ones contain smaller ones."""
     is_in_share: npt.NDArray[np.bool_] = (
         hash_array(key(int(content[:16], 16)), np.arange(first, first + rows)).astype(np.float64) / 2**64 < share
     )

@@ -115,11 +115,7 @@ def profile_dataset(dataset: Dataset, columns: list[str], label: str | None) -> 
 
 
 def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
-    """Returns the population stability index of a sample against a column of another profile; 0 if not significant.
-
-    Args:
-        values: The sample, shape (rows,), finite.
-    """
+    """Returns the population stability index of finite values, (rows,), against a column; 0 if not significant."""
     from scipy.stats import chi2
 
     if not len(values) or len(reference.shares) < 2:
@@ -152,10 +148,7 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
 
 
 def _numeric_values(arrow_field: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:
-    """Returns names and values, shape (rows,), to describe some rows of a column; empty if it has no numbers.
-
-    A column of arrays gives the mean and the standard deviation of each row.
-    """
+    """Returns names and values, (rows,), of a column of numbers, or the mean and std of rows of arrays."""
     spec = spec_of_field(arrow_field)
     if spec is not None:
         if not len(values) or spec.padding is not None or np.dtype(spec.dtype).kind not in "biuf":

@@ -58,10 +58,7 @@ class _Stored:
         return self.member is not None or self.file.location.name.endswith(".gz")
 
     def layout(self) -> Header:
-        """Returns dtype and shape (rows, ...) of the array, and checks the size of the file against them.
-
-        It does not check a compressed file or a file in an archive.
-        """
+        """Returns dtype and shape (rows, ...), compared with the size of the file unless that is packed."""
         with self._opened() as file:
             dtype, shape = self.read_header(file)
             row_bytes = dtype.itemsize * math.prod(shape[1:])
@@ -73,10 +70,7 @@ class _Stored:
             return dtype, self._row_shape(shape)
 
     def blocks(self, first: int, last: int, rows: int) -> Iterator[Array]:
-        """Yields the rows [first, last) in blocks of `rows`, in the machine's byte order.
-
-        The file must end with the last row of the array.
-        """
+        """Yields rows [first, last) in blocks, in the machine's byte order; checks that the file ends there."""
         with self._opened() as file:
             dtype, shape = self.read_header(file)
             row_bytes = dtype.itemsize * math.prod(shape[1:])

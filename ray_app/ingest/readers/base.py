@@ -90,12 +90,7 @@ class FormatReader(Protocol):
 
 @dataclass(frozen=True)
 class SourceReader:
-    """What readers of files have in common.
-
-    Args:
-        pattern: The option `input`: a file, a folder, or for some formats a pattern of names.
-        options: The options of the ingest.
-    """
+    """Base of readers of files; `pattern` is the option `input`: a file, a folder or a pattern of names."""
 
     pattern: str
     options: IngestOptions

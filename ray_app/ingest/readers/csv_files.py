@@ -69,20 +69,13 @@ class CsvFormat:
 
 
 def read_head(file: File) -> str:
-    """Returns the first MiB of a file as text; bytes that are not UTF-8 become U+FFFD.
-
-    Raises:
-        DataError: The file is damaged, or its first bytes show another encoding than UTF-8.
-    """
+    """Returns the first MiB of a text file; bytes that are not UTF-8 become U+FFFD."""
     with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
         return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
 
 
 def parse_first_rows(head: str, delimiter: str) -> list[list[str]]:
-    """Returns the first complete rows of a file, at most `_HEAD_ROWS`, without empty lines.
-
-    The result is empty if the `csv` module cannot parse them, for example if an open quote makes a value very long.
-    """
+    """Returns the first complete, not empty rows, at most `_HEAD_ROWS`; none if `csv` cannot parse them."""
     reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter)
     try:
         rows = [row for row in itertools.islice(reader, _HEAD_ROWS + 1) if row]
@@ -389,10 +382,7 @@ def _string_blocks(file: File, csv_format: CsvFormat, bad_rows: list[Any] | None
 
 
 def _convert(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Returns the strings of a CSV column as values of the type `kind`.
-
-    In all but string columns spaces around a value are ignored, and the spellings in `NULLS` become null.
-    """
+    """Returns strings as values of a type; except for text they are trimmed, and `NULLS` become null."""
     if pa.types.is_string(kind):
         return values
     trimmed = pc.utf8_trim_whitespace(values)

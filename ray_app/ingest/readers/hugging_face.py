@@ -129,10 +129,7 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
 
 
 def _cast_empty(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Returns a column without any value with the type of the first file, and any other column unchanged.
-
-    A column without any value, or of lists without any value, has no type itself.
-    """
+    """Returns a column (of lists) without any value with the type of the first file; others unchanged."""
     inner = column.type
     while is_list(inner):
         inner = inner.value_type
@@ -240,10 +237,7 @@ class HuggingFace(base.SourceReader):
         return {split: replace(form, classes=classes) for split, form in forms.items()}
 
     def _form(self, files: list[File]) -> Form:
-        """Returns the form of a split by its first file.
-
-        The shapes of lists are those of the first lists in the split that are not empty.
-        """
+        """Returns the form of a split by its first file, with the shapes of the first lists that are not empty."""
         file = files[0]
         schema = _schema(file)
         features = _features(file, schema)
@@ -315,10 +309,7 @@ def _group_by_split(root: DataLocation, files: list[File]) -> dict[str, list[Fil
 
 
 def _split_of(stem: str) -> str:
-    """Returns the split in the stem of a file name, such as `train` for `mnist-train`.
-
-    It is `train_sft` for `chat-train_sft`, and `other` for `mnist-other`.
-    """
+    """Returns the split in a stem: `train` of `mnist-train`, `train_sft` of `chat-train_sft`, `other` of `a-other`."""
     usual = list(_SPLIT.finditer(stem))
     return stem[usual[-1].start(1) :] if usual else stem.rpartition("-")[2]
 

@@ -81,10 +81,7 @@ class Images(base.SourceReader):
 
     @cached_property
     def _heads(self) -> dict[DataLocation, bytes]:
-        """The first bytes of each file without the suffix of an image.
-
-        In a bucket each file takes a request, and many requests run concurrently.
-        """
+        """The first bytes of files without the suffix of an image, by many concurrent requests for a bucket."""
         files = [file for group in self._files.values() for file in group if not _has_image_suffix(file)]
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             return dict(zip((file.location for file in files), pool.map(_head, files), strict=True))

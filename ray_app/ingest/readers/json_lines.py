@@ -315,10 +315,7 @@ def _select_keys(line: bytes, keep: set[str]) -> bytes:
 
 
 def _several_types(block: _Block, good: list[int], keep: set[str] | None) -> str | None:
-    """Returns a sentence about a key with values of several types in these lines; None if there is none.
-
-    The sentence has the number of values of each type and the first one.
-    """
+    """Returns a sentence about a key with values of several types, how many and the first, or None."""
     examples: dict[str, dict[str, str]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for index in good:
@@ -371,10 +368,7 @@ def _is_finite(values: pa.ChunkedArray) -> bool:
 
 
 def _is_safe(line: bytes) -> bool:
-    """Returns whether pyarrow may parse a line, as other lines can end the process.
-
-    A line that begins and ends as an object cannot continue in the next line.
-    """
+    """Returns whether a line is one object, so that pyarrow may parse it: other lines can end the process."""
     bare = line.removeprefix(codecs.BOM_UTF8).strip()
     return bare.startswith(b"{") and bare.endswith(b"}") and not _is_deep(line)
 

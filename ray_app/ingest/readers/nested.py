@@ -24,10 +24,7 @@ Shape = tuple[int, ...]
 
 
 def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """Returns the shape of the first list in a column that is not missing or empty; None if there is none.
-
-    It also passes over lists that begin with an empty or a missing list.
-    """
+    """Returns the shape of the first list that does not begin with a missing or empty one; None without one."""
     depth, kind = 0, column.type
     while is_list(kind):
         depth, kind = depth + 1, kind.value_type
@@ -44,10 +41,7 @@ def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
 
 
 def ragged_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """Returns `ANY` and the shape of the first inner list of a column that is not empty, or None.
-
-    It returns (`ANY`,) for lists of numbers, and None if all inner lists are empty or do not hold numbers.
-    """
+    """Returns `ANY` and the shape of the first inner list that is not empty; None without inner lists or numbers."""
     if not is_numbers(column.type):
         return None
     inner = pc.list_flatten(column)

@@ -233,10 +233,7 @@ def _column(extension: str) -> str | None:
 
 
 def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -> Iterator[tuple[str, Members]]:
-    """Yields the name and the members of each row of a file.
-
-    The name is the path up to the first dot of its last part. The content of members that are not kept is not read.
-    """
+    """Yields the name, up to the first dot, and the members of each row; others than `is_kept` are not read."""
     advice = (
         "The file is damaged or no tar file; make it again (only .tar.gz and .tgz are unpacked, others must be plain"
         " tar)."
