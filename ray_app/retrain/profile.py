@@ -198,10 +198,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class ReferenceProfiles:
-    """The profiles of the champion's data, with which a delivery is compared; None if the record has none.
-
-    `gate` is that of the gate's data set (`retrain.gate_path`) when the champion was promoted.
-    """
+    """The profiles of the champion's data, of the gate's at its promotion; None if the record has none."""
 
     train: Profile | None = None
     evaluation: Profile | None = None
@@ -210,11 +207,7 @@ class ReferenceProfiles:
 
 @dataclass(frozen=True)
 class GateRows:
-    """The rows on which the gate compares models.
-
-    Args:
-        profile: Profile of the gate's data set (`retrain.gate_path`); None: the rows are a part of the evaluation data.
-    """
+    """The rows of the gate; without a profile they are a part of the evaluation data."""
 
     rows: int
     profile: Profile | None = None

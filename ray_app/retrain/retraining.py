@@ -72,11 +72,7 @@ class InterruptedRunError(Exception):
 
 
 class Stages:
-    """The stages of one round, each of which returns the value to record.
-
-    Args:
-        situation: The input of this start, with the champion that served when the round began.
-    """
+    """The stages of one round, with the champion that served when it began; each returns the value to record."""
 
     def __init__(self, situation: Situation, round: Round, console: Console, at: Callable[[str], None]) -> None:
         self._situation = situation

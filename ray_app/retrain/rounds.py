@@ -40,11 +40,7 @@ _KEY_CHARS, _NAME_CHARS = 12, 64
 
 @dataclass(frozen=True)
 class RetrainPaths:
-    """The layout of `<run.storage_path>/retraining/<model>`, next to the runs.
-
-    Args:
-        root: This folder. Its lease (`RunPaths(root)`) lets one scheduler at a time retrain the model.
-    """
+    """The layout of `<run.storage_path>/retraining/<model>`; the lease of `root` is that of the scheduler."""
 
     root: Location
 
@@ -71,10 +67,7 @@ class RetrainPaths:
 
     @property
     def deciding(self) -> Location:
-        """Folder of the lease that a process holds, for seconds, while it moves the alias `champion`.
-
-        It is not the lease of `root`, which a training holds, so a rollback does not wait for a training.
-        """
+        """Folder of a lease to move the alias `champion`, so that a rollback does not wait for a training."""
         return self.root / "deciding"
 
     def entry(self, number: int) -> Location:
@@ -103,10 +96,7 @@ class RetrainPaths:
 
 
 def make_folder_name(model: str) -> str:
-    """Returns a name for the folder and the runs of a model: the model's name, or a similar name with a hash.
-
-    The name differs if the model's name has more than 64 characters, or characters that run names may not have.
-    """
+    """Returns the model's name, or a similar name with a hash for one that run names may not have."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", model)[:_NAME_CHARS].strip("._-")
     if plain == model:
         return model
@@ -135,10 +125,7 @@ class Delivery:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the files for training and evaluation.
-
-        It changes when a label changes; the digest of a run's manifest depends on paths and row counts only.
-        """
+        """SHA-256 over the contents of the files for training and evaluation, also of their labels."""
         return digest_json([sorted(self.train.items()), sorted(self.evaluation.items())])
 
     def find_duplicates(self) -> list[str]:

@@ -223,11 +223,7 @@ def _find_trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger
 
 @dataclass(frozen=True)
 class Situation:
-    """The input of one start of a retraining, with what is computed from it on demand.
-
-    Args:
-        champion: The version that serves, or that served when the round began; None: there is none.
-    """
+    """The input of one start, with what is computed on demand; the champion served when the round began."""
 
     config: Config
     section: RetrainSection

@@ -61,10 +61,7 @@ def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes:
 
 
 def add_class_weights(batch: Batch, weights: list[float] | None) -> Batch:
-    """Returns a training batch with the weight of each row's class as `class_weight`, shape (rows,).
-
-    The weight of a mixed target is the mean over its classes.
-    """
+    """Adds the weight of each row's class, of a mixed target their mean, as `class_weight`, (rows,)."""
     if weights is None:
         return batch
     by_class = constant_tensor(weights, batch["label"].device)
@@ -99,10 +96,7 @@ def classification_metrics(classes: int) -> MetricCollection:
 
 
 def find_mistakes(scores: Tensor, labels: Tensor, classes: Sequence[str], max_rows: int) -> list[Mistake]:
-    """Returns the rows with the highest score at another class than their label, by descending confidence.
-
-    `scores` has the shape (rows, classes), `labels` (rows,).
-    """
+    """Returns the mistakes of scores (rows, classes) for labels (rows,), by descending confidence."""
     predicted = scores.argmax(-1)
     wrong = (predicted != labels).nonzero()[:, 0]
     confidences, order = scores[wrong].float().softmax(-1).amax(-1).sort(descending=True, stable=True)

@@ -31,10 +31,7 @@ _RESERVED_METRICS = ("loss", "rows")
 
 
 def need_specs(**values: Any) -> None:
-    """Raises ConfigError for values that are not specifications, or lists or mappings of these.
-
-    It also refuses metrics with the name of another result of an evaluation.
-    """
+    """Raises ConfigError for values that are not specifications, and for reserved names of metrics."""
     for name, value in values.items():
         if reserved := [metric for metric in _RESERVED_METRICS if name == "metrics" and metric in value]:
             raise ConfigError(
@@ -68,11 +65,7 @@ def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_l
 
 
 def parse_mask_values(values: Any) -> list[list[int]]:
-    """Returns value and class of masks in the order of the values, from `task.init_args.mask_values`; empty without it.
-
-    Raises:
-        ConfigError: `mask_values` is not a mapping of integers to integers.
-    """
+    """Returns value and class of masks in the order of the values; refuses other than integers."""
     classes = values or {}
     if not isinstance(classes, Mapping) or not all(type(n) is int for pair in classes.items() for n in pair):
         raise ConfigError(
@@ -235,10 +228,7 @@ def reduction_of(spec: Spec) -> str:
 
 @lru_cache(64)
 def activation_of(spec: str) -> Activation:
-    """Returns the function that turns the outputs that a loss takes into probabilities.
-
-    It is `none` for a loss that takes probabilities or other numbers, and for an unknown loss.
-    """
+    """Returns what turns outputs that a loss takes into probabilities; `none` for an unknown loss."""
     loss = make_loss(spec, "cpu")
     kinds = [loss.func] if isinstance(loss, partial) else [kind for kind in type(loss).__mro__ if kind is not object]
     names = {kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] in ("torch", "torchvision")}

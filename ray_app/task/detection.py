@@ -130,10 +130,7 @@ class ObjectDetection(Task):
         }
 
     def _truth(self, rows: Rows, row: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Returns the boxes, float32 (objects, 4), and classes, int64 (objects,), of a row.
-
-        There are no objects if these columns were not read.
-        """
+        """Returns boxes, float32 (objects, 4), and classes, int64 (objects,), of a row; none if not read."""
         columns = [rows[name] for name in self.targets()]
         if any(isinstance(column, np.ndarray) and column.dtype == np.int64 for column in columns):
             return torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
@@ -164,10 +161,7 @@ class ObjectDetection(Task):
         return instantiate_module(self.detector, "task.init_args.detector")
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
-        """Returns for each row the sum of the detector's losses, and each loss as a metric.
-
-        The losses are means over the micro-batch, so all of its rows get the same values.
-        """
+        """Returns the sum of the detector's losses, means over the micro-batch, and each as a metric."""
         losses = {
             name: loss.expand(len(batch["size"]))
             for name, loss in _reset_scales(model)(_images(batch), _targets_of(batch)).items()

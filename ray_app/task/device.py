@@ -113,10 +113,7 @@ def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
 
 @contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Restores threads, kernels, current GPU and states of torch's generators at the end of the block.
-
-    It is for processes that do more than train, such as a notebook or a test.
-    """
+    """Restores threads, kernels, GPU and generators at the end of the block, as in a notebook or a test."""
     memory: Any = torch.utils.deterministic
     # The debug mode is 0 if deterministic algorithms are off, 1 if PyTorch warns of operations without one, 2 if these
     # raise.
@@ -209,11 +206,7 @@ def _query(function: Callable[..., object], *arguments: object) -> str:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Checks that this machine has the compiler that `train.compile` needs for a device.
-
-    Raises:
-        ConfigError: There is no C++ compiler for a CPU, or no C compiler or no header of Python for a GPU.
-    """
+    """Raises ConfigError if this machine lacks a compiler or header that `train.compile` needs for a device."""
     missing = _missing_for_cpu() if device.type == "cpu" else _missing_for_triton()
     if missing is not None:
         raise ConfigError(
@@ -235,10 +228,7 @@ def _missing_for_cpu() -> str | None:
 
 
 def _missing_for_triton() -> str | None:
-    """Returns what Triton lacks on this machine to compile for a GPU; None if it lacks nothing.
-
-    Triton builds the launcher of each kernel with a C compiler.
-    """
+    """Returns what Triton lacks here for a GPU, such as the C compiler for launchers of kernels, or None."""
     if not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):
         return "a C compiler such as gcc"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():

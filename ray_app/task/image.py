@@ -149,10 +149,7 @@ class ImageClassification(Classification):
         return {"image": pixels, "label": self.decode_labels(rows[self.label])}
 
     def _decode_file(self, data: bytes) -> npt.NDArray:
-        """Returns the image in a file, (3, size, size) uint8.
-
-        Its shorter side is resized to `size`, then a square around its center is cropped.
-        """
+        """Returns the image in a file, (3, size, size) uint8, by its shorter side and its center."""
         from torchvision.transforms.v2 import functional as transforms
 
         assert self.size is not None
@@ -216,10 +213,7 @@ def _list_classifiers() -> list[str]:
 
 
 def _shift_images(images: Tensor, keys: Tensor, padding: int) -> Tensor:
-    """Returns each image shifted by up to `padding` pixels in both directions; the shape and the type stay.
-
-    An image is padded by repeating its border, and cropped to its size at a random position.
-    """
+    """Returns images shifted by up to `padding` pixels in both directions; their border is repeated."""
     rows, _, height, width = images.shape
     # PyTorch has no kernel for bytes that repeats the border.
     padded = functional.pad(images.to(torch.float32), [padding] * 4, mode="replicate").to(images.dtype)
@@ -245,11 +239,7 @@ class QuarterMeans(nn.Module):
 
 
 def small_cnn(in_channels: int, num_classes: int, channels: int = 32, dropout: float = 0.1) -> nn.Module:
-    """Builds a convolutional network for images of about 8 to 32 pixels, with batch-norm and dropout.
-
-    Args:
-        channels: Channels of the first layer; the second has twice as many.
-    """
+    """Builds a network of two convolutions, the second with twice the channels, for 8 to 32 pixels."""
     return nn.Sequential(
         nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
         nn.BatchNorm2d(channels),

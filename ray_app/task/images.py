@@ -333,10 +333,7 @@ def decode_columns(
 
 
 def _convert_array(values: npt.NDArray, kind: str) -> npt.NDArray:
-    """Converts arrays as read, (rows, height, width[, channels]), to the layout and types of PyTorch.
-
-    Images get their channels first; masks get a type that PyTorch computes with.
-    """
+    """Converts arrays (rows, height, width[, channels]) to images with channels first, or to masks."""
     if kind == MASK:
         return values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False)
     return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if values.ndim == 4 else values[:, None]
@@ -379,10 +376,7 @@ def _decode_by_row(
 
 
 def map_mask_classes(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.NDArray:
-    """Replaces the values of a mask by classes, as bytes if they fit; returns the mask unchanged without pairs.
-
-    Raises ValueError for values without a class.
-    """
+    """Replaces values of a mask by classes, as bytes if they fit; raises ValueError without a class."""
     if not pairs:
         return mask
     mapped, classes = np.array(pairs, np.int64).T

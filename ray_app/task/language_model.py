@@ -169,10 +169,7 @@ class CausalLanguageModel(Task):
         return {"loss": (losses / tokens.clamp(min=1)).numpy(), "tokens": tokens.numpy()}
 
     def export_files(self, model: nn.Module, folder: Path) -> None:
-        """Writes config.json and the parameters as safetensors, with adapters merged into them.
-
-        `transformers.AutoModelForCausalLM.from_pretrained(folder)` loads them.
-        """
+        """Writes config and merged parameters for `transformers`' `from_pretrained(folder)`."""
         if self.lora is not None:
             model = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
         model.save_pretrained(folder)  # type: ignore[operator]

@@ -255,11 +255,7 @@ class LightningTask(BatchTask):
             return _one_optimizer(model.configure_optimizers())  # type: ignore[operator]
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
-        """Returns the mean loss of `training_step` for each of the rows, with what it logs as metrics.
-
-        Raises:
-            ConfigError: The method returns no loss.
-        """
+        """Returns the mean loss of `training_step` for each row, with what it logs as metrics."""
         with self._stepped(model, "training_step", batch) as (returned, log):
             computed = {name: as_mean(name, metric.compute()).float() for name, metric in log.metrics.items()}
             logged = computed | log.numbers
@@ -312,10 +308,7 @@ class LightningTask(BatchTask):
 
     @contextmanager
     def _stepped(self, model: nn.Module, name: str, batch: Batch) -> Iterator[tuple[Tensor | None, Log]]:
-        """Runs a step of the module; yields its loss, shape (), or None, and its logs.
-
-        The logged metrics have the states of the batch inside the block.
-        """
+        """Runs a step; yields its loss, shape (), or None, and its logs with the states of the batch."""
         fields, step = self.fields(batch), getattr(model, name)
         arguments = (fields if isinstance(self.batch, dict) else tuple(fields.values()), NoNumber(name))
         with capture_logs(model, name, count_rows(batch)) as log:

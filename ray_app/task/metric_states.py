@@ -26,10 +26,7 @@ States = dict[str, Any]
 
 
 def return_false() -> bool:
-    """Returns False, for metrics in the place of `torch.distributed.is_initialized`.
-
-    Metrics must not run collectives, since their states are combined by `combine_states`.
-    """
+    """Returns False, in the place of `torch.distributed.is_initialized`: metrics must run no collectives."""
     return False
 
 
@@ -117,11 +114,7 @@ def reset_parts(metric: Metric) -> None:
 
 
 def states_of(metric: Metric) -> States:
-    """Returns copies of the states of a metric and its parts, on the CPU.
-
-    Raises:
-        ConfigError: The metric has no states, so values of parts of the rows could not be combined.
-    """
+    """Returns copies of a metric's states on the CPU; raises ConfigError for a metric without states."""
     parts = metric_parts(metric)
     if not any(part._defaults for part in parts.values()):
         raise ConfigError(

@@ -164,10 +164,7 @@ def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
 
 
 def _forward_passes(forward: Callable[[Batch], Any], batch: Batch, size: int) -> list[tuple[int, Batch, Any]]:
-    """Runs a chunk in forward passes of `size` rows; returns first row, rows and outputs of each pass.
-
-    Outputs that are tensors are concatenated as those of one pass.
-    """
+    """Runs a chunk in passes of `size` rows; returns first row, rows and outputs, tensors as of one pass."""
     rows = len(next(iter(batch.values())))
     parts = [(low, {name: values[low : low + size] for name, values in batch.items()}) for low in range(0, rows, size)]
     passes = [(low, part, forward(part)) for low, part in parts]
@@ -201,10 +198,7 @@ def _direct_bincount(x: Tensor, minlength: Any = None) -> Tensor:
 
 
 def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
-    """Combines the results of the chunks of a whole data set, which may arrive in any order, into its metrics.
-
-    Metrics without kept states are left out. Raises ConfigError for a metric that cannot be combined from parts.
-    """
+    """Combines the chunks of a data set into its metrics, except those without states; see `combine_states`."""
     ordered = sorted(chunks, key=lambda chunk: chunk.low)
     metrics = metrics_with_states(task, ordered)
     use_direct_bincount()
@@ -245,12 +239,7 @@ def metrics_with_states(task: Task, chunks: Sequence[Chunk]) -> MetricCollection
 
 
 def mode_of(name: str, metric: Any) -> Mode | None:
-    """Returns whether a lower or a higher value of a metric is better, None if its class does not define it.
-
-    Args:
-        name: The name that it is recorded under; of a loss a lower value is better.
-        metric: The `torchmetrics.Metric`, or None.
-    """
+    """Returns whether less (of a loss) or more of a metric is better, None if its class does not define it."""
     if name == "loss" or name.endswith("_loss"):
         return "min"
     higher = getattr(metric, "higher_is_better", None)
@@ -258,10 +247,7 @@ def mode_of(name: str, metric: Any) -> Mode | None:
 
 
 def resolve_mode(task: Task, metric: str | None, mode: str | None) -> str | None:
-    """Returns `evaluate.mode`, completed for an `evaluate.metric` other than the task's `best_metric`.
-
-    Raises ConfigError if the metric does not define it, or the task's `best_mode` is not a mode.
-    """
+    """Returns `evaluate.mode`, completed for `evaluate.metric`; raises ConfigError if it is not defined."""
     if task.best_mode not in get_args(Mode):
         raise ConfigError(f"{type(task).__name__}.best_mode is {task.best_mode!r}; it must be min or max.")
     if mode is not None or metric in (None, task.best_metric):

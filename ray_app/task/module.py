@@ -325,10 +325,7 @@ class ModuleTask(Task):
         self.refuse_target({self.target: (values if is_value is None else values[is_value]).numpy()})
 
     def refuse_target(self, fields: Arrays) -> None:
-        """Raises ValueError for decoded rows with values of the target that the loss does not take.
-
-        It refuses nothing before `note_target_range`, or if that could not determine the values.
-        """
+        """Raises ValueError for target values that the loss does not take, see `note_target_range`."""
         if self.target_range is not None:
             target = fields[self.target]
             values = target.values if isinstance(target, Ragged) else target

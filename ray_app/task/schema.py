@@ -38,10 +38,7 @@ def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
 
 
 def refuse_other_schema(schema: Schema, data: DataFacts, where: str, of: str) -> None:
-    """Raises DataError for data with other column types, or other names for the class indices, than the task's.
-
-    Unknown ones are not compared. `where` and `of` name the data, and that of the task, in messages.
-    """
+    """Raises DataError for columns of other types, or classes of other names, than the task's."""
     for name, kind, dtype in schema.get("columns", []):
         facts = data.columns.get(name)
         if facts is not None and not _fits(kind, dtype, facts):

@@ -79,10 +79,7 @@ class drawing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls a function of torch, with the generator of the context if it would draw from the default one.
-
-        `TorchFunctionMode` calls this method in the place of each function of torch.
-        """
+        """Calls a function of torch, as for each one, with the generator of the context if it draws."""
         if func not in _DRAWING_FUNCTIONS and func not in _LIKE_FUNCTIONS:
             return func(*args, **kwargs) if kwargs else func(*args)
         options = dict(kwargs or {})
@@ -163,10 +160,7 @@ def instantiate_module(spec: Spec, field: str) -> nn.Module:
 
 
 def instantiate_once(spec: Any, field: str) -> Any:
-    """Returns the object of a specification, see `instantiate`, which is made once in a process.
-
-    A task calls this each time that it needs the object, since it holds settings only.
-    """
+    """Returns the object of a specification, see `instantiate`, which a process makes once for tasks."""
     return _instantiate_json(json.dumps(spec), field)
 
 

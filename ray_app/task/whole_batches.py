@@ -109,11 +109,7 @@ class BatchTask(ModuleTask):
         """Computes the results of user code for an evaluated batch, see `Task.eval_outputs`."""
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
-        """Returns the mean loss of an evaluated batch for each of its rows, with an equal share of the batch's weight.
-
-        Raises:
-            ConfigError: The outputs are those of a prediction.
-        """
+        """Returns the mean loss of an evaluated batch for each row, with an equal share of its weight."""
         if not isinstance(outputs, Evaluated):
             raise ConfigError(
                 f"A {type(self).__name__} is evaluated with its model at hand; of a packaged one there are only the"
@@ -160,10 +156,7 @@ def as_mean(name: str, value: Any) -> Tensor:
 
 
 class OwnOptimizer(Optimizer):
-    """Names the optimizer that the task makes, see `Task.configure_optimizers`, in a configuration.
-
-    It is the default where the task makes an optimizer and no other is configured.
-    """
+    """Names the optimizer that the task makes, the default then, see `Task.configure_optimizers`."""
 
     def __init__(self) -> None:
         raise TypeError("OwnOptimizer only stands for what Task.configure_optimizers makes")

@@ -116,10 +116,7 @@ class NodeSampler:
         return metrics_by_node
 
     def _update_nodes(self) -> None:
-        """Removes dead nodes and starts an actor on each new node.
-
-        A new actor is queried for the next sample, when it has an interval of CPU time to report.
-        """
+        """Removes dead nodes and starts an actor on each new one, which the next sample queries."""
         alive = {
             node["NodeID"]: str(node["NodeName"] or node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]
         }

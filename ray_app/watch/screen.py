@@ -51,11 +51,7 @@ class RunState:
 
 
 class RunWatcher:
-    """Reads some runs repeatedly in a thread, within its context.
-
-    Args:
-        every_s: Minimum of the seconds between two reads; by default one, or more on storage that is slow to poll.
-    """
+    """Reads some runs repeatedly in a thread, by default each second if the storage is fast, within its context."""
 
     def __init__(self, runs: Sequence[RunPaths], every_s: float | None = None) -> None:
         self._readers = [FactsReader(paths) for paths in runs]

@@ -379,10 +379,7 @@ def describe_best(summary: dict[str, Any], metric: str) -> str | None:
 def print_end(
     console: SafeConsole, job: Job, summary: dict[str, Any], facts: Facts | None, tracking_uri: str | None
 ) -> None:
-    """Prints the result of a run and the places of its report and its pages.
-
-    `facts` are those of the report; None if it could not be written. `tracking_uri` is given for a tracked run.
-    """
+    """Prints the result of a run, the place of the report if it was written, and that of MLflow if tracked."""
     rows = [("status", summary["status"])]
     rows += [
         (f"evaluation {name}", "not a number" if value is None else f"{value:.4f}")
@@ -424,10 +421,7 @@ def describe_model(model: dict[str, Any]) -> str:
 
 
 def format_loss_curve(facts: Facts, encoding: str) -> str:
-    """Returns the first loss, a sparkline of the losses of all steps, and the last loss; empty without steps.
-
-    The sparkline is ASCII unless the encoding of the console is UTF-8.
-    """
+    """Returns first loss, sparkline, as ASCII without UTF-8, and last loss; empty without steps."""
     losses = [record.loss for record in facts.records]
     marks = _BLOCKS if _is_utf8(encoding) else _ASCII
     return f"{losses[0]:.4f} {sparkline(losses, marks)} {losses[-1]:.4f}" if losses else ""
