@@ -25,8 +25,7 @@ class ArraySpec:
     Args:
         dtype: NumPy name.
         shape: Shape without the row axis, and without the first axis of a row where rows have different lengths.
-        padding: Where rows have different lengths: the fill value, and the number that a padded length is a multiple
-            of.
+        padding: Where rows have different lengths: the fill value, and what padded lengths are a multiple of.
         length: Mean length of the rows that were probed, where rows have different lengths.
     """
 
@@ -99,47 +98,36 @@ def is_bytes(kind: pa.DataType) -> bool:
 
 
 def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
-    """Returns the rows of an encoded column as one array of shape (rows, ...) or as `Ragged`.
-
-    The result is a view of the column if the column is one chunk.
-    """
+    """Returns the rows of an encoded column as an array (rows, ...) or `Ragged`; a view of a single chunk."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     if spec.padding is not None:
         parts = [_ragged(chunk, spec) for chunk in chunks if len(chunk)]
-        return concat_ragged(parts) if parts else _empty_ragged(spec)
+        return concat_ragged(
+            parts or [Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(1, np.int64), *spec.padding)]
+        )
     return fixed_array(column, spec)
 
 
 def fixed_array(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
-    """Returns the rows of an encoded column of rows of one size as one array of shape (rows, ...).
-
-    The array is a view of the column if the column is one chunk.
-    """
+    """Returns the rows of one size of an encoded column as an array (rows, ...); a view of a single chunk."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    arrays = [
-        np.frombuffer(
-            chunk.buffers()[1], dtype=np.uint8, offset=chunk.offset * spec.row_bytes, count=len(chunk) * spec.row_bytes
-        )
-        for chunk in chunks
-        if len(chunk)
-    ]
+    arrays, size = list[Array](), spec.row_bytes
+    for chunk in filter(len, chunks):
+        arrays.append(np.frombuffer(chunk.buffers()[1], np.uint8, len(chunk) * size, chunk.offset * size))
     flat = arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, np.empty(0, np.uint8)])
     return flat.view(spec.dtype).reshape(-1, *spec.shape)
 
 
 def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
-    """Returns a column of lists as `Ragged`: of lists of numbers or booleans, or of lists of rows of one size.
-
-    Returns None for any other column, and for one with missing values.
-    """
+    """Returns lists of numbers, or of rows of one size, as `Ragged`; None for others or missing values."""
     kind = column.type
-    if not _is_list(kind) or column.null_count:
+    if not is_ragged_list(kind) or column.null_count:
         return None
     flat = column.combine_chunks()
     flat = flat.chunk(0) if isinstance(flat, pa.ChunkedArray) else flat
     offsets = np.asarray(flat.offsets).astype(np.int64)
     inner, shape = flat.values, tuple[int, ...]()
-    while pa.types.is_fixed_size_list(inner.type) or _is_list(inner.type):
+    while is_list(inner.type):
         if inner.null_count:
             return None
         if pa.types.is_fixed_size_list(inner.type):
@@ -191,20 +179,24 @@ def to_list_array(rows: Ragged) -> pa.LargeListArray:
 
 def is_numbers(kind: pa.DataType) -> bool:
     """Returns whether a column's values are (nested) lists of numbers or booleans."""
-    while _is_list(kind) or pa.types.is_fixed_size_list(kind):
+    return is_list(kind) and number_type(kind) is not None
+
+
+def number_type(kind: pa.DataType) -> pa.DataType | None:
+    """Returns the type of the numbers in (nested) lists; None where the lists hold something else."""
+    while is_list(kind):
         kind = kind.value_type
-        if is_number(kind):
-            return True
-    return False
+    return kind if is_number(kind) else None
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Returns whether values are lists, of any length or of one size."""
+    return is_ragged_list(kind) or bool(pa.types.is_fixed_size_list(kind))
+
+
+def is_ragged_list(kind: pa.DataType) -> bool:
+    """Returns whether values are lists of any length, such as tokens or boxes."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
-def _empty_ragged(spec: ArraySpec) -> Ragged:
-    assert spec.padding is not None
-    return Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(1, np.int64), *spec.padding)
 
 
 def _ragged(chunk: pa.Array, spec: ArraySpec) -> Ragged:
@@ -217,12 +209,7 @@ def _ragged(chunk: pa.Array, spec: ArraySpec) -> Ragged:
 
 
 class _GrowingRagged:
-    """A ragged field that is filled row after row, in memory that grows in place.
-
-    Args:
-        spec: Specification of a row; its `length` decides the initial size of the memory.
-        rows: Number of rows that will be added.
-    """
+    """A ragged field that is filled row after row, in memory that grows in place."""
 
     def __init__(self, spec: ArraySpec, rows: int) -> None:
         self._spec, self._rows = spec, 0
@@ -254,10 +241,6 @@ class Columns:
     """Collects the fields of decoded rows from tables as they arrive.
 
     Each table is copied and can then be freed, so that all rows are in memory only once.
-
-    Args:
-        fields: Specification of a row.
-        rows: Number of rows that will be added.
     """
 
     def __init__(self, fields: dict[str, ArraySpec], rows: int) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import ArraySpec, spec_of_values
+from ray_app.data.arrays import ArraySpec, is_list, spec_of_values
 from ray_app.task.ragged import Arrays, Field, Ragged, concat_fields
 from ray_app.task.user_code import row_error_reason
 
@@ -32,21 +32,7 @@ Decode = Callable[[dict[str, Any]], Arrays]
 
 
 def decode_all(decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]) -> dict[str, Field]:
-    """Decodes rows and checks that they have the expected fields.
-
-    Args:
-        decode: See `Task.decode`.
-        rows: The rows as they are stored.
-        count: Number of the rows.
-        fields: Specification of a decoded row.
-
-    Returns:
-        Each field, (count, ...).
-
-    Raises:
-        ValueError: The rows decode to other fields than `fields`.
-        Exception: `decode` raised it.
-    """
+    """Decodes rows to fields, each (count, ...); raises ValueError if they are other than `fields`."""
     decoded = decode(rows)
     actual = {name: (len(values), spec_of_values(values)) for name, values in decoded.items()}
     expected = {name: (count, spec) for name, spec in fields.items()}
@@ -60,11 +46,8 @@ def decode_good_rows(
 ) -> tuple[dict[str, Field], list[str | None]]:
     """Decodes rows, locates the bad ones among them by bisection and makes them zeros; see `decode_all`.
 
-    Returns:
-        Each field, (count, ...), and for each row the reason why it is bad, or None.
-
-    Raises:
-        ImportError: This process cannot decode any row.
+    Returns the fields, and for each row the reason why it is bad, or None. Raises ImportError where no row can be
+    decoded.
     """
     if not count:
         return {name: _empty(spec)[:0] for name, spec in fields.items()}, []
@@ -98,17 +81,7 @@ def decode_good_rows(
 def insert_bad_rows(
     decoded: dict[str, Field], reasons: list[str | None], bad: dict[int, str], fields: dict[str, ArraySpec]
 ) -> tuple[dict[str, Field], list[str | None]]:
-    """Inserts rows that were left out of decoding as zeros.
-
-    Args:
-        decoded: The fields of the other rows, in their order.
-        reasons: For each of the other rows, why it is bad, or None.
-        bad: The reasons of the rows to insert, by their index among all rows.
-        fields: Specification of a decoded row.
-
-    Returns:
-        The fields and reasons of all rows, as `decode_good_rows` returns them.
-    """
+    """Inserts rows that were left out of decoding as zeros; returns what `decode_good_rows` does for all rows."""
     parts, all_reasons = list[dict[str, Field]](), list(reasons)
     low = 0
     for num_inserted, index in enumerate(sorted(bad)):
@@ -131,12 +104,7 @@ def _empty(spec: ArraySpec) -> Field:
 
 
 def read_reasons(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:
-    """Returns the reasons of the bad rows of a decoded table by their manifest positions.
-
-    Args:
-        table: The decoded rows.
-        positions: Manifest positions of all rows, shape (rows,).
-    """
+    """Returns the reasons of the bad rows of a decoded table by their manifest positions, shape (rows,)."""
     if REASON not in table.column_names:
         return {}
     column = table.column(REASON)
@@ -149,18 +117,16 @@ _NO_VALUE, _MISSING_INSIDE = "no value", "a missing value inside its value"
 
 
 def find_missing_values(table: pa.Table) -> dict[int, str]:
-    """Returns the reason for each row of a table with a missing value in any column, by the index of the row.
-
-    A missing value inside a list or an object counts, too.
-    """
+    """Returns the reason for each row with a missing value, also inside a list or an object, by its index."""
     reasons: dict[int, str] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         first = 0
         for chunk in column.chunks:
             if _has_missing(chunk):
                 has_value = chunk.is_valid().to_numpy(zero_copy_only=False)
+                kind = chunk.type.storage_type if isinstance(chunk.type, pa.BaseExtensionType) else chunk.type
                 for row in np.flatnonzero(_missing_mask(chunk)).tolist():
-                    is_inside = has_value[row] and pa.types.is_nested(_storage_type(chunk))
+                    is_inside = has_value[row] and pa.types.is_nested(kind)
                     reason = _REASON.format(name, _MISSING_INSIDE if is_inside else _NO_VALUE)
                     reasons.setdefault(first + row, reason)
             first += len(chunk)
@@ -174,14 +140,6 @@ def usable_mask(count: int, reasons: dict[int, str]) -> npt.NDArray[np.bool_]:
     return usable
 
 
-def _storage_type(values: pa.Array) -> pa.DataType:
-    return values.type.storage_type if isinstance(values.type, pa.BaseExtensionType) else values.type
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
 def _has_missing(values: pa.Array) -> bool:
     """Returns whether any row has a missing value, by the null counts of the arrays where they suffice."""
     kind = values.type
@@ -191,7 +149,7 @@ def _has_missing(values: pa.Array) -> bool:
         return _has_missing(values.storage)
     if pa.types.is_struct(kind):
         return any(_has_missing(values.field(i)) for i in range(kind.num_fields))
-    if _is_list(kind):
+    if is_list(kind):
         return _has_missing(values.flatten())
     if pa.types.is_dictionary(kind):
         return bool(values.dictionary.null_count) and bool(values.dictionary_decode().null_count)
@@ -207,7 +165,7 @@ def _missing_mask(values: pa.Array) -> npt.NDArray[np.bool_]:
     elif pa.types.is_struct(kind):
         for i in range(kind.num_fields):
             mask |= _missing_mask(values.field(i))
-    elif _is_list(kind):
+    elif is_list(kind):
         # `flatten` gives the items of the lists that are present: a missing list has none.
         rows = np.flatnonzero(~mask)
         items = _missing_mask(values.flatten())

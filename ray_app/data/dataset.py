@@ -45,14 +45,7 @@ _MIN_AGE_NS = 5_000_000_000
 def hash_files(root: DataLocation, paths: Iterable[str], digest_cache: Location | None = None) -> dict[str, str]:
     """Returns the SHA-256 of files below a folder, by their relative path.
 
-    Args:
-        root: The folder.
-        paths: The files.
-        digest_cache: A file that keeps digests, so that files which did not change since are not read again; None: all
-            files are read.
-
-    Raises:
-        OSError: A file cannot be read.
+    Where `digest_cache`, a file, keeps their digests, files that did not change since are not read again.
     """
     all_paths = list(paths)
     now_ns = time.time_ns()
@@ -71,10 +64,7 @@ def hash_files(root: DataLocation, paths: Iterable[str], digest_cache: Location 
 
 
 def _versions(root: DataLocation, paths: list[str]) -> list[Any]:
-    """Returns a value for each file that changes with the file's content.
-
-    On S3 it is the ETag. On a disk it is the size, the times and the inode; a copy cannot restore all of these.
-    """
+    """Returns a value for each file that changes with its content; a copy cannot restore all of it."""
     if not isinstance(root, Path):
         return file_versions(root, paths)
     stats = [(root / path).stat() for path in paths]
@@ -102,19 +92,10 @@ def sha256(file: DataLocation) -> str:
 
 
 def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], npt.NDArray[np.unsignedinteger]]:
-    """Reads a column of integers or text as classes.
+    """Reads a column of integers or text as classes; raises DataError for another column, or one with missing values.
 
-    Args:
-        root: Folder (path or URI) that the manifest's paths are relative to.
-        manifest: The rows.
-        column: Name of the column.
-
-    Returns:
-        The distinct values in ascending order; and for each row, in manifest order, the index of its value, in the
-        smallest unsigned type.
-
-    Raises:
-        DataError: There is no such column, it holds something else, or it has missing values.
+    Returns the distinct values in ascending order, and for each row, in manifest order, the index of its value, in the
+    smallest unsigned type.
     """
 
     def read(path: str) -> npt.NDArray:
@@ -156,13 +137,7 @@ _INDEX_NAMES = re.compile(r"|__index_level_\d+__|Unnamed: \d+")
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder of Parquet files, on a disk or on S3.
-
-    Args:
-        root: Folder (path or URI) that the manifest's paths are relative to.
-        manifest: The row groups.
-        facts: The columns.
-    """
+    """A folder of Parquet files (path or URI), to which the paths of the manifest are relative."""
 
     root: str
     manifest: Manifest
@@ -206,11 +181,7 @@ def open_dataset(path: str) -> Dataset:
 
 
 def _check_finished(path: str, root: DataLocation) -> None:
-    """Refuses a folder on S3 that an ingest has begun and not finished; on a disk an ingest creates the folder last.
-
-    Raises:
-        DataError: The folder is not finished.
-    """
+    """Refuses a folder on S3 that an ingest has begun and not finished; on a disk an ingest creates the folder last."""
     if find_file(root / UNFINISHED_MARKER) and not find_file(root / "dataset.json"):
         raise DataError(
             f"data path {path!r} is being written by an ingest, or one was interrupted there. Wait for it, or start the"

@@ -1,6 +1,4 @@
-"""A cache of decoded rows on a node's own disk.
-
-It is filled while rows are read for the first time. The workers of the node and later runs share it.
+"""A cache of decoded rows on a node's own disk, which the workers of the node and later runs share.
 
 The folder of a node's caches has one folder for each cache; its name is a key of everything that decides what the
 decoded rows are. A cache has files for each field of the whole data set and one file of checksums. It holds a row if
@@ -9,8 +7,7 @@ no order, a writer that dies in the middle of a write leaves only rows that the 
 disk has damaged are read again from the data.
 
 Rows of one size have fixed offsets in their file. Rows of different lengths are appended to a file with capacity for
-somewhat more than the expected bytes of all rows; an index file has the offset and the size of each row. The index is
-checked like the rows: the checksum of a row covers its length, too.
+somewhat more than the expected bytes of all rows; an index file has their offsets and sizes, which the checksums cover.
 """
 
 from __future__ import annotations
@@ -63,10 +60,7 @@ _CAPACITY_FACTOR = 1.25
 
 
 def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | None, limit_gb: float) -> Fetch:
-    """Returns `fetch` with a disk cache in front of it, see `open_cache`.
-
-    If no cache can be opened, it logs a warning and returns `fetch` itself.
-    """
+    """Returns `fetch` with a disk cache in front; `fetch` itself, with a warning, if none can be opened."""
     try:
         return open_cache(source, settings, folder, limit_gb).around(fetch)
     except OSError as error:
@@ -82,19 +76,14 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     capacity anew; the cache loses rows only where the capacity shrinks.
 
     Args:
-        source: The data set, and how it is decoded.
-        settings: Everything else that decides what a decoded row is.
         folder: Folder of the node's caches; None: `ray_app-UID/cache` in the node's temporary folder.
         limit_gb: Maximum gigabytes of all caches.
 
     Raises:
         OSError: The folder cannot be used or belongs to another user, or the code that decodes has no source file.
     """
-    root = (
-        Path(folder).expanduser()
-        if folder is not None
-        else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
-    )
+    default = f"{tempfile.gettempdir()}/ray_app-{os.getuid()}/cache"
+    root = Path(default if folder is None else folder).expanduser()
     cache = root / cache_key(source, settings)
     root.mkdir(parents=True, exist_ok=True)
     if folder is None:
@@ -173,11 +162,7 @@ def _resize(path: Path, size: int) -> None:
 
 
 def _check_owner(folder: Path) -> None:
-    """Refuses a folder of a user other than this one or root: that user could change the rows in it.
-
-    Raises:
-        PermissionError: The folder belongs to another user.
-    """
+    """Refuses a folder of a user other than this one or root: that user could change the rows in it."""
     if (owner := folder.stat().st_uid) not in (os.getuid(), 0):
         raise PermissionError(
             errno.EPERM,
@@ -212,10 +197,8 @@ _NAME = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")
 def cache_key(source: RowSource, settings: str) -> str:
     """Returns a digest (SHA-256, shortened) of everything that decides what the decoded rows are.
 
-    It covers the files as they are now, the task's settings and code, and the libraries.
-
-    Raises:
-        OSError: A file of the data is gone, S3 does not answer, or the code has no source file.
+    These are the files as they are now, the task's settings and code, and the libraries. Raises OSError if a file is
+    gone.
     """
     manifest, reader = source.manifest, source.reader
     facts = {
@@ -257,13 +240,7 @@ def _digest(files: Iterable[Path]) -> str:
 
 
 class DiskCache:
-    """The open cache of one data set.
-
-    Args:
-        folder: Folder of the cache, created by `open_cache`.
-        fields: Specification of a decoded row.
-        sums: Descriptor of the file of checksums, the size of which decides the cache's capacity in rows.
-    """
+    """The open cache of one data set; the size of the file of checksums decides its capacity in rows."""
 
     def __init__(self, folder: Path, fields: dict[str, ArraySpec], sums: int) -> None:
         self._folder = folder
@@ -273,7 +250,7 @@ class DiskCache:
         self._rows: dict[str, FixedRows | RaggedRows] = {}
         self._is_open, self._is_full = True, False
         for i, (name, spec) in enumerate(fields.items()):
-            self._rows[name] = open_field(folder, i, spec)
+            self._rows[name] = (FixedRows if spec.padding is None else RaggedRows)(folder, i, spec)
 
     def close(self) -> None:
         """Closes the files; the rows stay on the disk."""
@@ -342,11 +319,7 @@ class DiskCache:
         return table.append_column(REASON, pa.array(reasons, pa.string())) if skips else table
 
     def _store(self, spec: ReadSpec, table: pa.Table) -> None:
-        """Adds rows to the cache, unless the disk is full.
-
-        Raises:
-            DataError: The rows are not those of `spec`.
-        """
+        """Adds rows to the cache, unless the disk is full."""
         if self._is_full:
             return
         check_positions(table, _positions(spec))
@@ -405,19 +378,8 @@ def _positions(spec: ReadSpec) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(span.position, span.position + span.rows) for span in spec])
 
 
-def open_field(folder: Path, number: int, spec: ArraySpec) -> FixedRows | RaggedRows:
-    """Opens the files of a field."""
-    return (FixedRows if spec.padding is None else RaggedRows)(folder, number, spec)
-
-
 class FixedRows:
-    """The file of a field with rows of one size, each at a fixed offset.
-
-    Args:
-        folder: Folder of the cache.
-        number: Number of the field.
-        spec: Specification of a row.
-    """
+    """The file of a field with rows of one size, each at a fixed offset."""
 
     def __init__(self, folder: Path, number: int, spec: ArraySpec) -> None:
         self._number, self._spec = number, spec
@@ -434,11 +396,7 @@ class FixedRows:
         return values
 
     def write(self, position: int, values: Field) -> None:
-        """Writes rows from a position on.
-
-        Raises:
-            OSError: There is no capacity for the rows.
-        """
+        """Writes rows from a position on; raises OSError if there is no capacity for them."""
         assert isinstance(values, np.ndarray)
         write_from(self._file, values, position * self._spec.row_bytes)
 
@@ -493,11 +451,7 @@ class RaggedRows:
         write_from(self._index, np.stack([first + offsets[:-1], np.diff(offsets)], 1), position * _INDEX_BYTES)
 
     def _reserve(self, size: int) -> int:
-        """Returns the offset of `size` bytes that no other process writes to.
-
-        Raises:
-            OSError: There is no capacity for them.
-        """
+        """Returns the offset of `size` bytes that no other process writes to."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             next_offset = np.empty(1, np.int64)

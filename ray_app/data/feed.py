@@ -1,11 +1,8 @@
 """The feed: one micro-batch per logical worker and step, as a function of the plan, the cursor and the logical workers.
 
-The feed takes windows from one of two sources: `StreamedWindows` reads ahead in a thread, `CachedWindows` gathers from
-a data set that is decoded in memory. Within a window it gathers the rows of several steps at once; where these are
-large or go to a device, a thread gathers them while the current step is computed. `Upload` sends micro-batches to the
-device through pinned memory, on a stream of their own.
-
-No state of a feed is saved: `Feed.seek` starts it at any cursor.
+It takes windows from `StreamedWindows`, which reads ahead in a thread, or from `CachedWindows`, in memory. Within a
+window it gathers the rows of several steps at once; where these are large or go to a device, in a thread. `Upload`
+sends micro-batches to the device. No state of a feed is saved: `Feed.seek` starts it at any cursor.
 """
 
 from __future__ import annotations
@@ -50,16 +47,7 @@ class _Stream:
 
 
 class Feed:
-    """Micro-batches of the logical workers that are assigned to this rank, step by step.
-
-    Args:
-        plan: The order.
-        open_windows: Opens the data at a cursor for some logical workers.
-        device: Device of the tensors.
-
-    Attributes:
-        wait_s: Seconds that `next` has taken so far.
-    """
+    """Micro-batches of this rank's logical workers, step by step; `wait_s` has the seconds in `next` so far."""
 
     def __init__(self, plan: Plan, open_windows: Callable[[Cursor, range], Windows], device: torch.device) -> None:
         self._plan, self._open_windows = plan, open_windows
@@ -128,10 +116,7 @@ class Feed:
         self._drop_gathered()
 
     def _gather_at_cursor(self) -> None:
-        """Gathers the step at the cursor, and the following steps of the block if no thread gathers them.
-
-        It may have to wait for windows.
-        """
+        """Gathers the step at the cursor, and without a thread the following steps; it may wait for windows."""
         cursor = self._cursor
         if self._order.epoch != cursor.epoch:
             self._order = self._plan.epoch(cursor.epoch)
@@ -211,29 +196,19 @@ def _to_ranges(numbers: list[int], step: int) -> list[range]:
 
 
 class Uploaded(list[MicroBatch]):
-    """The micro-batches of a step on their way to a device.
-
-    They are complete once the stream has reached `mark`, see `SideStream.mark`.
-    """
+    """The micro-batches of a step, complete once the stream has reached `mark`, see `SideStream.mark`."""
 
     mark: Any
 
 
 class Upload:
-    """Copies micro-batches to a device through pinned memory, on a side stream.
-
-    Args:
-        device: The device.
-    """
+    """Copies micro-batches to a device through pinned memory, on a side stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._side = device, SideStream(device, "upload")
 
     def send(self, batches: list[MicroBatch]) -> Uploaded:
-        """Starts the copies and returns without waiting for them.
-
-        PyTorch's pinned memory allocator uses the pinned memory again once the copies are done.
-        """
+        """Starts the copies without waiting for them; pinned memory is used again once they are done."""
         with self._side.entered():
             uploaded = Uploaded(batch._replace(fields=self._copy_fields(batch)) for batch in batches)
         uploaded.mark = self._side.mark()

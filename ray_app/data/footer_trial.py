@@ -38,11 +38,7 @@ def read_footer(tail: bytes) -> None:
 
 
 def read_column(group: pq.RowGroupMetaData, number: int) -> None:
-    """Reads the statistics of one column.
-
-    It ignores values that Python cannot express, such as dates after the year 9999, so that later columns are read,
-    too.
-    """
+    """Reads the statistics of a column, except values that Python cannot express, such as the year 10,000."""
     with contextlib.suppress(Exception):
         statistics = group.column(number).statistics
         if statistics is not None and statistics.has_min_max:

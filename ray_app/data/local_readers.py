@@ -29,14 +29,9 @@ def choose_fetch(threads: int, default: Fetch) -> Fetch:
 
 
 def fetch_in_threads(reader: Reader, specs: Sequence[ReadSpec], threads: int) -> Iterator[pa.Table]:
-    """Runs read tasks concurrently in threads and yields their rows in order.
+    """Runs read tasks concurrently in threads, which call `decode` at once, and yields their rows in order.
 
     The calling thread reads the slices of large row groups.
-
-    Args:
-        reader: Reads and decodes; several threads call `decode` at once.
-        specs: The read tasks.
-        threads: Number of threads, at least 1.
     """
     waiting: deque[Future[list[pa.Table]]] = deque()
     stop = threading.Event()
@@ -72,23 +67,14 @@ def _read(reader: Reader, spec: ReadSpec, slices: list[pa.Table], stop: threadin
 
 @dataclass(frozen=True)
 class Decoded:
-    """A whole data set in memory.
-
-    Args:
-        arrays: Every field in manifest order.
-        reasons: Why rows are bad, by manifest position; empty unless the reader skips bad rows.
-    """
+    """A data set in memory, with the reasons of bad rows by manifest position if the reader skips these."""
 
     arrays: dict[str, Field]
     reasons: dict[int, str]
 
 
 def load_all(fetch: Fetch, source: RowSource) -> Decoded:
-    """Decodes a whole data set into memory.
-
-    Raises:
-        DataError: Rows are missing or not the planned ones.
-    """
+    """Decodes a whole data set into memory; raises DataError if rows are missing or not the planned ones."""
     manifest = source.manifest
     columns = Columns(source.fields, manifest.num_rows)
     reasons: dict[int, str] = {}

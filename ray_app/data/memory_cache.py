@@ -26,45 +26,28 @@ def is_small(source: RowSource) -> bool:
 
 
 def fetch_auto(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-    """Runs a single read task in this process, and several as Ray Data read tasks.
-
-    Ray Data takes seconds to start, which a single read task does not justify.
-    """
+    """Runs a single read task in this process, and several by Ray Data, which takes seconds to start."""
     return (fetch_in_process if len(specs) < 2 else fetch_ray)(reader, specs)
 
 
 class MemoryCache:
-    """An actor that owns the decoded arrays of a data set, see `start_memory_cache`.
-
-    Args:
-        source: The data set.
-    """
+    """An actor that owns the decoded arrays of a data set, see `start_memory_cache`."""
 
     def __init__(self, source: RowSource) -> None:
         self._load = partial(load_all, fetch_ray, source)
         self._decoded: Decoded | None = None
 
     def decoded(self) -> Decoded:
-        """Returns the data set with an object reference in place of each array; the first call decodes it.
-
-        Raises:
-            BadRowError: A row cannot be decoded.
-        """
+        """Returns the data set with references in place of arrays; the first call decodes it."""
         if self._decoded is None:
             self._decoded = _put(self._load())
         return self._decoded
 
 
 def start_memory_cache(source: RowSource) -> Any:
-    """Decodes a small data set at once in this process; for a larger one it starts the actor.
+    """Decodes a small data set at once in this process; for a larger one it starts the actor, which decodes meanwhile.
 
-    The actor decodes while the workers start.
-
-    Returns:
-        The decoded data set with object references, as from `MemoryCache.decoded`, or the actor's handle.
-
-    Raises:
-        BadRowError: A row of a small data set cannot be decoded.
+    Returns the data set with object references, as `MemoryCache.decoded` does, or the actor's handle.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -87,9 +70,6 @@ def end_memory_cache(cache: Any) -> None:
 
 def read_memory_cache(cache: Any) -> Decoded:
     """Returns the data set with its arrays mapped from the object store of this node.
-
-    Args:
-        cache: The result of `start_memory_cache`.
 
     Raises:
         BadRowError: A row cannot be decoded.

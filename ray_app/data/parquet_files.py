@@ -3,11 +3,11 @@
 `DataFile` reads one file and the columns in the names of its folders; an error names the column that cannot be read.
 
 Some footers make the Parquet library abort its process. `check_footers` refuses them: a child process
-(`footer_trial.py`) reads every footer first. As its start takes a fifth of a second, it serves all data sets that are
-opened at about the same time, and ends itself when no footer arrives for some seconds.
+(`footer_trial.py`) reads every footer first. Its start takes a fifth of a second, so it serves all data sets that are
+opened at about the same time.
 
-`Footers` keeps only the rows of row groups and the ranges of columns, not the footers. An ingest writes it beside its
-shards, so that opening a data set reads only the footers of files that have changed since.
+`Footers` keeps only the rows of row groups and the ranges of columns. An ingest writes it beside its shards, so that
+opening a data set reads only the footers of files that have changed since.
 """
 
 from __future__ import annotations
@@ -64,14 +64,7 @@ def partition_fields(partitions: Partitions) -> list[pa.Field]:
 
 
 class DataFile:
-    """An open Parquet file of a data set; a context manager that closes it.
-
-    Args:
-        root: Folder (path or URI) of the data set.
-        path: The file, relative to the root.
-        partitions: The partition columns of the data set.
-        buffer_bytes: Bytes of a column that are fetched together; 0: a row group is fetched as a whole.
-    """
+    """An open Parquet file, also a context manager; with `buffer_bytes` 0 row groups are fetched as a whole."""
 
     def __init__(self, root: str | DataLocation, path: str, partitions: Partitions, buffer_bytes: int = 0) -> None:
         self._location = (locate_data(root) if isinstance(root, str) else root) / path
@@ -101,11 +94,7 @@ class DataFile:
         return pa.schema([*self._file.schema_arrow, *added])
 
     def read_row_group(self, index: int, columns: Sequence[str]) -> pa.Table:
-        """Returns the rows of a row group.
-
-        Args:
-            index: Number of the row group in the file.
-            columns: Names of columns; `a.b` is a field of a column of objects.
+        """Returns the rows of a row group; a column `a.b` is a field of a column of objects.
 
         Raises:
             DataError: A column is damaged, or is not in the file.
@@ -231,9 +220,6 @@ class _FooterChecker:
         """Returns the index of the first footer that ends the process, and its message; None if it survives all.
 
         Another process may also have ended it, so a footer is fatal only if two processes die of it.
-
-        Raises:
-            RuntimeError: The process cannot read footers.
         """
         survived, suspect = 0, -1
         with self._lock:
@@ -322,7 +308,6 @@ class Range:
     """The values of a column of numbers, as far as the footers have statistics.
 
     Args:
-        nulls: Number of missing values.
         group_span: Number of integers from the smallest to the greatest value of a row group, as a mean over the rows.
     """
 
@@ -337,7 +322,6 @@ class Footers:
     """The facts that are kept of the footers of a data set.
 
     Args:
-        schema: The columns of all files.
         table: A row for each file: `path`, `version` (see `_version`), `rows` of its row groups, and for each column of
             numbers `range.NAME` with four numbers: smallest and greatest value, missing values, and the sum over the
             rows of the span of their row group (the number of integers from its smallest to its greatest value), which
@@ -374,11 +358,7 @@ class Footers:
 
 
 def load_footers(root: DataLocation) -> Footers | None:
-    """Returns the `Footers` that an ingest has stored in a data set; None if they are missing or damaged.
-
-    Raises:
-        StorageError: The bucket does not answer.
-    """
+    """Returns the `Footers` that an ingest has stored in a data set; None if they are missing or damaged."""
     with bucket_errors(root):
         try:
             data = (root / FOOTERS_FILE).read_bytes()
@@ -399,14 +379,12 @@ def read_footers(
     """Reads the footers of files, many at a time, and returns their facts.
 
     Args:
-        root: The folder of the files.
         files: The files, as they were listed; at least one.
         kept: Facts from an earlier reading: footers of files that have not changed since are not read.
         trusted: Whether the application itself has just written the files.
 
     Raises:
         DataError: A file is not Parquet, or the files have different columns.
-        StorageError: The disk or the bucket fails.
     """
     paths, versions = [relative_path(file, root) for file in files], [_version(file) for file in files]
     version_of = dict(zip(paths, versions, strict=True))
@@ -440,12 +418,7 @@ def read_footers(
 
 
 class _SharedColumns:
-    """The columns that all files of a data set have.
-
-    Args:
-        schema: The columns.
-        example: A file that has these columns, for messages.
-    """
+    """The columns that all files of a data set have."""
 
     def __init__(self, schema: pa.Schema, example: DataLocation) -> None:
         self.schema, self._example = schema, example

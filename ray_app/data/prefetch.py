@@ -47,17 +47,7 @@ class _WindowRead:
 
 
 class StreamedWindows:
-    """Windows that are read and decoded ahead, in the order in which the feed takes them.
-
-    Args:
-        plan: The order.
-        cursor: Position at which the feed starts.
-        logical_workers: Logical workers to read for.
-        epochs: Epochs of the run.
-        fetch: Runs the read tasks.
-        source: The data set that they read.
-        prefetch_windows: Windows per logical worker to read ahead.
-    """
+    """Windows that are read and decoded ahead, `prefetch_windows` for each logical worker."""
 
     def __init__(
         self,
@@ -139,10 +129,7 @@ class StreamedWindows:
         return reads, all_tables()
 
     def _groups(self) -> Iterator[list[_WindowRead]]:
-        """Yields all windows from the cursor to the end of the run, in groups that one execution each reads.
-
-        A group may span epochs.
-        """
+        """Yields all windows from the cursor on in groups, across epochs, that one execution each reads."""
         group: list[_WindowRead] = []
         tasks, is_sliced = 0, False
         for epoch in range(self._cursor.epoch, self._epochs):
@@ -197,10 +184,6 @@ class StreamedWindows:
 
         The fields are in reading order, each (rows, ...); the reasons are by manifest position. Each table is copied to
         its part of the fields as it arrives and is then freed, so that a window is in memory only once.
-
-        Args:
-            rows: The rows of this window and the following ones.
-            stored: Manifest positions of the window's rows in reading order.
         """
         columns = Columns(self._source.fields, len(stored))
         reasons: dict[int, str] = {}

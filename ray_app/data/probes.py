@@ -62,11 +62,7 @@ def _read_span(dataset: Dataset, span: Span, columns: list[str]) -> pa.Table:
 
 
 def _check_columns(dataset: Dataset, columns: list[str]) -> None:
-    """Refuses columns to read that the data set lacks; `a.b` is a field of a column `a` of objects.
-
-    Raises:
-        DataError: A column is missing.
-    """
+    """Refuses columns to read that the data set lacks; `a.b` is a field of a column `a` of objects."""
     available = sorted(dataset.facts.columns)
     for name in columns:
         if name not in available and name.partition(".")[0] not in available:
@@ -79,13 +75,10 @@ def _check_columns(dataset: Dataset, columns: list[str]) -> None:
 
 
 def decode_first_rows(reader: Reader, manifest: Manifest, max_rows: int) -> dict[str, Field]:
-    """Decodes the first good rows of a data set; each field is of shape (rows, ...).
+    """Decodes at most `max_rows` good rows of the first row group that has some; each field is of shape (rows, ...).
 
-    These are at most `max_rows` rows, all of one row group.
-
-    Raises:
-        BadRowError: A row cannot be decoded, and the reader does not skip it.
-        DataError: There is no good row.
+    Raises BadRowError for a row that cannot be decoded, unless the reader skips it, and DataError if there is no good
+    row.
     """
     for group, rows in enumerate(manifest.rows):
         for first in range(0, int(rows), max_rows):
@@ -115,15 +108,7 @@ def infer_specs(
 def sample_ragged_rows(
     row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False
 ) -> Arrays:
-    """Returns the first decoded rows, where rows have different lengths; otherwise the known row.
-
-    Args:
-        row: The first good row.
-        dataset: The data set of the row.
-        columns: Columns to read.
-        decode_rows: See `Task.decode`.
-        skips: Whether rows that cannot be decoded are skipped.
-    """
+    """Returns the first decoded rows, where rows have different lengths; otherwise the known row."""
     fields = {name: spec_of_values(values) for name, values in row.items()}
     if all(spec.padding is None for spec in fields.values()):
         return row
@@ -176,19 +161,10 @@ logger = logging.getLogger(__name__)
 def find_longest_row(
     dataset: Dataset, columns: list[str], max_length: int, within_s: float = MAX_SCAN_S
 ) -> Span | None:
-    """Finds the longest row of a data set by the lengths of its lists; no row is decoded.
+    """Returns the longest row of a data set by the added lengths of its lists; no row is decoded.
 
-    Reads all row groups, or those from all over a large data set for which there is time.
-
-    Args:
-        dataset: The data set.
-        columns: Columns that are read; the lengths of those of lists of numbers are added up.
-        max_length: Longer rows than this are passed over.
-        within_s: Seconds after which no more is read.
-
-    Returns:
-        The longest row of those that were read, which are at least the first batch; None if no column has lists, or
-        nothing could be read, which training reports.
+    Reads all row groups, or those from all over a large data set for which there is time, and at least the first batch.
+    Returns None if no column has lists, or nothing could be read, which training reports.
     """
     columns = [name for name in columns if name in dataset.facts.columns and dataset.facts.columns[name].kind == "list"]
     manifest = dataset.manifest

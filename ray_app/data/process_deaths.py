@@ -40,21 +40,15 @@ def classify_loss(error: BaseException) -> Literal["process", "node"] | None:
 
 
 class DeathCounter:
-    """Counts how often a process died of the same task.
-
-    Args:
-        describe: Returns what the process was doing, as the end of a sentence: `while it read ...`.
-    """
+    """Counts how often a process died of a task, which `describe` describes: `while it read ...`."""
 
     def __init__(self, describe: Callable[[], str]) -> None:
         self._describe, self._count = describe, 0
 
     def note(self, error: BaseException) -> None:
-        """Counts the error that ended a try.
+        """Counts the error that ended a try; raises ProcessDiedError if a process has died of the task too often.
 
-        Raises:
-            ProcessDiedError: A process has died of the task too often.
-            BaseException: The error is not the loss of a process or a node.
+        An error that is not the loss of a process or a node is raised again.
         """
         loss = classify_loss(error)
         if loss is None:
@@ -65,18 +59,10 @@ class DeathCounter:
 
 
 def process_died_error(activity: str, error: BaseException | None = None) -> ProcessDiedError:
-    """Returns the error that ends a run after a process died too often.
-
-    Args:
-        activity: What the process was doing, see `DeathCounter`.
-        error: The last loss, if it is known.
-    """
-    memory = isinstance(error, ray.exceptions.OutOfMemoryError)
-    cause = (
-        "for want of memory"
-        if memory
-        else "without a Python error: a fault or an abort in a library, or the kernel for want of memory"
-    )
+    """Returns the error that ends a run after a process died too often."""
+    cause = "without a Python error: a fault or an abort in a library, or the kernel for want of memory"
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        cause = "for want of memory"
     return ProcessDiedError(
         f"A process died {MAX_DEATHS} times {activity} ({cause}). Look at these rows, take them out or write them anew;"
         " if they are sound and large, lower data.read_task_mb, or give the node more memory."
@@ -84,24 +70,14 @@ def process_died_error(activity: str, error: BaseException | None = None) -> Pro
 
 
 class RetriedTask:
-    """A Ray task that is submitted again when its process or its node is lost.
-
-    Args:
-        submit: Submits the task with `max_retries=0`, so that Ray does not retry it, and returns its reference.
-        describe: See `DeathCounter`.
-    """
+    """A Ray task, with `max_retries=0`, that is submitted again when its process or its node is lost."""
 
     def __init__(self, submit: Callable[[], Any], describe: Callable[[], str]) -> None:
         self._submit, self._deaths = submit, DeathCounter(describe)
         self.reference = submit()
 
     def result(self) -> Any:
-        """Waits for the task and returns its result.
-
-        Raises:
-            ProcessDiedError: Its process died too often.
-            Exception: The task raised it.
-        """
+        """Waits for the task and returns its result; raises ProcessDiedError if its process died too often."""
         while True:
             try:
                 return ray.get(self.reference)

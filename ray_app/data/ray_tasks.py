@@ -44,12 +44,7 @@ _LOG_LEVELS = {"ray.data": logging.WARNING, "ray.data._internal.progress": loggi
 
 
 class PlannedSource(Datasource):
-    """A Ray Data source with read tasks that read what the plan says, in its order.
-
-    Args:
-        reader: Reads and decodes.
-        specs: The specs of the read tasks.
-    """
+    """A Ray Data source with read tasks that read what the plan says, in its order."""
 
     def __init__(self, reader: Reader, specs: Sequence[ReadSpec]) -> None:
         super().__init__()
@@ -64,15 +59,12 @@ class PlannedSource(Datasource):
     ) -> list[ReadTask]:
         """Returns one task per planned read, whatever the requested parallelism: the plan sizes the tasks."""
         del parallelism, per_task_row_limit, data_context
-        return [
-            ReadTask(
-                partial(_read, self._reader, spec),
-                BlockMetadata(
-                    num_rows=sum(span.rows for span in spec), size_bytes=None, input_files=None, exec_stats=None
-                ),
-            )
-            for spec in self._specs
-        ]
+        tasks = []
+        for spec in self._specs:
+            rows = sum(span.rows for span in spec)
+            metadata = BlockMetadata(num_rows=rows, size_bytes=None, input_files=None, exec_stats=None)
+            tasks.append(ReadTask(partial(_read, self._reader, spec), metadata))
+        return tasks
 
 
 def _read(pickled_reader: bytes, spec: ReadSpec) -> Iterator[pa.Table]:
@@ -132,15 +124,8 @@ def _fetch_by_ray_data(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa
 def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) -> Iterator[pa.Table]:
     """Runs the reads as single Ray tasks, so that a lost task is known by its rows.
 
-    This process reads the slices of large row groups, and the tasks decode them.
-
-    Args:
-        reader: Reads and decodes.
-        specs: The read tasks.
-        done: Number of their rows, from the first one on, that were delivered before.
-
-    Raises:
-        ProcessDiedError: The process of a task died again and again.
+    This process reads the slices of large row groups, and the tasks decode them. The first `done` rows, which were
+    delivered before, are left out.
     """
     pickled_reader = ray.put(cloudpickle.dumps(reader))
     task = ray.remote(_decode).options(num_cpus=1, **_NO_RETRIES)
@@ -188,15 +173,7 @@ def _decode(pickled_reader: bytes, spec: ReadSpec, slices: list[pa.Table]) -> li
 
 @dataclass(frozen=True)
 class ActorPool:
-    """A pool of actors that map tables.
-
-    Args:
-        actor_class: Class of the actors; an instance is called with a table and returns one.
-        arguments: Arguments of its constructor.
-        max_actors: Maximum number of actors; work starts with the first one.
-        num_cpus: Logical CPUs that each actor reserves.
-        num_gpus: GPUs that each actor reserves.
-    """
+    """A pool of actors; an instance of their class is called with a table and returns one."""
 
     actor_class: type
     arguments: tuple[Any, ...]
@@ -208,18 +185,10 @@ class ActorPool:
 def map_in_actors(
     pool: ActorPool, reader: Reader, specs: Sequence[ReadSpec], spec_of: Callable[[dict[str, Any]], ReadSpec]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the row that an actor returns for each read task, in the order of completion.
-
-    The actor gets the rows of the read task as one table.
+    """Yields the row that an actor returns for each read task, which it gets as one table, in the order of completion.
 
     After the loss of a process or a node, a new execution runs the remaining read tasks. After the loss of a process it
     first runs read tasks one by one, to learn which one ends the process.
-
-    Args:
-        pool: The actors.
-        reader: Reads and decodes.
-        specs: The read tasks.
-        spec_of: Returns the read task that a returned row belongs to.
 
     Raises:
         ProcessDiedError: A process died again and again of the same rows.

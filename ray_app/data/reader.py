@@ -3,9 +3,8 @@
 The plan decides which rows are read; a source only fetches them. Every decoded row carries its manifest position, so
 that the feed can check on arrival that it received exactly the planned rows.
 
-A row group that is larger than one read task is read in slices. Parquet gives no access to the middle of a row group,
-so a task of its own for each slice would read the whole row group again; a `SliceReader` reads it once instead, from
-its beginning to its end, in the process that fetches. Reads are tried again where the storage fails for a while.
+Parquet gives no access to the middle of a row group. So a `SliceReader` reads a row group that is larger than one read
+task once, from its beginning to its end and in slices, in the process that fetches.
 """
 
 from __future__ import annotations
@@ -66,11 +65,6 @@ class Span:
     """Rows [first, first + rows) of a row group of a file.
 
     Args:
-        path: The file, relative to the root of the data set.
-        row_group: Number of the row group in the file.
-        first: First row in the row group.
-        rows: Number of rows.
-        position: Manifest position of the first row.
         group_rows: Rows of the whole row group, where it is so large that it is read in slices; otherwise 0.
         key: Key of (seed, epoch), where rows are decoded differently in every epoch.
     """
@@ -105,7 +99,6 @@ class Reader:
 
     Args:
         root: Folder (path or URI) that paths are relative to.
-        columns: Columns to read.
         decode: Turns stored rows into arrays, see `Task.decode`.
         fields: Specification of a decoded row, see `probe`.
         skips: Whether a row that cannot be decoded becomes zeros, with the reason in the column `REASON`; otherwise it
@@ -123,19 +116,12 @@ class Reader:
     partitions: Partitions = field(default_factory=dict)
 
     def read(self, spec: ReadSpec, read_slice: ReadSlice | None = None) -> Iterator[pa.Table]:
-        """Decodes the rows of `spec` in order, a block at a time.
+        """Yields the decoded rows of `spec` in order, a block at a time.
 
-        The memory of a block is used again for the next one, because fresh memory costs more.
-
-        Args:
-            spec: The rows.
-            read_slice: Reads the spans of large row groups; without it the whole row group is read for each.
-
-        Yields:
-            Tables with an array column per field, the column of positions and, with `skips`, that of reasons.
-
-        Raises:
-            BadRowError: A row cannot be decoded, without `skips`.
+        The tables have an array column per field, the column of positions and, with `skips`, that of reasons. The
+        memory of a block is used again for the next one, because fresh memory costs more. Without `read_slice` the
+        whole row group is read for each span of a large one. Raises BadRowError for a row that cannot be decoded,
+        without `skips`.
         """
         block_rows = rows_per_task(self.fields, MAX_BLOCK_BYTES / 1e6)
         with closing(OpenFiles(self.root, self.partitions)) as files:
@@ -212,13 +198,10 @@ def read_span(file: DataFile, span: Span, columns: list[str]) -> pa.Table:
 
 
 def table_to_rows(table: pa.Table) -> dict[str, Any]:
-    """Returns a table as rows for `Task.decode`.
+    """Returns a table as rows for `Task.decode`; raises DataError for values that cannot be read in Python.
 
     A column of numbers, arrays or lists of one size becomes an array; other lists of numbers become `Ragged`; all else
     becomes a list of bytes or text.
-
-    Raises:
-        DataError: The values of a column cannot be read in Python.
     """
     rows: dict[str, Any] = {}
     for item, column in zip(table.schema, table.columns, strict=True):
@@ -312,13 +295,7 @@ Fetch = Callable[[Reader, Sequence[ReadSpec]], Iterator[pa.Table]]
 
 @dataclass(frozen=True)
 class RowSource:
-    """A data set to be decoded.
-
-    Args:
-        reader: Reads and decodes.
-        manifest: The row groups to read.
-        task_rows: Maximum rows of one read task.
-    """
+    """A data set to be decoded, at most `task_rows` rows of it by one read task."""
 
     reader: Reader
     manifest: Manifest
@@ -331,11 +308,7 @@ class RowSource:
 
 
 def check_positions(table: pa.Table, expected: npt.NDArray[np.int64]) -> None:
-    """Checks that a table has exactly the expected rows in the expected order.
-
-    Raises:
-        DataError: It does not, so that rows would not be consumed exactly once.
-    """
+    """Raises DataError unless a table has exactly the expected rows in the expected order."""
     positions = fixed_array(table.column(POSITION), ArraySpec("<i8", ()))
     if not np.array_equal(positions, expected):
         raise DataError(
@@ -368,15 +341,7 @@ class _OpenGroup:
 
 
 class SliceReader:
-    """Reads large row groups in slices, each row group once from its beginning to its end.
-
-    Where several logical workers read the same row group at different rows, it is open once for each of them.
-
-    Args:
-        root: Folder (path or URI) that paths are relative to.
-        columns: Columns to read.
-        partitions: The columns that are in the names of folders.
-    """
+    """Reads large row groups in slices, each from its beginning to its end, once for every reading position."""
 
     def __init__(self, root: str, columns: list[str], partitions: Partitions) -> None:
         self._root = locate_data(root)
@@ -391,13 +356,9 @@ class SliceReader:
         return cls(reader.root, reader.columns, reader.partitions)
 
     def take(self, span: Span) -> pa.Table:
-        """Returns the rows of a span as they are stored.
+        """Returns the rows of a span as they are stored; raises DataError if the row group has fewer.
 
-        If they do not continue an earlier slice, it reads the row group from its beginning and skips the rows before
-        the span.
-
-        Raises:
-            DataError: The row group has fewer rows.
+        If they do not continue an earlier slice, it reads the row group from its beginning and skips the rows before.
         """
         group, table = read_with_retries(self._root / span.path, lambda: self._read_slice(span))
         group.next_row += span.rows
@@ -435,22 +396,14 @@ class SliceReader:
 
 
 class RowStream:
-    """A stream of tables of any size, from which tables of the wanted lengths are taken.
-
-    Args:
-        tables: The tables of read tasks.
-    """
+    """A stream of tables of any size, from which tables of the wanted lengths are taken."""
 
     def __init__(self, tables: Iterator[pa.Table]) -> None:
         self._tables = tables
         self._rest: pa.Table | None = None
 
     def take(self, rows: int) -> list[pa.Table]:
-        """Returns the next `rows` rows, in one or more tables.
-
-        Raises:
-            DataError: Fewer are left.
-        """
+        """Returns the next `rows` rows, in one or more tables; raises DataError if fewer are left."""
         parts: list[pa.Table] = []
         while rows:
             parts.append(self.next(rows))
@@ -458,11 +411,7 @@ class RowStream:
         return parts
 
     def next(self, max_rows: int) -> pa.Table:
-        """Returns the next table, or its first `max_rows` rows.
-
-        Raises:
-            DataError: There is none left.
-        """
+        """Returns the next table, or its first `max_rows` rows; raises DataError if there is none left."""
         table = self._rest if self._rest is not None else next(self._tables, None)
         if table is None:
             raise DataError(f"The read tasks ended {max_rows} rows too early; the data set changed while it was read.")
@@ -476,9 +425,7 @@ _LASTING_ERRORS = ("ACCESS_DENIED", "NO_SUCH_", "INVALID_ACCESS_KEY", "SIGNATURE
 
 
 def read_with_retries(file: DataLocation, read: Callable[[], T]) -> T:
-    """Returns the result of `read`, which reads `file`, and retries if the storage fails temporarily.
-
-    It retries for about half a minute.
+    """Returns the result of `read`, which reads `file`, and retries for half a minute if the storage fails temporarily.
 
     Raises:
         StorageError: The disk, the network or S3 still fails.

@@ -47,7 +47,6 @@ class MicroBatch(NamedTuple):
     """The rows of one logical worker in one step.
 
     Args:
-        logical_worker: The logical worker.
         rows: Number of rows; may be 0 in the last step of an epoch, or where all rows are bad.
         fields: Decoded fields, each (rows, ...).
         keys: Hash of (seed, epoch, row, repeat of the row in the epoch) per row for `Task.augment`, shape (rows,).
@@ -55,7 +54,6 @@ class MicroBatch(NamedTuple):
         positions: Manifest positions of the rows, shape (rows,).
         bad: The planned rows that cannot be decoded: the reason by manifest position. None of the fields above
             includes them.
-        num_skipped: Number of bad rows, repetitions counted.
     """
 
     logical_worker: int
@@ -72,9 +70,6 @@ class Window:
     """The rows of one shuffle window of one logical worker.
 
     Args:
-        order: The epoch's order.
-        logical_worker: The logical worker.
-        window: Number of the window in the epoch.
         fields: Storage that `index` points into.
         index: Indices of the window's rows in the storage, in the order of consumption, shape (rows,).
         positions: Manifest positions of these rows, shape (rows,).
@@ -125,14 +120,10 @@ class Window:
         self.is_prepared = False
 
     def prepare(self, min_steps: int, max_bytes: int) -> Window:
-        """Gathers micro-batches in advance and returns this window.
+        """Gathers all micro-batches, or those of `min_steps` if all exceed `max_bytes`; returns this window.
 
-        This runs in the thread that reads. During the first steps of a window that thread is busy with the next
-        window, and a gathering thread would wait for the interpreter lock in every step.
-
-        Args:
-            min_steps: Steps to gather, from the first one on, where the whole window has more than `max_bytes`.
-            max_bytes: Limit up to which all steps of the window are gathered.
+        This runs in the thread that reads. During the first steps of a window that thread is busy with the next window,
+        and a gathering thread would wait for the interpreter lock in every step.
         """
         steps = range(self._first_step, self._end)
         self.is_prepared = len(steps) * self.step_bytes <= max_bytes
@@ -225,11 +216,7 @@ class Windows(Protocol):
 
 
 class CachedWindows:
-    """Windows over a data set that is decoded in memory.
-
-    Args:
-        decoded: The data set; read-only views of shared memory are fine.
-    """
+    """Windows over a data set that is decoded in memory, possibly read-only views of shared memory."""
 
     def __init__(self, decoded: Decoded) -> None:
         self._fields, self._reasons = as_storage(decoded.arrays), decoded.reasons

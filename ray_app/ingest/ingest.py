@@ -67,34 +67,21 @@ _MAX_TASK_CHARS = 500
 
 
 def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None) -> Iterator[Any]:
-    """Calls `function` with every item in threads and yields the results in order.
+    """Calls `function` with every item in threads, by default one per CPU, and yields the results in order.
 
     Threads suffice, because decoding, compressing and reading release the interpreter lock.
-
-    Args:
-        function: The function.
-        items: Its arguments, one for each call.
-        threads: Number of threads; None: one per CPU.
     """
     if len(items) == 1:
         yield function(items[0])
         return
-    pool = ThreadPoolExecutor(threads or os.cpu_count(), "ingest")
-    try:
-        for future in [pool.submit(function, item) for item in items]:
-            yield future.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    with ThreadPoolExecutor(threads or os.cpu_count(), "ingest") as pool:
+        yield from pool.map(function, items)
 
 
 def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
     """Calls `function` with every item in Ray tasks of one CPU each, and yields the results in order.
 
-    The tasks run on the cluster that this process is connected to. A task runs again if its node is lost; if its
-    process dies, it runs three times in all.
-
-    Raises:
-        ProcessDiedError: The process of a task died again and again.
+    A task runs again if its node is lost; if its process dies, it runs three times in all, before ProcessDiedError.
     """
     import ray
 
@@ -136,44 +123,16 @@ It increases with every change of these, so that no ingest continues what an old
 """
 
 READERS: dict[str, Callable[[str, IngestOptions], base.FormatReader]] = {
-    "images": lambda path, options: Images(
-        locate_data(path), options.check, base.Limits(options.shard_rows, options.split_bytes)
-    ),
-    "csv": lambda path, options: Csv(
-        locate_data(path),
-        options.label,
-        options.on_bad_row == "skip",
-        options.split_bytes,
-        options.delimiter,
-        options.column_names,
-    ),
-    "jsonl": lambda path, options: JsonLines(
-        locate_data(path),
-        options.label,
-        options.columns,
-        options.ragged or [],
-        options.on_bad_row == "skip",
-        options.split_bytes,
-    ),
-    "numpy": lambda path, options: Numpy(locate_data(path), options.shard_rows),
+    "images": Images,
+    "csv": Csv,
+    "jsonl": JsonLines,
+    "numpy": Numpy,
     "idx": lambda path, options: Idx(locate_data(path), options.shard_rows),
     "cifar": lambda path, options: Cifar(locate_data(path)),
-    "webdataset": lambda path, options: WebDataset(
-        path, options.label, options.columns, options.check, options.split_bytes
-    ),
-    "tfrecord": lambda path, options: TFRecord(
-        path, options.label, options.columns, options.check, options.split_bytes
-    ),
-    "hf": lambda path, options: HuggingFace(
-        locate_data(path),
-        options.label,
-        options.columns,
-        options.ragged or [],
-        options.check,
-        options.on_bad_row == "skip",
-        options.split_bytes,
-    ),
-    "digits": lambda path, options: Digits(options.seed, options.held_out(["train", "eval"])),
+    "webdataset": WebDataset,
+    "tfrecord": TFRecord,
+    "hf": HuggingFace,
+    "digits": Digits,
 }
 
 
@@ -182,8 +141,6 @@ class PartSummary:
     """One data set: a folder of shards and the content of its `dataset.json`.
 
     Args:
-        path: Folder of the shards.
-        rows: Number of rows.
         classes: Class names by label, or None.
         class_counts: Rows by class name (by label where classes have no names), or None without labels.
         columns: By name: type, shape of one row, dtype, missing values.
@@ -206,10 +163,7 @@ class PartSummary:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The data sets that `ingest` made or reused.
-
-    These are one part with the name ""; or `train` and `eval`, possibly `test`; or the parts of the source.
-    """
+    """The data sets that `ingest` made or reused: "" alone, `train`, `eval`, `test`, or those of the source."""
 
     path: str
     parts: dict[str, PartSummary]
@@ -228,7 +182,6 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     folder appears complete or not at all. After an interruption the same call does what is left.
 
     Args:
-        options: The source, the target and how to write it.
         run: Runs the tasks, by default in threads of this process; the files do not depend on it.
 
     Raises:
@@ -285,10 +238,7 @@ def _path(out: str, side: str) -> str:
 
 
 def _made_from(options: IngestOptions, reader: base.FormatReader) -> dict[str, Any]:
-    """Returns everything that decides the output.
-
-    This is the options without paths, a digest of the files' names, sizes and times, and the layout of this version.
-    """
+    """Returns all that decides the output: options without paths, names, sizes and times of files, the layout."""
     chosen = {name: value for name, value in asdict(options).items() if name not in ("input", "out")}
     chosen["row_group_rows"] = options.limits[1]
     if options.source in ("digits", "idx", "cifar"):
@@ -297,19 +247,13 @@ def _made_from(options: IngestOptions, reader: base.FormatReader) -> dict[str, A
         chosen["tokenizer"] = Texts(options).digest
     sha = hashlib.sha256()
     for file in reader.files():
-        sha.update(
-            f"{_relative_name(file.location, options)}\0{file.size}\0{file.changed_ns}\n".encode(
-                errors="surrogateescape"
-            )
-        )
+        line = f"{_relative_name(file.location, options)}\0{file.size}\0{file.changed_ns}\n"
+        sha.update(line.encode(errors="surrogateescape"))
     return {"options": chosen, "source_digest": sha.hexdigest(), "layout": LAYOUT}
 
 
 def _relative_name(file: DataLocation, options: IngestOptions) -> str:
-    """Returns the name of a source's file below the input.
-
-    It is "." for the input itself, and the last part of the file's path if the input is a pattern.
-    """
+    """Returns a file's name below the input: "." for the input itself, its last part for a pattern."""
     root = locate_data(str(options.input))
     if file == root:
         return "."
@@ -346,11 +290,8 @@ def _write_all(
             part_records = [record for other in sides[part.name] for record in records[other]]
             kept = sum(file["rows"] for record in part_records for file in record[files])
             rows = kept + sum(len(refused[other]) for other in sides[part.name])
-            where = (
-                f"the side {side!r} of the split gets"
-                if len(sides[part.name]) > 1 and rows
-                else f"source {options.source!r} has"
-            )
+            is_split = len(sides[part.name]) > 1 and rows
+            where = f"the side {side!r} of the split gets" if is_split else f"source {options.source!r} has"
             raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
     runs = {side: records[side] for side, part in part_of.items() if not part.keeps_order}
     shuffled = _shuffle(runs, options, folder, run)
@@ -364,13 +305,8 @@ def _write_all(
         target = side_folder(folder, side)
         if refused[side] or part.skipped_files:
             put_atomic(target / "refused.jsonl", format_refused([*refused[side], *part.skipped_files]))
-        description = {
-            "format_version": FORMAT_VERSION,
-            "source": options.source,
-            **facts,
-            "parts": sorted(part_of),
-            "made_from": made_from,
-        }
+        description = {"format_version": FORMAT_VERSION, "source": options.source, **facts}
+        description |= {"parts": sorted(part_of), "made_from": made_from}
         shards = {shard["path"] for shard in facts["shards"]}
         files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
         read_footers(target, files_written, trusted=True).put(target)
@@ -380,12 +316,7 @@ def _write_all(
 def _write_input_splits(
     parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Counts]]]]:
-    """Runs the tasks of all input splits.
-
-    Returns:
-        What the input splits have written to each side, and the counts of the text columns of each part, both in the
-        order of the input splits.
-    """
+    """Runs the tasks of all input splits; returns the records of each side and text counts of each part, in order."""
     tasks = [
         InputSplitTask(part.name, number, input_split, sides[part.name], options, folder, part.keeps_order)
         for part in parts
@@ -407,20 +338,7 @@ def _write_input_splits(
 def _shuffle(
     records: dict[str, list[dict[str, Any]]], options: IngestOptions, folder: Location, run: base.Run
 ) -> dict[str, list[dict[str, Any]]]:
-    """Writes the rows of the runs of each side as shards in the order of their hashes.
-
-    Args:
-        records: What the input splits have written to each side.
-        options: The options of the ingest.
-        folder: The folder that is written.
-        run: Runs the tasks.
-
-    Returns:
-        The descriptions of each side's shards, in their order.
-
-    Raises:
-        StorageError: The shards have not as many rows as the runs.
-    """
+    """Writes the rows of the runs of each side as shards in the order of their hashes."""
     tasks = [task for side in records for task in make_bucket_tasks(side, records[side], options, folder)]
     buckets: dict[str, list[dict[str, Any]]] = {side: [] for side in records}
     for task, shards in zip(tasks, run(write_bucket, tasks), strict=True):
@@ -470,11 +388,7 @@ def ingest_arrays(
 
 
 def _to_numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
-    """Returns the values as an array of numbers, rows first.
-
-    Raises:
-        DataError: Values are missing or not numbers.
-    """
+    """Returns the values as an array of numbers, rows first."""
     try:
         array = np.ma.asarray(values) if isinstance(values, np.ma.MaskedArray) else np.asarray(values)
     except ValueError as error:

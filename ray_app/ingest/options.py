@@ -103,11 +103,8 @@ class IngestOptions:
     @property
     def limits(self) -> tuple[int, int, int]:
         """Maximum rows of a file, maximum rows of a row group, maximum bytes of a row group."""
-        return (
-            self.shard_rows,
-            self.row_group_rows or (_DIGITS_GROUP_ROWS if self.source == "digits" else _GROUP_ROWS),
-            self.row_group_bytes,
-        )
+        default = _DIGITS_GROUP_ROWS if self.source == "digits" else _GROUP_ROWS
+        return self.shard_rows, self.row_group_rows or default, self.row_group_bytes
 
 
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
@@ -140,15 +137,7 @@ def _is_delimiter(text: str) -> bool:
 
 
 def check_options(options: IngestOptions, sources: list[str]) -> None:
-    """Checks the options.
-
-    Args:
-        options: The options.
-        sources: The formats that can be read.
-
-    Raises:
-        ConfigError: An option has a value that is not allowed, or does not fit the others.
-    """
+    """Raises ConfigError for an option with a value that is not allowed, or that does not fit the others."""
     if options.source not in sources:
         raise ConfigError(f"source is {options.source!r}; allowed are {', '.join(sources)}.")
     if (options.source == "digits") == bool(options.input):
@@ -182,11 +171,7 @@ def check_options(options: IngestOptions, sources: list[str]) -> None:
 
 
 def _check_text(options: IngestOptions) -> None:
-    """Checks the options of text files and of texts.
-
-    Raises:
-        ConfigError: An option has a value that is not allowed, or does not fit the others.
-    """
+    """Checks the options of text files and of texts."""
     changed = [name for name in _TOKENIZER_OPTIONS if getattr(options, name) != getattr(IngestOptions, name)]
     if options.tokenizer is None and changed:
         raise ConfigError(

@@ -48,13 +48,16 @@ def make_scratch(folder: Location) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder if isinstance(folder, Path) else None)
 
 
+def has_files(folder: Location, described: list[dict[str, Any]]) -> bool:
+    """Returns whether a folder has files of the described paths and sizes."""
+    stored = [(find_file(folder / file["path"]), file["bytes"]) for file in described]
+    return all(file is not None and file.size == size for file, size in stored)
+
+
 def load_existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
     """Returns the content of each `dataset.json` in `out` by data set; None if `out` can be written.
 
-    All data sets in `out` must have been made from `made_from`.
-
-    Raises:
-        ConfigError: The folder holds something else.
+    Raises ConfigError unless all data sets in `out` were made from `made_from`.
     """
     if isinstance(out, Path) and out.exists() and not out.is_dir():
         raise _occupied_error(out, "is a file")
@@ -77,10 +80,7 @@ def _occupied_error(out: Location, reason: str) -> ConfigError:
 
 
 def _is_resumable(out: Location, inner: list[str], parts: dict[str, Any], made_from: dict[str, Any]) -> bool:
-    """Returns whether an ingest of the same options and files was interrupted in `out`.
-
-    This is possible only on S3, because only there an ingest writes into the target.
-    """
+    """Returns whether the same ingest was interrupted in `out`; only on S3 it writes into the target."""
     if isinstance(out, Path):
         return False
     begun = [read_json(side_folder(out, side) / UNFINISHED_MARKER) for side in ["", *inner] if side not in parts]
@@ -96,20 +96,15 @@ def _difference(out: Location, parts: dict[str, Any], made_from: dict[str, Any])
         if sorted(parts) != part.get("parts"):
             return f"holds {sorted(parts)} of the data sets {part.get('parts')}"
         before = part["made_from"]["options"]
-        changed = [
-            f"{key} {before[key]!r}, now {now[key]!r}"
-            for key in now
-            if before.setdefault(key, defaults[key]) != now[key]
-        ]
+        before = {key: before.get(key, defaults[key]) for key in now}
+        changed = [f"{key} {before[key]!r}, now {now[key]!r}" for key in now if before[key] != now[key]]
         if changed:
             return "was made with other options: " + ", ".join(changed)
         if part["made_from"]["source_digest"] != made_from["source_digest"]:
             return "its source has changed since (names, sizes or times of the files)"
         for shard in part["shards"]:
-            path = side_folder(out, name) / shard["path"]
-            file = find_file(path)
-            if file is None or file.size != shard["bytes"]:
-                return f"its shard {path} is missing or of another size"
+            if not has_files(side_folder(out, name), [shard]):
+                return f"its shard {side_folder(out, name) / shard['path']} is missing or of another size"
     return ""
 
 
@@ -118,11 +113,6 @@ def work_folder(out: Location, made_from: dict[str, Any], sides: list[str]) -> I
     """Opens the folder to write into, with what an interrupted ingest of `made_from` has finished.
 
     On a disk one process at a time has the folder, and folders that other options or files have left are removed.
-
-    Args:
-        out: The target.
-        made_from: Everything that decides the output.
-        sides: Names of the data sets that will be in it.
     """
     if isinstance(out, S3Path):
         for side in sides:
@@ -146,10 +136,7 @@ def work_folder(out: Location, made_from: dict[str, Any], sides: list[str]) -> I
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, for which it waits until no other process of this machine writes there.
-
-    The end of a process, however it ends, releases its lock.
-    """
+    """Holds the lock of a folder against other processes of this machine; the end of a process releases it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ray_app.data.arrays import is_number, is_text, spec_of_field
+from ray_app.data.arrays import is_list, is_number, is_ragged_list, is_text, spec_of_field
 from ray_app.data.bad_rows import find_missing_values
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.parquet_files import DataFile
@@ -34,43 +34,48 @@ from ray_app.storage.files import Location
 MAX_COUNTED_LABELS = 100_000
 
 
-class Shards:
-    """Cuts a stream of tables into files: `part-00000.parquet`, and if that is full `part-00000_001.parquet` and so on.
-
-    The cuts depend on the rows and the limits only, not on the sizes of the tables. A file gets its name when it is
-    finished.
+class RowWriter:
+    """Base of the writers of a stream of tables, `Shards` and `Runs`.
 
     Args:
         folder: Folder of the files; created here.
-        stem: Name of the first file without `.parquet`.
+        stem: Beginning of their names.
         scratch: Folder on a disk for the file that is being written; created here.
-        shard_rows: Maximum rows of one file.
-        row_group_rows: Maximum rows of one row group.
-        row_group_bytes: Maximum bytes of one row group before compression; a larger single row has one of its own.
     """
 
-    def __init__(
-        self, folder: Location, stem: str, scratch: Path, shard_rows: int, row_group_rows: int, row_group_bytes: int
-    ) -> None:
+    def __init__(self, folder: Location, stem: str, scratch: Path) -> None:
         if isinstance(folder, Path):
             folder.mkdir(exist_ok=True)
         scratch.mkdir(exist_ok=True)
         self._folder = folder
         self._stem = stem
         self._scratch = scratch
-        self._limits = (shard_rows, row_group_rows, row_group_bytes)
-        self._shards: list[dict[str, Any]] = []
+        self._files: list[dict[str, Any]] = []
         self._columns: dict[str, dict[str, Any]] = {}
-        self._labels: Counter[int] = Counter()
-        self._writer: pq.ParquetWriter | None = None
-        self._shard_rows = 0
         self._pending: list[pa.Table] = []
-        self._pending_rows = self._pending_bytes = 0
+        self._pending_bytes = 0
 
     @property
     def rows(self) -> int:
         """Rows of all finished files."""
-        return sum(shard["rows"] for shard in self._shards)
+        return sum(file["rows"] for file in self._files)
+
+
+class Shards(RowWriter):
+    """Cuts a stream of tables into files: `part-00000.parquet`, and if that is full `part-00000_001.parquet` and so on.
+
+    The cuts depend on the rows and the limits only, not on the sizes of the tables. A file gets its name when it is
+    finished. See `IngestOptions` for the limits.
+    """
+
+    def __init__(
+        self, folder: Location, stem: str, scratch: Path, shard_rows: int, row_group_rows: int, row_group_bytes: int
+    ) -> None:
+        super().__init__(folder, stem, scratch)
+        self._limits = (shard_rows, row_group_rows, row_group_bytes)
+        self._labels: Counter[int] = Counter()
+        self._writer: pq.ParquetWriter | None = None
+        self._shard_rows = self._pending_rows = 0
 
     def write(self, table: pa.Table) -> None:
         """Adds rows; a row group is written as soon as the next row does not fit into it."""
@@ -96,23 +101,18 @@ class Shards:
 
     def description(self) -> dict[str, Any]:
         """Returns the `shards`, `columns` and `labels` (rows by label; None: too many to count), plain JSON."""
-        labels = (
-            {str(label): rows for label, rows in self._labels.items()}
-            if len(self._labels) <= MAX_COUNTED_LABELS
-            else None
-        )
-        return {"shards": self._shards, "columns": self._columns, "labels": labels}
+        labels = None
+        if len(self._labels) <= MAX_COUNTED_LABELS:
+            labels = {str(label): rows for label, rows in self._labels.items()}
+        return {"shards": self._files, "columns": self._columns, "labels": labels}
 
     @property
     def _name(self) -> str:
         """The name of the file that is being written, or of the next one."""
-        return f"{self._stem}{f'_{len(self._shards):03d}' if self._shards else ''}.parquet"
+        return f"{self._stem}{f'_{len(self._files):03d}' if self._files else ''}.parquet"
 
     def _count_fitting(self, before: npt.NDArray[np.int64], start: int) -> int:
-        """Returns how many rows from `start` on fit into the row group, at least 1 if it is empty.
-
-        `before` has the bytes before each row.
-        """
+        """Returns how many rows from `start` on fit, at least 1 if it is empty, by the bytes `before` each."""
         shard_rows, row_group_rows, row_group_bytes = self._limits
         free_rows = min(row_group_rows, shard_rows - self._shard_rows) - self._pending_rows
         free_bytes = row_group_bytes - self._pending_bytes
@@ -121,8 +121,7 @@ class Shards:
 
     def _end_row_group(self) -> None:
         table = pa.concat_tables(self._pending).combine_chunks()
-        self._pending = []
-        self._pending_rows = 0
+        self._pending, self._pending_rows = [], 0
         self._pending_bytes = 0
         try:
             if self._writer is None:
@@ -146,14 +145,9 @@ class Shards:
         path = self._scratch / self._name
         footer = pq.read_metadata(path)
         assert footer.num_rows == self._shard_rows
-        description = {
-            "path": path.name,
-            "rows": footer.num_rows,
-            "row_groups": footer.num_row_groups,
-            "bytes": path.stat().st_size,
-        }
+        facts = {"rows": footer.num_rows, "row_groups": footer.num_row_groups, "bytes": path.stat().st_size}
         publish(path, self._folder / path.name)
-        self._shards.append(description)
+        self._files.append({"path": path.name} | facts)
         self._writer, self._shard_rows = None, 0
 
     def _describe(self, table: pa.Table) -> None:
@@ -170,11 +164,6 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_string(kind))
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    """Returns whether values are lists of any length, of numbers or of lists of one size: tokens, boxes."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
 def _item_bytes(kind: pa.DataType) -> int:
     """Returns the bytes of a number, or of a list of one size."""
     if pa.types.is_fixed_size_list(kind):
@@ -185,7 +174,7 @@ def _item_bytes(kind: pa.DataType) -> int:
 def _leaf(column: pa.Field) -> str:
     """Returns the path of the numbers of a column of lists in a Parquet schema."""
     name, kind = column.name, column.type
-    while _is_list(kind) or pa.types.is_fixed_size_list(kind):
+    while is_list(kind):
         name, kind = f"{name}.list.element", kind.value_type
     return str(name)
 
@@ -196,7 +185,7 @@ def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
     for column in table.columns:
         if _is_bytes(column.type):
             total += pc.fill_null(pc.binary_length(column), 0).to_numpy()
-        elif _is_list(column.type):
+        elif is_ragged_list(column.type):
             total += pc.list_value_length(column).to_numpy().astype(np.int64) * _item_bytes(column.type.value_type)
         else:
             total += _item_bytes(column.type)
@@ -211,7 +200,7 @@ def column_facts(column: pa.Field) -> dict[str, Any]:
     """
     if spec := spec_of_field(column):
         return {"type": "array", "shape": list(spec.shape), "dtype": np.dtype(spec.dtype).name, "nulls": 0}
-    if _is_bytes(column.type) or _is_list(column.type):
+    if _is_bytes(column.type) or is_ragged_list(column.type):
         return {"type": str(column.type), "shape": None, "dtype": None, "nulls": 0}
     dtype = np.dtype(column.type.to_pandas_dtype()).name if is_number(column.type) else None
     return {"type": str(column.type), "shape": [], "dtype": dtype, "nulls": 0}
@@ -223,15 +212,13 @@ def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     Plain columns except `row_id` have dictionaries; plain columns and lists have statistics. Encoded images are not
     compressed, because they are compressed already.
     """
-    plain = [
-        f.name for f in schema if spec_of_field(f) is None and not pa.types.is_binary(f.type) and not _is_list(f.type)
-    ]
-    lists = {_leaf(f): "ZSTD" for f in schema if _is_list(f.type)}
+    flat = [f for f in schema if not is_ragged_list(f.type)]
+    plain = [f.name for f in flat if spec_of_field(f) is None and not pa.types.is_binary(f.type)]
+    lists = {_leaf(f): "ZSTD" for f in schema if is_ragged_list(f.type)}
     return pq.ParquetWriter(
         path,
         schema,
-        compression={f.name: "NONE" if pa.types.is_binary(f.type) else "ZSTD" for f in schema if not _is_list(f.type)}
-        | lists,
+        compression={f.name: "NONE" if pa.types.is_binary(f.type) else "ZSTD" for f in flat} | lists,
         use_dictionary=[name for name in plain if name != "row_id"],
         write_statistics=[*plain, *lists],
     )
@@ -245,17 +232,7 @@ _BUFFER_BYTES = 4 << 20
 def merge_descriptions(
     part: Part, descriptions: list[dict[str, Any]], refused: int, notes: list[str]
 ) -> dict[str, Any]:
-    """Returns the facts of one side of a part.
-
-    Args:
-        part: The part.
-        descriptions: The descriptions of its shards, see `Shards.description`, in their order.
-        refused: Number of rows that were left out.
-        notes: Notes about the part's columns.
-
-    Raises:
-        DataError: Shards have different columns.
-    """
+    """Returns the facts of one side of a part; raises DataError if shards have different columns."""
     shards = [shard for description in descriptions for shard in description["shards"]]
     rows = sum(shard["rows"] for shard in shards)
     return {
@@ -291,14 +268,9 @@ def _class_counts(part: Part, descriptions: list[dict[str, Any]]) -> dict[str, i
 
 
 def merge_columns(descriptions: list[dict[str, Any]], files: str) -> dict[str, Any]:
-    """Returns the columns of all descriptions, with the missing values added up.
+    """Returns the columns of all descriptions, with the missing values added up; raises DataError if they differ.
 
-    Args:
-        descriptions: The descriptions of input splits or buckets.
-        files: Key of the list of files in a description: `shards` or `runs`; one without files is left out.
-
-    Raises:
-        DataError: The columns differ.
+    `files` is the key of the files in a description, `shards` or `runs`; a description without files is left out.
     """
     columns: dict[str, Any] = {}
     for description in descriptions:
@@ -317,11 +289,7 @@ def merge_columns(descriptions: list[dict[str, Any]], files: str) -> dict[str, A
 
 
 def describe_parquet(path: str) -> dict[str, Any]:
-    """Returns the facts of a file or folder of Parquet that is trained on as it is.
-
-    Raises:
-        DataError: It cannot be trained on.
-    """
+    """Returns the facts of Parquet that is trained on as it is; raises DataError if it cannot be trained on."""
     dataset = open_dataset(path)
     facts, manifest = dataset.facts, dataset.manifest
     missing = _count_missing(dataset)
@@ -345,13 +313,7 @@ def describe_parquet(path: str) -> dict[str, Any]:
 
 
 def _count_missing(dataset: Dataset) -> dict[str, int]:
-    """Returns the number of rows with a missing value by column.
-
-    It reads all pages once, so that it refuses a damaged one.
-
-    Raises:
-        DataError: A page is damaged, or has another checksum.
-    """
+    """Returns the rows with a missing value by column; it reads all pages, so it refuses a damaged one."""
     manifest, names = dataset.manifest, list(dataset.facts.columns)
     missing = dict.fromkeys(names, 0)
     for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
@@ -431,11 +393,7 @@ class TextColumns:
 
 
 def make_notes(split_counts: list[dict[str, Counts]]) -> list[str]:
-    """Returns a sentence about each column of text that consists mostly of numbers or booleans.
-
-    Args:
-        split_counts: The counts of `TextColumns` for the input splits of a source, in their order.
-    """
+    """Returns a sentence about each column of text that consists mostly of numbers or booleans."""
     notes = []
     for name in dict.fromkeys(name for counts in split_counts for name in counts):
         parts = [counts[name] for counts in split_counts if name in counts]

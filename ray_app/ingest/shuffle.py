@@ -1,10 +1,8 @@
 """The shuffle of an ingest: it puts rows into the order of a hash of their ids, however sorted the source is.
 
-Training shuffles rows within windows; after this shuffle a window is a random sample of the data set.
-
-Two stages of tasks bound the memory, and the order depends on the rows alone. The input splits write runs: files of
-some rows in the order of their hashes. Then each bucket, a range of hashes, reads its rows from all runs and writes
-shards.
+Training shuffles rows within windows; after this shuffle a window is a random sample of the data set. Two stages of
+tasks bound the memory. The input splits write runs: files of some rows in the order of their hashes. Then each bucket,
+a range of hashes, reads its rows from all runs and writes shards.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ import pyarrow as pa
 
 from ray_app.errors import DataError, StorageError
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.output_folder import RECORDS, RUNS, make_scratch, side_folder
-from ray_app.ingest.shards import Shards, column_facts, row_bytes
-from ray_app.storage.data_files import find_file, publish, to_arrow
+from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
+from ray_app.ingest.shards import RowWriter, Shards, column_facts, row_bytes
+from ray_app.storage.data_files import publish, to_arrow
 from ray_app.storage.files import Location, put_json, read_json
 
 RUN_BYTES = 64 << 20
@@ -44,40 +42,11 @@ _HASH_END = 1 << 63
 Int64 = npt.NDArray[np.int64]
 
 
-class Runs:
-    """Writes a stream of tables as runs: files of rows in the order of their hashes.
-
-    The metadata of a file has the first hash of each batch.
-
-    Args:
-        folder: Folder of the files; created here.
-        stem: Prefix of their names.
-        scratch: Folder on a disk for the file that is being written; created here.
-    """
-
-    def __init__(self, folder: Location, stem: str, scratch: Path) -> None:
-        if isinstance(folder, Path):
-            folder.mkdir(exist_ok=True)
-        scratch.mkdir(exist_ok=True)
-        self._folder = folder
-        self._stem = stem
-        self._scratch = scratch
-        self._runs: list[dict[str, Any]] = []
-        self._columns: dict[str, dict[str, Any]] = {}
-        self._pending: list[pa.Table] = []
-        self._pending_bytes = 0
-
-    @property
-    def rows(self) -> int:
-        """Rows of all finished files."""
-        return sum(run["rows"] for run in self._runs)
+class Runs(RowWriter):
+    """Writes rows as runs: files in the order of hashes, with the first hash of each batch in the metadata."""
 
     def write(self, table: pa.Table) -> None:
-        """Adds rows.
-
-        Raises:
-            DataError: A column is of another type than before.
-        """
+        """Adds rows; raises DataError if a column is of another type than before."""
         for column in table.schema:
             facts = column_facts(column)
             total = self._columns.setdefault(column.name, facts)
@@ -99,7 +68,7 @@ class Runs:
 
     def description(self) -> dict[str, Any]:
         """Returns the `runs` and `columns`, plain JSON."""
-        return {"runs": self._runs, "columns": self._columns}
+        return {"runs": self._files, "columns": self._columns}
 
     def _end_run(self) -> None:
         table = pa.concat_tables(self._pending, promote_options="default").combine_chunks()
@@ -110,12 +79,12 @@ class Runs:
         parts = list(_cut(order, sizes))
         table = table.append_column(_HASH, pa.array(hashes))
         first = json.dumps([int(hashes[part[0]]) for part in parts]).encode()
-        path = self._scratch / f"{self._stem}-{len(self._runs):03d}.arrow"
+        path = self._scratch / f"{self._stem}-{len(self._files):03d}.arrow"
         schema = table.schema.with_metadata({_FIRST_HASHES: first})
         with pa.ipc.new_file(path, schema) as file:
             for part in parts:
                 file.write_table(table.take(part).combine_chunks())
-        self._runs.append(
+        self._files.append(
             {"path": path.name, "rows": len(order), "row_bytes": int(sizes.sum()), "bytes": path.stat().st_size}
         )
         publish(path, self._folder / path.name)
@@ -138,17 +107,7 @@ def _cut(order: Int64, sizes: Int64) -> Iterator[Int64]:
 
 @dataclass(frozen=True)
 class BucketTask:
-    """The task that writes the rows of a side in a range of hashes as shards; pickled to the process that runs it.
-
-    Args:
-        side: Data set that the rows go to.
-        number: Number of the bucket.
-        low: Smallest hash of the range.
-        high: End of the range, not included.
-        runs: Names of the side's runs, in the order of the source.
-        options: Options of the ingest.
-        folder: Folder that the ingest writes.
-    """
+    """The task that writes the rows of a side with hashes in [low, high) as shards; pickled."""
 
     side: str
     number: int
@@ -167,14 +126,7 @@ class BucketTask:
 def make_bucket_tasks(
     side: str, records: list[dict[str, Any]], options: IngestOptions, folder: Location
 ) -> list[BucketTask]:
-    """Returns the tasks that write the runs of a side as shards.
-
-    Args:
-        side: The side.
-        records: What the input splits have written to the side, in their order.
-        options: Options of the ingest.
-        folder: Folder that the ingest writes.
-    """
+    """Returns the tasks that write the runs of a side as shards."""
     runs = [run for record in records for run in record["runs"]]
     count = max(1, -(-sum(run["row_bytes"] for run in runs) // BUCKET_BYTES))
     bounds = [_HASH_END * i // count for i in range(count + 1)]
@@ -183,16 +135,10 @@ def make_bucket_tasks(
 
 
 def write_bucket(task: BucketTask) -> dict[str, Any]:
-    """Writes a bucket as shards and returns their description; only returns it where the bucket was written before.
-
-    Raises:
-        StorageError: A run is gone or damaged.
-    """
+    """Writes a bucket as shards, unless it was written before, and returns their description."""
     side = side_folder(task.folder, task.side)
     record: dict[str, Any] | None = read_json(task.record)
-    if record is not None and all(
-        (stored := find_file(side / shard["path"])) and stored.size == shard["bytes"] for shard in record["shards"]
-    ):
+    if record is not None and has_files(side, record["shards"]):
         return record
     parts = [part for name in task.runs for part in _read_run(task.folder / RUNS / name, task.low, task.high)]
     with make_scratch(task.folder) as scratch:
@@ -222,11 +168,7 @@ def _between(table: pa.Table, low: int, high: int) -> pa.Table:
 
 
 def _read_run(run: Location, low: int, high: int) -> list[pa.Table]:
-    """Returns the rows of a run with hashes in [low, high), in their order.
-
-    Raises:
-        StorageError: The run is gone or damaged.
-    """
+    """Returns the rows of a run with hashes in [low, high), in their order."""
     try:
         with closing(_open_run(run)) as source:
             file = pa.ipc.open_file(source)

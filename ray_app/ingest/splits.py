@@ -16,14 +16,14 @@ import pyarrow.compute as pc
 
 from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.output_folder import RECORDS, RUNS, make_scratch, side_folder
+from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.shards import Shards, TextColumns
 from ray_app.ingest.shuffle import Runs
-from ray_app.ingest.tokenize import Packed, Texts
-from ray_app.storage.data_files import find_file
+from ray_app.ingest.tokenize import Packed, Texts, without_rows
 from ray_app.storage.files import Location, put_json, read_json
 
+_NO_LABEL = "no label; every row needs an integer"
 Record = dict[str, Any]
 """Record of an input split, plain JSON.
 
@@ -37,12 +37,7 @@ class InputSplitTask:
     """The task of one input split; pickled to the process that runs it.
 
     Args:
-        part: Name of the part that the input split belongs to.
-        number: Number of the input split in its part.
-        input_split: The input split.
         sides: Data sets that its rows go to: the part alone, or `train` and `eval`.
-        options: Options of the ingest.
-        folder: Folder to write into.
         keeps_order: Whether its rows keep their order; otherwise they are shuffled with those of the other input
             splits.
     """
@@ -65,22 +60,14 @@ class InputSplitTask:
 
 
 class Refusals:
-    """Collects the rows of an input split that cannot be used.
-
-    Args:
-        options: The options, which decide whether rows may be left out, and how many.
-    """
+    """Collects the rows of an input split that cannot be used."""
 
     def __init__(self, options: IngestOptions) -> None:
         self._options = options
         self.rows: list[tuple[str, str]] = []
 
     def __call__(self, row_id: str, reason: str) -> None:
-        """Adds a row by its id, with the reason why it is refused.
-
-        Raises:
-            DataError: No row, or no further one, may be left out.
-        """
+        """Adds a row by its id and the reason; raises DataError if no row, or no further one, may be left out."""
         reason = remove_addresses(reason)
         if self._options.on_bad_row == "fail":
             raise DataError(
@@ -92,11 +79,7 @@ class Refusals:
 
 
 def check_refused_count(refused: int, options: IngestOptions, row_id: str, reason: str) -> None:
-    """Checks that not more rows are refused than the options allow.
-
-    Raises:
-        DataError: There are more; the message names the last of them.
-    """
+    """Raises DataError if more rows are refused than the options allow; the message names the last of them."""
     if refused > options.max_bad_rows:
         raise DataError(
             f"{options.input}: more than max_bad_rows={options.max_bad_rows} rows cannot be used; one more is {row_id}:"
@@ -156,20 +139,13 @@ def load_finished_record(task: InputSplitTask) -> Record | None:
         return None
     for side, description in record["sides"].items():
         folder = side_folder(task.folder, side) if task.keeps_order else task.folder / RUNS
-        for file in description["shards" if task.keeps_order else "runs"]:
-            stored = find_file(folder / file["path"])
-            if stored is None or stored.size != file["bytes"]:
-                return None
+        if not has_files(folder, description["shards" if task.keeps_order else "runs"]):
+            return None
     return record
 
 
 def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refuse) -> pa.Table:
-    """Returns the table with its final names, and with `label` as int64 without missing values.
-
-    Raises:
-        ConfigError: A name is unknown or used twice.
-        DataError: A label is missing or not an integer.
-    """
+    """Returns the table with its final names, and with `label` as int64 without missing values."""
     before = table.column_names[1:]
     names = ["row_id", *(rename.get(name, name) for name in before)]
     if not rename.keys() <= set(before):
@@ -188,11 +164,7 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refu
             f"the column `label` is of type {kind}; allowed are integers. Name a column of strings with the option "
             "label (csv, jsonl), or rename a column of numbers to 'target' for regression."
         )
-    if table["label"].null_count:
-        missing = table["label"].is_null()
-        for row_id in table["row_id"].filter(missing).to_pylist():
-            refuse(row_id, "no label; every row needs an integer")
-        table = table.filter(pc.invert(missing))
+    table = without_rows(table, table["label"].is_null(), refuse, _NO_LABEL)
     if pa.types.is_uint64(kind):
         too_large = pc.greater(table["label"], pa.scalar(2**63 - 1, kind))
         refused = table.filter(too_large).select(["row_id", "label"]).to_pydict()
@@ -204,18 +176,12 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refu
 
 
 def _to_integer_label(table: pa.Table, refuse: base.Refuse) -> pa.Table:
-    """Returns the table with a label of floating type converted to int64, without the rows that have no label.
-
-    Raises:
-        DataError: A label is not a whole number.
-    """
+    """Returns the table with a label of floating type converted to int64, without the rows that have no label."""
     labels = table["label"]
     if not pa.types.is_floating(labels.type):
         return table
     missing = pc.or_kleene(pc.is_null(labels), pc.fill_null(pc.is_nan(labels), True))
-    for row_id in table["row_id"].filter(missing).to_pylist():
-        refuse(row_id, "no label; every row needs an integer")
-    table = table.filter(pc.invert(missing))
+    table = without_rows(table, missing, refuse, _NO_LABEL)
     labels = table["label"].cast(pa.float64())
     # Above 2**53 a float may stand for another integer than the one that was written.
     is_integer = pc.and_(pc.equal(pc.trunc(labels), labels), pc.less_equal(pc.abs(labels), 2.0**53))

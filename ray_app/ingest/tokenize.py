@@ -28,11 +28,15 @@ _BATCH_TEXTS = 256
 """Number of texts that are encoded together."""
 
 
+def without_rows(table: pa.Table, bad: pa.Array | pa.ChunkedArray, refuse: base.Refuse, reason: str) -> pa.Table:
+    """Refuses the rows of a mask, (rows,), and returns the others."""
+    for row_id in table["row_id"].filter(bad).to_pylist():
+        refuse(row_id, reason)
+    return table.filter(pc.invert(bad))
+
+
 class Texts:
     """Encodes the column of texts of an ingest.
-
-    Args:
-        options: Options with a `tokenizer`.
 
     Raises:
         ConfigError: The library is not installed, the file is not a tokenizer, or it lacks the token `end_of_text`.
@@ -69,9 +73,7 @@ class Texts:
     def encode(self, table: pa.Table, refuse: base.Refuse) -> pa.Table:
         """Returns the table with the column `tokens` (lists of int32) instead of texts; refuses rows without a text.
 
-        Raises:
-            DataError: The table has no column of texts.
-            ConfigError: Another column has the name of the tokens.
+        Raises DataError without a column of texts, and ConfigError if another column has the name of the tokens.
         """
         name = self._options.text
         if name not in table.column_names:
@@ -88,16 +90,12 @@ class Texts:
                 f"the column {name!r} becomes {TOKENS!r}, but there is another one of that name. Give it a name by"
                 f" rename."
             )
-        for row_id in table["row_id"].filter(pc.is_null(table[name])).to_pylist():
-            refuse(row_id, f"no {name}; every row needs a text")
-        table = table.filter(pc.is_valid(table[name]))
+        table = without_rows(table, pc.is_null(table[name]), refuse, f"no {name}; every row needs a text")
         token_ids = self._encode(table[name].to_pylist())
         lengths = np.array([len(ids) for ids in token_ids], np.int64)
         if not self._options.pack:
-            for row_id in table["row_id"].filter(pa.array(lengths == 0)).to_pylist():
-                refuse(row_id, f"the tokenizer makes no token of its {name}")
+            table = without_rows(table, pa.array(lengths == 0), refuse, f"the tokenizer makes no token of its {name}")
             token_ids = [ids for ids in token_ids if len(ids)]
-            table = table.filter(pa.array(lengths > 0))
         tokens = _to_lists(
             np.concatenate([*token_ids, np.empty(0, np.int32)]), np.array([len(ids) for ids in token_ids], np.int64)
         )
@@ -121,10 +119,6 @@ class Packed:
 
     The last block may be shorter. The id of a block names the text and the token in it at which the block begins:
     `a.jsonl:17@384`.
-
-    Args:
-        sink: Writer of the blocks.
-        length: Number of tokens of a block.
     """
 
     def __init__(self, sink: Runs, length: int) -> None:

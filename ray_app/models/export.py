@@ -46,11 +46,7 @@ _READ_MB = 64.0
 
 
 def refuse_taken(folder: Path, overwrite: bool) -> None:
-    """Refuses a folder for an export that must not be replaced.
-
-    Raises:
-        ConfigError: The folder exists without `overwrite`, or is not an export.
-    """
+    """Raises ConfigError for a folder that exists without `overwrite`, or that is not an export."""
     if not (folder.exists() or folder.is_symlink()):
         return
     if not overwrite:
@@ -71,20 +67,9 @@ def write_export(
     source: dict[str, Any],
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Writes a model to a folder, which appears complete or not at all.
+    """Writes a model to a folder, which appears complete or not at all; returns the content of `export.json`.
 
     A folder that is replaced is missing for a moment.
-
-    Args:
-        task: See `write_files`.
-        model: See `write_files`.
-        example: See `write_files`.
-        folder: The folder of the export.
-        source: The origin of the model, for `export.json`.
-        overwrite: Whether to replace an existing export.
-
-    Returns:
-        The content of `export.json`.
 
     Raises:
         ConfigError: See `refuse_taken`.
@@ -98,13 +83,8 @@ def write_export(
         files = write_files(task, model, example, temporary)
         with user_code(lambda: "writing an export"):
             task.export_files(model, temporary)
-        stored = {
-            "format": files.format,
-            "outputs": files.outputs,
-            "refused": list(files.refused),
-            "libraries": sorted(files.libraries),
-        }
-        described = source | stored | {"files": _digests(temporary)}
+        described = source | {"format": files.format, "outputs": files.outputs, "refused": list(files.refused)}
+        described |= {"libraries": sorted(files.libraries), "files": _digests(temporary)}
         (temporary / EXPORT).write_text(to_json(described, indent=1))
         refuse_taken(folder, overwrite)
         if folder.exists():
@@ -147,9 +127,6 @@ def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
 
     It imports the class of the task by its name: load only an export that you trust.
 
-    Args:
-        folder: See `load_model`.
-
     Returns:
         The prepared task, and its model with the exported parameters, on the CPU and in training mode.
 
@@ -186,12 +163,7 @@ def read_rows(task: Task, path: str) -> Batch:
 
 
 def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
-    """Decodes a whole data set in this process; see `read_rows`.
-
-    Args:
-        task, path: See `read_rows`.
-        targets: Whether to read the columns that `Task.targets` names; otherwise they are decoded from zeros.
-    """
+    """Decodes a whole data set in this process, see `read_rows`; without `targets` these are zeros."""
     dataset, unread = open_dataset(path), WithoutTargets(task)
     columns, decode = (task.columns(), task.decode) if targets else (unread.columns, unread)
     refuse_other_schema(task.data_schema, dataset.facts, path, "what the model was trained on")
@@ -237,32 +209,19 @@ def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_origin(folder: Path) -> dict[str, Any] | None:
-    """Returns the content of `export.json`, None if there is none, as in a downloaded version.
-
-    Raises:
-        RegistryError: The file is damaged.
-    """
-    file = folder / EXPORT
-    return (
-        _read_object(file, {"run": str, "step": int, "params_digest": str, "files": dict}) if file.is_file() else None
-    )
+    """Returns the content of `export.json`, None if there is none; raises RegistryError if it is damaged."""
+    file, fields = folder / EXPORT, {"run": str, "step": int, "params_digest": str, "files": dict}
+    return _read_object(file, fields) if file.is_file() else None
 
 
 def _read_object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
-    """Reads a JSON object with required fields.
-
-    Raises:
-        RegistryError: The file is not JSON, or lacks a field.
-    """
+    """Reads a JSON object with required fields."""
     try:
         content = json.loads(file.read_text())
     except ValueError as error:
         raise RegistryError(f"{file} is damaged: {error}.") from error
-    wrong = sorted(
-        name
-        for name, kind in fields.items()
-        if not isinstance(content, dict) or not isinstance(content.get(name), kind)
-    )
+    values = content if isinstance(content, dict) else {}
+    wrong = sorted(name for name, kind in fields.items() if not isinstance(values.get(name), kind))
     if wrong:
         raise RegistryError(f"{file} is damaged: it does not say {', '.join(wrong)}.")
     return content
@@ -292,13 +251,8 @@ class Packaged:
     """A packaged model.
 
     Args:
-        called: Its name in messages.
-        source: Name and version, or the run and the step that it was exported from.
         format: The format of its model: `torch.export` or `safetensors`.
         inputs: Name, dtype and shape of one row of every input.
-        params_digest: Digest of the parameters that were registered.
-        class_path: Class of the task.
-        settings: Settings of the prepared task.
         weights: Content of `model.pt2` or `model.safetensors`.
     """
 
@@ -313,16 +267,7 @@ class Packaged:
 
 
 def fetch_package(uri: str, model: str) -> Packaged:
-    """Downloads a version of a registered model.
-
-    Args:
-        uri: MLflow tracking URI.
-        model: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
-
-    Raises:
-        ConfigError: There is no such version, or ray_app did not package it.
-        Exception: Whatever MLflow raises, mostly because it cannot be reached.
-    """
+    """Downloads `models:/NAME@ALIAS` or `models:/NAME/VERSION`; raises ConfigError if ray_app did not package it."""
     version = resolve_version(uri, model)
     with tempfile.TemporaryDirectory() as temporary:
         try:
@@ -339,12 +284,7 @@ def is_export(model: str) -> bool:
 
 
 def read_export(folder: str) -> Packaged:
-    """Reads an exported model, or a downloaded version of a registered one.
-
-    Raises:
-        ConfigError: The folder is not an export.
-        RegistryError: Its files differ from those that were exported.
-    """
+    """Reads an export, or a downloaded version; raises ConfigError for others, RegistryError for changed files."""
     path = Path(folder).expanduser()
     data, described = check_export(path)
     origin = read_origin(path)
@@ -353,27 +293,15 @@ def read_export(folder: str) -> Packaged:
 
 
 def _read_package(data: Path, called: str, source: dict[str, Any], digest: str) -> Packaged:
-    """Reads a package from its folder with `package.json`, without loading its parameters.
-
-    Raises:
-        ConfigError: The package lacks what a prediction needs.
-    """
+    """Reads a package from its folder with `package.json`, without loading its parameters."""
     try:
         described = loader.describe(data)
         stored, form = described["task"], described["format"]
         if stored["settings"] is None:
             raise KeyError("the settings of its task")
         weights = (data / _FILES[form]).read_bytes()
-        return Packaged(
-            called=called,
-            source=source,
-            format=form,
-            inputs=described["inputs"],
-            params_digest=digest,
-            class_path=stored["class_path"],
-            settings=stored["settings"],
-            weights=weights,
-        )
+        class_path, settings = stored["class_path"], stored["settings"]
+        return Packaged(called, source, form, described["inputs"], digest, class_path, settings, weights)
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{called} cannot be predicted with, its package lacks {error}: it comes from something else, from an older"

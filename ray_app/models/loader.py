@@ -63,13 +63,7 @@ _ALLOWED_SIZE_NODES += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type:
 
 
 class Served(nn.Module):
-    """A task's `forward` as a module of tensors.
-
-    Args:
-        task: The prepared task.
-        model: Its model.
-        names: Decoded fields in the order of the arguments of `forward`.
-    """
+    """A task's `forward` as a module of tensors, which are the decoded fields of these names."""
 
     def __init__(self, task: Any, model: nn.Module, names: list[str]) -> None:
         super().__init__()
@@ -83,23 +77,17 @@ class Served(nn.Module):
 
 
 class Predictor:
-    """Predicts from arrays to arrays; MLflow calls it.
-
-    Args:
-        module: The loaded module.
-        inputs: Name, dtype and shape of one row of every input.
-    """
+    """Predicts from arrays to arrays; an input has name, dtype and shape of one row. MLflow calls it."""
 
     def __init__(self, module: nn.Module, inputs: list[dict[str, Any]]) -> None:
         self.module, self._inputs = module, inputs
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
-        """Predicts a batch.
+        """Predicts a batch; MLflow's `params` are ignored.
 
         Args:
             data: One input: an array (rows, ...), or a table of numbers. Several: a dictionary, or a table with an
                 array in every cell.
-            params: Ignored; part of MLflow's interface.
 
         Returns:
             The task's outputs as an array (rows, ...); a dictionary of arrays if there are several.
@@ -149,11 +137,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
 
 
 def name_outputs(outputs: Any) -> list[tuple[str, Tensor]]:
-    """Returns the tensors of a task's outputs with their names; a single tensor has the empty name.
-
-    Raises:
-        ValueError: The outputs are not a tensor, a dictionary or a sequence of tensors.
-    """
+    """Returns tensors with their names, "" for a single one; raises ValueError for other outputs."""
     if isinstance(outputs, Tensor):
         return [("", outputs)]
     pairs = list(outputs.items()) if isinstance(outputs, dict) else []
@@ -168,21 +152,13 @@ def name_outputs(outputs: Any) -> list[tuple[str, Tensor]]:
 
 
 def load_exported(archive: Path) -> torch.export.ExportedProgram:
-    """Loads an archive of `torch.export.save`, unless loading would execute something in it.
-
-    Raises:
-        ValueError: Loading would execute something; the message names it.
-    """
+    """Loads an archive of `torch.export.save`; raises ValueError if loading would execute something in it."""
     refuse_code(archive)
     return torch.export.load(archive)
 
 
 def refuse_code(archive: Path) -> None:
-    """Refuses an archive of `torch.export.save` with contents that `torch.export.load` would unpickle or evaluate.
-
-    Raises:
-        ValueError: The archive has such contents; the message names them.
-    """
+    """Raises ValueError for an archive with contents that `torch.export.load` would unpickle or evaluate."""
     try:
         file = zipfile.ZipFile(archive)
     except zipfile.BadZipFile as error:
@@ -264,11 +240,7 @@ def _is_size(text: str) -> bool:
 
 
 def _restore_task_module(folder: Path) -> nn.Module:
-    """Restores the task from its settings and the packaged code, and loads the weights into its model.
-
-    Raises:
-        ValueError: Another module with the name of a packaged one is imported.
-    """
+    """Restores the task from its settings and the packaged code, and loads the weights into its model."""
     import safetensors.torch
 
     stored = json.loads((folder / TASK).read_text())

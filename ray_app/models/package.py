@@ -23,8 +23,9 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,23 +48,14 @@ _LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class Sources:
-    """The source files and libraries that a module needs.
-
-    Args:
-        files: The file of every module that is not installed, by the module's dotted name; packages included.
-        libraries: Top-level names of the installed libraries that these files import.
-    """
+    """The files that a module needs, by dotted names, packages included, and the libraries that it imports."""
 
     files: dict[str, Path]
     libraries: set[str]
 
 
 def sources_of(module: str) -> Sources:
-    """Returns the source files and libraries of a module that can be shipped with a model.
-
-    Raises:
-        RegistryError: The module has no source file, or its code needs Ray.
-    """
+    """Returns files and libraries to ship with a model; raises RegistryError without a file, or if it imports Ray."""
     sources = follow_imports(module)
     if module not in sources.files:
         raise RegistryError(
@@ -77,12 +69,7 @@ def sources_of(module: str) -> Sources:
 
 
 def follow_imports(module: str, ours: bool = True) -> Sources:
-    """Follows the imports of a module anywhere in its code except under `TYPE_CHECKING`, without running it.
-
-    Args:
-        module: Dotted name of an importable module.
-        ours: Whether files of ray_app count as not installed.
-    """
+    """Follows the imports of a module anywhere in its code except under `TYPE_CHECKING`, without running it."""
     files: dict[str, Path] = {}
     libraries: set[str] = set()
     todo = _module_and_parents(module)
@@ -151,11 +138,7 @@ def _imported_names(module: str, file: Path) -> set[str]:
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = (
-                importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-                if node.level
-                else node.module or ""
-            )
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             imported.add(base)
             if base.partition(".")[0] not in sys.stdlib_module_names and _is_shippable(base.partition(".")[0]):
                 imported |= {
@@ -172,25 +155,32 @@ _TOLERANCES = {"rtol": 1e-5, "atol": 1e-6}
 
 
 @dataclass(frozen=True)
-class Files:
-    """The folders `data/model` and `code` of a package.
+class Package:
+    """A packaged model.
 
     Args:
-        folder: The folder of both folders.
+        folder: The folder of the MLflow model, or of its folders `data/model` and `code` alone.
         format: The format of the model: `torch.export` or `safetensors`.
         outputs: How its outputs for 1, 2 and 3 rows compare with the trained model's: `equal`, bit for bit, or `close`,
             within 1e-5.
-        refused: The reasons why the formats before this one were not possible.
-        libraries: The libraries that loading them needs.
-        example: The input example, (rows, ...) by field.
-        predicted: The outputs of the model for the example.
-        ragged: Fields of the example that may have any length on the second axis, too.
+        refused: Why the formats before this one were not possible.
     """
 
     folder: Path
     format: str
     outputs: Literal["equal", "close"]
     refused: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Files(Package):
+    """A packaged model, and what MLflow is told about it.
+
+    Args:
+        example: The input example, (rows, ...) by field.
+        ragged: Fields of the example that may have any length on the second axis, too.
+    """
+
     libraries: set[str]
     example: dict[str, npt.NDArray]
     predicted: dict[str, npt.NDArray]
@@ -213,10 +203,8 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
     It does not need MLflow.
 
     Args:
-        task: The prepared task.
         model: The trained model, on the CPU; it is set to evaluation mode, without gradients.
         rows: Every decoded field of some rows; the fields that `forward` reads become the input example.
-        folder: An empty folder.
 
     Raises:
         RegistryError: The model cannot be stored without pickle; the message has the reasons.
@@ -234,7 +222,8 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
         shutil.copy(loader.__file__, code / f"{LOADER_MODULE}.py")
         _write_description(data, name, served, inputs, ragged)
         try:
-            _write_parameters(model, data)
+            state = {name: values.detach().clone().contiguous() for name, values in model.state_dict().items()}
+            (data / loader.WEIGHTS).write_bytes(safetensors.torch.save(state))
             libraries = write(served, inputs, data, code, ragged)
             outputs = _compare_outputs(served, inputs, data)
         except Exception as error:
@@ -252,25 +241,18 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
 def read_fields(task: Task, model: nn.Module, example: dict[str, npt.NDArray]) -> list[str]:
     """Returns the decoded fields that `forward` needs, such as `image` but not `label`, in the order of the example."""
     whole = _example_batch(example, 2)
-    batch = _RecordingBatch(whole)
+    batch, forward = _RecordingBatch(whole), partial(task.forward, model)
     model.eval()
     with torch.no_grad():
-        expected = _seeded_forward(task, model, batch)
+        expected = _seeded_outputs(forward, batch)
         names = [name for name in example if name in batch.read]
         try:
-            actual = _seeded_forward(task, model, {name: whole[name] for name in names})
+            actual = _seeded_outputs(forward, {name: whole[name] for name in names})
         except Exception:
             # `forward` reads further fields in a way that `_RecordingBatch` does not record.
             return list(example)
     outputs = [(name, values.dtype, values.tolist()) for name, values in expected]
     return names if outputs == [(name, values.dtype, values.tolist()) for name, values in actual] else list(example)
-
-
-def _seeded_forward(task: Task, model: nn.Module, batch: Batch) -> list[tuple[str, Tensor]]:
-    """Returns the outputs of a task for a batch by name, with seeded generators; see `_seeded_outputs`."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        return loader.name_outputs(task.forward(model, batch))
 
 
 class _RecordingBatch(dict[str, Tensor]):
@@ -313,9 +295,7 @@ def _write_description(
 
     described = {
         "format": name,
-        "inputs": [
-            {"name": field, "dtype": values.dtype.str, "shape": shape(field)} for field, values in inputs.items()
-        ],
+        "inputs": [{"name": name, "dtype": v.dtype.str, "shape": shape(name)} for name, v in inputs.items()],
         "params_digest": params_digest(served.model.state_dict()),
         "torch": torch.__version__,
         "classes": served.task.classes,
@@ -330,10 +310,7 @@ def class_path(task: Task) -> str:
 
 
 def _storable_settings(task: Task) -> dict[str, Any] | None:
-    """Returns the settings from which a prepared task can be restored; None if they cannot be stored.
-
-    They cannot be stored if JSON does not preserve them or they contain a secret.
-    """
+    """Returns the settings of a prepared task; None if JSON does not preserve them, or one is a secret."""
     settings = vars(task)
     return settings if _is_json(settings) and redact_value(settings) == settings else None
 
@@ -341,11 +318,7 @@ def _storable_settings(task: Task) -> dict[str, Any] | None:
 def _write_exported(
     served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]
 ) -> set[str]:
-    """Writes `model.pt2`; returns the libraries that loading it needs.
-
-    Raises:
-        Exception: Whatever `torch.export` raises for the model.
-    """
+    """Writes `model.pt2`; returns the libraries that loading it needs."""
     del code
     any_rows, any_length = {0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     shapes = tuple(any_length if name in ragged else any_rows for name in inputs)
@@ -365,11 +338,7 @@ def _write_exported(
 def _write_weights(
     served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]
 ) -> set[str]:
-    """Writes `task.json` and the task's code; returns the libraries that loading them needs.
-
-    Raises:
-        RegistryError: JSON does not preserve the task's settings, or its code cannot be shipped.
-    """
+    """Writes `task.json` and the task's code; returns the libraries that loading them needs."""
     del inputs, ragged
     task_class = type(served.task)
     if "<locals>" in task_class.__qualname__ or task_class.__module__ == "__main__":
@@ -394,20 +363,10 @@ def _write_weights(
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
     digests = {module: hashlib.sha256(file.read_bytes()).hexdigest() for module, file in sources.files.items()}
-    description = {
-        "module": task_class.__module__,
-        "class": task_class.__qualname__,
-        "settings": vars(served.task),
-        "code": digests,
-    }
+    names = {"module": task_class.__module__, "class": task_class.__qualname__}
+    description = names | {"settings": vars(served.task), "code": digests}
     (data / loader.TASK).write_text(json.dumps(description, indent=1))
     return {"torch", "numpy", "safetensors"} | sources.libraries
-
-
-def _write_parameters(model: nn.Module, data: Path) -> None:
-    """Writes `model.safetensors`."""
-    state = {name: values.detach().clone().contiguous() for name, values in model.state_dict().items()}
-    (data / loader.WEIGHTS).write_bytes(safetensors.torch.save(state))
 
 
 def _is_json(value: Any) -> bool:
@@ -418,17 +377,13 @@ def _is_json(value: Any) -> bool:
 
 
 def _compare_outputs(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path) -> Literal["equal", "close"]:
-    """Loads the written model as a user would, and compares its outputs with the trained model's.
-
-    Raises:
-        RegistryError: The outputs differ.
-    """
+    """Loads the written model as a user would, and compares its outputs with the trained model's."""
     loaded = loader.load(data)
     equal = True
     for rows in (1, 2, 3):
         batch = tuple(_example_batch(inputs, rows).values())
         with torch.no_grad():
-            ours, theirs = (_seeded_outputs(one, batch) for one in (served, loaded))
+            ours, theirs = (_seeded_outputs(one, *batch) for one in (served, loaded))
         for (name, trained), (other, packaged) in zip(ours, theirs, strict=True):
             has_same_form = name == other and trained.shape == packaged.shape
             if not has_same_form or not torch.allclose(trained, packaged, equal_nan=True, **_TOLERANCES):
@@ -437,7 +392,7 @@ def _compare_outputs(served: loader.Served, inputs: dict[str, npt.NDArray], data
     return "equal" if equal else "close"
 
 
-def _seeded_outputs(module: nn.Module, batch: tuple[Tensor, ...]) -> list[tuple[str, Tensor]]:
+def _seeded_outputs(module: Callable[..., Any], *batch: Any) -> list[tuple[str, Tensor]]:
     """Returns the outputs of a model by name, with seeded generators: a model such as a GAN may draw from them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
@@ -452,39 +407,12 @@ def _example_outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> d
     }
 
 
-@dataclass(frozen=True)
-class Package:
-    """An MLflow model in a folder.
-
-    Args:
-        folder: The folder of the MLflow model.
-        format: See `Files`.
-        outputs: See `Files`.
-        refused: See `Files`.
-    """
-
-    folder: Path
-    format: str
-    outputs: Literal["equal", "close"]
-    refused: tuple[str, ...]
-
-
 def make_package(task: Task, model: nn.Module, example: dict[str, npt.NDArray], folder: Path) -> Package:
-    """Writes an MLflow model, and checks that it predicts what the trained model does.
-
-    Args:
-        task: See `write_files`.
-        model: See `write_files`.
-        example: See `write_files`.
-        folder: The folder to write; it must not exist.
-
-    Raises:
-        RegistryError: The model cannot be stored without pickle; the message has the reasons.
-    """
+    """Writes an MLflow model to a new folder, and checks what it predicts; see `write_files`."""
     with tempfile.TemporaryDirectory() as temporary:
         files = write_files(task, model, example, Path(temporary))
         _save_mlflow_model(folder, files)
-    return Package(folder, files.format, files.outputs, files.refused)
+    return replace(files, folder=folder)
 
 
 def _save_mlflow_model(folder: Path, files: Files) -> None:
@@ -506,10 +434,7 @@ def _save_mlflow_model(folder: Path, files: Files) -> None:
 
 
 def _mlflow_schema(arrays: dict[str, npt.NDArray], only: bool, ragged: Container[str] = ()) -> Any:
-    """Returns MLflow's schema of arrays with any number of rows, and with any length of the ragged ones.
-
-    The array has no name if `only` is set.
-    """
+    """Returns MLflow's schema of arrays of any number of rows, or any length; an only array has no name."""
     from mlflow.types import Schema, TensorSpec
 
     shapes = {name: (-1, -1, *v.shape[2:]) if name in ragged else (-1, *v.shape[1:]) for name, v in arrays.items()}

@@ -4,12 +4,12 @@ A process that loads `models:/name@champion` gets a complete, verified version a
 of files that were uploaded and read back, with all its tags, and a promotion moves the alias `champion` in its last
 call. So a crash at any point leaves the old champion serving, and repeating the call completes it.
 
-Uploads have a timeout in proportion to the size of the files, and are repeated after an outage.
+All functions also raise whatever MLflow raises, mostly because it cannot be reached. Uploads have a timeout in
+proportion to the size of the files, and are repeated after an outage.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -17,10 +17,10 @@ import re
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +28,11 @@ import safetensors.torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import params_digest
+from ray_app.data.dataset import sha256
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
 from ray_app.models.package import Package
+from ray_app.process import set_variables
 from ray_app.runlog.redaction import redact
 from ray_app.track.mlflow_client import connect
 
@@ -44,25 +46,19 @@ T = TypeVar("T")
 
 
 def request_timeout_s(num_bytes: int) -> float:
-    """Returns the seconds that one request with a number of bytes may take.
-
-    A server answers only after it has written the bytes to its artifact store.
-    """
+    """Returns the seconds for a request: a server answers only after it has written the bytes."""
     return _MIN_TIMEOUT_S + num_bytes / _MIN_BYTES_PER_S
 
 
 def upload(client: Any, run_id: str, path: str, folder: Path) -> str:
-    """Logs a folder as artifacts of a run and reads it back; returns its URI.
-
-    Raises:
-        RegistryError: The stored files differ.
-        Exception: Whatever MLflow raises in the third attempt.
-    """
+    """Logs a folder as artifacts and returns its URI; raises RegistryError if the stored files differ."""
     from mlflow.utils.uri import append_to_uri_path
 
     expected = _digests(folder)
     largest = max((file.stat().st_size for file in folder.rglob("*") if file.is_file()), default=0)
-    with _request_timeout(largest), tempfile.TemporaryDirectory() as temporary:
+    # Outside of this block the timeout is short, since training does not wait for a server.
+    timeout_s = max(request_timeout_s(largest), float(os.environ.get(_TIMEOUT, "0")))
+    with set_variables(**{_TIMEOUT: str(int(timeout_s))}), tempfile.TemporaryDirectory() as temporary:
         _retry(lambda: client.log_artifacts(run_id, str(folder), path))
         stored = _digests(Path(_retry(lambda: client.download_artifacts(run_id, path, temporary))))
     wrong = [name for name, digest in expected.items() if stored.get(name) != digest]
@@ -87,30 +83,8 @@ def _retry(call: Callable[[], T]) -> T:
     return call()
 
 
-@contextmanager
-def _request_timeout(num_bytes: int) -> Iterator[None]:
-    """Gives MLflow's requests in the block at least the timeout that a file of this size needs.
-
-    Outside of the block the timeout is short, since training does not wait for a server.
-    """
-    before = os.environ.get(_TIMEOUT)
-    os.environ[_TIMEOUT] = str(int(max(request_timeout_s(num_bytes), float(before or 0))))
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_TIMEOUT, None)
-        else:
-            os.environ[_TIMEOUT] = before
-
-
 def _digests(folder: Path) -> dict[str, str]:
-    return {str(f.relative_to(folder)): _digest(f) for f in sorted(folder.rglob("*")) if f.is_file()}
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    return {str(f.relative_to(folder)): sha256(f) for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
 CHAMPION, CHALLENGER = "champion", "challenger"
@@ -132,19 +106,14 @@ FIRST_REASON, _FIRST_VERSION = "first version", "1"
 _ROLLED_BACK_BECAUSE = "ray_app.rolled_back_because"
 _ROLLED_BACK_AT = "ray_app.rolled_back_at"
 _ROLLED_BACK_BY = "ray_app.rolled_back_by"
+_ROLLBACK_TAGS = (_ROLLED_BACK_BECAUSE, _ROLLED_BACK_AT, _ROLLED_BACK_BY)
 _TAG_CHARS = 5000
 _EARLIER_TAG_CHARS = 1000
 
 
 @dataclass(frozen=True)
 class Registered:
-    """A version of a registered model.
-
-    Args:
-        name: Name of the model.
-        version: Its version.
-        aliases: Its aliases.
-    """
+    """A version of a registered model."""
 
     name: str
     version: str
@@ -170,26 +139,18 @@ def register(
 ) -> Registered:
     """Makes a package the newest version of a model, and the `challenger`.
 
-    The very first version also becomes `champion`, unless `first_serves` is false.
-
-    The same parameters of the same run become one version, however often this is called and wherever an earlier call
-    was interrupted; a complete version is returned unchanged.
+    The very first version also becomes `champion`, unless `first_serves` is false. The same parameters of the same run
+    become one version, however often this is called and wherever an earlier call was interrupted; a complete version is
+    returned unchanged.
 
     Args:
-        client: MLflow's client.
         name: Name of the model, which is created if it does not exist.
         run_id: The MLflow run that the files are logged to, in a new folder below `models`: a version's files are never
             written again.
-        run_uuid: Identifies the run.
-        params_digest: Identifies the parameters.
-        tags: Further tags of the version.
         package: Makes the package in a new folder; called only if an upload is needed.
-        by: The user or program that registers it.
-        first_serves: Whether the very first version becomes the champion at once.
 
     Raises:
         RegistryError: MLflow stored other files than were uploaded; no version was created.
-        Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
     version = _find_version(client, name, run_uuid, params_digest)
     if version is None:
@@ -199,7 +160,7 @@ def register(
             source = upload(client, run_id, f"models/{params_digest[:16]}-{uuid.uuid4().hex[:8]}", packaged.folder)
             tags |= {"ray_app.format": packaged.format, "ray_app.outputs": packaged.outputs}
             tags |= {"ray_app.refused": "; ".join(packaged.refused)} if packaged.refused else {}
-        _create_model(client, name)
+        _unless("RESOURCE_ALREADY_EXISTS", lambda: client.create_registered_model(name))
         tags = {tag: str(value)[:_TAG_CHARS] for tag, value in tags.items()}
         version = client.create_model_version(name, source, run_id, tags=tags)
     if _REGISTERED not in version.tags:
@@ -220,21 +181,10 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     """Makes a version the champion; records the reason first, and moves the alias in the last call.
 
     The rollback tags of the promoted version are removed, and also those of the champion until now, which has some only
-    if its rollback was interrupted before the alias moved.
-
-    Args:
-        client: MLflow's client.
-        name: Name of the model.
-        version: Number of the version.
-        reason: The reason of the promotion, for the record.
-        by: The user or program that decides it.
-
-    Returns:
-        False if the version was the champion already; then nothing is changed.
+    if its rollback was interrupted before the alias moved. Returns False if the version was the champion already.
 
     Raises:
-        RegistryError: The reason is empty, or there is no such version.
-        Exception: Whatever MLflow raises; the old champion continues to serve.
+        RegistryError: The reason is empty, or there is no such version; nothing is changed.
     """
     if not reason.strip():
         raise RegistryError(
@@ -244,16 +194,9 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     if before == str(version):
         return False
     promoted = _need_version(client, name, version)
-    _delete_tags(client, promoted, _ROLLED_BACK_BECAUSE, _ROLLED_BACK_AT, _ROLLED_BACK_BY)
+    _delete_tags(client, promoted, *_ROLLBACK_TAGS)
     if before is not None:
-        _delete_tags(
-            client,
-            _need_version(client, name, before),
-            _ROLLED_BACK_BECAUSE,
-            _ROLLED_BACK_AT,
-            _ROLLED_BACK_BY,
-            _EARLIER_PROMOTION,
-        )
+        _delete_tags(client, _need_version(client, name, before), *_ROLLBACK_TAGS, _EARLIER_PROMOTION)
     if _EARLIER_PROMOTION not in promoted.tags:
         earlier = {tag: promoted.tags[tag][:_EARLIER_TAG_CHARS] for tag in _PROMOTION_TAGS if tag in promoted.tags}
         client.set_model_version_tag(name, version, _EARLIER_PROMOTION, json.dumps(earlier, ensure_ascii=False))
@@ -274,11 +217,8 @@ class Rollback:
     """A return to the previous champion.
 
     Args:
-        version: The version that was rolled back.
         to: The version that serves again.
-        reason: The reason, for the record.
         at: The time, ISO 8601 (UTC).
-        by: The user or program that decided it.
     """
 
     version: str
@@ -298,7 +238,6 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     Raises:
         RegistryError: The reason is empty, there is no champion, it replaced no version, or that version was rolled
             back itself; nothing is changed.
-        Exception: Whatever MLflow raises; the champion continues to serve.
     """
     if not reason.strip():
         raise RegistryError(f"A rollback of {name!r} needs a reason: what is wrong with what serves now?")
@@ -306,13 +245,10 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     if now is None:
         raise RegistryError(f"{name!r} has no champion that could be rolled back.")
     current = client.get_model_version(name, now)
-    done = rollbacks(client, name)[-1:]
-    if (
-        done
-        and (done[0].to, done[0].reason) == (now, reason[:_TAG_CHARS])
-        and done[0].at >= current.tags.get(_PROMOTED_AT, "")
-    ):
-        return done[0]
+    for last in rollbacks(client, name)[-1:]:
+        is_same = (last.to, last.reason) == (now, reason[:_TAG_CHARS])
+        if is_same and last.at >= current.tags.get(_PROMOTED_AT, ""):
+            return last
     before = current.tags.get(_REPLACES, "none")
     if before == "none":
         raise RegistryError(
@@ -333,11 +269,7 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
             client.set_model_version_tag(name, before, tag, value)
         _delete_tags(client, back_to, _EARLIER_PROMOTION)
     new_rollback = Rollback(now, before, reason[:_TAG_CHARS], _now(), by)
-    for tag, value in (
-        (_ROLLED_BACK_BECAUSE, new_rollback.reason),
-        (_ROLLED_BACK_AT, new_rollback.at),
-        (_ROLLED_BACK_BY, by),
-    ):
+    for tag, value in zip(_ROLLBACK_TAGS, (new_rollback.reason, new_rollback.at, by), strict=True):
         client.set_model_version_tag(name, now, tag, value)
     client.set_registered_model_alias(name, CHAMPION, before)
     return new_rollback
@@ -346,28 +278,24 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
 def rollbacks(client: Any, name: str) -> list[Rollback]:
     """Returns the recorded rollbacks, oldest first, without one that was interrupted before the alias moved."""
     serving = champion_of(client, name)
-    recorded = [
-        Rollback(
-            str(v.version),
-            v.tags.get(_REPLACES, "none"),
-            v.tags.get(_ROLLED_BACK_BECAUSE, ""),
-            v.tags[_ROLLED_BACK_AT],
-            v.tags.get(_ROLLED_BACK_BY, ""),
-        )
-        for v in client.search_model_versions(_filter("name", name))
-        if _ROLLED_BACK_AT in v.tags and str(v.version) != serving
-    ]
+    recorded = []
+    for v in client.search_model_versions(_filter("name", name)):
+        if _ROLLED_BACK_AT in v.tags and str(v.version) != serving:
+            reason, at, by = (v.tags.get(tag, "") for tag in _ROLLBACK_TAGS)
+            recorded.append(Rollback(str(v.version), v.tags.get(_REPLACES, "none"), reason, at, by))
     return sorted(recorded, key=lambda one: one.at)
 
 
-def _create_model(client: Any, name: str) -> None:
+def _unless(code: str, call: Callable[[], T]) -> T | None:
+    """Returns the result of a call; None if MLflow answers with this error code."""
     from mlflow.exceptions import MlflowException
 
     try:
-        client.create_registered_model(name)
+        return call()
     except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+        if error.error_code != code:
             raise
+        return None
 
 
 def _need_version(client: Any, name: str, version: str) -> Any:
@@ -382,14 +310,7 @@ def _need_version(client: Any, name: str, version: str) -> Any:
 
 
 def _find_model(client: Any, name: str) -> Any | None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return client.get_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return None
+    return _unless("RESOURCE_DOES_NOT_EXIST", lambda: client.get_registered_model(name))
 
 
 def _find_version(client: Any, name: str, run_uuid: str, params_digest: str) -> Any | None:
@@ -401,12 +322,8 @@ def _find_version(client: Any, name: str, run_uuid: str, params_digest: str) -> 
 
 def _registered(client: Any, version: Any) -> Registered:
     model = _find_model(client, version.name)
-    aliases = model.aliases if model is not None else {}
-    return Registered(
-        version.name,
-        str(version.version),
-        tuple(sorted(a for a, v in aliases.items() if str(v) == str(version.version))),
-    )
+    aliases, number = model.aliases if model is not None else {}, str(version.version)
+    return Registered(version.name, number, tuple(sorted(alias for alias, v in aliases.items() if str(v) == number)))
 
 
 def _filter(key: str, value: str) -> str:
@@ -424,15 +341,7 @@ _URI = re.compile(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))")
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a registered model as MLflow stores it.
-
-    Args:
-        name: Name of the model.
-        version: Its number.
-        run_id: The MLflow run that it comes from.
-        source: URI of its files.
-        tags: Its tags.
-    """
+    """A version of a registered model as MLflow stores it."""
 
     name: str
     version: str
@@ -463,23 +372,8 @@ def versions_with_tag(client: Any, name: str, tag: str, value: str) -> list[str]
     return [str(v.version) for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(tag) == value]
 
 
-def champion(client: Any, name: str) -> Version | None:
-    """Returns the champion, None if there is none."""
-    serving = champion_of(client, name)
-    return None if serving is None else version_of(client, name, serving)
-
-
 def resolve_version(uri: str, model: str) -> Version:
-    """Returns the version that a model URI names.
-
-    Args:
-        uri: MLflow tracking URI; MLflow is not contacted for a malformed model URI.
-        model: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
-
-    Raises:
-        ConfigError: The model URI is malformed, or MLflow has no such version.
-        Exception: Whatever else MLflow raises, mostly because it cannot be reached.
-    """
+    """Returns the version of a model URI; raises ConfigError if it is malformed, or there is no version."""
     from mlflow.exceptions import MlflowException
 
     match = _URI.fullmatch(model)
@@ -501,17 +395,7 @@ def resolve_version(uri: str, model: str) -> Version:
 
 
 def download_version(uri: str, version: Version, folder: Path) -> Path:
-    """Downloads the model of a version without the code of its package; returns the folder with `package.json`.
-
-    Args:
-        uri: MLflow tracking URI.
-        version: The version.
-        folder: An empty folder to download into.
-
-    Raises:
-        RegistryError: The version was not packaged by this application.
-        Exception: Whatever MLflow raises, mostly because it cannot be reached.
-    """
+    """Downloads a version that ray_app packaged, without its code; returns the folder with `package.json`."""
     from mlflow.artifacts import download_artifacts
 
     if not version.params_digest:
@@ -523,14 +407,7 @@ def download_version(uri: str, version: Version, folder: Path) -> Path:
 
 
 def load_parameters(folder: Path) -> dict[str, Tensor]:
-    """Loads the parameters and persistent buffers of a package, of either format, by their names in the model.
-
-    Args:
-        folder: The folder with `package.json`.
-
-    Raises:
-        RegistryError: They differ from those that were packaged.
-    """
+    """Loads parameters and persistent buffers of a package; raises RegistryError for others than packaged."""
     described = loader.describe(folder)
     if (folder / loader.WEIGHTS).exists():
         parameters = safetensors.torch.load_file(folder / loader.WEIGHTS)
@@ -555,25 +432,13 @@ def tag_version(client: Any, version: Version, tags: dict[str, str]) -> None:
 
 def tag_model(client: Any, name: str, tags: dict[str, str]) -> None:
     """Adds tags to a registered model; does nothing if the model does not exist yet."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        for key, value in tags.items():
-            client.set_registered_model_tag(name, key, redact(value)[:_TAG_CHARS])
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
+    for key, value in tags.items():
+        text = redact(value)[:_TAG_CHARS]
+        _unless("RESOURCE_DOES_NOT_EXIST", partial(client.set_registered_model_tag, name, key, text))
 
 
 def log_metrics(client: Any, version: Version, metrics: dict[str, float], time_s: float) -> None:
-    """Adds metrics to the MLflow run of a version; a repeated call with the same time does not duplicate them.
-
-    Args:
-        client: MLflow's client.
-        version: The version.
-        metrics: Values by name.
-        time_s: The time of the metrics, seconds since 1970 (UTC).
-    """
+    """Adds metrics to the MLflow run of a version, once for a time in seconds since 1970 (UTC)."""
     from mlflow.entities import Metric
 
     client.log_batch(version.run_id, [Metric(name, value, int(time_s * 1000), 0) for name, value in metrics.items()])

@@ -1,9 +1,8 @@
 """The assignment of logical workers to ranks, and the fixed tree in which their gradients are added.
 
-A node of the tree is a half-open range [low, high) of logical workers; a node splits so that the left part is the
-largest power of two below its size. So any 2^k logical workers from a multiple of 2^k on are a node, for every L, and a
-rank that runs such a block sends one sum. The tree depends on the number of logical workers only, never on the
-assignment.
+A node of the tree is a half-open range [low, high) of logical workers; its left part is the largest power of two below
+its size. So any 2^k logical workers from a multiple of 2^k on are a node, for every L, and a rank that runs such a
+block sends one sum. The tree depends on the number of logical workers only, never on the assignment.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ def logical_workers_of(rank: int, world_size: int, logical_workers: int, strided
 
 
 def blocks_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[range, ...]:
-    """Returns the block of each rank for which the last rank finishes earliest.
-
-    A rank runs at least one logical worker.
-
-    Args:
-        seconds: The time of each rank for one logical worker.
-        logical_workers: L, not fewer than ranks.
-    """
+    """Returns the block of each rank, at least one, for which the last rank finishes earliest."""
     # The heap says when each rank would finish with one logical worker more.
     ends = [(2 * duration_s, rank) for rank, duration_s in enumerate(seconds)]
     sizes = [1] * len(ends)

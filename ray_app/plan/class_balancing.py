@@ -37,12 +37,7 @@ class Classes:
 
     @classmethod
     def of(cls, manifest: Manifest, of_row: npt.NDArray[np.unsignedinteger]) -> Classes:
-        """Returns the classes of a manifest's rows.
-
-        Args:
-            manifest: The rows.
-            of_row: The class of each row, shape (rows,).
-        """
+        """Returns the classes of a manifest's rows."""
         classes = int(of_row.max()) + 1
         starts = manifest.first_row.tolist()
         groups = [of_row[start : start + rows] for start, rows in zip(starts, manifest.rows.tolist(), strict=True)]
@@ -75,14 +70,7 @@ class Classes:
 
 
 class Uses:
-    """How often each row is used in one epoch.
-
-    Args:
-        manifest: The rows.
-        classes: Their classes.
-        seed: Decides which row of each class is the first to be repeated.
-        epoch: The epoch.
-    """
+    """How often each row is used in an epoch; the seed decides which row of a class is repeated first."""
 
     def __init__(self, manifest: Manifest, classes: Classes, seed: int, epoch: int) -> None:
         self._manifest, self._classes = manifest, classes

@@ -22,12 +22,7 @@ def mix(value: int) -> int:
 
 
 def key(*parts: int, after: int = 0) -> int:
-    """Returns one 64-bit key of any number of integers; their order counts.
-
-    Args:
-        parts: The integers.
-        after: The key of the integers before them: `key(a, b)` is `key(b, after=key(a))`.
-    """
+    """Returns a 64-bit key of integers in their order; `key(a, b)` is `key(b, after=key(a))`."""
     state = after
     for part in parts:
         state = mix(state ^ (part & _MASK))

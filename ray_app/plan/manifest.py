@@ -95,14 +95,7 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.AS
 
 
 def parse_partitions(path: str) -> dict[str, str | None]:
-    """Returns the keys and values in the folders of a file's path; None is a missing value.
-
-    Args:
-        path: The path relative to the data set.
-
-    Raises:
-        DataError: The path contains a key twice.
-    """
+    """Returns the keys and values in the folders of a path, None for a missing value; refuses a key twice."""
     if "=" not in path:
         return {}
     values: dict[str, str | None] = {}
@@ -123,9 +116,6 @@ def infer_partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
     """Returns the partition columns of a data set, in the order of its folders, with their types.
 
     A type is the narrowest one that can represent all values of the column.
-
-    Args:
-        paths: The paths of all files, relative to the data set.
 
     Raises:
         DataError: The files have different keys.
@@ -192,10 +182,7 @@ class Manifest:
 
     @classmethod
     def from_files(cls, files: Iterable[tuple[str, list[int]]]) -> Manifest:
-        """Returns the manifest of files, given as (relative path, rows of each row group), in any order.
-
-        Empty row groups stay in.
-        """
+        """Returns the manifest of files in any order, as (relative path, rows of each row group, also empty ones)."""
         ordered = sorted(files)
         counts = [len(groups) for _, groups in ordered]
         return cls(
@@ -223,11 +210,8 @@ class Manifest:
     def locate(self, position: int) -> tuple[str, int, int]:
         """Returns the file path, the index of the row group and the row in it of a manifest position."""
         group = int(np.searchsorted(self.first_row, position, side="right")) - 1
-        return (
-            self.paths[int(self.file_of[group])],
-            int(self.index_in_file[group]),
-            position - int(self.first_row[group]),
-        )
+        path, row = self.paths[int(self.file_of[group])], position - int(self.first_row[group])
+        return path, int(self.index_in_file[group]), row
 
     def describe_rows(self, positions: Sequence[int], max_rows: int = 12) -> str:
         """Returns a text that names rows by their files: `2 rows: part-0.parquet, row group 2, rows 3, 17`."""
@@ -243,11 +227,7 @@ class Manifest:
 
     @cached_property
     def partitions(self) -> dict[str, PartitionType]:
-        """The columns that are in the names of folders (`key=value`), with their types.
-
-        Raises:
-            DataError: The files have different keys.
-        """
+        """The columns in the names of folders (`key=value`), with their types; DataError for different keys."""
         return infer_partition_types(self.paths)
 
     @cached_property
@@ -275,11 +255,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Returns the manifest that `to_json` wrote.
-
-        Raises:
-            DataError: The text is damaged, or a path leads out of the data set.
-        """
+        """Returns the manifest of `to_json`; raises DataError for damaged text, or a path outside the data set."""
         try:
             stored = json.loads(text)
             files = [

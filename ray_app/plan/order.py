@@ -52,19 +52,11 @@ _FILES = 4
 
 
 def order_by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
-    """Returns an order of a window's rows, in which the rows of a micro-batch are about equally long.
+    """Returns an order of a window's rows, as indices, in which the rows of a micro-batch are about equally long.
 
     So little of a micro-batch is padding. Short and long micro-batches are mixed, and logical workers with the same key
     have micro-batches of similar lengths in the same step, so none waits for another. The rows that do not fill a
-    micro-batch stay the last ones.
-
-    Args:
-        lengths: The length of each row, in the shuffled order, shape (rows,).
-        micro_batch: Number of rows of a micro-batch.
-        base: Key of the order of the micro-batches.
-
-    Returns:
-        Indices into the rows, shape (rows,).
+    micro-batch stay the last ones. `lengths` is in the shuffled order; all shapes are (rows,).
     """
     full = len(lengths) // micro_batch
     alike = np.argsort(lengths[: full * micro_batch], kind="stable").reshape(full, micro_batch)
@@ -110,14 +102,10 @@ class Plan:
     """The plan of every epoch of a run.
 
     Args:
-        manifest: The row groups.
-        seed: All random choices derive from it.
-        logical_workers: L, the number of streams.
         global_batch_size: Number of rows of one step; divisible by L.
         shuffle_window_rows: Number of rows of a shuffle window per logical worker; it is rounded down to whole
             micro-batches, at least one.
         keep_last: Whether an epoch ends with smaller steps (True) or drops the rows that do not fill one (False).
-        shard: How rows are divided into streams, see the module.
         classes: The class of every row, if rows are to be repeated so that all classes are used equally often; not with
             `file`.
         by_length: The field, the lengths of which decide how the rows of a window are put into micro-batches
@@ -294,10 +282,7 @@ class EpochOrder:
         return [Segment(group, int(rows[0]), int(rows[-1] - rows[0]) + 1) for group, rows in used]
 
     def _used_rows(self, part: Segment) -> tuple[Int64, Int64]:
-        """Returns the rows of its row group that a part uses, and the number of each use from 0.
-
-        Rows are repeated; both have shape (part.rows,).
-        """
+        """Returns the rows of its row group that a part uses, repeated, and the number of each use, (part.rows,)."""
         assert self._uses is not None
         uses = self._uses.of_rows(part.row_group)
         selected = slice(part.first, part.first + part.rows)
@@ -326,10 +311,7 @@ class EpochOrder:
         return np.concatenate(indices)[shuffled]
 
     def window_repeats(self, logical_worker: int, window: int) -> Int64 | int:
-        """Returns the number of the use of each row of a window in this epoch, from 0, in the order of consumption.
-
-        It is one number if it is the same for all rows.
-        """
+        """Returns the number of the use of each row of a window in this epoch, from 0; one number if all are equal."""
         if self._uses is None:
             return logical_worker if self.plan.shard == "off" else 0
         uses = [np.empty(0, np.int64), *(self._used_rows(part)[1] for part in self._parts(logical_worker, window))]

@@ -45,11 +45,9 @@ class Model:
     """A model to predict with, not yet loaded.
 
     Args:
-        task: The prepared task.
         weights: Content of a `model.pt2`, or of a `model.safetensors`.
         inputs: Decoded fields in the order of the arguments of a `model.pt2`; None: the weights are those of
             `task.build_model()`.
-        params_digest: Expected digest of the parameters and persistent buffers.
     """
 
     task: Task
@@ -58,13 +56,9 @@ class Model:
     params_digest: str
 
     def load(self, device: torch.device) -> Predict:
-        """Loads the model without unpickling anything.
+        """Loads the model without unpickling anything, as a function from a batch on the device to the task's outputs.
 
-        Returns:
-            A function from a batch of decoded fields on the device to the task's outputs.
-
-        Raises:
-            ConfigError: The weights cannot be loaded safely, or have another digest.
+        Raises ConfigError if the weights cannot be loaded safely, or have another digest.
         """
         try:
             state, predict = self._exported(device) if self.inputs is not None else self._built(device)
@@ -104,17 +98,8 @@ class PredictJob:
     """The settings of a prediction that every actor gets.
 
     Args:
-        model: The model to predict with.
-        root: Folder that the data set's paths are relative to.
-        fields: Types and shapes of a decoded row.
-        columns: Columns of the data set that are copied to the parts.
-        partitions: Columns of the data set that are in the names of folders.
         parts: File name and rows of each part, by the position of its first row.
-        out: Folder of the parts.
         made_from: Digest of everything that decides the content of the parts.
-        batch_size: Rows of one forward pass.
-        threads: CPU threads of the computation.
-        device: `cpu` or `cuda`.
     """
 
     model: Model
@@ -131,11 +116,7 @@ class PredictJob:
 
 
 class PredictActor:
-    """Predicts and writes parts, as an actor of a pool.
-
-    Args:
-        job: A reference to the `PredictJob`, so that Ray transfers the model to each node once.
-    """
+    """Predicts and writes parts, as an actor of a pool."""
 
     def __init__(self, job: ray.ObjectRef) -> None:
         self._job: PredictJob = ray.get(job)
@@ -149,11 +130,7 @@ class PredictActor:
         self._predict = self._job.model.load(self._device)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Predicts the decoded rows of a part and writes it; returns one row with its name and facts.
-
-        Raises:
-            DataError: The rows are not those of a part, or a prediction is not finite.
-        """
+        """Predicts the decoded rows of a part and writes it; returns one row with its name and facts."""
         # Ray Data may call from another thread than that of the constructor.
         environment.use_device(self._device)
         position = int(fixed_array(table.column(POSITION), ArraySpec("<i8", ()))[0])
@@ -169,11 +146,7 @@ class PredictActor:
         return pa.table({"name": [name], "facts": [json.dumps(part_facts(data))]})
 
     def _outputs(self, table: pa.Table, spec: ReadSpec) -> dict[str, Field]:
-        """Computes the predictions for the rows of a part, by column.
-
-        Raises:
-            DataError: A row or its prediction has a NaN or infinite value.
-        """
+        """Computes the predictions for the rows of a part, by column."""
         arrays = {name: from_column(table.column(name), spec) for name, spec in self._job.fields.items()}
         predictions = []
         for low in range(0, table.num_rows, self._job.batch_size):
@@ -257,13 +230,7 @@ def _read_carried_columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
 
 
 def encode_part(carried: pa.Table, outputs: Mapping[str, Field], made_from: str) -> bytes:
-    """Encodes a part as Parquet with a checksum on every page; the same values give the same bytes.
-
-    Args:
-        carried: The columns before the predictions.
-        outputs: The predictions by column, each (rows, ...), or ragged, which become lists.
-        made_from: Digest of everything that decides the content, stored in the file.
-    """
+    """Encodes columns and predictions, ragged ones as lists, as Parquet; equal values give equal bytes."""
     for name, values in outputs.items():
         if isinstance(values, np.ndarray) and values.ndim > 1:
             carried = carried.append_column(*to_column(name, values))
@@ -277,15 +244,10 @@ def encode_part(carried: pa.Table, outputs: Mapping[str, Field], made_from: str)
 
 
 def part_facts(data: bytes) -> dict[str, Any]:
-    """Returns facts about the content of a part.
+    """Returns facts about the content of a part; raises OSError or ValueError if it is damaged.
 
-    Returns:
-        `rows`, `bytes`, `sha256`, the digest `made_from`, the `counts` of its predicted texts, and the `sums` of its
-        predicted numbers.
-
-    Raises:
-        OSError: The part is damaged.
-        ValueError: The part is damaged.
+    They are `rows`, `bytes`, `sha256`, the digest `made_from`, the `counts` of its predicted texts, and the `sums` of
+    its predicted numbers.
     """
     table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True, use_threads=False)
     counts: dict[str, int] = {}

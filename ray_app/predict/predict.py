@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.arrays import ArraySpec
-from ray_app.data.dataset import Dataset, hash_files, open_dataset
+from ray_app.data.dataset import Dataset, hash_files, open_dataset, sha256
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, ReadSpec, cut_reads, rows_per_task
@@ -83,16 +82,7 @@ class PredictSection:
 
 @dataclass(frozen=True)
 class PreparedPrediction:
-    """A prediction that was checked and can start.
-
-    Args:
-        job: The settings of the actors.
-        reader: Reads and decodes the data.
-        made_from: Everything that decides the content of the parts.
-        source: The origin of model and data, for the user.
-        rows: The number of rows of the data.
-        columns: Lines that list the columns that are used, and those that are not.
-    """
+    """A prediction that was checked and can start."""
 
     job: PredictJob
     reader: Reader
@@ -119,10 +109,6 @@ def input_specs(fields: dict[str, ArraySpec]) -> dict[str, tuple[str, list[int]]
 
 def prepare_prediction(config: Config, section: PredictSection) -> PreparedPrediction:
     """Checks everything that can be known before the start, without writing anything.
-
-    Args:
-        config: The configuration of the task, the tracking and the cluster.
-        section: The configuration of the prediction.
 
     Raises:
         ConfigError: There is no such model, it does not match the task, or the folder contains something else.
@@ -154,27 +140,22 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "model": source,
         "params_digest": model.params_digest,
         "task": class_path(model.task),
-        "code": _code_digest(source_files(class_path(model.task))),
+        "code": _digest_json({name: sha256(file) for name, file in source_files(class_path(model.task)).items()}),
         "manifest_digest": manifest.digest,
-        "content_digest": hashlib.sha256(
-            json.dumps(hash_files(locate_data(dataset.root), manifest.paths)).encode()
-        ).hexdigest(),
+        "content_digest": _digest_json(hash_files(locate_data(dataset.root), manifest.paths)),
         "columns": carried,
         "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
         "batch_size": section.batch_size,
         "threads": section.threads,
         "device": device,
     }
-    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    digest = _digest_json(made_from)
     out = str(to_location(section.out))
-    counts = (section.batch_size, section.threads)
+    data = (dataset.root, reader.fields, carried, manifest.partitions)
+    job = PredictJob(model, *data, parts, out, digest, section.batch_size, section.threads, device)
     described = describe_prediction_columns(reader.columns, dataset, carried)
-    job = PredictJob(
-        model, dataset.root, reader.fields, carried, manifest.partitions, parts, out, digest, *counts, device
-    )
-    prepared = PreparedPrediction(
-        job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows, described
-    )
+    origin = {"model": source, "data": section.data}
+    prepared = PreparedPrediction(job, reader, made_from, origin, manifest.num_rows, described)
     refuse_other_prediction(prepared)
     return prepared
 
@@ -182,11 +163,8 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
 def model_of_package(config: Config, model: str | None) -> ModelSource:
     """Returns the model of a package, its origin, and the inputs that it was trained on.
 
-    The class of the task is that of the configuration, which is trusted; its settings are those of the package, with
-    which the model was trained.
-
-    Raises:
-        ConfigError: No model is named, or the configuration is not that of the package.
+    The class of the task is that of the configuration, which is trusted; its settings are those of the package. Raises
+    ConfigError if no model is named, or the configuration is not that of the package.
     """
     name = config.tracking.registered_model
     if model is None and name is None:
@@ -216,11 +194,7 @@ def model_of_package(config: Config, model: str | None) -> ModelSource:
 
 
 def model_of_run(config: Config, run: str) -> ModelSource:
-    """Returns the model of the best checkpoint of a run that has ended, and its origin.
-
-    Raises:
-        ConfigError: There is no such run, it has not ended, or its task is not that of the configuration.
-    """
+    """Returns the model of the best checkpoint, and its origin; raises ConfigError if the run has not ended."""
     paths = RunPaths(to_location(run))
     if read_json(paths.summary) is None:
         raise ConfigError(
@@ -239,19 +213,14 @@ def model_of_run(config: Config, run: str) -> ModelSource:
     return Model(job.task, CheckpointStore(paths).load(commit)[MODEL], None, commit.params_digest), source, []
 
 
-def _code_digest(files: dict[str, Path]) -> str:
-    """Returns the digest of the Python files of a task, by the names of their modules."""
-    digests = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+def _digest_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _check_section(section: PredictSection) -> None:
     problems = [f"predict.{name} is missing." for name in ("data", "out") if not getattr(section, name)]
-    problems += [
-        f"predict.{n} is {getattr(section, n)}; it must be at least 1."
-        for n in _MIN_ONE_FIELDS
-        if getattr(section, n) < 1
-    ]
+    counts = {name: getattr(section, name) for name in _MIN_ONE_FIELDS}
+    problems += [f"predict.{name} is {n}; it must be at least 1." for name, n in counts.items() if n < 1]
     if section.num_cpus < 0 or section.num_gpus < 0:
         problems.append("predict.num_cpus and predict.num_gpus cannot be negative.")
     if section.num_gpus > 1:
@@ -282,11 +251,7 @@ def _make_reader(dataset: Dataset, task: Task) -> Reader:
 
 
 def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
-    """Refuses columns with missing values, which the tasks of this application do not support.
-
-    Raises:
-        DataError: There are missing values; the message names the first one.
-    """
+    """Refuses columns with missing values, which the tasks of this application do not support."""
     for name in (name for name in columns if dataset.facts.columns[name].nulls):
         for path in dataset.manifest.paths:
             with DataFile(dataset.root, path, dataset.manifest.partitions) as file:
@@ -328,11 +293,7 @@ def cut_parts(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
 
 
 def refuse_other_prediction(prepared: PreparedPrediction) -> None:
-    """Refuses a folder with contents that the same prediction did not write.
-
-    Raises:
-        ConfigError: The folder has other contents; the message has the differences.
-    """
+    """Raises ConfigError, with the differences, for a folder that the same prediction did not write."""
     before, now = read_json(prepared.out / MADE_FROM), prepared.made_from
     if before is None and (list_files(prepared.out) or list_folders(prepared.out)):
         raise ConfigError(

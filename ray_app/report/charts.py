@@ -92,15 +92,7 @@ def seconds(value: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """A linear or logarithmic map from values to pixels.
-
-    Args:
-        low: Value at `start`.
-        high: Value at `end`.
-        start: Pixels.
-        end: Pixels.
-        log: Whether equal distances are equal ratios.
-    """
+    """A linear or logarithmic map from the values `low` to `high` to the pixels `start` to `end`."""
 
     low: float
     high: float
@@ -117,13 +109,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Axis:
-    """The labels of one axis of a chart.
-
-    Args:
-        name: Name of the values, with their unit.
-        make_ticks: Returns ticks between two values; the third argument is their maximum number.
-        text: Returns the text of a tick.
-    """
+    """The labels of one axis; `make_ticks` returns ticks between two values, up to a maximum number."""
 
     name: str
     make_ticks: Callable[[float, float, int], list[float]] = ticks
@@ -161,12 +147,7 @@ def thin_points(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[P
 
 
 class Curve(Sequence[Point]):
-    """A sequence of points, stored as two arrays: a million points take a sixth of the memory of tuples.
-
-    Args:
-        x: The x values.
-        y: The y values, as many.
-    """
+    """A sequence of points, stored as two arrays: a million points take a sixth of the memory of tuples."""
 
     def __init__(self, x: array[float], y: array[float]) -> None:
         self._x, self._y = x, y
@@ -215,12 +196,9 @@ def smooth_points(points: Sequence[Point], max_points: int = 120) -> list[Point]
 
 @dataclass(frozen=True)
 class Pause:
-    """An interval in which no driver worked on the run.
+    """An interval in which no driver worked on the run, before the start with this number (from 2).
 
-    Args:
-        at_s: Time of the pause, in seconds of the run's clock.
-        seconds: Duration of the pause.
-        number: Number of the start that ended the pause, from 2.
+    `at_s` is in seconds of the run's clock.
     """
 
     at_s: float
@@ -231,9 +209,7 @@ class Pause:
 class Clock:
     """The run's clock: seconds since the first start, without the pauses from the last record of a start to the next.
 
-    Args:
-        starts_s: Times of the driver's starts, seconds since 1970 (UTC).
-        records_s: Times of all records, seconds since 1970 (UTC).
+    The times of the driver's starts and of all records are in seconds since 1970 (UTC).
     """
 
     def __init__(self, starts_s: Sequence[float], records_s: Iterable[float]) -> None:
@@ -254,14 +230,7 @@ class Clock:
 
 
 def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
-    """Returns the number of workers by the run's clock, as corners of a step curve.
-
-    The number is 0 in gaps without a step that are longer than a three-hundredth of the run.
-
-    Args:
-        records: All steps in the order of time, also repeated ones.
-        clock: The run's clock.
-    """
+    """Returns the workers by the run's clock, as corners of a step curve; 0 in longer gaps without a step."""
     corners: list[Point] = [(0.0, 0.0)]
     min_gap_s = clock.end_s / 300
     end_s = 0.0
@@ -278,13 +247,7 @@ def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
 
 
 def rows_per_second_over_time(records: Sequence[StepRecord], clock: Clock, max_bins: int = 160) -> list[Point]:
-    """Returns the rows per second of equal intervals of the run's clock, each at the middle of its interval.
-
-    Args:
-        records: The steps in their order. Their times may decrease if a clock was set back.
-        clock: The run's clock.
-        max_bins: Maximum number of intervals.
-    """
+    """Returns the rows per second at the middle of equal intervals; a clock may have been set back."""
     if len(records) < 2:
         return []
     times = [clock.at(record.time_s) for record in records]
@@ -310,13 +273,7 @@ def spans_powers(values: Sequence[float]) -> bool:
 
 
 def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
-    """Returns a curve of characters, each for the mean of equally many values; empty without finite values.
-
-    Args:
-        values: The values; their logarithms are drawn if they span powers.
-        marks: Characters for low to high values.
-        width: Maximum number of characters.
-    """
+    """Returns a curve of characters for means of values, or of their logarithms if they span powers."""
     usable = [value for value in values if math.isfinite(value)]
     width = min(width, len(usable))
     cells = [usable[i * len(usable) // width : (i + 1) * len(usable) // width] for i in range(width)]
@@ -337,9 +294,6 @@ class Line:
     """A curve of a chart.
 
     Args:
-        name: Name for the legend and the hover text.
-        tone: Color.
-        points: Finite points, ordered by x.
         kind: `line`; `faint` for a curve behind another one; `steps` for a filled step curve; `dots` for single points.
     """
 
@@ -351,15 +305,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """The mark of an event in a chart.
-
-    Args:
-        at: Position on the x axis.
-        tone: Color.
-        text: Description of the event.
-        shape: Shape of the mark.
-        until: End on the x axis, if the event has a duration.
-    """
+    """The mark of an event in a chart; `until` is the end of an event that has a duration."""
 
     at: float
     tone: Tone
@@ -370,12 +316,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Lane:
-    """One row of a timeline.
-
-    Args:
-        name: Name of its kind of events.
-        marks: Marks in the order of time.
-    """
+    """One row of a timeline."""
 
     name: str
     marks: Sequence[Mark]
@@ -389,8 +330,6 @@ class Frame:
         width: Width of the drawing in pixels.
         left: Width of the margin with the labels in pixels.
         span: Range of the x axis; by default that of the curves.
-        x: The x axis.
-        pauses: Intervals in which no driver worked on the run.
     """
 
     width: int = 420
@@ -410,17 +349,7 @@ def line_chart(
     from_zero: bool = False,
     marks: Sequence[Mark] = (),
 ) -> Markup:
-    """Draws curves over a common x axis.
-
-    Args:
-        lines: The curves, at least one with points; later ones are drawn above earlier ones.
-        y: The y axis.
-        frame: The x axis and the size.
-        height: Height in pixels.
-        log: Whether the y axis is logarithmic; then all values must be positive.
-        from_zero: Whether the y axis begins at 0.
-        marks: Events, each drawn as a vertical line with a shape at its top.
-    """
+    """Draws curves, one at least with points, each above those before; a mark is a vertical line with a shape."""
     points = [point for line in lines for point in line.points]
     span = frame.span or (min(x for x, _ in points), max(x for x, _ in points))
     low, high = min(v for _, v in points), max(v for _, v in points)

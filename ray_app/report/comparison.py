@@ -33,10 +33,7 @@ from ray_app.runlog.redaction import redact
 
 
 def run_cell(facts: Facts) -> str:
-    """Returns one run as HTML: key figures, the line about the cluster, and figures of learning and cluster.
-
-    The figures of learning are the loss and the metric that decides; without that metric, the learning rate.
-    """
+    """Returns one run as HTML: key figures, the line about the cluster, figures of learning and cluster."""
     figures = [*learning_figures(facts)[:2], *cluster_figures(facts)]
     return cell("run_cell.html.j2", facts=facts, tone=TONES[facts.status], cards=cards_of(facts), figures=figures)
 
@@ -59,22 +56,13 @@ _TONES: tuple[Tone, ...] = ("blue", "orange", "green", "purple", "red", "gray")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Some runs side by side.
-
-    As the last expression of a notebook's cell it shows a table and the curves of the runs.
-
-    Args:
-        facts: The facts of each run, in the order of the display.
-    """
+    """Some runs side by side; a notebook shows a table and the curves of the runs."""
 
     facts: tuple[Facts, ...]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary for each run with the same keys, ready for `pandas.DataFrame`.
-
-        It has the run's results, and each field of the configuration in which the runs differ.
-        """
+        """A dictionary for each run, with results and fields in which runs differ, for `pandas.DataFrame`."""
         fields = [shown_fields(facts.config) for facts in self.facts]
         differing = [
             name

@@ -1,8 +1,6 @@
 """The facts of a run for its report (`Facts`), read from the run's directory.
 
-The run may be finished, failed or running, and may have no steps and no evaluations. Some facts have their own
-functions: the stragglers, a line about the cluster, the rows of each logical worker, and the rows that cannot be
-decoded.
+The run may be finished, failed or running, and may have no steps and no evaluations.
 """
 
 from __future__ import annotations
@@ -49,15 +47,7 @@ def current_stragglers(events: list[Event]) -> dict[int, Event]:
 
 
 def describe_cluster(events: list[Event], course: Course, limits: FailureSection) -> str:
-    """Returns one line about the cluster: disturbances with their budgets, world sizes, repeated steps, recovery times.
-
-    A recovery time is the time from a loss of workers to the next finished step.
-
-    Args:
-        events: The run's events, in the order of time.
-        course: The run's steps.
-        limits: The budgets.
-    """
+    """Returns one line: disturbances, budgets, world sizes, repeated steps, times to the next finished step."""
     happened = disturbances(events, limits)
     parts = [happened or "nothing went wrong"]
     sizes = [workers for _, workers in world_sizes(course.records)]
@@ -83,13 +73,7 @@ _MAX_SHOWN = 20
 
 @dataclass(frozen=True)
 class Share:
-    """The rows that one logical worker used.
-
-    Args:
-        logical_worker: Number of the logical worker.
-        rows: Rows in all recorded steps.
-        part: These rows, as a share of the maximum of all logical workers.
-    """
+    """The rows that one logical worker used."""
 
     logical_worker: int
     rows: int
@@ -98,14 +82,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """The rows that the logical workers used.
-
-    Args:
-        first: The first logical workers, for the report.
-        logical_workers: Number of logical workers.
-        min_rows: Minimum of the rows of a logical worker.
-        max_rows: Maximum of the rows of a logical worker.
-    """
+    """The rows that the logical workers used."""
 
     first: list[Share]
     logical_workers: int
@@ -124,15 +101,7 @@ def logical_worker_shares(used: list[int]) -> Shares | None:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be decoded.
-
-    Args:
-        position: Position in the manifest.
-        path: Path of its file.
-        row_group: Number of the row group in the file.
-        row: Number of the row in the row group.
-        reason: The error.
-    """
+    """A row that cannot be decoded."""
 
     position: int
     path: str
@@ -143,23 +112,14 @@ class BadRow:
 
 @dataclass(frozen=True)
 class ReportedBadRows:
-    """The rows that a run has read and cannot decode.
-
-    Args:
-        first: The first of these rows, by position.
-        distinct: Number of these rows.
-    """
+    """The rows that a run has read and cannot decode."""
 
     first: list[BadRow]
     distinct: int
 
 
 def read_bad_rows(paths: RunPaths) -> ReportedBadRows:
-    """Reads a run's list of rows that cannot be decoded.
-
-    Raises:
-        OSError: The storage does not answer.
-    """
+    """Reads a run's list of rows that cannot be decoded; raises OSError if the storage does not answer."""
     files = sorted(list_files(paths.bad_rows))
     first = read_all(paths.bad_rows / name for name in files[:_MAX_SHOWN])
     return ReportedBadRows([BadRow(**json.loads(data)) for data in first], len(files))
@@ -180,13 +140,8 @@ class Earlier:
     """The best run that ended before this one began.
 
     Args:
-        name: Name of the earlier run.
-        value: Its best value of the metric.
-        step: Step of that value.
-        summary: The content of its `summary.json`.
         differs: Fields of the configuration with different values: the value of the earlier run and that of this run,
             as text.
-        of: Number of runs from which it was chosen.
     """
 
     name: str
@@ -202,20 +157,11 @@ class Facts:
     """The facts that a report shows.
 
     Args:
-        paths: The directory of the run.
-        config: The run's configuration.
         status: `running`, `finished`, `stopped early`, `interrupted`, `failed`, or `vanished`: no driver lives, and
             none has recorded the end.
-        course: The run's steps.
-        events: The events, in the order of time.
         evaluations: Evaluations of the run's own evaluator, by step.
         others: Evaluations of the other evaluators, by the evaluator's name.
-        newest: The newest checkpoint.
         summary: The content of `summary.json`; empty unless the newest start has ended.
-        metric: The metric that decides which checkpoint is best.
-        mode: Whether a higher (`max`) or a lower (`min`) value is better.
-        bad_rows: The rows that cannot be decoded.
-        earlier: The run with which this one is compared.
         made_s: Time at which the facts were read, seconds since 1970 (UTC).
     """
 
@@ -344,9 +290,7 @@ def read_facts(paths: RunPaths, with_earlier: bool = True, reader: FactsReader |
     """Reads the facts of a run.
 
     Args:
-        paths: The directory of the run.
         with_earlier: Whether to find the best run next to it that ended before it began.
-        reader: The reader that has read the run before.
 
     Raises:
         ConfigError: The directory is not a run directory, or of another version.

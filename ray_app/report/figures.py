@@ -6,8 +6,10 @@ The figures are curves of the training (`learning_figures`), and curves and a ti
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from markupsafe import Markup
@@ -55,12 +57,8 @@ class Figure:
     """A chart with its caption.
 
     Args:
-        title: Title of the figure.
-        unit: Unit of the values, and other properties.
         wide: The chart for wide pages, or for all pages if there is no narrow one.
-        narrow: The chart for phones.
         legend: Tone and name of each curve, if there are several.
-        note: A remark below the chart.
     """
 
     title: str
@@ -75,83 +73,39 @@ def learning_figures(facts: Facts) -> list[Figure]:
     """Returns the figures of loss, evaluations, learning rate and gradient norm by step; none without steps."""
     if not facts.records:
         return []
-    figures = [figure for figure in [_loss_figure(facts)] if figure]
+    figures = [_loss_figure(facts)]
     for evaluator, evaluations in [("", facts.evaluations), *facts.others.items()]:
-        # The loss of the run's own evaluator is in the figure of the training loss.
-        hidden_names = set() if evaluator else {"loss"}
-        training_names = set() if evaluator else _training_metric_names(facts)
-        names = sorted(
-            {name for e in evaluations for name in e.metrics} - hidden_names | training_names,
-            key=lambda n: (n != facts.metric, n),
-        )
-        figures += [
-            figure for figure in (_metric_figure(facts, evaluator, evaluations, name) for name in names) if figure
-        ]
-    rate = finite_points((float(r.step), r.lr) for r in facts.records)
-    if rate:
-        figures.append(
-            Figure(
-                "Learning rate",
-                "of each step",
-                line_chart([Line("learning rate", "purple", rate)], Axis("learning rate"), Frame()),
-            )
-        )
-    norm = finite_points((float(r.step), r.grad_norm) for r in facts.records)
-    if norm:
-        lines = _with_mean("norm", "gray", norm)
-        figures.append(
-            Figure(
-                "Gradient norm",
-                "L2, before clipping",
-                line_chart(lines, Axis("gradient norm"), Frame(), from_zero=True),
-            )
-        )
-    return figures
+        names = {name for e in evaluations for name in e.metrics}
+        if not evaluator:
+            # The loss of the run's own evaluator is in the figure of the training loss.
+            names = names - {"loss"} | _training_metric_names(facts)
+        ordered = sorted(names, key=lambda n: (n != facts.metric, n))
+        figures += [_metric_figure(facts, evaluator, evaluations, name) for name in ordered]
+    if rate := finite_points((float(r.step), r.lr) for r in facts.records):
+        chart = line_chart([Line("learning rate", "purple", rate)], Axis("learning rate"), Frame())
+        figures.append(Figure("Learning rate", "of each step", chart))
+    if norm := finite_points((float(r.step), r.grad_norm) for r in facts.records):
+        chart = line_chart(_with_mean("norm", "gray", norm), Axis("gradient norm"), Frame(), from_zero=True)
+        figures.append(Figure("Gradient norm", "L2, before clipping", chart))
+    return [figure for figure in figures if figure]
 
 
 def cluster_figures(facts: Facts) -> list[Figure]:
     """Returns the figures of workers, speed and events, over one axis of time; none before the first event."""
     if not facts.events and not facts.records:
         return []
-    disturbance_marks = [
-        _event_mark(facts, event) for event in facts.events if event.kind in _SHAPES and event.kind != "started"
-    ]
     figures = []
-    sizes = thin_points(sizes_over_time(facts.in_time, facts.clock))
-    if sizes:
-        y = Axis("workers", whole_ticks, lambda v: f"{v:.0f}")
-        figures.append(
-            _over_time(
-                facts,
-                "Workers",
-                "that step together; 0 where no worker steps",
-                lambda frame: line_chart(
-                    [Line("workers", "blue", sizes, "steps")],
-                    y,
-                    frame,
-                    height=170,
-                    from_zero=True,
-                    marks=disturbance_marks,
-                ),
-            )
-        )
-    speed = rows_per_second_over_time(facts.records, facts.clock)
-    if speed:
-        y_speed = Axis("rows per second")
-        figures.append(
-            _over_time(
-                facts,
-                "Throughput",
-                "rows that counted, per second",
-                lambda frame: line_chart(
-                    [Line("rows per second", "green", speed)], y_speed, frame, height=150, from_zero=True
-                ),
-            )
-        )
-    lanes = _lanes(facts)
-    figures.append(
-        _over_time(facts, "Timeline", "checkpoints, evaluations and disturbances", lambda frame: timeline(lanes, frame))
-    )
+    if sizes := thin_points(sizes_over_time(facts.in_time, facts.clock)):
+        marks = [_event_mark(facts, e) for e in facts.events if e.kind in _SHAPES and e.kind != "started"]
+        lines, axis = [Line("workers", "blue", sizes, "steps")], Axis("workers", whole_ticks, "{:.0f}".format)
+        draw = partial(line_chart, lines, axis, height=170, from_zero=True, marks=marks)
+        figures.append(_over_time(facts, "Workers", "that step together; 0 where no worker steps", draw))
+    if speed := rows_per_second_over_time(facts.records, facts.clock):
+        lines = [Line("rows per second", "green", speed)]
+        draw = partial(line_chart, lines, Axis("rows per second"), height=150, from_zero=True)
+        figures.append(_over_time(facts, "Throughput", "rows that counted, per second", draw))
+    draw = partial(timeline, _lanes(facts))
+    figures.append(_over_time(facts, "Timeline", "checkpoints, evaluations and disturbances", draw))
     return figures
 
 
@@ -191,10 +145,7 @@ def _with_mean(name: str, tone: Tone, points: Sequence[Point]) -> list[Line]:
 
 
 def _metric_figure(facts: Facts, evaluator: str, evaluations: list[Evaluation], name: str) -> Figure | None:
-    """Returns the figure of an evaluator's metric; None if the metric has no finite value.
-
-    The run's own evaluator has an empty name. Its figure also shows the metric of the training steps, if they have it.
-    """
+    """Returns the figure of an evaluator's metric, with that of the training steps for the own one ("")."""
     points = finite_points((float(e.step), e.metrics[name]) for e in evaluations if name in e.metrics)
     if not evaluator and name in _training_metric_names(facts):
         return _training_metric_figure(facts, name, points)
@@ -202,26 +153,17 @@ def _metric_figure(facts: Facts, evaluator: str, evaluations: list[Evaluation], 
         return None
     marks = [] if evaluator else _best_mark(facts, name)
     unit = f"on {evaluations[-1].rows:,} held-out rows" + (", best ◆" if marks else "")
-    return Figure(
-        f"Evaluation{evaluator and f' {evaluator}'}: {name.replace('_', ' ')}",
-        unit,
-        line_chart([Line(name, "orange", points, "dots")], Axis(name), Frame(), marks=marks),
-    )
+    chart = line_chart([Line(name, "orange", points, "dots")], Axis(name), Frame(), marks=marks)
+    return Figure(f"Evaluation{evaluator and f' {evaluator}'}: {name.replace('_', ' ')}", unit, chart)
 
 
 def _training_metric_names(facts: Facts) -> set[str]:
-    """Returns the names of the task's metrics in the last `_LAST` training steps.
-
-    One step is not enough, because steps of different optimizers have different metrics.
-    """
+    """Returns the task's metrics in the last `_LAST` training steps, as those of optimizers may differ."""
     return {name for record in facts.records[-_LAST:] for name in record.metrics}
 
 
 def _training_metric_figure(facts: Facts, name: str, evaluated: Sequence[Point]) -> Figure | None:
-    """Returns the figure of a task's metric in each training step, with that of the evaluations if they have it.
-
-    It is None if the metric has no finite value.
-    """
+    """Returns the figure of a task's metric in each training step and evaluation; None without a value."""
     trained = finite_points((float(r.step), r.metrics[name]) for r in facts.records if name in r.metrics)
     if not trained and not evaluated:
         return None
@@ -234,16 +176,14 @@ def _training_metric_figure(facts: Facts, name: str, evaluated: Sequence[Point])
 def _best_mark(facts: Facts, name: str) -> list[Mark]:
     """Returns the mark of the best evaluation if this metric decides; otherwise nothing."""
     best = facts.best if name == facts.metric else None
-    return (
-        [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")]
-        if best
-        else []
-    )
+    if best is None:
+        return []
+    return [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")]
 
 
-def _over_time(facts: Facts, title: str, unit: str, draw: Callable[[Frame], Markup]) -> Figure:
+def _over_time(facts: Facts, title: str, unit: str, draw: Callable[..., Markup]) -> Figure:
     span = (0.0, facts.clock.end_s)
-    wide, narrow = (draw(Frame(width, 96, span, TIME, facts.clock.pauses)) for width in (WIDE, NARROW))
+    wide, narrow = (draw(frame=Frame(width, 96, span, TIME, facts.clock.pauses)) for width in (WIDE, NARROW))
     return Figure(title, unit, wide, narrow)
 
 
@@ -259,16 +199,9 @@ def _lanes(facts: Facts) -> list[Lane]:
         Lane(name, [_event_mark(facts, e) for e in facts.events if e.kind in event_kinds])
         for name, event_kinds in kinds.items()
     ]
-    lanes.append(
-        Lane(
-            "checkpoints",
-            [
-                _checkpoint_mark(facts, e)
-                for e in facts.events
-                if e.kind in ("checkpointed", "write_failed", "fallback")
-            ],
-        )
-    )
+    kinds_of_checkpoints = ("checkpointed", "write_failed", "fallback")
+    checkpoints = [_checkpoint_mark(facts, e) for e in facts.events if e.kind in kinds_of_checkpoints]
+    lanes.append(Lane("checkpoints", checkpoints))
     lanes.append(Lane("evaluations", [_evaluation_mark(facts, e) for e in facts.evaluations]))
     return [lane for lane in lanes if lane.marks]
 
@@ -299,53 +232,64 @@ def _evaluation_mark(facts: Facts, evaluation: Evaluation) -> Mark:
     return Mark(at - evaluation.duration_s, "orange", text, "bar", at)
 
 
+_TEXTS = {
+    "started": "start {fence} of the driver, up to {max_workers} workers",
+    "resumed": "went on{at}, from a {source}",
+    "formed": "{workers} workers step together from step {step}",
+    "params_diverged": "after a failure the states of ranks {ranks} were not those of the others; went on{at}",
+    "workers": "{workers} workers start",
+    "failed": "failure {number}{at}, {left} workers left: {reasons}",
+    "storage_failed": "the storage failed{at}, {left} workers left: {reasons}",
+    "preempted": "preemption {number}{at}: {workers} workers had to leave",
+    "resized": "resized from {before} to {after} workers{at}: {reason}",
+    "replaced": "lost workers replaced, {before} to {after}{at}",
+    "standbys": "{ready} standby workers are ready",
+    "start_failed": "{workers} more workers could not start: {reason}",
+    "checkpointed": "checkpoint{at} ({why}), took {duration}",
+    "evaluation_skipped": "no evaluation{at}: {reason}",
+    "write_retried": "checkpoint{at} written at attempt {attempts}: {reason}",
+    "write_failed": "checkpoint{at} not written: {reason}",
+    "fallback": "checkpoint {checkpoint} passed over: {reason}",
+    "environment_changed": "another environment{at}: before {before}, now {now}",
+    "data_changed": "went on with changed data: {names}",
+    "code_changed": "went on with other code: {names}",
+    "straggler_detected": "{straggler}{at}",
+    "straggler_recovered": "rank {rank}{at_host} keeps up again{at}",
+    "stalled": "{straggler} in one step{at}",
+    "rebalanced": "logical workers moved{at}: {before} became {after}",
+    "time_breakdown": "until{until} the workers' time was: {parts_of_time}",
+    "evicted": "rank {rank}{at_host} had to leave{at}: {reason}",
+    "sdc_detected": "rank {rank}{at_host} computed logical worker {logical_worker}{at} wrongly, and ended; it was last"
+    " known to be right after step {clean}",
+    "suspected": "checkpoints {steps} are marked: {reason}",
+    "stacks": "worker {rank} stalled the group{at}, while {doing}",
+    "driver_lost": "the driver was gone{at}, {status}; noticed by {noticed_by}",
+    "worker_exit": "rank 0 left{at}",
+    "profiled": "steps {first} to {step} traced: {file}",
+}
+"""Text of each kind of event, with its details, `at` (its step), and what `describe_event` adds."""
+
+
 def describe_event(event: Event) -> str:
     """Returns an event as a text."""
     details = event.details
-    step = f" at step {details['step']:,}" if isinstance(details.get("step"), int) else ""
-    texts = {
-        "started": f"start {event.fence} of the driver, up to {details.get('max_workers')} workers",
-        "resumed": f"went on{step}, from a {details.get('source')}",
-        "formed": f"{details.get('workers')} workers step together from step {details.get('step')}",
-        "params_diverged": f"after a failure the states of ranks {details.get('ranks')} were not those of the others;"
-        f" went on{step}",
-        "workers": f"{details.get('workers')} workers start",
-        "failed": f"failure {details.get('number')}{step}, {details.get('left')} workers left:"
-        f" {_reasons(details.get('errors'))}",
-        "storage_failed": f"the storage failed{step}, {details.get('left')} workers left:"
-        f" {_reasons(details.get('errors'))}",
-        "preempted": f"preemption {details.get('number')}{step}: {details.get('workers')} workers had to leave",
-        "resized": f"resized from {details.get('before')} to {details.get('after')} workers{step}:"
-        f" {details.get('reason')}",
-        "replaced": f"lost workers replaced, {details.get('before')} to {details.get('after')}{step}",
-        "standbys": f"{details.get('ready')} standby workers are ready",
-        "start_failed": f"{details.get('workers')} more workers could not start: {details.get('reason')}",
-        "checkpointed": f"checkpoint{step} ({details.get('why')}), took"
-        f" {seconds(float(details.get('duration_s') or 0.0))}",
-        "evaluation_skipped": f"no evaluation{step}: {details.get('reason')}",
-        "write_retried": f"checkpoint{step} written at attempt {details.get('attempts')}: {details.get('reason')}",
-        "write_failed": f"checkpoint{step} not written: {details.get('reason')}",
-        "fallback": f"checkpoint {details.get('checkpoint')} passed over: {details.get('reason')}",
-        "environment_changed": f"another environment{step}: before {details.get('before')}, now {details.get('now')}",
-        "data_changed": f"went on with changed data: {', '.join(map(str, details.get('changed') or []))}",
-        "code_changed": f"went on with other code: {', '.join(map(str, details.get('changed') or []))}",
-        "straggler_detected": f"{_describe_straggler(details)}{step}",
-        "straggler_recovered": f"rank {details.get('rank')}{_at_host(details)} keeps up again{step}",
-        "stalled": f"{_describe_straggler(details)} in one step{step}",
-        "rebalanced": f"logical workers moved{step}: {details.get('before')} became {details.get('after')}",
-        "time_breakdown": f"until{step.removeprefix(' at')} the workers' time was: {_describe_time(details)}",
-        "evicted": f"rank {details.get('rank')}{_at_host(details)} had to leave{step}: {details.get('reason')}",
-        "sdc_detected": f"rank {details.get('rank')}{_at_host(details)} computed logical worker"
-        f" {details.get('logical_worker')}{step} wrongly, and"
-        f" ended; it was last known to be right after step {details.get('clean')}",
-        "suspected": f"checkpoints {details.get('steps')} are marked: {details.get('reason')}",
-        "stacks": f"worker {details.get('rank')} stalled the group{step}, while {details.get('doing')}",
-        "driver_lost": f"the driver was gone{step}, {details.get('status')}; noticed by {details.get('noticed_by')}",
-        "worker_exit": f"rank 0 left{step}",
-        "profiled": f"steps {details.get('first')} to {details.get('step')} traced: {details.get('file')}",
+    step = f" step {details['step']:,}" if isinstance(details.get("step"), int) else ""
+    at = f" at{step}" if step else ""
+    if event.kind not in _TEXTS:
+        reason = f": {details['reason']}" if details.get("reason") else ""
+        return f"{event.kind.replace('_', ' ')}{at}{reason}"
+    added = {
+        "fence": event.fence,
+        "at": at,
+        "until": step,
+        "at_host": _at_host(details),
+        "duration": seconds(float(details.get("duration_s") or 0.0)),
+        "names": ", ".join(map(str, details.get("changed") or [])),
+        "parts_of_time": _describe_time(details),
+        "reasons": _reasons(details.get("errors")),
+        "straggler": _describe_straggler(details),
     }
-    reason = f": {details['reason']}" if details.get("reason") else ""
-    return texts.get(event.kind, f"{event.kind.replace('_', ' ')}{step}{reason}")
+    return _TEXTS[event.kind].format_map(defaultdict(lambda: None, details | added))
 
 
 def _describe_time(details: dict[str, Any]) -> str:

@@ -30,18 +30,9 @@ TONES = {
 
 
 def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
-    """Writes `report.html` in the run's directory, and no other file.
+    """Writes `report.html` in the run's directory, and no other file; returns its location.
 
-    Args:
-        paths: The directory of the run; the run may still train, or have failed.
-        facts: The facts of the run, if they were read already.
-
-    Returns:
-        The file of the page.
-
-    Raises:
-        ConfigError: The directory is not a run directory.
-        OSError: The storage does not answer.
+    Raises ConfigError if the directory is not a run directory, and OSError if the storage does not answer.
     """
     put_atomic(paths.report, render(facts or read_facts(paths)).encode())
     return paths.report
@@ -49,14 +40,7 @@ def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
 
 @dataclass(frozen=True)
 class Live:
-    """The additional values of a page that updates itself while its run trains.
-
-    Args:
-        script: Address of the script that updates the page.
-        number: Number of the run of this page.
-        runs: Name and status of each run with a page.
-        error: The error of the newest read of the run; None if it succeeded.
-    """
+    """The values of a page that updates itself; `error` is that of the newest read, if it failed."""
 
     script: str
     number: int
@@ -65,10 +49,7 @@ class Live:
 
 
 def render(facts: Facts, live: Live | None = None) -> str:
-    """Returns the page as HTML without secrets.
-
-    The page is self-contained: it loads no other files and runs no script, except the script of `live`.
-    """
+    """Returns the page as HTML without secrets, with no other files and no script but that of `live`."""
     return redact(
         environment()
         .get_template("report.html.j2")
@@ -120,14 +101,7 @@ def environment() -> Environment:
 
 @dataclass(frozen=True)
 class Card:
-    """A key figure.
-
-    Args:
-        name: Name of the figure.
-        value: The value, in large letters.
-        note: A remark below the value.
-        whole: The full value, shown under the pointer.
-    """
+    """A key figure."""
 
     name: str
     value: str

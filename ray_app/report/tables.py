@@ -24,14 +24,7 @@ _MAX_HAPPENINGS, _MAX_CHARS = 300, 8000
 
 @dataclass(frozen=True)
 class BudgetLine:
-    """A budget of disturbances, and its use.
-
-    Args:
-        name: Name of the disturbances.
-        used: Disturbances in the newest start.
-        allowed: Budget of a start; None: any number.
-        ever: Disturbances in all starts.
-    """
+    """A budget of disturbances, and its use."""
 
     name: str
     used: int
@@ -48,41 +41,30 @@ def budgets(facts: Facts) -> list[BudgetLine]:
     """Returns the budgets of failures and preemptions, with their use in the newest start."""
     limits, starts = facts.config.failure, start_events(facts.events)
     newest_events = [event for event in facts.events if starts and event.fence == starts[-1].fence]
-    lines = []
-    for name, kind, limit in (
-        ("failures", "failed", limits.max_failures),
-        ("preemptions", "preempted", limits.max_preemptions),
-    ):
-        lines.append(
-            BudgetLine(name, count(newest_events, kind), limit if limit >= 0 else None, count(facts.events, kind))
-        )
-    return lines
+    kinds = (("failures", "failed", limits.max_failures), ("preemptions", "preempted", limits.max_preemptions))
+    return [
+        BudgetLine(name, count(newest_events, kind), limit if limit >= 0 else None, count(facts.events, kind))
+        for name, kind, limit in kinds
+    ]
 
 
 def counters(facts: Facts) -> list[tuple[str, str, str]]:
     """Returns the counters without a budget, over all starts: name, number and a note."""
     events, restart_counts = facts.events, restarts(facts.events)
     recovery_times_s = recoveries(events, facts.in_time)
-    recovery_text = ", ".join(seconds(wait) for wait in recovery_times_s[:12]) + (
-        f" and {len(recovery_times_s) - 12} more" if len(recovery_times_s) > 12 else ""
-    )
+    more = f" and {len(recovery_times_s) - 12} more" if len(recovery_times_s) > 12 else ""
+    recovery_text = ", ".join(seconds(wait) for wait in recovery_times_s[:12]) + more
+    recovery_note = f"seconds from a loss to the next finished step: {recovery_text}" if recovery_times_s else ""
+    write_note = f"retried; {count(events, 'write_failed'):,} failed for good"
     return [
         ("steps done again", f"{len(facts.repeated):,}", "finished before, and lost with the workers"),
-        (
-            "recoveries",
-            f"{len(recovery_times_s):,}",
-            f"seconds from a loss to the next finished step: {recovery_text}" if recovery_times_s else "",
-        ),
+        ("recoveries", f"{len(recovery_times_s):,}", recovery_note),
         ("resizes", f"{count(events, 'resized'):,}", ""),
         ("workers replaced", f"{count(events, 'replaced'):,}", "after failures"),
         ("failures of the storage", f"{restart_counts['storage']:,}", "charged to no budget"),
         ("driver restarts", f"{restart_counts['driver']:,}", ""),
         ("checkpoints", f"{count(events, 'checkpointed'):,}", "committed"),
-        (
-            "checkpoint writes",
-            f"{count(events, 'write_retried'):,}",
-            f"retried; {count(events, 'write_failed'):,} failed for good",
-        ),
+        ("checkpoint writes", f"{count(events, 'write_retried'):,}", write_note),
         ("fallbacks", f"{count(events, 'fallback'):,}", "checkpoints passed over as damaged"),
         ("evaluations", f"{len(facts.evaluations):,}", f"{count(events, 'evaluation_skipped'):,} skipped"),
         *health(facts),
@@ -90,19 +72,10 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def health(facts: Facts) -> list[tuple[str, str, str]]:
-    """Returns rows about stragglers and silent data corruption, each with name, number and a note.
-
-    The list is empty if there is neither a straggler nor an SDC check.
-    """
+    """Returns name, number and note about stragglers and silent data corruption, if there is any."""
     rows, stragglers = list[tuple[str, str, str]](), current_stragglers(facts.events)
     if stragglers:
-        rows.append(
-            (
-                "slow workers now",
-                f"{len(stragglers)}",
-                "; ".join(describe_event(event) for event in stragglers.values()),
-            )
-        )
+        rows.append(("slow workers now", f"{len(stragglers)}", "; ".join(map(describe_event, stragglers.values()))))
     if facts.course.recomputed:
         corrupt_workers = counted_word(count(facts.events, "sdc_detected"), "worker")
         rows.append(
@@ -112,10 +85,7 @@ def health(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def time_parts(facts: Facts) -> list[tuple[str, str, float]]:
-    """Returns tone, name and part of each use of the time since the first step; empty without a goodput.
-
-    The parts add up to 1.
-    """
+    """Returns tone, name and part, of 1, of each use of the time since the first step, if there is a goodput."""
     part, records = facts.goodput, facts.in_time
     if part is None:
         return []
@@ -143,10 +113,7 @@ def happenings(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def comparison(facts: Facts) -> list[tuple[str, str, str]]:
-    """Returns the comparison with the best earlier run, or an empty list without one.
-
-    Each row has a name, the value of this run and the value of the earlier run.
-    """
+    """Returns rows of name, value of this run and of the best earlier run; empty without one."""
     earlier = facts.earlier
     if earlier is None:
         return []
@@ -154,12 +121,9 @@ def comparison(facts: Facts) -> list[tuple[str, str, str]]:
     digest = facts.digest
     same = " (equal)" if digest and digest == theirs.get("params_digest") else ""
     wall_s = (theirs.get("timing") or {}).get("wall_s")
+    ours = f"{best.metrics[facts.metric]:.4f} at step {best.step:,}" if best else "-"
     return [
-        (
-            f"best {facts.metric}",
-            f"{best.metrics[facts.metric]:.4f} at step {best.step:,}" if best else "-",
-            f"{earlier.value:.4f} at step {earlier.step:,}",
-        ),
+        (f"best {facts.metric}", ours, f"{earlier.value:.4f} at step {earlier.step:,}"),
         ("parameters", _short(digest) + same, _short(theirs.get("params_digest"))),
         ("steps", f"{facts.records[-1].step if facts.records else 0:,}", _text(theirs.get("steps"))),
         ("rows", f"{facts.rows:,}", _text(theirs.get("rows"))),
@@ -198,14 +162,7 @@ _MAX_EXAMPLES = 24
 
 @dataclass(frozen=True)
 class Cell:
-    """One field of the confusion matrix.
-
-    Args:
-        count: Number of rows.
-        part: These rows, as a share of the rows of the true class.
-        is_right: Whether truth and prediction are the same.
-        title: Description of the field.
-    """
+    """One field of the confusion matrix."""
 
     count: int
     part: float
@@ -218,15 +175,9 @@ class ByClass:
     """The results of one evaluation by class.
 
     Args:
-        step: Step of the evaluation.
-        is_best: Whether it is the best evaluation of the run.
-        classes: Names of the classes.
         matrix: Rows of cells by true class; empty with too many classes or without a confusion matrix.
         pairs: With too many classes: true class, predicted class and rows of the most frequent confusions.
-        columns: Names of the metrics per class.
-        per_class: Name and metrics of each class.
         left_out: Number of classes that `per_class` does not contain, which have the better metrics.
-        examples: Rows with wrong predictions.
     """
 
     step: int
@@ -241,10 +192,7 @@ class ByClass:
 
 
 def by_class(facts: Facts) -> ByClass | None:
-    """Returns the results of one evaluation by class; None if no evaluation has tables or examples.
-
-    The evaluation is the best one, or the last one with tables or examples if the best one has none.
-    """
+    """Returns the results by class of the best, or else the last, evaluation with tables or examples; or None."""
     best = facts.best
     candidates = [*([best] if best else []), *reversed(facts.evaluations)]
     evaluation = next((e for e in candidates if e.tables or e.examples), None)
@@ -294,11 +242,7 @@ def _confused(matrix: list[list[int]], classes: list[str]) -> list[tuple[str, st
 
 
 def _per_class(evaluation: Evaluation, classes: list[str]) -> tuple[list[str], list[tuple[str, list[float | None]]]]:
-    """Returns the names of the metrics per class, and the classes with their metrics.
-
-    If there are more than `_MAX_CLASSES` classes, they are ordered by F1, lowest first, or by the last metric if there
-    is no F1.
-    """
+    """Returns the names of metrics and each class with them; of many classes those with a low F1 first."""
     tables = {name: _numbers(table) for name, table in evaluation.tables.items()}
     usable = {name: values for name, values in tables.items() if values and len(values) == len(classes)}
     rows: list[tuple[str, list[float | None]]] = [

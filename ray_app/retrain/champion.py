@@ -34,13 +34,7 @@ KEY_TAG = "ray_app.retrain_key"
 
 @dataclass(frozen=True)
 class Champion:
-    """The version of the model that serves, or that served when a round began.
-
-    Args:
-        version: The version in MLflow's registry.
-        paths: The folder of the model's retrainings.
-        uri: Tracking URI.
-    """
+    """The version of the model that serves, or that served when a round began."""
 
     version: Version
     paths: RetrainPaths

@@ -60,14 +60,7 @@ GUARD_METRIC = "recall"
 
 @dataclass(frozen=True)
 class ClassRecall:
-    """The recall of one class.
-
-    Args:
-        rows: Evaluation rows of the class.
-        champion: Recall of the champion.
-        challenger: Recall of the challenger.
-        least_drop: Lower bound of the interval of the fall; the confidence holds for all classes together.
-    """
+    """The recall of one class; `least_drop` is the lower bound of its fall, with confidence for all classes."""
 
     rows: int
     champion: float
@@ -80,14 +73,8 @@ class GateFigures:
     """The comparison of a challenger with the champion.
 
     Args:
-        metric: The metric that decides.
-        mode: Whether a higher (`max`) or a lower (`min`) value is better.
-        rows: Rows on which both models were scored.
-        challenger: The challenger's value.
         champion: The champion's value; None without a champion.
         gain: How much better the challenger is, in the metric's unit; below 0: worse.
-        low: Lower bound of the interval of the gain.
-        high: Upper bound of the interval of the gain.
         recalls: Recalls of each class with enough rows, by its name.
     """
 
@@ -104,22 +91,14 @@ class GateFigures:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of the gate.
-
-    Args:
-        promote: Whether the challenger becomes the champion.
-        reason: The reason, with the numbers.
-    """
+    """The decision of the gate."""
 
     promote: bool
     reason: str
 
 
 def bootstrap_counts(seed: int, resamples: int, blocks: int) -> npt.NDArray[np.int64]:
-    """Returns how often each block occurs in each bootstrap resample, shape (resamples, blocks).
-
-    The counts are a pure function of the arguments.
-    """
+    """Returns how often each block occurs in each resample, (resamples, blocks), by the arguments alone."""
     hashes = hash_array(key(seed, 0x67617465), np.arange(resamples * blocks).reshape(resamples, blocks))
     drawn_blocks = hashes % np.uint64(blocks)
     return np.stack([np.bincount(row, minlength=blocks) for row in drawn_blocks.astype(np.int64)])
@@ -134,16 +113,9 @@ def compare_models(
     seed: int,
     section: RetrainSection,
 ) -> GateFigures:
-    """Compares two models on the same rows.
+    """Compares two models on the same rows, by their metric states of each block of rows.
 
-    Args:
-        task: The prepared task; the chunks contain its metrics.
-        metric: The metric that decides.
-        mode: Whether a higher (`max`) or a lower (`min`) value is better.
-        challenger: The challenger's metric states, one chunk for each block of rows.
-        champion: The champion's metric states on the same blocks; None without a champion.
-        seed: Seed of the bootstrap draws.
-        section: Has the resamples, the confidence and the minimum rows of a class.
+    `section` has the resamples, the confidence and the minimum rows of a class; `champion` is None without a champion.
     """
     scores, rows = combine(task, challenger), sum(chunk.rows for chunk in challenger)
     if champion is None:
@@ -192,8 +164,7 @@ def decide_promotion(figures: GateFigures, section: RetrainSection) -> Decision:
     assert figures.low is not None
     summary = (
         f"{figures.metric} {figures.challenger:.4f} against the champion's {figures.champion:.4f} on {figures.rows:,}"
-        f" rows: gain {figures.gain:+.4f}"
-        f" ({section.confidence:.0%} interval {figures.low:+.4f} to {figures.high:+.4f})"
+        f" rows: gain {figures.gain:+.4f} ({section.confidence:.0%} interval {figures.low:+.4f} to {figures.high:+.4f})"
     )
     if not figures.low > section.min_gain:
         problems.append(f"the lower bound is not above retrain.min_gain = {section.min_gain:g}, so it may be no better")
@@ -201,9 +172,8 @@ def decide_promotion(figures: GateFigures, section: RetrainSection) -> Decision:
         if recall.least_drop > section.max_recall_drop:
             problems.append(
                 f"the recall of class {name} falls from {recall.champion:.3f} to {recall.challenger:.3f} ({recall.rows}"
-                f" rows), by at least"
-                f" {recall.least_drop:.3f} beyond chance; allowed are {section.max_recall_drop:g}"
-                f" (retrain.max_recall_drop)"
+                f" rows), by at least {recall.least_drop:.3f} beyond chance; allowed are {section.max_recall_drop:g}"
+                " (retrain.max_recall_drop)"
             )
     return Decision(not problems, "; ".join([summary, *problems]))
 
@@ -234,15 +204,10 @@ def _compare_recalls(
     # The shape is (draws, classes).
     drops = (counts @ (old - new)[:, watched]) / np.maximum(1, counts @ rows[:, watched])
     total = rows.sum(0)
+    before, after = (recalled.sum(0) / np.maximum(1, total) for recalled in (old, new))
     return {
         i: ClassRecall(int(total[i]), float(was), float(now), float(was - now - quantile * spread))
-        for i, was, now, spread in zip(
-            watched,
-            (old.sum(0) / np.maximum(1, total))[watched],
-            (new.sum(0) / np.maximum(1, total))[watched],
-            drops.std(0),
-            strict=True,
-        )
+        for i, was, now, spread in zip(watched, before[watched], after[watched], drops.std(0), strict=True)
     }
 
 
@@ -256,9 +221,6 @@ class ScoringRequest:
     """Rows, and the models to score on them.
 
     Args:
-        source: The data set.
-        segments: The rows.
-        models: The packages of the models, by any name.
         blocks: Minimum number of chunks into which the rows are divided, if there are enough rows; by default the
             fastest number.
         chosen: Mask of the rows that count, shape (rows of the segments,); by default all count.
@@ -288,19 +250,12 @@ class PackagedModule(nn.Module):
 
 
 def read_package_files(data: Path) -> Files:
-    """Returns the files of the folder with `package.json`, without its subfolders.
-
-    The files do not include the code of the task: a model that needs this code uses the installed code, if both are
-    equal.
-    """
+    """Returns the files of a package without the code of the task, which the installed one must equal."""
     return {file.name: file.read_bytes() for file in sorted(data.iterdir()) if file.is_file()}
 
 
 def sample_segments(manifest: Manifest, max_rows: int) -> list[Segment]:
-    """Returns segments of about `max_rows` rows in total, or of all rows if there are no more.
-
-    A segment is a range of consecutive rows of one row group; a keyed hash chooses its beginning.
-    """
+    """Returns segments, ranges of row groups by a keyed hash, of about `max_rows` rows in total."""
     share = min(1.0, max_rows / manifest.num_rows)
     hashes = hash_array(key(2), np.arange(manifest.num_row_groups))
     segments = []
@@ -315,16 +270,9 @@ def sample_segments(manifest: Manifest, max_rows: int) -> list[Segment]:
 def score_packages(
     task: Task, metrics: Sequence[str], requests: list[ScoringRequest], section: EvaluateSection
 ) -> list[dict[str, list[Chunk]]]:
-    """Scores models on rows, in one Ray task on the connected cluster.
+    """Scores models on rows, in one Ray task on the connected cluster; metrics that the task lacks are ignored.
 
-    Args:
-        task: The prepared task of today's configuration, which decodes the rows and measures all models.
-        metrics: The metrics to compute besides the loss; those that the task lacks are ignored.
-        requests: The models and the rows.
-        section: Resources and batch size of the evaluator.
-
-    Returns:
-        For each request the chunks of metric states in the order of the rows, by the model's name.
+    Returns for each request the chunks of metric states in the order of the rows, by the model's name.
 
     Raises:
         BadRowError: A row cannot be decoded.
@@ -360,8 +308,7 @@ def _score_all(
             if not set(inputs) <= arrays.keys():
                 raise ConfigError(
                     f"The {name} takes the fields {', '.join(inputs)}, but the task decodes {', '.join(arrays)}; they"
-                    f" cannot be compared."
-                    " Use another tracking.registered_model for a task with other inputs."
+                    " cannot be compared. Use another tracking.registered_model for a task with other inputs."
                 )
             run, packaged = partial(run_packaged, inputs), PackagedModule(model)
             chunks = score(
@@ -411,25 +358,13 @@ Both parts need many rows: the gate must distinguish a gain from chance.
 
 
 def find_old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]:
-    """Returns the paths of the files with content that an earlier delivery had, under any name.
-
-    Args:
-        delivery: SHA-256 of the content of each file, by path.
-        before: The same of the earlier delivery.
-    """
+    """Returns the paths of the files with content that an earlier delivery had, under any name."""
     digests_before = set(before.values())
     return {path for path, digest in delivery.items() if digest in digests_before}
 
 
 def select_share(content: str, first: int, rows: int, share: float) -> npt.NDArray[np.bool_]:
-    """Returns a mask of the rows that belong to a share, shape (rows,). A larger share contains every smaller one.
-
-    Args:
-        content: SHA-256 of the file's content.
-        first: Position of the first row in the file.
-        rows: Number of consecutive rows.
-        share: The share, from 0 to 1.
-    """
+    """Returns a mask, (rows,), of a share, 0 to 1, by the SHA-256 of the file; larger ones contain smaller ones."""
     is_in_share: npt.NDArray[np.bool_] = (
         hash_array(key(int(content[:16], 16)), np.arange(first, first + rows)).astype(np.float64) / 2**64 < share
     )
@@ -441,10 +376,6 @@ def select_gate_rows(manifest: Manifest, delivery: dict[str, str]) -> npt.NDArra
 
     These are the rows that `write_selection_part` does not write. On the rows by which it was chosen the best
     checkpoint is the luckiest one: on them two equally good models would differ.
-
-    Args:
-        manifest: Manifest of the evaluation data.
-        delivery: SHA-256 of the content of each file, by path.
     """
     file_rows = np.bincount(manifest.file_of, weights=manifest.rows, minlength=len(manifest.paths)).astype(np.int64)
     return ~np.concatenate(
@@ -463,18 +394,11 @@ def write_selection_part(dataset: Dataset, columns: list[str], delivery: dict[st
 def write_dataset(
     dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float, out: Path
 ) -> Path:
-    """Writes a data set of all rows of new files and a share of the rows of old ones, unless `out` exists.
+    """Writes a data set of all rows of new files and a share of those of old ones, unless `out` exists; returns `out`.
 
     Args:
-        dataset: The delivered data.
-        columns: The columns that the task reads.
-        delivery: SHA-256 of the content of each file, by path.
-        old: Paths of the old files.
         fraction: Share of the rows of old files; a hash of the file's content and the row's position chooses them.
         out: Folder of the new data set; it is renamed into its place when it is complete.
-
-    Returns:
-        `out`.
     """
     if (out / _DESCRIPTION).is_file():
         return out
@@ -505,11 +429,9 @@ def _iter_tables(
         with DataFile(dataset.root, path, manifest.partitions) as file:
             for group in np.flatnonzero(manifest.file_of == index).tolist():
                 table = file.read_row_group(int(manifest.index_in_file[group]), columns)
-                selected = (
-                    table.filter(pa.array(select_share(delivery[path], first, table.num_rows, fraction)))
-                    if path in old
-                    else table
-                )
-                first += table.num_rows
-                if selected.num_rows:
-                    yield selected
+                rows = table.num_rows
+                if path in old:
+                    table = table.filter(pa.array(select_share(delivery[path], first, rows, fraction)))
+                first += rows
+                if table.num_rows:
+                    yield table

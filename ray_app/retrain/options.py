@@ -101,11 +101,7 @@ _MINIMA: dict[str, float] = {
 
 
 def check_section(config: Config, section: RetrainSection) -> None:
-    """Checks that retraining can work with a configuration.
-
-    Raises:
-        ConfigError: The configuration has problems; the message has a line for each.
-    """
+    """Raises ConfigError, with a line for each problem, if retraining cannot work with a configuration."""
     problems = [*_check_ranges(section), *_check_requirements(config, section)]
     if problems:
         raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -160,9 +156,8 @@ def _check_requirements(config: Config, section: RetrainSection) -> list[str]:
     if section.gate_path is None and "://" in config.run.storage_path:
         problems.append(
             "retrain.gate_path is missing: without it the rows of data.eval_path are split, and the part that chooses"
-            " the checkpoint is"
-            f" written as Parquet below run.storage_path, but that is {config.run.storage_path!r}. Name a data set for"
-            f" the gate that"
-            " no checkpoint was chosen by, or store runs in a folder that all nodes see."
+            f" the checkpoint is written as Parquet below run.storage_path, but that is {config.run.storage_path!r}."
+            " Name a data set for the gate that no checkpoint was chosen by, or store runs in a folder that all nodes"
+            " see."
         )
     return problems

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.arrays import fixed_array, spec_of_field
+from ray_app.data.arrays import fixed_array, is_number, spec_of_field
 from ray_app.data.dataset import Dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.plan.hashing import hash_array, key
@@ -45,8 +45,6 @@ class Column:
 
     Args:
         rows: Rows of the sample with a finite value.
-        mean: Mean of these values.
-        std: Standard deviation of these values.
         edges: Boundaries between the bins: the distinct deciles, and the next number after a value that many rows have.
         shares: Share of the rows in each bin; a value at a boundary belongs to the bin above.
     """
@@ -63,8 +61,6 @@ class Profile:
     """The profile of a data set.
 
     Args:
-        rows: Number of rows.
-        schema: Type of each column that the task reads.
         nulls: Share of missing values of each column.
         classes: Rows of each class, by its number as text; empty if the task has no classes.
         columns: Distribution of each column of numbers; of an array column those of the rows' means and standard
@@ -88,16 +84,10 @@ class Profile:
 
 
 def profile_dataset(dataset: Dataset, columns: list[str], label: str | None) -> tuple[Profile, Sample]:
-    """Reads a data set once, a row group at a time, and computes its profile.
+    """Reads a data set once and returns its profile, and the sample of each column, for `psi`.
 
-    Args:
-        dataset: The data set.
-        columns: The columns that the task reads.
-        label: The column of class numbers, if the task has classes; the profile has its class balance instead of its
-            distribution.
-
-    Returns:
-        The profile, and the sample of each column from which it was computed, to compare with other profiles by `psi`.
+    `label` is the column of class numbers, if there is one: the profile has its class balance instead of its
+    distribution.
     """
     nulls, classes = Counter[str](), Counter[int]()
     parts: dict[str, list[npt.NDArray[np.float64]]] = {}
@@ -115,27 +105,17 @@ def profile_dataset(dataset: Dataset, columns: list[str], label: str | None) -> 
                 continue
             for name, numbers in _numeric_values(arrow_field, values.filter(pa.array(is_sampled))):
                 parts.setdefault(name, []).append(numbers)
-    sample = {name: _drop_non_finite(np.concatenate(parts_of_column)) for name, parts_of_column in parts.items()}
+    whole = {name: np.concatenate(parts_of_column) for name, parts_of_column in parts.items()}
+    sample = {name: values[np.isfinite(values)] for name, values in whole.items()}
     rows = dataset.manifest.num_rows
-    return (
-        Profile(
-            rows,
-            schema,
-            {name: nulls[name] / rows for name in schema},
-            {str(number): count for number, count in sorted(classes.items())},
-            {name: _describe_column(values) for name, values in sample.items() if len(values)},
-        ),
-        sample,
-    )
+    null_shares = {name: nulls[name] / rows for name in schema}
+    class_rows = {str(number): count for number, count in sorted(classes.items())}
+    described = {name: _describe_column(values) for name, values in sample.items() if len(values)}
+    return Profile(rows, schema, null_shares, class_rows, described), sample
 
 
 def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
-    """Returns the population stability index of a sample against a column of another profile; 0 if not significant.
-
-    Args:
-        values: The sample, shape (rows,), finite.
-        reference: The column of the other profile.
-    """
+    """Returns the population stability index of finite values, (rows,), against a column; 0 if not significant."""
     from scipy.stats import chi2
 
     if not len(values) or len(reference.shares) < 2:
@@ -149,57 +129,35 @@ def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
 
 def class_shift(now: dict[str, int], before: dict[str, int]) -> float:
     """Returns the total variation distance of two class balances, 0 (equal) to 1 (no class in common)."""
-    totals = max(1, sum(now.values())), max(1, sum(before.values()))
-    return (
-        math.fsum(
-            abs(now.get(name, 0) / totals[0] - before.get(name, 0) / totals[1]) for name in now.keys() | before.keys()
-        )
-        / 2
-    )
+    total, total_before = max(1, sum(now.values())), max(1, sum(before.values()))
+    names = now.keys() | before.keys()
+    return math.fsum(abs(now.get(name, 0) / total - before.get(name, 0) / total_before) for name in names) / 2
 
 
 def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
-    """Yields each row group with the position of its first row.
-
-    Raises:
-        DataError: A file is damaged.
-        StorageError: The storage does not answer.
-    """
+    """Yields each row group with the position of its first row."""
     manifest, root = dataset.manifest, locate_data(dataset.root)
     for index, path in enumerate(manifest.paths):
         try:
             with DataFile(root, path, manifest.partitions) as file:
                 for group in np.flatnonzero(manifest.file_of == index).tolist():
-                    yield (
-                        int(manifest.first_row[group]),
-                        file.read_row_group(int(manifest.index_in_file[group]), columns),
-                    )
+                    table = file.read_row_group(int(manifest.index_in_file[group]), columns)
+                    yield int(manifest.first_row[group]), table
         except (pa.ArrowException, OSError) as error:
             raise to_read_error(root / path, error, "It cannot be read; deliver it again.") from error
 
 
 def _numeric_values(arrow_field: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:
-    """Returns names and values, shape (rows,), to describe some rows of a column; empty if it has no numbers.
-
-    A column of arrays gives the mean and the standard deviation of each row.
-    """
+    """Returns names and values, (rows,), of a column of numbers, or the mean and std of rows of arrays."""
     spec = spec_of_field(arrow_field)
     if spec is not None:
         if not len(values) or spec.padding is not None or np.dtype(spec.dtype).kind not in "biuf":
             return []
         rows = fixed_array(values, spec).reshape(len(values), -1).astype(np.float64)
         return [(f"{arrow_field.name} (mean)", rows.mean(1)), (f"{arrow_field.name} (std)", rows.std(1))]
-    if (
-        pa.types.is_integer(arrow_field.type)
-        or pa.types.is_floating(arrow_field.type)
-        or pa.types.is_boolean(arrow_field.type)
-    ):
+    if is_number(arrow_field.type):
         return [(arrow_field.name, values.drop_null().to_numpy().astype(np.float64))]
     return []
-
-
-def _drop_non_finite(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return values[np.isfinite(values)]
 
 
 def _describe_column(values: npt.NDArray[np.float64]) -> Column:
@@ -224,15 +182,7 @@ def _bin_shares(values: npt.NDArray[np.float64], edges: list[float]) -> npt.NDAr
 
 @dataclass(frozen=True)
 class Agreement:
-    """The agreement of the champion's predictions with the delivered labels.
-
-    Args:
-        metric: The metric that decides.
-        mode: Whether a higher (`max`) or a lower (`min`) value is better.
-        accepted: The champion's value on the rows of the gate when it was promoted.
-        training: The champion's value on a sample of the delivered training rows.
-        evaluation: The champion's value on the delivered rows of the gate.
-    """
+    """The agreement of the champion's predictions with the delivered labels."""
 
     metric: str
     mode: str
@@ -248,15 +198,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class ReferenceProfiles:
-    """The profiles of the champion's data, with which a delivery is compared.
-
-    A profile is None if the record has none, such as before the first champion.
-
-    Args:
-        train: Profile of the training data.
-        evaluation: Profile of the evaluation data.
-        gate: Profile of the gate's data set (`retrain.gate_path`) when the champion was promoted.
-    """
+    """The profiles of the champion's data, of the gate's at its promotion; None if the record has none."""
 
     train: Profile | None = None
     evaluation: Profile | None = None
@@ -265,12 +207,7 @@ class ReferenceProfiles:
 
 @dataclass(frozen=True)
 class GateRows:
-    """The rows on which the gate compares models.
-
-    Args:
-        rows: Number of rows.
-        profile: Profile of the gate's data set (`retrain.gate_path`); None: the rows are a part of the evaluation data.
-    """
+    """The rows of the gate; without a profile they are a part of the evaluation data."""
 
     rows: int
     profile: Profile | None = None
@@ -285,17 +222,7 @@ def find_problems(
     duplicates: list[str],
     section: RetrainSection,
 ) -> list[str]:
-    """Returns a message for each problem of a delivery; training needs a delivery without problems.
-
-    Args:
-        train: Profile of the delivered training data.
-        evaluation: Profile of the delivered evaluation data.
-        gate: The rows of the gate.
-        reference: The profiles of the champion's data.
-        agreement: Agreement of the champion with the labels; None without a champion.
-        duplicates: Messages about files with the content of another one.
-        section: The thresholds.
-    """
+    """Returns a message for each problem of a delivery; training needs a delivery without problems."""
     messages = list(duplicates)
     if gate.rows < section.min_eval_rows:
         subject = (
@@ -351,8 +278,7 @@ def _compare_profiles(
     if shift > section.max_class_shift:
         messages.append(
             f"{data_name}: the class balance has shifted by {shift:.2f} (total variation); allowed are"
-            f" {section.max_class_shift:.2f}"
-            " (retrain.max_class_shift)"
+            f" {section.max_class_shift:.2f} (retrain.max_class_shift)"
         )
     return messages
 
@@ -365,9 +291,8 @@ def _find_disagreements(agreement: Agreement, gate_data: str, section: RetrainSe
         if not loss <= section.max_disagreement:
             messages.append(
                 f"labels of the {data_name} data: the champion's {agreement.metric} on them is {value:.4f}, it was"
-                f" {agreement.accepted:.4f} when"
-                f" it was promoted, a loss of {loss:.0%}; allowed are {section.max_disagreement:.0%}"
-                f" (retrain.max_disagreement). A model"
-                " does not age like that: the labels look wrong"
+                f" {agreement.accepted:.4f} when it was promoted, a loss of {loss:.0%}; allowed are"
+                f" {section.max_disagreement:.0%} (retrain.max_disagreement). A model does not age like that: the"
+                " labels look wrong"
             )
     return messages

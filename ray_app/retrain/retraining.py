@@ -57,7 +57,7 @@ from ray_app.retrain.rounds import (
     open_rounds,
     read_delivery,
 )
-from ray_app.retrain.situation import Situation, TriggerDecision, gate_request, load_serving_champion
+from ray_app.retrain.situation import Situation, TriggerDecision, gate_request, load_champion
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.lease import Lease, acquire_lease, check_lease, remove_old_fences
 from ray_app.runlog.paths import RunPaths
@@ -72,14 +72,7 @@ class InterruptedRunError(Exception):
 
 
 class Stages:
-    """The stages of one round, each of which returns the value to record.
-
-    Args:
-        situation: The input of this start, with the champion that served when the round began.
-        round: The round.
-        console: Shows the progress of the training.
-        at: For fault tests: called with `training` while the run trains.
-    """
+    """The stages of one round, with the champion that served when it began; each returns the value to record."""
 
     def __init__(self, situation: Situation, round: Round, console: Console, at: Callable[[str], None]) -> None:
         self._situation = situation
@@ -88,11 +81,7 @@ class Stages:
         self._at = at
 
     def validate(self) -> dict[str, Any]:
-        """Validates the delivered data.
-
-        Raises:
-            StorageError: The data cannot be read now.
-        """
+        """Validates the delivered data; raises StorageError if it cannot be read now."""
         situation = self._situation
         result: dict[str, Any] = {"delivery": asdict(situation.delivery)}
         try:
@@ -102,36 +91,24 @@ class Stages:
         except DataError as error:
             return {**result, "problems": [str(error)], "accepted": False}
         reference = situation.champion.profiles if situation.champion is not None else ReferenceProfiles()
-        messages = find_problems(
-            inspection.train,
-            inspection.evaluation,
-            inspection.gate,
-            reference,
-            inspection.agreement,
-            situation.delivery.find_duplicates(),
-            situation.section,
-        )
-        result |= {
-            "train": inspection.train.to_json(),
-            "evaluation": inspection.evaluation.to_json(),
-            "drift": inspection.drift,
-        }
-        result |= {"gate": inspection.gate.profile.to_json()} if inspection.gate.profile is not None else {}
-        result |= {"agreement": asdict(inspection.agreement) if inspection.agreement is not None else None}
+        train, evaluation = inspection.train, inspection.evaluation
+        gate, agreement = inspection.gate, inspection.agreement
+        duplicates = situation.delivery.find_duplicates()
+        messages = find_problems(train, evaluation, gate, reference, agreement, duplicates, situation.section)
+        result |= {"train": train.to_json(), "evaluation": evaluation.to_json(), "drift": inspection.drift}
+        result |= {"gate": gate.profile.to_json()} if gate.profile is not None else {}
         return {
             **result,
+            "agreement": asdict(agreement) if agreement is not None else None,
             "problems": messages,
             "accepted": not messages or situation.section.accept_data is not None,
             "because": situation.section.accept_data,
         }
 
     def train(self) -> dict[str, Any]:
-        """Trains the run of this round's key, or continues it.
+        """Trains the run of this round's key, or continues it; raises InterruptedRunError if a signal stopped it.
 
-        Raises:
-            InterruptedRunError: A signal stopped the run.
-            DataError: A row cannot be used.
-            RegistryError: MLflow does not have the run.
+        Raises DataError for a row that cannot be used, and RegistryError if MLflow does not have the run.
         """
         self._situation.connect()
         result = run_training(self._config, self._console, observe=lambda _: self._at("training"))
@@ -166,17 +143,12 @@ class Stages:
         if situation.champion is not None:
             models["champion"] = situation.champion.files
         request = gate_request(job, situation.config, situation.section, situation.delivery, models, MAX_BLOCKS)
-        [scored] = score_packages(job.task, (job.best_metric, GUARD_METRIC), [request], situation.config.evaluate)
-        result = compare_models(
-            job.task,
-            job.best_metric,
-            job.best_mode,
-            scored["challenger"],
-            scored.get("champion"),
-            situation.config.seed,
-            situation.section,
-        )
-        return {"figures": asdict(result), "verdict": asdict(decide_promotion(result, situation.section))}
+        metric, mode = job.best_metric, job.best_mode
+        section = situation.section
+        [scored] = score_packages(job.task, (metric, GUARD_METRIC), [request], situation.config.evaluate)
+        chunks = (scored["challenger"], scored.get("champion"))
+        result = compare_models(job.task, metric, mode, *chunks, situation.config.seed, section)
+        return {"figures": asdict(result), "verdict": asdict(decide_promotion(result, section))}
 
     def conclude(self) -> dict[str, Any]:
         """Carries out the decision of the gate while no rollback can happen; the alias moves in the last call."""
@@ -192,59 +164,43 @@ class Stages:
         outcome = "promoted" if decision.promote else "gate refused"
         # If training gave the champion's parameters again, its tags and metrics must stay as they are.
         if challenger.version != champion_version:
-            log_metrics(
-                situation.client,
-                challenger,
-                _gate_metrics(judged["figures"]),
-                datetime.fromisoformat(judged["at"]).timestamp(),
-            )
-            reason = (self._round.read("decided") or {})["decision"]["reason"]
+            judged_s = datetime.fromisoformat(judged["at"]).timestamp()
+            log_metrics(situation.client, challenger, _gate_metrics(judged["figures"]), judged_s)
             tags = {
                 KEY_TAG: self._round.key,
                 "ray_app.gate": outcome,
                 "ray_app.gate_reason": decision.reason,
-                "ray_app.trained_because": reason,
+                "ray_app.trained_because": (self._round.read("decided") or {})["decision"]["reason"],
+                "ray_app.data_digest": self._round.inputs.data,
             }
-            tag_version(situation.client, challenger, tags | {"ray_app.data_digest": self._round.inputs.data})
+            tag_version(situation.client, challenger, tags)
         if decision.promote:
             why = f"retraining: {decision.reason}"
             promote(situation.client, situation.model, challenger.version, why, user_name())
-        return {
-            "outcome": outcome,
-            "reason": decision.reason,
-            "version": challenger.version,
-            "before": champion_version,
-        }
+        result = {"outcome": outcome, "reason": decision.reason}
+        return result | {"version": challenger.version, "before": champion_version}
 
     @property
     def _challenger(self) -> Version:
-        return version_of(
-            self._situation.client, self._situation.model, (self._round.read("registered") or {})["version"]
-        )
+        version = (self._round.read("registered") or {})["version"]
+        return version_of(self._situation.client, self._situation.model, version)
 
     def _confirm_champion(self, decision: Decision, challenger: Version, champion_version: str | None) -> Decision:
         """Returns the decision, or a refusal if the champion has changed since the comparison."""
         serving_version = champion_of(self._situation.client, self._situation.model)
         reason = decision.reason
         if challenger.version == champion_version:
-            return Decision(
-                False, f"{reason}; training gave the parameters of the champion itself, version {champion_version}"
-            )
+            same = f"training gave the parameters of the champion itself, version {champion_version}"
+            return Decision(False, f"{reason}; {same}")
         # The challenger serves already if a crash came between the promotion and its record.
         if serving_version == challenger.version:
             return decision
         if "ray_app.rolled_back_at" in challenger.tags:
-            rollback_reason = challenger.tags.get("ray_app.rolled_back_because", "")
-            return Decision(
-                False,
-                f"{reason}; but these parameters, version {challenger.version}, were rolled back: {rollback_reason}",
-            )
+            because = f"were rolled back: {challenger.tags.get('ray_app.rolled_back_because', '')}"
+            return Decision(False, f"{reason}; but these parameters, version {challenger.version}, {because}")
         if serving_version != champion_version:
-            return Decision(
-                False,
-                f"{reason}; but meanwhile version {serving_version} has become the champion, which it was not compared"
-                " with",
-            )
+            other = f"version {serving_version} has become the champion, which it was not compared with"
+            return Decision(False, f"{reason}; but meanwhile {other}")
         return decision
 
     @cached_property
@@ -263,16 +219,14 @@ class Stages:
             key = digest_json([sorted(situation.delivery.evaluation.items()), columns])
             out = Path(str(situation.paths.selection(key)))
             evaluation_dataset = open_dataset(str(situation.config.data.eval_path))
-            fields["data__eval_path"] = str(
-                write_selection_part(evaluation_dataset, columns, situation.delivery.evaluation, out)
-            )
+            write_selection_part(evaluation_dataset, columns, situation.delivery.evaluation, out)
+            fields["data__eval_path"] = str(out)
         if situation.section.data == "new_and_sample" and champion_delivery is not None:
             old = find_old_files(situation.delivery.train, champion_delivery.train)
             if set(dataset.manifest.paths) - old and old & set(dataset.manifest.paths):
                 out = Path(str(situation.paths.data(situation.inputs.training_key)))
-                fields["data__path"] = str(
-                    write_dataset(dataset, columns, situation.delivery.train, old, situation.section.old_fraction, out)
-                )
+                write_dataset(dataset, columns, situation.delivery.train, old, situation.section.old_fraction, out)
+                fields["data__path"] = str(out)
         if situation.section.start == "champion" and situation.champion is not None:
             fields["train__init_from"] = str(situation.champion.write_parameters())
         return situation.config.replace(**fields)
@@ -305,8 +259,6 @@ class Outcome:
     Args:
         kind: `nothing` (no reason to train), `would train` (of a dry run), `promoted`, `gate refused`, `data refused`,
             or `interrupted`.
-        reason: The reason, with the numbers.
-        version: The version that was registered.
     """
 
     kind: OutcomeKind
@@ -325,8 +277,6 @@ def retrain(
     A start after a crash continues the round.
 
     Args:
-        config: The configuration of the runs.
-        section: The configuration of retraining.
         console: Shows the progress; by default on standard output.
         at: For fault tests: called with the name of each stage when its effects are done and not yet recorded, and
             with `training` a few times a second while the run trains.
@@ -370,28 +320,24 @@ class _RetrainingStart:
         uri, self._name = default_tracking_uri(config), str(config.tracking.registered_model)
         self._client = connect(uri)
         delivery = read_delivery(config, paths.contents if lease is not None else None, section.gate_path)
-        champion = load_serving_champion(paths, self._client, self._name, uri)
+        champion = load_champion(paths, self._client, self._name, uri, champion_of(self._client, self._name))
         self._situation = Situation(config, section, paths, self._client, delivery, champion, stack)
 
     def run(self) -> Outcome:
         """Continues a stopped round, or decides and begins one; returns the outcome."""
         champion = self._situation.champion
-        self._say(
-            "champion",
-            f"{self._name} version {champion.version.version}" if champion is not None else f"{self._name}: none yet",
-        )
+        serving = f" version {champion.version.version}" if champion is not None else ": none yet"
+        self._say("champion", f"{self._name}{serving}")
         if self._lease is not None:
             record_rollbacks(self._paths, self._client, self._name)
         stopped_round = self._find_stopped_round() if self._lease is not None else None
         if stopped_round is not None:
-            self._say(
-                "decided",
-                f"going on with what was stopped: {(stopped_round.read('decided') or {})['decision']['reason']}",
-            )
+            reason = (stopped_round.read("decided") or {})["decision"]["reason"]
+            self._say("decided", f"going on with what was stopped: {reason}")
             return self._finish(stopped_round)
         decision = self._decide()
         if isinstance(decision, Outcome):
-            self._say("nothing" if decision.kind == "nothing" else decision.kind, decision.reason)
+            self._say(decision.kind, decision.reason)
             return decision
         return self._dry_run(decision) if self._lease is None else self._finish(self._begin(decision))
 
@@ -414,10 +360,7 @@ class _RetrainingStart:
         return matching_round
 
     def _has_promoted(self, round: Round, decided: dict[str, Any]) -> bool:
-        """Returns whether the challenger of a round serves already.
-
-        This is so if the round was stopped between the promotion and its record.
-        """
+        """Returns whether the challenger of a round serves, but its promotion is not recorded."""
         champion = self._situation.champion
         if champion is None or round.read("judged") is None:
             return False
@@ -441,9 +384,8 @@ class _RetrainingStart:
             concluded = None
         earlier_result = f"{concluded['outcome']}: {concluded['reason']} ({concluded['at']})" if concluded else None
         if concluded and concluded["outcome"] == "data refused":
-            return Outcome(
-                "data refused", f"the same data was refused before: {concluded['reason']} ({concluded['at']})"
-            )
+            refusal = f"the same data was refused before: {concluded['reason']} ({concluded['at']})"
+            return Outcome("data refused", refusal)
         try:
             decision = self._situation.decide(earlier_result)
         except StorageError:
@@ -477,9 +419,8 @@ class _RetrainingStart:
 
     def _dry_run(self, decision: TriggerDecision) -> Outcome:
         self._say("decided", decision.reason)
-        validated = Stages(
-            self._situation, Round(self._paths, self._situation.inputs.key), self._console, self._at
-        ).validate()
+        round = Round(self._paths, self._situation.inputs.key)
+        validated = Stages(self._situation, round, self._console, self._at).validate()
         self._say_data(validated)
         if not validated["accepted"]:
             return Outcome("data refused", "; ".join(validated["problems"]))
@@ -517,11 +458,8 @@ class _RetrainingStart:
 
         def conclude() -> dict[str, Any]:
             message = f"{current_time()}: {reason}"
-            tag_model(
-                self._client,
-                self._name,
-                {"ray_app.data_refused": message, "ray_app.refused_data_digest": round.inputs.data},
-            )
+            tags = {"ray_app.data_refused": message, "ray_app.refused_data_digest": round.inputs.data}
+            tag_model(self._client, self._name, tags)
             return {"outcome": "data refused", "reason": reason}
 
         concluded = self._stage(round, "concluded", conclude)
@@ -544,7 +482,7 @@ class _RetrainingStart:
         """Adds the conclusion to the audit record and closes the round."""
 
         def add_entry() -> dict[str, Any]:
-            concluded, decided, judged = (round.read(name) or {} for name in ("concluded", "decided", "judged"))
+            concluded, decided, validated = (round.read(name) or {} for name in ("concluded", "decided", "validated"))
             details = {
                 "key": round.key,
                 "inputs": decided["inputs"],
@@ -552,19 +490,11 @@ class _RetrainingStart:
                 "version": concluded.get("version"),
                 "champion_before": decided["champion"],
                 "run": (round.read("trained") or {}).get("run"),
-                "figures": judged.get("figures"),
-                "validation": {
-                    name: (round.read("validated") or {}).get(name)
-                    for name in ("problems", "agreement", "drift", "because")
-                },
+                "figures": (round.read("judged") or {}).get("figures"),
+                "validation": {name: validated.get(name) for name in ("problems", "agreement", "drift", "because")},
             }
-            add_audit_entry(
-                self._paths,
-                f"{round.key} {decided['champion']} {decided['at']}",
-                concluded["outcome"],
-                concluded["reason"],
-                details,
-            )
+            id = f"{round.key} {decided['champion']} {decided['at']}"
+            add_audit_entry(self._paths, id, concluded["outcome"], concluded["reason"], details)
             return {}
 
         self._stage(round, "recorded", add_entry)

@@ -1,9 +1,7 @@
 """The files of a model's retrainings: paths, digests of the inputs, stages of a round, and the audit record.
 
-`RetrainPaths` has the paths. `Delivery` and `Inputs` identify the delivered data and the other inputs of a training by
-digests of their contents. `Round` records the stages of a round.
-
-The digest of all inputs is the key of a round: a training with equal inputs is done once.
+`Delivery` and `Inputs` identify the delivered data and the other inputs of a training by digests of their contents. The
+digest of all inputs is the key of a round, so a training with equal inputs is done once.
 """
 
 from __future__ import annotations
@@ -42,22 +40,15 @@ _KEY_CHARS, _NAME_CHARS = 12, 64
 
 @dataclass(frozen=True)
 class RetrainPaths:
-    """The layout of `<run.storage_path>/retraining/<model>`, next to the runs.
-
-    Args:
-        root: This folder. Its lease (`RunPaths(root)`) lets one scheduler at a time retrain the model.
-    """
+    """The layout of `<run.storage_path>/retraining/<model>`; the lease of `root` is that of the scheduler."""
 
     root: Location
 
     @classmethod
     def of(cls, config: Config) -> RetrainPaths:
         """Returns the paths of a configuration's registered model."""
-        return cls(
-            to_location(config.run.storage_path)
-            / "retraining"
-            / make_folder_name(str(config.tracking.registered_model))
-        )
+        folder = make_folder_name(str(config.tracking.registered_model))
+        return cls(to_location(config.run.storage_path) / "retraining" / folder)
 
     @property
     def audit(self) -> Location:
@@ -76,10 +67,7 @@ class RetrainPaths:
 
     @property
     def deciding(self) -> Location:
-        """Folder of the lease that a process holds, for seconds, while it moves the alias `champion`.
-
-        It is not the lease of `root`, which a training holds, so a rollback does not wait for a training.
-        """
+        """Folder of a lease to move the alias `champion`, so that a rollback does not wait for a training."""
         return self.root / "deciding"
 
     def entry(self, number: int) -> Location:
@@ -108,10 +96,7 @@ class RetrainPaths:
 
 
 def make_folder_name(model: str) -> str:
-    """Returns a name for the folder and the runs of a model: the model's name, or a similar name with a hash.
-
-    The name differs if the model's name has more than 64 characters, or characters that run names may not have.
-    """
+    """Returns the model's name, or a similar name with a hash for one that run names may not have."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", model)[:_NAME_CHARS].strip("._-")
     if plain == model:
         return model
@@ -140,10 +125,7 @@ class Delivery:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the files for training and evaluation.
-
-        It changes when a label changes; the digest of a run's manifest depends on paths and row counts only.
-        """
+        """SHA-256 over the contents of the files for training and evaluation, also of their labels."""
         return digest_json([sorted(self.train.items()), sorted(self.evaluation.items())])
 
     def find_duplicates(self) -> list[str]:
@@ -164,7 +146,6 @@ class Inputs:
     """The inputs of a round, as digests.
 
     Args:
-        data: Digest of the delivery.
         config: Digest of the fields that decide the result, and of the choice of rows and initial parameters.
         code: Digest of the source files of the task, the optimizer, the schedule and classes in their arguments, and of
             ray_app.
@@ -190,36 +171,15 @@ class Inputs:
 
 
 def read_delivery(config: Config, memory: Location | None = None, gate_path: str | None = None) -> Delivery:
-    """Returns the digests of all data files; only files that have changed since the last call are read.
-
-    Args:
-        config: Has the paths of the data.
-        memory: Folder that keeps the digests for the next call; by default all files are read, and nothing is kept.
-        gate_path: Path of the gate's data set, if it has one.
-
-    Raises:
-        DataError: A path has no files.
-        StorageError: The storage does not answer.
-    """
-    paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)} | (
-        {"gate": gate_path} if gate_path is not None else {}
-    )
-    return Delivery(
-        **{
-            name: _digest_files(path, memory / f"{name}.json" if memory is not None else None)
-            for name, path in paths.items()
-        }
-    )
+    """Returns the digests of all data files; with the folder `memory` unchanged ones are not read again."""
+    paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)}
+    paths |= {"gate": gate_path} if gate_path is not None else {}
+    caches = {name: memory / f"{name}.json" if memory is not None else None for name in paths}
+    return Delivery(**{name: _digest_files(path, caches[name]) for name, path in paths.items()})
 
 
 def make_inputs(config: Config, section: RetrainSection, delivery: Delivery, champion: str) -> Inputs:
     """Returns the inputs of a round; the initial parameters of `train.init_from` count by their content.
-
-    Args:
-        config: The configuration of the runs.
-        section: The configuration of retraining.
-        delivery: The delivered data.
-        champion: See `Inputs`.
 
     Raises:
         ConfigError: The initial parameters do not exist, or a class cannot be imported.
@@ -229,11 +189,8 @@ def make_inputs(config: Config, section: RetrainSection, delivery: Delivery, cha
     fields |= {"retrain.data": section.data, "retrain.start": section.start}
     if section.data == "new_and_sample":
         fields["retrain.old_fraction"] = section.old_fraction
-    judging = section.acceptance_settings() | {
-        "metric": config.evaluate.metric,
-        "mode": config.evaluate.mode,
-        "gate": delivery.gate,
-    }
+    judging = section.acceptance_settings() | {"metric": config.evaluate.metric, "mode": config.evaluate.mode}
+    judging |= {"gate": delivery.gate}
     return Inputs(delivery.digest, digest_json(fields), _digest_code(config), digest_json(judging), champion)
 
 
@@ -270,14 +227,7 @@ STAGES = ("decided", "validated", "trained", "registered", "judged", "concluded"
 
 @dataclass(frozen=True)
 class Round:
-    """The record of one round.
-
-    Each stage is written once, after its effects, so that a stopped round continues at the stage at which it stopped.
-
-    Args:
-        paths: The folder of the model's retrainings.
-        key: The round's key.
-    """
+    """The record of one round; each stage is written once, after its effects, so that it can continue."""
 
     paths: RetrainPaths
     key: str
@@ -292,11 +242,7 @@ class Round:
         return self.read(stage) or {}
 
     def clear(self) -> None:
-        """Removes all stages, also those that an interrupted removal has left.
-
-        Raises:
-            OSError: Some stages still exist; a new round would take them for its own.
-        """
+        """Removes all stages; raises OSError if some stay, which a new round would take for its own."""
         folder = self.paths.round(self.key)
         remove_tree(folder)
         left = [stage for stage in STAGES if self.read(stage) is not None]
@@ -326,13 +272,10 @@ def add_audit_entry(paths: RetrainPaths, id: str, kind: str, reason: str, detail
     """Adds an entry to the audit record, unless one with this id exists; several processes may do so at once.
 
     Args:
-        paths: The folder of the model's retrainings.
-        id: Identifies the decision.
         kind: `promoted`, `gate refused`, `data refused`, `superseded` or `rolled back`.
-        reason: The reason, with the numbers.
-        details: More fields of the entry.
     """
-    new_entry = {"id": id, "when": current_time(), "who": describe_user(), "what": kind, "why": reason, **details}
+    who = f"{user_name()}@{platform.node()} (process {os.getpid()})"
+    new_entry = {"id": id, "when": current_time(), "who": who, "what": kind, "why": reason, **details}
     while not any(entry["id"] == id for entry in read_audit_entries(paths)):
         number = max((int(name.removesuffix(".json")) for name in list_files(paths.audit)), default=0) + 1
         # If another process has taken this number, the loop tries the next one.
@@ -342,11 +285,6 @@ def add_audit_entry(paths: RetrainPaths, id: str, kind: str, reason: str, detail
 def read_audit_entries(paths: RetrainPaths) -> list[dict[str, Any]]:
     """Returns the entries of the audit record, oldest first."""
     return read_all_json(paths.audit / name for name in sorted(list_files(paths.audit)))
-
-
-def describe_user() -> str:
-    """Returns the user, the machine and the process of a decision, as text."""
-    return f"{user_name()}@{platform.node()} (process {os.getpid()})"
 
 
 def current_time() -> str:

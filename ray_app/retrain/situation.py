@@ -16,7 +16,7 @@ from ray_app.cluster.resources import cluster
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import DataError
-from ray_app.models.registry import champion, version_of
+from ray_app.models.registry import version_of
 from ray_app.preflight.prepare import make_task, open_evaluation_source, prepare
 from ray_app.retrain.champion import Champion
 from ray_app.retrain.gate import (
@@ -41,9 +41,6 @@ class DataInspection:
     """The result of reading a delivery.
 
     Args:
-        train: Profile of the training data.
-        evaluation: Profile of the evaluation data.
-        gate: The rows of the gate.
         drift: Population stability index of each column against the champion's training data; 0 if not significant.
         agreement: Agreement of the champion with the labels; None without a champion, or if its metric when it was
             promoted is not recorded.
@@ -59,18 +56,7 @@ class DataInspection:
 def inspect_data(
     config: Config, section: RetrainSection, delivery: Delivery, champion: Champion | None, connect: Callable[[], None]
 ) -> DataInspection:
-    """Reads a delivery once, and scores the champion on it.
-
-    Args:
-        config: The configuration of the runs.
-        section: Has the number of rows to score and the data set of the gate.
-        delivery: The delivered data.
-        champion: The champion; the delivery is compared with its data.
-        connect: Connects to the cluster; called only if the champion is scored.
-
-    Raises:
-        DataError: The data cannot be used.
-    """
+    """Reads a delivery once, and scores the champion on it; raises DataError if the data cannot be used."""
     job = prepare(config).job
     assert job.evaluation is not None
     label = label_column(job.task)
@@ -81,32 +67,19 @@ def inspect_data(
     train, train_sample = profile_dataset(open_dataset(config.data.path), job.task.columns(), label)
     evaluation, _ = profile_dataset(open_dataset(str(config.data.eval_path)), job.task.columns(), label)
     gate_rows_request = gate_request(job, config, section, delivery, {})
-    gate_profile = (
-        profile_dataset(open_dataset(section.gate_path), job.task.columns(), label)[0]
-        if section.gate_path is not None
-        else None
-    )
+    gate_profile = None
+    if section.gate_path is not None:
+        gate_profile, _ = profile_dataset(open_dataset(section.gate_path), job.task.columns(), label)
     gate_mask = gate_rows_request.chosen
-    gate = GateRows(
-        int(gate_mask.sum()) if gate_mask is not None else gate_rows_request.source.manifest.num_rows, gate_profile
-    )
-    reference_profile = champion.profiles.train if champion is not None else None
-    drift = (
-        {
-            name: psi(train_sample[name], column)
-            for name, column in reference_profile.columns.items()
-            if name in train_sample
-        }
-        if reference_profile is not None
-        else {}
-    )
+    gate_rows = gate_rows_request.source.manifest.num_rows if gate_mask is None else int(gate_mask.sum())
+    gate = GateRows(gate_rows, gate_profile)
+    reference = champion.profiles.train if champion is not None else None
+    columns = reference.columns if reference is not None else {}
+    drift = {name: psi(train_sample[name], column) for name, column in columns.items() if name in train_sample}
     accepted = champion.metric_when_promoted(job.best_metric) if champion is not None else None
+    is_comparable = reference is None or reference.schema == train.schema
     agreement = None
-    if (
-        champion is not None
-        and accepted is not None
-        and (reference_profile is None or reference_profile.schema == train.schema)
-    ):
+    if champion is not None and accepted is not None and is_comparable:
         connect()
         models = {"champion": champion.files}
         requests = [
@@ -127,27 +100,16 @@ def gate_request(
     models: dict[str, Files],
     blocks: int | None = None,
 ) -> ScoringRequest:
-    """Returns the request to score models on the rows of the gate.
+    """Returns the request to score models on the rows of the gate, by which no checkpoint is chosen.
 
-    These are the rows of `retrain.gate_path`, or the part of the evaluation data by which no checkpoint is chosen.
-
-    Args:
-        job: The prepared run.
-        config: The configuration of the retraining; its `data.eval_path` is all of the evaluation data.
-        section: Has the path of the gate's data set.
-        delivery: The delivered data.
-        models: See `ScoringRequest`.
-        blocks: See `ScoringRequest`.
-
-    Raises:
-        DataError: The rows have other fields than those of the training data.
+    These are `retrain.gate_path`, or a part of the evaluation data. Raises DataError if they have other fields than the
+    training data.
     """
     source = open_evaluation_source(job.task, section.gate_path or str(config.data.eval_path), config.data.read_task_mb)
     if source.fields != job.fields:
         raise DataError(
             f"A decoded row of retrain.gate_path {section.gate_path} is {source.fields}, of data.path"
-            f" {config.data.path} it is"
-            f" {job.fields}; both must be alike. Ingest them the same way."
+            f" {config.data.path} it is {job.fields}; both must be alike. Ingest them the same way."
         )
     chosen = None if section.gate_path is not None else select_gate_rows(source.manifest, delivery.evaluation)
     return ScoringRequest(source, sample_segments(source.manifest, source.manifest.num_rows), models, blocks, chosen)
@@ -174,13 +136,8 @@ class TriggerFacts:
         age_days: Days since the champion's promotion; None: not recorded.
         same_data: Whether the files are those with which the champion was trained and promoted; None: not recorded,
             because no retraining made it.
-        new_rows: Training rows in files on which the champion was not trained.
-        rows: Training rows.
-        metric: The metric that decides.
-        mode: Whether a higher (`max`) or a lower (`min`) value is better.
         then: The champion's value when it was promoted; None: not recorded.
         now: The champion's value on the delivered evaluation data; None: not computed.
-        drift: Population stability index of each column.
         judged: Result of an earlier round with the same data, configuration and code; None: they are new, or were
             refused for another champion.
     """
@@ -200,13 +157,7 @@ class TriggerFacts:
 
 @dataclass(frozen=True)
 class TriggerDecision:
-    """The decision whether to train.
-
-    Args:
-        retrain: Whether to train.
-        trigger: The first trigger that applies.
-        reason: The reason as a message, with the numbers.
-    """
+    """The decision whether to train."""
 
     retrain: bool
     trigger: Trigger
@@ -243,13 +194,14 @@ def _find_trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger
             f"new data: {facts.new_rows:,} of {facts.rows:,} training rows are in files that the champion was not"
             f" trained on",
         )
-    drop = _metric_drop(facts)
+    drop = None
+    if facts.then is not None and facts.now is not None:
+        drop = facts.then - facts.now if facts.mode == "max" else facts.now - facts.then
     # The negated comparison finds NaN, too.
     if section.max_drop is not None and drop is not None and not drop <= section.max_drop:
         return "drop", (
             f"the champion's {facts.metric} on the evaluation data is {facts.now:.4f}, it was {facts.then:.4f} when it"
-            f" was promoted: worse"
-            f" by {drop:.4f}, more than {section.max_drop:g}"
+            f" was promoted: worse by {drop:.4f}, more than {section.max_drop:g}"
         )
     drifted = {
         name: value for name, value in facts.drift.items() if section.max_psi is not None and value > section.max_psi
@@ -261,20 +213,9 @@ def _find_trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger
         )
     if section.max_age_days is not None and facts.age_days is not None and facts.age_days > section.max_age_days:
         return "age", f"the champion is {facts.age_days:.1f} days old, more than {section.max_age_days:g}"
-    return "none", _describe_no_trigger(facts, section)
-
-
-def _metric_drop(facts: TriggerFacts) -> float | None:
-    """Returns how much worse the champion's metric has become; None if a value is missing."""
-    if facts.then is None or facts.now is None:
-        return None
-    return facts.then - facts.now if facts.mode == "max" else facts.now - facts.then
-
-
-def _describe_no_trigger(facts: TriggerFacts, section: RetrainSection) -> str:
     if facts.same_data:
-        return f"the data is what champion version {facts.champion} was trained on"
-    return (
+        return "none", f"the data is what champion version {facts.champion} was trained on"
+    return "none", (
         f"{facts.new_rows:,} new training rows, fewer than {section.min_new_rows:,} (retrain.min_new_rows), and nothing"
         f" else has changed"
     )
@@ -282,17 +223,7 @@ def _describe_no_trigger(facts: TriggerFacts, section: RetrainSection) -> str:
 
 @dataclass(frozen=True)
 class Situation:
-    """The input of one start of a retraining, with what is computed from it on demand.
-
-    Args:
-        config: The configuration of the runs.
-        section: The configuration of retraining.
-        paths: The folder of the model's retrainings.
-        client: MLflow's client.
-        delivery: The delivered data.
-        champion: The version that serves, or that served when the round began; None: there is none.
-        stack: Closes the connection to the cluster, if one is opened.
-    """
+    """The input of one start, with what is computed on demand; the champion served when the round began."""
 
     config: Config
     section: RetrainSection
@@ -348,11 +279,7 @@ class Situation:
 
     @cached_property
     def inspection(self) -> DataInspection:
-        """The profiles of the delivered data, for which all of it is read.
-
-        Raises:
-            DataError: The data cannot be used.
-        """
+        """The profiles of the delivered data, for which all of it is read; DataError if it cannot be used."""
         return inspect_data(self.config, self.section, self.delivery, self.champion, self.connect)
 
     @cached_property
@@ -373,14 +300,7 @@ class Situation:
         return replace(self, champion=load_champion(self.paths, self.client, self.model, self.uri, version))
 
     def decide(self, judged: str | None) -> TriggerDecision:
-        """Decides whether to train; reads all of the data only if no other trigger applies.
-
-        Args:
-            judged: Result of an earlier round with the same data, configuration and code.
-
-        Raises:
-            DataError: The data cannot be used.
-        """
+        """Decides whether to train; reads all of the data only if no other trigger applies."""
         facts = self._facts(judged)
         decision = decide_trigger(facts, self.section)
         has_costly_trigger = self.section.max_drop is not None or self.section.max_psi is not None
@@ -396,16 +316,12 @@ class Situation:
         delivery = self.champion.delivery
         manifest = open_dataset(self.config.data.path).manifest
         old = find_old_files(self.delivery.train, delivery.train) if delivery is not None else set()
-        is_new = [path not in old for path in manifest.paths]
+        files = zip(manifest.file_of.tolist(), manifest.rows.tolist(), strict=True)
         return TriggerFacts(
             champion=self.champion.version.version,
             age_days=self.champion.version.age_days,
             same_data=self.same_data,
-            new_rows=sum(
-                rows
-                for file, rows in zip(manifest.file_of.tolist(), manifest.rows.tolist(), strict=True)
-                if is_new[file]
-            ),
+            new_rows=sum(rows for file, rows in files if manifest.paths[file] not in old),
             rows=manifest.num_rows,
             metric=self.metric,
             mode=self.config.evaluate.mode or self._default_mode,
@@ -417,9 +333,3 @@ class Situation:
 def load_champion(paths: RetrainPaths, client: Any, name: str, uri: str, version: str | None) -> Champion | None:
     """Returns a version with the record of its retraining; None if `version` is None."""
     return None if version is None else Champion(version_of(client, name, version), paths, uri)
-
-
-def load_serving_champion(paths: RetrainPaths, client: Any, name: str, uri: str) -> Champion | None:
-    """Returns the version that serves, with the record of its retraining; None if there is none."""
-    serves = champion(client, name)
-    return None if serves is None else Champion(serves, paths, uri)

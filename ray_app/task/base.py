@@ -120,7 +120,6 @@ class DeviceSums(NamedTuple):
     Args:
         values: The sum of the losses and, with weights or metrics, the sums of the weights and of each metric; one
             value, or shape (2 + metrics,).
-        rows: The number of rows.
         metrics: The names of the metrics; None without weights and metrics.
     """
 
@@ -145,8 +144,6 @@ def read_sums(
     """Reads sums, `ZERO_SUMS` for None, and further numbers from the device; synchronizes with it once.
 
     Args:
-        task: The task that computed the losses, for messages.
-        sums: The sums on the device.
         more: Further numbers to read, each of shape () or (n,).
 
     Raises:

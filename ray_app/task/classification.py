@@ -1,28 +1,25 @@
-"""Parts that classification tasks share.
+"""Base of classification tasks (`Classification`), with class weights, label smoothing, mixup and cutmix.
 
-They are class weights, metrics, predictions, mistakes, label smoothing, mixup and cutmix.
-
-Mixup and cutmix draw random numbers keyed by the row, and mix a row with the row before it in its micro-batch, which
-the plan has shuffled. A micro-batch belongs to one logical worker, so the result does not depend on the number of
-workers.
+Mixup and cutmix draw random numbers keyed by the row, and mix a row with the row before it in its micro-batch. That
+belongs to one logical worker, so the result does not depend on the number of workers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
-from ray_app.task.base import Batch, Mistake, uniform
+from ray_app.task.base import Batch, Losses, Mistake, Task, class_names, count_classes, uniform
 from ray_app.task.device import constant_tensor, to_device
 
 ClassWeights = list[float] | Literal["balanced"] | None
@@ -41,18 +38,10 @@ _COLUMN = 24
 
 
 def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes: int) -> list[float] | None:
-    """Returns the weight of every class as a number, None where all are 1.
+    """Returns the weight of every class as a number, None where all are 1; `balanced` reads the label column.
 
-    A weight of `balanced` is rows / (classes that have rows x rows of the class); their mean over the rows is 1.
-
-    Args:
-        weights: The configured weights.
-        data: The training data; `balanced` reads its label column.
-        label: The label column.
-        classes: The number of classes.
-
-    Raises:
-        ConfigError: There is not one weight of at least 0 for each class.
+    A weight of `balanced` is rows / (classes that have rows x rows of the class); their mean over the rows is 1. Raises
+    ConfigError unless there is one weight of at least 0 for each class.
     """
     if weights == "balanced":
         assert data.count is not None, "a data set that was opened"
@@ -72,29 +61,18 @@ def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes:
 
 
 def add_class_weights(batch: Batch, weights: list[float] | None) -> Batch:
-    """Returns a training batch with the weight of each row's class as `class_weight`, shape (rows,).
-
-    The weight of a mixed target is the mean over its classes.
-    """
+    """Adds the weight of each row's class, of a mixed target their mean, as `class_weight`, (rows,)."""
     if weights is None:
         return batch
     by_class = constant_tensor(weights, batch["label"].device)
     return {**batch, "class_weight": batch["target"] @ by_class if "target" in batch else by_class[batch["label"]]}
 
 
-def apply_class_weights(losses: Tensor, batch: Batch) -> Tensor:
-    """Returns the losses times the weights that `add_class_weights` added, shape (rows,)."""
-    return losses * batch["class_weight"] if "class_weight" in batch else losses
-
-
 def classification_metrics(classes: int) -> MetricCollection:
-    """Makes the metrics of a classification.
+    """Makes accuracy, calibration error (Guo et al. 2017, 15 bins), macro F1, precision, recall and F1 of each class.
 
-    They are accuracy, F1 averaged over the classes, calibration error (Guo et al. 2017, 15 bins), per-class precision,
-    recall and F1, and the confusion matrix [true][predicted].
-
-    With more than `MAX_CONFUSED_CLASSES` classes it makes only accuracy and calibration error: torchmetrics counts all
-    others, also per class, in a matrix of classes x classes.
+    The confusion matrix [true][predicted] is added. With more than `MAX_CONFUSED_CLASSES` classes there are only
+    accuracy and calibration error: torchmetrics counts all others, also per class, in a matrix of classes x classes.
     """
     from torchmetrics import MetricCollection
     from torchmetrics import classification as multiclass
@@ -118,14 +96,7 @@ def classification_metrics(classes: int) -> MetricCollection:
 
 
 def find_mistakes(scores: Tensor, labels: Tensor, classes: Sequence[str], max_rows: int) -> list[Mistake]:
-    """Returns the rows with the highest score at another class than their label, by descending confidence.
-
-    Args:
-        scores: Shape (rows, classes).
-        labels: Shape (rows,).
-        classes: Names of the classes.
-        max_rows: The largest number of rows to return.
-    """
+    """Returns the mistakes of scores (rows, classes) for labels (rows,), by descending confidence."""
     predicted = scores.argmax(-1)
     wrong = (predicted != labels).nonzero()[:, 0]
     confidences, order = scores[wrong].float().softmax(-1).amax(-1).sort(descending=True, stable=True)
@@ -134,13 +105,9 @@ def find_mistakes(scores: Tensor, labels: Tensor, classes: Sequence[str], max_ro
 
 
 def predict_classes(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDArray]:
-    """Returns the class with the highest score of every row, and its probability.
+    """Returns the class with the highest of the scores (rows, classes) of every row, and its probability.
 
     `predicted` is the name of the class, `predicted_index` its index, and `confidence` the probability, 0 to 1.
-
-    Args:
-        scores: Shape (rows, classes).
-        classes: Names of the classes.
     """
     confidence, index = scores.float().softmax(-1).max(-1)
     return {
@@ -150,18 +117,78 @@ def predict_classes(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDA
     }
 
 
+class Classification(Task):
+    """Base of tasks that predict a class index: labels, loss, metrics, predictions and mistakes.
+
+    A derived class sets `label`, `num_classes`, `class_weights` and `train_accuracy`, calls `set_classes` in `prepare`
+    and implements `forward`, which returns class scores, shape (rows, classes).
+    """
+
+    best_metric: ClassVar[str] = "accuracy"
+    best_mode: ClassVar[str] = "max"
+    label: str
+    num_classes: int | None
+    class_weights: ClassWeights
+    train_accuracy: bool
+
+    def set_classes(self, data: DataFacts) -> None:
+        """Completes a task in `prepare` with the number and names of the classes and their weights."""
+        self.num_classes = count_classes(data, self.label, self.num_classes)
+        self.classes = class_names(data, self.num_classes)
+        self.weights = resolve_weights(self.class_weights, data, self.label, self.num_classes)
+
+    @property
+    def class_count(self) -> int:
+        """The number of classes, known after `prepare`."""
+        assert self.num_classes is not None, "prepare() comes first"
+        return self.num_classes
+
+    def targets(self) -> list[str]:
+        """Returns the column of labels."""
+        return [self.label]
+
+    def decode_labels(self, values: Any) -> npt.NDArray[np.int64]:
+        """Returns a column of class indices as int64, (rows,); raises ValueError for one outside the classes."""
+        labels = np.asarray(values).astype(np.int64)
+        if labels.size and not 0 <= labels.min() <= labels.max() < self.class_count:
+            raise ValueError(f"label outside 0 to {self.class_count - 1}: {labels.min()} to {labels.max()}")
+        return labels
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Computes the cross-entropy of every row, shape (rows,), times the class weight if the batch has one."""
+        losses = functional.cross_entropy(outputs, batch.get("target", batch["label"]), reduction="none")
+        return losses * batch["class_weight"] if "class_weight" in batch else losses
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        """Returns the loss of every row, and whether its prediction is right if `train_accuracy` is on."""
+        outputs = self.forward(model, batch)
+        losses = self.loss(outputs, batch)
+        if not self.train_accuracy:
+            return losses
+        return Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]})
+
+    def metrics(self) -> MetricCollection:
+        """Makes the metrics of `classification_metrics`."""
+        return classification_metrics(self.class_count)
+
+    def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
+        """Updates the metrics with the class probabilities and the labels of a batch."""
+        metrics.update(outputs.float().softmax(-1), batch["label"])
+
+    def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
+        """Returns the predicted class of every row, see `predict_classes`."""
+        del batch
+        return predict_classes(outputs, self.classes)
+
+    def mistakes(self, outputs: Tensor, batch: Batch, max_rows: int) -> list[Mistake]:
+        """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""
+        return find_mistakes(outputs, batch["label"], self.classes, max_rows)
+
+
 def smooth_targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
-    """Returns one-hot targets with a share spread evenly over all classes.
+    """Returns one-hot targets, float32 (rows, classes), with a share, 0 to 1, spread evenly over all classes.
 
-    Label smoothing: Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016.
-
-    Args:
-        labels: Shape (rows,).
-        classes: The number of classes.
-        smoothing: The share, 0 to 1.
-
-    Returns:
-        float32, shape (rows, classes); each row adds up to 1.
+    Label smoothing: Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016. `labels` has the shape (rows,).
     """
     one_hot = functional.one_hot(labels, classes).to(torch.float32)
     return one_hot * (1 - smoothing) + smoothing / classes
@@ -208,9 +235,7 @@ def _draw_beta(keys: Tensor, alpha: float) -> Tensor:
 def _draw_rectangles(keys: Tensor, share: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
     """Draws a rectangle per row with 1 - share of the image's area, cut at the borders of the image.
 
-    Returns:
-        The pixels inside, bool of shape (rows, height, width), and the share of the image that they cover, shape
-        (rows,).
+    Returns the pixels inside, bool (rows, height, width), and the share of the image that they cover, (rows,).
     """
     inside = torch.ones(len(keys), height, width, dtype=torch.bool)
     for salt, size, axis in ((_ROW, height, 1), (_COLUMN, width, 2)):

@@ -31,14 +31,12 @@ _RESERVED_METRICS = ("loss", "rows")
 
 
 def need_specs(**values: Any) -> None:
-    """Refuses values that are not specifications (`class_path` and `init_args`), or lists or mappings of these.
-
-    Raises:
-        ConfigError: A value is not a specification.
-    """
+    """Raises ConfigError for values that are not specifications, and for reserved names of metrics."""
     for name, value in values.items():
-        if name == "metrics":
-            need_names(value)
+        if reserved := [metric for metric in _RESERVED_METRICS if name == "metrics" and metric in value]:
+            raise ConfigError(
+                f"{_INIT_ARGS}.metrics has {reserved[0]!r}, which every evaluation has. Give the metric another name."
+            )
         several = {f"{name}.{key}": one for key, one in value.items()} if name == "metrics" else None
         several = {f"{name}[{i}]": one for i, one in enumerate(value)} if isinstance(value, list) else several
         for field, one in ({name: value} if several is None else several).items():
@@ -49,25 +47,8 @@ def need_specs(**values: Any) -> None:
                 )
 
 
-def need_names(metrics: Iterable[str]) -> None:
-    """Refuses metrics with the name of another result of an evaluation.
-
-    Raises:
-        ConfigError: There is such a name.
-    """
-    for name in metrics:
-        if name in _RESERVED_METRICS:
-            raise ConfigError(
-                f"{_INIT_ARGS}.metrics has {name!r}, which every evaluation has. Give the metric another name."
-            )
-
-
 def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_length: int | None) -> None:
-    """Refuses values of `mean`, `std`, `pad_to` and `max_length` that cannot be computed with.
-
-    Raises:
-        ConfigError: There is such a value.
-    """
+    """Raises ConfigError for `mean`, `std`, `pad_to` and `max_length` that cannot be computed with."""
     if not all(value > 0 for value in std):
         raise ConfigError(f"{_INIT_ARGS}.std is {list(std)}; images are divided by it, so each must be greater than 0.")
     if not mean or not std:
@@ -84,11 +65,7 @@ def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_l
 
 
 def parse_mask_values(values: Any) -> list[list[int]]:
-    """Returns value and class of masks in the order of the values, from `task.init_args.mask_values`; empty without it.
-
-    Raises:
-        ConfigError: `mask_values` is not a mapping of integers to integers.
-    """
+    """Returns value and class of masks in the order of the values; refuses other than integers."""
     classes = values or {}
     if not isinstance(classes, Mapping) or not all(type(n) is int for pair in classes.items() for n in pair):
         raise ConfigError(
@@ -99,11 +76,7 @@ def parse_mask_values(values: Any) -> list[list[int]]:
 
 
 def need_channels(name: str, column: ColumnFacts, **statistics: Sequence[float]) -> None:
-    """Refuses a `mean` or `std` with another number of values than an image column has channels, except 1.
-
-    Raises:
-        ConfigError: The numbers differ.
-    """
+    """Raises ConfigError unless `mean` or `std` has one value, or as many as an image column has channels."""
     channels = 3 if column.kind == "bytes" else column.shape[2] if len(column.shape) == 3 else 1
     for argument, values in statistics.items():
         if len(values) not in (1, channels):
@@ -114,11 +87,7 @@ def need_channels(name: str, column: ColumnFacts, **statistics: Sequence[float])
 
 
 def need_lists(data: DataFacts, facts: Mapping[str, ColumnFacts], padded: Iterable[str]) -> None:
-    """Refuses `COLUMN.mask` of columns that are never padded.
-
-    Raises:
-        DataError: There is such a column.
-    """
+    """Raises DataError for `COLUMN.mask` of columns that are never padded."""
     for name in padded:
         if facts[name].kind != "list":
             raise DataError(
@@ -128,11 +97,7 @@ def need_lists(data: DataFacts, facts: Mapping[str, ColumnFacts], padded: Iterab
 
 
 def need_flat(data: DataFacts, name: str, column: ColumnFacts) -> None:
-    """Refuses a target of lists of lists: it is not defined which of their axes is padded in the outputs.
-
-    Raises:
-        DataError: The target is such a column.
-    """
+    """Raises DataError for a target of lists of lists: no axis of the outputs is known to be the padded one."""
     if column.kind == "list" and (column.shape or column.dtype.count("list<") > 1):
         raise DataError(
             f"{_INIT_ARGS}.target names {name!r}, and of {data.path} that holds lists of lists, {column.dtype}; a"
@@ -142,16 +107,7 @@ def need_flat(data: DataFacts, name: str, column: ColumnFacts) -> None:
 
 
 def resolve_best_mode(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mode:
-    """Returns whether a lower or a higher value of the best metric is better.
-
-    Args:
-        metric: The name of the metric.
-        mode: The configured mode.
-        metrics: The metrics of the task.
-
-    Raises:
-        ConfigError: The mode is not configured, and the metric does not define it.
-    """
+    """Returns whether less or more of the best metric is better; raises ConfigError if that is not defined."""
     if mode is not None and mode not in get_args(Mode):
         raise ConfigError(f"{_INIT_ARGS}.best_mode is {mode!r}; it must be min or max.")
     spec = metrics.get(metric) if mode is None else None
@@ -206,7 +162,6 @@ def compute_row_losses(
     Args:
         spec: The loss, which is made with `reduction: none`. With `batchmean` (`torch.nn.KLDivLoss`) the mean is over
             rows and not over all values.
-        outputs: The outputs to compare.
         target: The target. If it has the outputs' shape it is converted to their type; both get at least 32 bits.
         accuracy: Whether to add the metric `accuracy`, with the weights of the losses.
         is_value: The values of a target of lists that are not padding; the others have weight 0. None: all are values.
@@ -252,11 +207,7 @@ def compute_row_losses(
 
 
 def reduction_of(spec: Spec) -> str:
-    """Returns the configured `reduction` of a loss.
-
-    Raises:
-        ConfigError: A step cannot use this reduction.
-    """
+    """Returns the configured `reduction` of a loss; raises ConfigError for one that a step cannot use."""
     init_args = spec.get("init_args") or {}
     reduction = init_args.get("reduction", "mean")
     has_batchmean = "KLDiv" in spec["class_path"] or "kl_div" in spec["class_path"]
@@ -277,13 +228,7 @@ def reduction_of(spec: Spec) -> str:
 
 @lru_cache(64)
 def activation_of(spec: str) -> Activation:
-    """Returns the function that turns the outputs that a loss takes into probabilities.
-
-    It is `none` for a loss that takes probabilities or other numbers, and for an unknown loss.
-
-    Args:
-        spec: The loss, as JSON.
-    """
+    """Returns what turns outputs that a loss takes into probabilities; `none` for an unknown loss."""
     loss = make_loss(spec, "cpu")
     kinds = [loss.func] if isinstance(loss, partial) else [kind for kind in type(loss).__mro__ if kind is not object]
     names = {kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] in ("torch", "torchvision")}
@@ -291,13 +236,9 @@ def activation_of(spec: str) -> Activation:
 
 
 def probabilities(outputs: Any, activation: Activation) -> Any:
-    """Returns the probabilities that outputs stand for.
+    """Returns the probabilities for scores of classes along axis 1, or for one score of each value.
 
     Metrics get probabilities because torchmetrics would decide by the values of each batch whether they are logits.
-
-    Args:
-        outputs: Scores of classes along axis 1, or one score of each value.
-        activation: The function that turns them into probabilities.
     """
     if activation == "none" or not isinstance(outputs, Tensor):
         return outputs
@@ -319,9 +260,6 @@ def _is_correct(loss: Any, outputs: Any, target: Tensor) -> Tensor:
     """Returns where the outputs predict the target's class, in the shape of the target.
 
     The predicted class has the highest score; with one score for two classes, the loss defines the threshold.
-
-    Raises:
-        ConfigError: The target is not classes.
     """
     if isinstance(outputs, Tensor):
         if outputs.ndim == target.ndim + 1 and not target.is_floating_point():
@@ -361,13 +299,9 @@ def _option(loss: Any, name: str) -> Any:
 @lru_cache(64)
 @torch.inference_mode(False)
 def make_loss(spec: str, device: str) -> Any:
-    """Makes a loss on a device once in a process.
+    """Makes a loss on a device, `str(torch.device)`, once in a process.
 
     Its weights are made outside inference mode: backward could not save them if an evaluation made the loss first.
-
-    Args:
-        spec: The loss, as JSON.
-        device: The device as `str(torch.device)`.
     """
     parsed = json.loads(spec)
     init_args = {**(parsed.get("init_args") or {}), "reduction": "none"}
@@ -406,23 +340,12 @@ _MAX_NAMED = 8
 def target_range(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
     """Returns the least and the greatest value that a loss takes in a target, and the value that it ignores, if any.
 
-    Args:
-        spec: The configured loss.
-        outputs: The outputs that are compared, shape (rows, classes, ...) where these are scores of classes.
-        target: The target that they are compared with, shape (rows, ...).
-
-    Returns:
-        None for a loss that takes any value or is unknown, such as a class that overrides `forward`.
+    It is None for a loss that takes any value or is unknown, such as a class that overrides `forward`. Outputs that are
+    scores of classes have the shape (rows, classes, ...), the target (rows, ...).
     """
     loss = make_loss(json.dumps(spec), "cpu")
-    kind = next(
-        (
-            kind
-            for kind in (*_CLASS_INDEX_LOSSES, *_BINARY_LOSSES)
-            if isinstance(loss, kind) and type(loss).forward is kind.forward
-        ),
-        None,
-    )
+    kinds = (kind for kind in (*_CLASS_INDEX_LOSSES, *_BINARY_LOSSES) if isinstance(loss, kind))
+    kind = next((kind for kind in kinds if type(loss).forward is kind.forward), None)
     if kind is None or not isinstance(outputs, Tensor):
         return None
     if kind in _CLASS_INDEX_LOSSES and outputs.ndim == target.ndim + 1 and not target.is_floating_point():
@@ -431,17 +354,7 @@ def target_range(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
 
 
 def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask: bool) -> None:
-    """Refuses values of a target that the loss does not take.
-
-    Args:
-        column: The target.
-        values: Its values, of any shape.
-        allowed: See `target_range`.
-        is_mask: Whether they are masks of images.
-
-    Raises:
-        ValueError: There are such values; the message has them and what to do.
-    """
+    """Raises ValueError for values of a target, of any shape, that the loss does not take."""
     smallest, greatest, *ignored = allowed
     if not values.size or smallest <= values.min() <= values.max() <= greatest:
         return

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ray_app.config.import_paths import require
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Losses, Rows, Task, need_column
 from ray_app.task.images import is_image_column, load_image
 from ray_app.task.ragged import LENGTHS, Arrays, Ragged
-from ray_app.task.transforms import Spec, apply_transforms, as_plain_tensor, instantiate, instantiate_once
+from ray_app.task.transforms import Spec, apply_transforms, as_plain_tensor, instantiate_module, instantiate_once
 
 _OBJECT_FIELDS = ("boxes", "labels", "scores")
 _RECORDED_METRICS = ("map", "map_50", "map_75", "mar_100")
@@ -119,23 +119,18 @@ class ObjectDetection(Task):
             boxes, labels = self._truth(rows, i, *image.shape[-2:])
             sample = {"image": image.expand(3, -1, -1), "boxes": boxes, "labels": labels}
             samples.append(sample if keys is None else _transform_sample(sample, transforms, int(keys[i])))
+        arrays = {
+            name: [as_plain_tensor(one[name]).numpy() for one in samples] for name in ("image", "boxes", "labels")
+        }
         return {
-            "image": Ragged.of((as_plain_tensor(sample["image"]).numpy() for sample in samples), np.uint8),
-            "size": np.array([sample["image"].shape[-2:] for sample in samples], np.int64).reshape(-1, 2),
-            "boxes": Ragged.of(
-                (as_plain_tensor(sample["boxes"]).numpy() for sample in samples), np.float32, row_shape=(4,)
-            ),
-            "labels": Ragged.of((sample["labels"].numpy() for sample in samples), np.int64),
+            "image": Ragged.of(arrays["image"], np.uint8),
+            "size": np.array([image.shape[-2:] for image in arrays["image"]], np.int64).reshape(-1, 2),
+            "boxes": Ragged.of(arrays["boxes"], np.float32, row_shape=(4,)),
+            "labels": Ragged.of(arrays["labels"], np.int64),
         }
 
     def _truth(self, rows: Rows, row: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Returns the boxes, float32 (objects, 4), and classes, int64 (objects,), of a row.
-
-        There are no objects if these columns were not read.
-
-        Raises:
-            ValueError: The lists do not match, a box is outside the image, or a label is outside the classes.
-        """
+        """Returns boxes, float32 (objects, 4), and classes, int64 (objects,), of a row; none if not read."""
         columns = [rows[name] for name in self.targets()]
         if any(isinstance(column, np.ndarray) and column.dtype == np.int64 for column in columns):
             return torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
@@ -163,19 +158,10 @@ class ObjectDetection(Task):
 
     def build_model(self) -> nn.Module:
         """Builds the model, see `Task.build_model`."""
-        model = instantiate(self.detector, "task.init_args.detector")
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"task.init_args.detector {self.detector['class_path']} makes a {type(model).__name__}; it must make an"
-                " nn.Module."
-            )
-        return model
+        return instantiate_module(self.detector, "task.init_args.detector")
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
-        """Returns for each row the sum of the detector's losses, and each loss as a metric.
-
-        The losses are means over the micro-batch, so all of its rows get the same values.
-        """
+        """Returns the sum of the detector's losses, means over the micro-batch, and each as a metric."""
         losses = {
             name: loss.expand(len(batch["size"]))
             for name, loss in _reset_scales(model)(_images(batch), _targets_of(batch)).items()
@@ -185,9 +171,8 @@ class ObjectDetection(Task):
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Returns the detected objects of each row by descending score, padded to the largest number of an image.
 
-        Returns:
-            `boxes` (rows, objects, 4), `labels` and `scores` (rows, objects), and the number of objects of each row,
-            `found` (rows,). The model must be in evaluation mode.
+        These are `boxes` (rows, objects, 4), `labels` and `scores` (rows, objects), and their number, `found` (rows,).
+        The model must be in evaluation mode.
         """
         detections = _reset_scales(model)(_images(batch))
         counts = torch.tensor([len(one["boxes"]) for one in detections], device=batch["size"].device)
@@ -218,24 +203,16 @@ class ObjectDetection(Task):
     def predictions(self, outputs: dict[str, Tensor], batch: Batch) -> Arrays:
         """Returns lists of boxes, classes and scores of each row, by descending score."""
         del batch
-        shapes = {"boxes": (4,), "labels": (), "scores": ()}
-        counts = outputs["found"].tolist()
-        return {
-            name: Ragged.of(
-                (values[:n] for values, n in zip(outputs[name].numpy(), counts, strict=True)),
-                outputs[name].numpy().dtype,
-                row_shape=shapes[name],
-            )
-            for name in _OBJECT_FIELDS
-        }
+        columns: dict[str, Ragged] = {}
+        for name in _OBJECT_FIELDS:
+            padded = outputs[name].numpy()
+            rows = (row[:n] for row, n in zip(padded, outputs["found"].tolist(), strict=True))
+            columns[name] = Ragged.of(rows, padded.dtype, row_shape=padded.shape[2:])
+        return columns
 
 
 def _transform_sample(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dict[str, Any]:
-    """Applies the transforms to an image and its boxes, and removes boxes that are outside the image afterwards.
-
-    Raises:
-        ValueError: The transforms make an image of another type than uint8.
-    """
+    """Applies the transforms to an image and its boxes, and removes boxes that are outside the image afterwards."""
     from torchvision import tv_tensors
     from torchvision.transforms import v2
 

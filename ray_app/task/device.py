@@ -71,9 +71,6 @@ def _check_cublas_workspace(device: torch.device) -> None:
     PyTorch reads `CUBLAS_WORKSPACE_CONFIG` once, at the first matrix product of a process on a GPU. If it did not name
     a deterministic workspace then, PyTorch refuses all products while deterministic algorithms are on. In a notebook
     the first product may have been before this run.
-
-    Raises:
-        ConfigError: PyTorch refuses the product.
     """
     try:
         torch.mm(*(torch.ones(2, 2, device=device) for _ in range(2)))
@@ -90,10 +87,8 @@ def _check_cublas_workspace(device: torch.device) -> None:
 def set_threads_and_kernels(threads: int, deterministic: bool, refuses: bool = True) -> None:
     """Sets the number of threads of torch in this process, and may enable deterministic kernels.
 
-    Args:
-        threads: Number of CPU threads for one operation.
-        deterministic: Whether to enable deterministic kernels; otherwise the setting stays as it is.
-        refuses: Whether an operation without a deterministic kernel raises; otherwise PyTorch warns.
+    With `deterministic` an operation without a deterministic kernel raises if `refuses` is set; otherwise PyTorch
+    warns.
     """
     torch.set_num_threads(threads)
     if deterministic:
@@ -107,9 +102,7 @@ def set_threads_and_kernels(threads: int, deterministic: bool, refuses: bool = T
 def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
     """Does what `torch.use_deterministic_algorithms` does, without importing the compiler, which takes two seconds.
 
-    Args:
-        mode: Whether deterministic algorithms are used.
-        refuses: Whether an operation that has none raises; otherwise PyTorch warns.
+    An operation that has no deterministic algorithm raises if `refuses` is set; otherwise PyTorch warns.
     """
     if "torch._inductor" in sys.modules:
         torch.use_deterministic_algorithms(mode, warn_only=not refuses)
@@ -120,10 +113,7 @@ def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
 
 @contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Restores threads, kernels, current GPU and states of torch's generators at the end of the block.
-
-    It is for processes that do more than train, such as a notebook or a test.
-    """
+    """Restores threads, kernels, GPU and generators at the end of the block, as in a notebook or a test."""
     memory: Any = torch.utils.deterministic
     # The debug mode is 0 if deterministic algorithms are off, 1 if PyTorch warns of operations without one, 2 if these
     # raise.
@@ -147,11 +137,8 @@ def gpu_of(ids: Sequence[int | str], visible: str | None) -> torch.device:
     """Returns the first GPU that Ray assigned to this process, by its index among the visible GPUs.
 
     By default only the GPUs of the process are visible. With `RAY_TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES` those of all
-    workers of the node are, and with `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` Ray does not change which are.
-
-    Args:
-        ids: Ids of the assigned GPUs, from `ray.get_gpu_ids`; empty: the first visible GPU is used.
-        visible: The value of `CUDA_VISIBLE_DEVICES`: ids, separated by commas. Without a value all GPUs are visible.
+    workers of the node are, and with `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` Ray does not change which are. `ids`
+    are those of `ray.get_gpu_ids`, `visible` is the value of `CUDA_VISIBLE_DEVICES`.
     """
     assigned = str(ids[0]) if ids else "0"
     visible_ids = visible.split(",") if visible else []
@@ -219,11 +206,7 @@ def _query(function: Callable[..., object], *arguments: object) -> str:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Checks that this machine has the compiler that `train.compile` needs for a device.
-
-    Raises:
-        ConfigError: There is no C++ compiler for a CPU, or no C compiler or no header of Python for a GPU.
-    """
+    """Raises ConfigError if this machine lacks a compiler or header that `train.compile` needs for a device."""
     missing = _missing_for_cpu() if device.type == "cpu" else _missing_for_triton()
     if missing is not None:
         raise ConfigError(
@@ -245,10 +228,7 @@ def _missing_for_cpu() -> str | None:
 
 
 def _missing_for_triton() -> str | None:
-    """Returns what Triton lacks on this machine to compile for a GPU; None if it lacks nothing.
-
-    Triton builds the launcher of each kernel with a C compiler.
-    """
+    """Returns what Triton lacks here for a GPU, such as the C compiler for launchers of kernels, or None."""
     if not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):
         return "a C compiler such as gcc"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
@@ -271,6 +251,15 @@ def constant_tensor(values: Sequence[float], device: torch.device, dtype: torch.
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return _constant(tuple(values), device, dtype)
+
+
+def normalize_images(images: Tensor, pixel_max: float, mean: list[float], std: list[float]) -> Tensor:
+    """Returns images, (rows, channels, height, width), as float32 from 0 to 1, less the mean, divided by std."""
+    images = images.to(torch.float32) / pixel_max
+    if mean == [0.0] and std == [1.0]:
+        return images
+    means, stds = (constant_tensor(values, images.device)[:, None, None] for values in (mean, std))
+    return (images - means) / stds
 
 
 # The cache has no limit, because CUDA graphs read the tensors, which have to stay alive. Inference mode is off, because

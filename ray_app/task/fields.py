@@ -21,11 +21,7 @@ from ray_app.task.ragged import LENGTHS, Field, Ragged
 
 
 def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) -> ColumnFacts:
-    """Returns the facts of a column that a task needs.
-
-    Raises:
-        DataError: There is no such column, or it has another kind or missing values.
-    """
+    """Returns the facts of a column; raises DataError without it, for another kind, or with missing values."""
     facts = data.columns.get(name)
     if facts is None:
         raise DataError(
@@ -51,9 +47,7 @@ MAX_COUNTED_CLASSES = 100_000
 def count_classes(data: DataFacts, label: str, num_classes: int | None) -> int:
     """Returns the number of classes: as configured, as the ingest recorded it, or the greatest label plus one.
 
-    Raises:
-        DataError: A label lies outside the classes, the number of classes is unknown, or the labels are identifiers
-            rather than class indices: there would be more classes than rows.
+    Raises DataError if a label lies outside the classes, their number is unknown, or labels seem to be identifiers.
     """
     facts = need_column(data, label, ("integer",), "label")
     stated = num_classes or (len(data.classes) if data.classes else None)
@@ -98,13 +92,9 @@ _LIST_DTYPES = {np.dtype(kind): np.int64 for kind in ("i1", "i2", "u1", "u2", "u
 
 
 def to_model_types(values: Any) -> Field:
-    """Converts a column of numbers, arrays or lists to types that models take.
+    """Converts a column of numbers, arrays or lists to types that models take; raises ValueError for others.
 
-    Returns:
-        Fractions as float32; integers and booleans as int64, (rows,) or ragged; arrays of integers unchanged.
-
-    Raises:
-        ValueError: The column holds something else, or an integer above 2^63 - 1.
+    Fractions become float32; integers and booleans int64, (rows,) or ragged; arrays of integers stay unchanged.
     """
     array = values.values if isinstance(values, Ragged) else np.asarray(values)
     if array.dtype.kind not in "fiub":
@@ -119,13 +109,8 @@ def to_model_types(values: Any) -> Field:
 def convert_column(values: Any, kind: str) -> Field:
     """Converts a column as read to types that layers take, without making arrays larger.
 
-    Args:
-        values: The column.
-        kind: Its `ColumnFacts.kind`: numbers become float32, integers int64, lists `Ragged` with integers of 32 or 64
-            bits or float32; of arrays only float64 is converted, to float32.
-
-    Raises:
-        ValueError: A value is missing, or an integer is above 2^63 - 1.
+    By its `ColumnFacts.kind` numbers become float32, integers int64, lists `Ragged` with integers of 32 or 64 bits or
+    float32; of arrays only float64 is converted. Raises ValueError for a missing value, or an integer above 2^63 - 1.
     """
     if kind == "list":
         # Zeros stand in for a target that was not read, see `WithoutTargets`.
@@ -148,15 +133,7 @@ def convert_column(values: Any, kind: str) -> Field:
 
 
 def need_finite(name: str, values: Any) -> None:
-    """Refuses values that are NaN or infinite.
-
-    Args:
-        name: The name of the values in a message.
-        values: Numbers of any type, (rows, ...) or ragged.
-
-    Raises:
-        ValueError: A value is NaN or infinite.
-    """
+    """Raises ValueError for values, (rows, ...) or ragged, that are NaN or infinite; `name` is for the message."""
     numbers = values.values if isinstance(values, Ragged) else values
     if numbers.dtype.kind == "f" and numbers.size and not np.isfinite(numbers).all():
         raise ValueError(f"{name} is NaN or infinite; correct the value or drop the row")
@@ -172,16 +149,9 @@ def _as_int64(values: npt.NDArray) -> npt.NDArray[np.int64]:
 
 
 def need_as_long(rows: Mapping[str, Any], name: str, others: Sequence[str]) -> None:
-    """Refuses rows with a list that has the length of none of the other lists of the row.
+    """Raises ValueError for a row with a list that has the length of none of its other lists, with the lengths.
 
-    Args:
-        rows: Columns as read.
-        name: The column to check. No row is refused where it is not ragged, as the zeros that stand in for a target
-            that was not read.
-        others: The columns to compare with; only those of lists count.
-
-    Raises:
-        ValueError: There is such a row; the message has the lengths of the first one.
+    No row is refused where the column is not ragged, as the zeros that stand in for a target that was not read.
     """
     one, lists = rows[name], {other: rows[other].lengths for other in others if isinstance(rows[other], Ragged)}
     if not isinstance(one, Ragged) or not lists:
@@ -194,18 +164,11 @@ def need_as_long(rows: Mapping[str, Any], name: str, others: Sequence[str]) -> N
 
 
 def strip_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[str]) -> Ragged:
-    """Cuts a model's outputs for padded lists, each row to the length of its list.
+    """Cuts a model's outputs for padded lists, each row to the length of its list: (length,) or (length, values).
 
-    Args:
-        outputs: Shape (rows, length), (rows, length, 1), or (rows, values, length), on the CPU.
-        batch: The batch that they were computed from.
-        names: Fields that the model takes; the outputs are cut like the first list that is padded to their length.
-
-    Returns:
-        Rows of shape (length,) or (length, values).
-
-    Raises:
-        DataError: There is no such list, or there are several with different lengths of a row.
+    The outputs, on the CPU, have the shape (rows, length), (rows, length, 1), or (rows, values, length). They are cut
+    like the first list of `names`, the fields that the model takes, that is padded to their length. Raises DataError if
+    there is no such list, or there are several with different lengths of a row.
     """
     padded = {name: batch[name].shape[1] for name in names if name + LENGTHS in batch}
     if outputs.ndim == 3:

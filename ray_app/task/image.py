@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,20 +19,9 @@ from torch.nn import functional
 from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
-from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, count_classes, need_column, uniform
-from ray_app.task.classification import (
-    ClassWeights,
-    add_class_weights,
-    apply_class_weights,
-    classification_metrics,
-    find_mistakes,
-    mix_images,
-    predict_classes,
-    resolve_weights,
-    smooth_targets,
-)
-from ray_app.task.device import constant_tensor, to_device
+from ray_app.task.base import Batch, Rows, need_column, uniform
+from ray_app.task.classification import Classification, ClassWeights, add_class_weights, mix_images, smooth_targets
+from ray_app.task.device import normalize_images, to_device
 from ray_app.task.images import decode_image
 
 # Salts of `uniform`: the flip and the two offsets of the crop of a row are independent of each other.
@@ -41,7 +30,7 @@ _CROP_Y = 2
 _CROP_X = 3
 
 
-class ImageClassification(Task):
+class ImageClassification(Classification):
     """Classifies images.
 
     Args:
@@ -71,9 +60,6 @@ class ImageClassification(Task):
             makes the sum of the weights of its rows the same for each class. Evaluation does not use it.
         train_accuracy: Whether the accuracy of each training step is recorded with its loss.
     """
-
-    best_metric: ClassVar[str] = "accuracy"
-    best_mode: ClassVar[str] = "max"
 
     def __init__(
         self,
@@ -124,15 +110,9 @@ class ImageClassification(Task):
         self.channels = 3
 
     def prepare(self, data: DataFacts) -> ImageClassification:
-        """Completes the task with the number and names of the classes, their weights and the channels of the images.
-
-        Raises:
-            DataError: The columns do not have images and class indices.
-        """
+        """Completes the task with classes, weights and channels; raises DataError for columns of other kinds."""
         prepared = copy.copy(self)
-        prepared.num_classes = count_classes(data, self.label, self.num_classes)
-        prepared.classes = class_names(data, prepared.num_classes)
-        prepared.weights = resolve_weights(self.class_weights, data, self.label, prepared.num_classes)
+        prepared.set_classes(data)
         facts = need_column(data, self.image, ("array", "bytes"), "image")
         if facts.kind == "bytes" and self.size is None:
             raise DataError(
@@ -154,10 +134,6 @@ class ImageClassification(Task):
         """Returns the column of images and the column of labels."""
         return [self.image, self.label]
 
-    def targets(self) -> list[str]:
-        """Returns the column of labels."""
-        return [self.label]
-
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
         """Decodes rows to `image`, (rows, channels, height, width) uint8, and `label`, (rows,) int64."""
         images = rows[self.image]
@@ -170,19 +146,10 @@ class ImageClassification(Task):
         else:
             stacked = images if images.ndim == 4 else images[..., None]
             pixels = np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
-        labels = np.asarray(rows[self.label]).astype(np.int64)
-        if labels.size and not 0 <= labels.min() <= labels.max() < (self.num_classes or 0):
-            raise ValueError(f"label outside 0 to {(self.num_classes or 0) - 1}: {labels.min()} to {labels.max()}")
-        return {"image": pixels, "label": labels}
+        return {"image": pixels, "label": self.decode_labels(rows[self.label])}
 
     def _decode_file(self, data: bytes) -> npt.NDArray:
-        """Returns the image in a file, (3, size, size) uint8.
-
-        Its shorter side is resized to `size`, then a square around its center is cropped.
-
-        Raises:
-            ValueError: The file cannot be decoded, or it is an animation.
-        """
+        """Returns the image in a file, (3, size, size) uint8, by its shorter side and its center."""
         from torchvision.transforms.v2 import functional as transforms
 
         assert self.size is not None
@@ -193,12 +160,11 @@ class ImageClassification(Task):
 
     def build_model(self) -> nn.Module:
         """Builds `small_cnn` or the classifier of torchvision."""
-        assert self.num_classes is not None, "prepare() comes first"
         if self.model == "small_cnn":
-            return small_cnn(self.channels, self.num_classes, **self.model_args)
+            return small_cnn(self.channels, self.class_count, **self.model_args)
         import torchvision
 
-        return torchvision.models.get_model(self.model, num_classes=self.num_classes, **self.model_args)
+        return torchvision.models.get_model(self.model, num_classes=self.class_count, **self.model_args)
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
         """Flips, shifts and mixes images as configured, and adds the class weights of the rows.
@@ -214,53 +180,16 @@ class ImageClassification(Task):
             images = _shift_images(images, keys, self.crop_padding)
         if not (self.label_smoothing or self.mixup or self.cutmix):
             return add_class_weights({**batch, "image": images}, self.weights)
-        assert self.num_classes is not None, "prepare() comes first"
-        target = smooth_targets(batch["label"], self.num_classes, self.label_smoothing)
+        target = smooth_targets(batch["label"], self.class_count, self.label_smoothing)
         if self.mixup or self.cutmix:
             images, target = mix_images(images, target, keys, self.mixup, self.cutmix)
         return add_class_weights({**batch, "image": images, "target": target}, self.weights)
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """Computes class scores, shape (rows, classes)."""
-        images = batch["image"].to(torch.float32) / self.pixel_max
-        if self.mean != [0.0] or self.std != [1.0]:
-            mean, std = (constant_tensor(values, images.device)[:, None, None] for values in (self.mean, self.std))
-            images = (images - mean) / std
-        outputs = model(images)
+        outputs = model(normalize_images(batch["image"], self.pixel_max, self.mean, self.std))
         # In training GoogLeNet and Inception return a tuple of the logits and those of auxiliary classifiers.
         return outputs if isinstance(outputs, Tensor) else outputs.logits
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Computes the cross-entropy of every row, shape (rows,), times the class weight if the batch has one."""
-        return apply_class_weights(
-            functional.cross_entropy(outputs, batch.get("target", batch["label"]), reduction="none"), batch
-        )
-
-    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """Returns the loss of every row, and whether its prediction is right if `train_accuracy` is on."""
-        outputs = self.forward(model, batch)
-        losses = self.loss(outputs, batch)
-        if not self.train_accuracy:
-            return losses
-        return Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]})
-
-    def metrics(self) -> MetricCollection:
-        """Makes the metrics of `classification_metrics`."""
-        assert self.num_classes is not None, "prepare() comes first"
-        return classification_metrics(self.num_classes)
-
-    def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
-        """Updates the metrics with the class probabilities and the labels of a batch."""
-        metrics.update(outputs.float().softmax(-1), batch["label"])
-
-    def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
-        """Returns the predicted class of every row, see `predict_classes`."""
-        del batch
-        return predict_classes(outputs, self.classes)
-
-    def mistakes(self, outputs: Tensor, batch: Batch, max_rows: int) -> list[Mistake]:
-        """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""
-        return find_mistakes(outputs, batch["label"], self.classes, max_rows)
 
     def picture(self, batch: Batch, row: int) -> bytes | None:
         """Returns the image of a row as a PNG file; None for an image that has neither one channel nor three."""
@@ -284,15 +213,7 @@ def _list_classifiers() -> list[str]:
 
 
 def _shift_images(images: Tensor, keys: Tensor, padding: int) -> Tensor:
-    """Returns each image shifted by up to `padding` pixels in both directions; the shape and the type stay.
-
-    An image is padded by repeating its border, and cropped to its size at a random position.
-
-    Args:
-        images: The images, (rows, channels, height, width).
-        keys: The keys of the rows, on the CPU.
-        padding: Maximum number of pixels.
-    """
+    """Returns images shifted by up to `padding` pixels in both directions; their border is repeated."""
     rows, _, height, width = images.shape
     # PyTorch has no kernel for bytes that repeats the border.
     padded = functional.pad(images.to(torch.float32), [padding] * 4, mode="replicate").to(images.dtype)
@@ -311,24 +232,14 @@ class QuarterMeans(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (rows, channels, height, width) to (rows, channels, 2, 2).
-
-        The last row or column of pixels is ignored if their number is odd.
-        """
+        """Maps (rows, channels, height, width) to (rows, channels, 2, 2), without an odd row or column."""
         height, width = x.size(-2) // 2, x.size(-1) // 2
         quarters = x[..., : 2 * height, : 2 * width].unflatten(-2, (2, height)).unflatten(-1, (2, width))
         return quarters.mean((-3, -1))
 
 
 def small_cnn(in_channels: int, num_classes: int, channels: int = 32, dropout: float = 0.1) -> nn.Module:
-    """Builds a convolutional network for images of about 8 to 32 pixels, with batch-norm and dropout.
-
-    Args:
-        in_channels: Channels of the images.
-        num_classes: Number of class scores.
-        channels: Channels of the first layer; the second has twice as many.
-        dropout: Probability of a zeroed activation.
-    """
+    """Builds a network of two convolutions, the second with twice the channels, for 8 to 32 pixels."""
     return nn.Sequential(
         nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
         nn.BatchNorm2d(channels),
@@ -366,12 +277,11 @@ class TutorialCnn(ImageClassification):
 
     def build_model(self) -> nn.Module:
         """Builds the network for the size and the channels of the images in the data."""
-        assert self.num_classes is not None, "prepare() comes first"
         return nn.Sequential(
             nn.Conv2d(self.channels, 32, 3),
             nn.ReLU(),
             nn.Flatten(),
             nn.Linear(32 * self.pixels, 128),
             nn.ReLU(),
-            nn.Linear(128, self.num_classes),
+            nn.Linear(128, self.class_count),
         )

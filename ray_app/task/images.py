@@ -53,15 +53,13 @@ _TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
 
 
 def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
-    """Decodes an image file.
+    """Decodes an image file: JPEG, PNG, WebP or GIF.
 
-    Args:
-        encoded: JPEG, PNG, WebP or GIF.
-        exif_orientation: Whether the image is rotated and mirrored by its EXIF orientation, as viewers show it.
+    With `exif_orientation` the image is rotated and mirrored by its EXIF orientation, as viewers show it.
 
     Returns:
         RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the upper 8
-        are kept.
+            are kept.
 
     Raises:
         ValueError: The file declares more than `MAX_PIXELS`, is damaged, or is not such an image; the message says
@@ -84,18 +82,10 @@ def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
 
 
 def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
-    """Decodes a mask: the class indices of the pixels, as stored.
+    """Decodes a mask, (height, width): class indices as uint8, or int32 if there are more than 8 bits.
 
-    Args:
-        encoded: PNG or GIF of one channel, with the class indices as values, or with a palette, with the class indices
-            as indices of colors.
-        exif_orientation: See `decode_image`.
-
-    Returns:
-        Shape (height, width); uint8, or int32 where there are more than 8 bits.
-
-    Raises:
-        ValueError: The file is an image of colors, or one that `decode_image` refuses.
+    They are the values of a PNG or GIF of one channel, or the indices of colors of one with a palette. Raises
+    ValueError for an image of colors, or one that `decode_image` refuses.
     """
     import torch
 
@@ -114,13 +104,7 @@ def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
 
 @contextmanager
 def _explain_errors(encoded: bytes) -> Iterator[None]:
-    """Converts every error of a library about a file into a ValueError with the reason.
-
-    Pillow's readers raise errors of many types.
-
-    Raises:
-        ValueError: The block raised an error other than ImportError and MemoryError.
-    """
+    """Converts every error of a library about a file, of many types, into a ValueError with the reason."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -146,12 +130,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _open_image(encoded: bytes) -> Any:
-    """Opens a file by its header and refuses it if the header declares too many pixels.
-
-    Raises:
-        ValueError: See `decode_image`.
-        Exception: Whatever Pillow raises.
-    """
+    """Opens a file by its header and refuses it if the header declares too many pixels."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
@@ -170,11 +149,7 @@ def _open_image(encoded: bytes) -> Any:
 
 
 def _jpeg_pixels(encoded: bytes, image: Any) -> npt.NDArray[np.uint8]:
-    """Decodes the pixels of a JPEG file, (height, width, 3).
-
-    Raises:
-        ValueError: The file is damaged anywhere, or of a kind of JPEG that libjpeg does not decode.
-    """
+    """Decodes the pixels of a JPEG file, (height, width, 3)."""
     import simplejpeg
 
     if image.mode != "CMYK":
@@ -205,12 +180,7 @@ def _rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
 
 
 def _load(image: Any, encoded: bytes) -> None:
-    """Decodes a still image.
-
-    Raises:
-        ValueError: A PNG file has fewer rows than its header declares: Pillow silently makes the others black.
-        Exception: Whatever Pillow raises.
-    """
+    """Decodes a still image; refuses a PNG file that lacks rows, which Pillow silently makes black."""
     image.load()
     if image.format != "PNG":
         return
@@ -225,11 +195,7 @@ def _load(image: Any, encoded: bytes) -> None:
 
 
 def _check_palette(image: Any, encoded: bytes) -> None:
-    """Refuses a PNG file with a pixel of a color that the palette lacks: Pillow silently makes it black.
-
-    Raises:
-        ValueError: There is such a pixel.
-    """
+    """Refuses a PNG file with a pixel of a color that the palette lacks: Pillow silently makes it black."""
     if image.format == "PNG" and image.mode == "P":
         colors = sum(map(len, _png_chunks(encoded, b"PLTE"))) // 3
         if (index := image.getextrema()[1]) >= colors:
@@ -270,10 +236,7 @@ def _png_chunks(encoded: bytes, kind: bytes) -> Iterator[bytes]:
 
 
 def _has_gif_end(encoded: bytes) -> bool:
-    """Whether the blocks of a GIF file lead to the block that ends it.
-
-    Pillow does not report frames that were cut off.
-    """
+    """Whether the blocks of a GIF lead to the one that ends it: Pillow does not report missing frames."""
 
     def table_bytes(flags: int) -> int:
         return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
@@ -345,9 +308,7 @@ def decode_columns(
         rows: Their columns as read, encoded files as a list; zeros of shape (rows,) stand in for a target that was not
             read.
         kinds: `image` or `mask` by column.
-        transforms: Applied to the images of a row and to its masks alike.
         keys: Keys of the rows, see `apply_transforms`.
-        exif_orientation: See `decode_image`.
         mask_classes: Value and class of masks, in the order of the values; empty, if the values are the classes.
 
     Returns:
@@ -372,10 +333,7 @@ def decode_columns(
 
 
 def _convert_array(values: npt.NDArray, kind: str) -> npt.NDArray:
-    """Converts arrays as read, (rows, height, width[, channels]), to the layout and types of PyTorch.
-
-    Images get their channels first; masks get a type that PyTorch computes with.
-    """
+    """Converts arrays (rows, height, width[, channels]) to images with channels first, or to masks."""
     if kind == MASK:
         return values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False)
     return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if values.ndim == 4 else values[:, None]
@@ -418,15 +376,7 @@ def _decode_by_row(
 
 
 def map_mask_classes(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.NDArray:
-    """Replaces the values of a mask by classes, as bytes if they fit; returns the mask unchanged without pairs.
-
-    Args:
-        mask: Integers of any shape.
-        pairs: Value and class, in the order of the values.
-
-    Raises:
-        ValueError: The mask has values without a class.
-    """
+    """Replaces values of a mask by classes, as bytes if they fit; raises ValueError without a class."""
     if not pairs:
         return mask
     mapped, classes = np.array(pairs, np.int64).T
@@ -451,10 +401,7 @@ def load_image(stored: Any, exif_orientation: bool = True) -> Tensor:
 
 
 def _load_mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int]]) -> Tensor:
-    """Returns a row's mask as a `tv_tensors.Mask` of classes, shape (height, width).
-
-    The stored mask is encoded, see `decode_mask`, or an array.
-    """
+    """Returns a row's mask, encoded or an array, as a `tv_tensors.Mask` of classes, (height, width)."""
     from torchvision import tv_tensors
 
     mask = decode_mask(stored, exif_orientation).numpy() if isinstance(stored, bytes) else _convert_array(stored, MASK)

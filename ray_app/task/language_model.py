@@ -75,11 +75,7 @@ class CausalLanguageModel(Task):
         return [self.tokens]
 
     def decode(self, rows: Rows) -> Arrays:
-        """Decodes rows to the column of tokens as a `Ragged`, cut to `max_length`.
-
-        Raises:
-            ValueError: A row has no tokens, or other values than integers.
-        """
+        """Decodes rows to the tokens as a `Ragged`, cut to `max_length`; raises ValueError without integers."""
         values = rows[self.tokens]
         if isinstance(values, np.ndarray):
             values = Ragged.of(values, values.dtype)
@@ -173,10 +169,7 @@ class CausalLanguageModel(Task):
         return {"loss": (losses / tokens.clamp(min=1)).numpy(), "tokens": tokens.numpy()}
 
     def export_files(self, model: nn.Module, folder: Path) -> None:
-        """Writes config.json and the parameters as safetensors, with adapters merged into them.
-
-        `transformers.AutoModelForCausalLM.from_pretrained(folder)` loads them.
-        """
+        """Writes config and merged parameters for `transformers`' `from_pretrained(folder)`."""
         if self.lora is not None:
             model = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
         model.save_pretrained(folder)  # type: ignore[operator]

@@ -71,11 +71,7 @@ def has_user_attribute(kind: type, name: str) -> bool:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Refuses a module with hooks that only Lightning's trainer calls: they would silently have no effect.
-
-    Raises:
-        ConfigError: The module has such hooks, or turns automatic optimization off.
-    """
+    """Raises ConfigError for a module with hooks that only Lightning's trainer calls, or that optimizes manually."""
     kind = type(module)
     hooks = [
         name
@@ -98,12 +94,7 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 class Log(NamedTuple):
-    """The values that a method logs.
-
-    Args:
-        numbers: Means over a batch, each of shape ().
-        metrics: torchmetrics objects, with the states of the batch.
-    """
+    """The values that a method logs; numbers are means over a batch, each of shape ()."""
 
     numbers: dict[str, Tensor]
     metrics: dict[str, Metric]
@@ -123,8 +114,6 @@ def capture_logs(module: nn.Module, method: str, rows: int | None = None) -> Ite
     """Records what a method of a module logs while the block calls it; access to the trainer raises an error.
 
     Args:
-        module: The module.
-        method: Name of the method.
         rows: Rows of the batch that it gets; None: it gets no batch.
 
     Yields:
@@ -224,31 +213,19 @@ class LightningTask(BatchTask):
 
     def validate_config(self, config: Config) -> list[str]:
         """Returns a problem for each setting that needs calls of the module itself instead of `training_step`."""
-        problems = []
-        if config.train.strategy == "fsdp":
-            problems.append(
-                "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is"
-                " called; of a Lightning module it is training_step. Use ddp, local_sgd, parameter_server or"
-                " central_storage."
-            )
-        if config.train.compile:
-            problems.append(
-                "train.compile compiles calls of the module, and training_step is not one; compile parts of it in its"
-                " __init__."
-            )
-        if config.train.capture:
-            problems.append(
-                "train.capture needs each step to do the same, and training_step may do something else in each; leave"
-                " it out."
-            )
-        return problems
+        problems = {
+            "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is"
+            " called; of a Lightning module it is training_step. Use ddp, local_sgd, parameter_server or"
+            " central_storage.": config.train.strategy == "fsdp",
+            "train.compile compiles calls of the module, and training_step is not one; compile parts of it in its"
+            " __init__.": config.train.compile,
+            "train.capture needs each step to do the same, and training_step may do something else in each; leave it"
+            " out.": config.train.capture,
+        }
+        return [problem for problem, applies in problems.items() if applies]
 
     def build_model(self) -> nn.Module:
-        """Builds the module.
-
-        Raises:
-            ConfigError: It is not a module with `training_step`, or has hooks that only Lightning's trainer calls.
-        """
+        """Builds the module; raises ConfigError for one without `training_step`, and see `refuse_hooks`."""
         module = instantiate(self.model, "task.init_args.module")
         if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
             raise ConfigError(
@@ -278,11 +255,7 @@ class LightningTask(BatchTask):
             return _one_optimizer(model.configure_optimizers())  # type: ignore[operator]
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
-        """Returns the mean loss of `training_step` for each of the rows, with what it logs as metrics.
-
-        Raises:
-            ConfigError: The method returns no loss.
-        """
+        """Returns the mean loss of `training_step` for each row, with what it logs as metrics."""
         with self._stepped(model, "training_step", batch) as (returned, log):
             computed = {name: as_mean(name, metric.compute()).float() for name, metric in log.metrics.items()}
             logged = computed | log.numbers
@@ -335,10 +308,7 @@ class LightningTask(BatchTask):
 
     @contextmanager
     def _stepped(self, model: nn.Module, name: str, batch: Batch) -> Iterator[tuple[Tensor | None, Log]]:
-        """Runs a step of the module; yields its loss, shape (), or None, and its logs.
-
-        The logged metrics have the states of the batch inside the block.
-        """
+        """Runs a step; yields its loss, shape (), or None, and its logs with the states of the batch."""
         fields, step = self.fields(batch), getattr(model, name)
         arguments = (fields if isinstance(self.batch, dict) else tuple(fields.values()), NoNumber(name))
         with capture_logs(model, name, count_rows(batch)) as log:
@@ -348,18 +318,10 @@ class LightningTask(BatchTask):
 
 
 def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
-    """Extracts the optimizer and the schedule from one of the forms that `configure_optimizers` may return.
-
-    Raises:
-        ConfigError: There are several optimizers or schedules, no optimizer, or a schedule that is not stepped after
-            every step.
-    """
-    pair = (
-        isinstance(returned, list | tuple)
-        and len(returned) == 2
-        and all(isinstance(part, list | tuple) for part in returned)
-    )
-    optimizers, schedulers = returned if pair else (returned if isinstance(returned, list | tuple) else [returned], [])
+    """Extracts the optimizer and the schedule from one of the forms that `configure_optimizers` may return."""
+    parts = returned if isinstance(returned, list | tuple) else [returned]
+    is_pair = len(parts) == 2 and all(isinstance(part, list | tuple) for part in parts)
+    optimizers, schedulers = parts if is_pair else (parts, [])
     if len(optimizers) == 1 and isinstance(optimizers[0], dict):
         fields = optimizers[0]
         _refuse_unknown(fields, ("optimizer", "lr_scheduler", "monitor"))
@@ -395,11 +357,7 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
 
 
 def _refuse_unknown(fields: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Refuses fields that Lightning does not define either: a misspelled one would silently have no effect.
-
-    Raises:
-        ConfigError: There are such fields.
-    """
+    """Refuses fields that Lightning does not define either: a misspelled one would silently have no effect."""
     if unknown := sorted(map(str, fields.keys() - set(names))):
         raise ConfigError(
             f"configure_optimizers returned a dictionary with {', '.join(unknown)}; its fields are {', '.join(names)}."

@@ -33,12 +33,7 @@ class Perplexity(Metric):
         self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, losses: Tensor, tokens: Tensor) -> None:
-        """Adds rows.
-
-        Args:
-            losses: The sum of the losses of each row's tokens, shape (rows,).
-            tokens: The number of these tokens, shape (rows,).
-        """
+        """Adds rows: the sums of the losses of their tokens and the numbers of these, (rows,)."""
         self.loss += losses.sum(dtype=torch.float64)
         self.tokens += tokens.sum()
 
@@ -145,11 +140,7 @@ class Logged(Metric):
 
 
 def refuse_name_clash(numbers: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Refuses a name that is logged both as a number and as a metric.
-
-    Raises:
-        ConfigError: There is such a name.
-    """
+    """Raises ConfigError for a name that is logged both as a number and as a metric."""
     if both := sorted(numbers.keys() & metrics.keys()):
         raise ConfigError(
             f"{', '.join(map(repr, both))} is logged as a number and as a torchmetrics object; give one of them another"

@@ -26,10 +26,7 @@ States = dict[str, Any]
 
 
 def return_false() -> bool:
-    """Returns False, for metrics in the place of `torch.distributed.is_initialized`.
-
-    Metrics must not run collectives, since their states are combined by `combine_states`.
-    """
+    """Returns False, in the place of `torch.distributed.is_initialized`: metrics must run no collectives."""
     return False
 
 
@@ -56,10 +53,7 @@ def make_metrics(task: Task) -> MetricCollection:
 
 
 def isolate(module: nn.Module) -> None:
-    """Turns off the collectives of all metrics in a module, and the automatic groups of all collections.
-
-    `make_metrics` has the reasons.
-    """
+    """Turns off collectives and automatic groups of all metrics in a module, see `make_metrics`."""
     from torchmetrics import Metric, MetricCollection
 
     for part in dict(_modules_of("", module, set())).values():
@@ -71,10 +65,7 @@ def isolate(module: nn.Module) -> None:
 
 
 def metric_parts(metric: Metric) -> dict[str, Metric]:
-    """Returns the parts of a metric by path: itself, at the path "", and all metrics inside it.
-
-    Metrics in lists and dictionaries are among them.
-    """
+    """Returns all metrics inside a metric, also in lists and dictionaries, by path; "" is the metric itself."""
     from torchmetrics import Metric
 
     return {path: part for path, part in _modules_of("", metric, set()) if isinstance(part, Metric)}
@@ -94,11 +85,6 @@ def _modules_of(path: str, value: Any, visited: set[int]) -> Iterator[tuple[str,
 
     `nn.Module.named_modules` does not suffice: torch registers modules that are attributes, but not those in plain
     lists and dictionaries.
-
-    Args:
-        path: Path of the value.
-        value: A module, a list, a tuple or a dictionary; any other value contains no modules.
-        visited: The `id` of each module that was yielded; it is updated.
     """
     children: Mapping[Any, Any] = {}
     if isinstance(value, nn.Module):
@@ -128,11 +114,7 @@ def reset_parts(metric: Metric) -> None:
 
 
 def states_of(metric: Metric) -> States:
-    """Returns copies of the states of a metric and its parts, on the CPU.
-
-    Raises:
-        ConfigError: The metric has no states, so values of parts of the rows could not be combined.
-    """
+    """Returns copies of a metric's states on the CPU; raises ConfigError for a metric without states."""
     parts = metric_parts(metric)
     if not any(part._defaults for part in parts.values()):
         raise ConfigError(
@@ -148,14 +130,9 @@ def states_of(metric: Metric) -> States:
 
 
 def load_states(metric: Metric, states: Sequence[States]) -> None:
-    """Loads the states of several chunks into a metric, as if it had been updated with their rows in that order.
+    """Loads the states of chunks, at least one, into a metric, as if it had been updated with their rows in that order.
 
-    Args:
-        metric: A metric that was just made or reset.
-        states: The states of each chunk, at least one, from `states_of` of a metric of the same kind.
-
-    Raises:
-        ConfigError: A state cannot be combined, or the metric has other states than a chunk.
+    Raises ConfigError if a state cannot be combined, or the metric has other states than a chunk.
     """
     parts = metric_parts(metric)
     expected = {state_key(path, name) for path, part in parts.items() for name in part._defaults}
@@ -194,17 +171,9 @@ def combine_states(metric: Metric, name: str, values: Sequence[Any]) -> Any:
     """Combines one state of a metric over all chunks, as if it had been updated with one chunk after the other.
 
     `Metric.merge_state` is not used, since it concatenates lists in reverse order, and refuses metrics that do not
-    define how they synchronize. Several tensors are refused unless their reduction is a sum, a minimum, a maximum or a
-    concatenation. Without a reduction torchmetrics would stack them: `PearsonCorrCoef` and `ConcordanceCorrCoef` add up
-    such a stack themselves, and give NaN if a chunk has a single row.
-
-    Args:
-        metric: The part with the state.
-        name: Name of the state.
-        values: The state of each chunk, at least one.
-
-    Raises:
-        ConfigError: The reduction of the state cannot combine chunks.
+    define how they synchronize. Raises ConfigError for several tensors unless their reduction is a sum, a minimum, a
+    maximum or a concatenation. Without a reduction torchmetrics would stack them: `PearsonCorrCoef` and
+    `ConcordanceCorrCoef` add up such a stack themselves, and give NaN if a chunk has a single row.
     """
     from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 

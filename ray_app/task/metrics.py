@@ -3,8 +3,7 @@
 `score` computes the losses and metric states of chunks; several processes may share the chunks. The chunks do not
 depend on the number of processes, and `combine` adds their results in their order, so the metrics are bit-identical for
 any number of processes. `resample` computes metrics of data sets in which chunks occur several times, from the same
-states: it runs no model again. `mode_of` and `resolve_mode` decide whether a lower or a higher value of a metric is
-better.
+states: it runs no model again.
 """
 
 from __future__ import annotations
@@ -44,16 +43,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """The results of a range of rows.
-
-    Args:
-        low: The first row.
-        rows: The number of rows.
-        loss: The sum of their losses.
-        weight: The sum of their weights, over which the mean loss is.
-        states: The states of the task's metrics after these rows alone, by metric and state.
-        mistakes: The wrong predictions with the highest confidence.
-    """
+    """The results of a range of rows; `states` are those after these rows alone, by metric and state."""
 
     low: int
     rows: int
@@ -70,7 +60,6 @@ class Scores:
     Args:
         values: The task's metrics of one number, and the mean loss unless all weights are 0.
         tables: The task's metrics that are lists (one number per class) or matrices.
-        mistakes: The wrong predictions with the highest confidence, in descending order.
     """
 
     values: dict[str, float]
@@ -102,18 +91,12 @@ def score(
     """Scores a data set, or every `parts`-th chunk of it, and yields the results of each chunk.
 
     Args:
-        task: The prepared task.
         model: The model, on the device; it is set to evaluation mode.
         arrays: Every decoded field. Where rows have different lengths a chunk is one forward pass, padded to its
             longest row.
-        size: Rows of one forward pass.
-        device: The device to compute on.
-        part: The index of this process among those that share the chunks.
-        parts: The number of these processes.
         chunk_rows: Rows of a chunk; None: a number that makes scoring fast.
         keep: Names of the metrics to keep the states of; None: all.
         forward: Computes the outputs of a model for a batch; None: the task's `eval_outputs`.
-        manifest: The manifest of the rows, by which a message names a row.
 
     Raises:
         DataError: The loss of a row is NaN or infinite, and so is a value of the row.
@@ -125,11 +108,8 @@ def score(
         use_eager_roi_align()
     rows, worst = len(next(iter(arrays.values()))), list[float]()
     ragged = any(isinstance(values, Ragged) for values in arrays.values())
-    step = (
-        chunk_rows or size
-        if ragged
-        else chunk_rows or _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)
-    )
+    row_bytes = sum(values[:1].nbytes for values in arrays.values())
+    step = chunk_rows or (size if ragged else _chunk_rows(rows, row_bytes, size))
     for low in range(part * step, rows, parts * step):
         batch = {name: values.to(device) for name, values in to_batch(arrays, slice(low, low + step)).items()}
         for _, metric in metrics.items(keep_base=True, copy_state=False):
@@ -148,12 +128,8 @@ def score(
             if len(worst) < MAX_MISTAKES or mistake.confidence > worst[-1]:
                 worst = sorted([*worst, mistake.confidence], reverse=True)[:MAX_MISTAKES]
                 worst_mistakes.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
-        kept = [
-            (str(name), metric)
-            for name, metric in metrics.items(keep_base=True, copy_state=False)
-            if keep is None or name in keep
-        ]
-        states = {name: states_of(metric) for name, metric in kept}
+        items = metrics.items(keep_base=True, copy_state=False)
+        states = {str(name): states_of(metric) for name, metric in items if keep is None or name in keep}
         values = torch.cat([one.values for one in losses])
         if not values.isfinite().all():
             _refuse_non_finite_row(arrays, low + np.flatnonzero(~values.isfinite().numpy(force=True)), manifest)
@@ -166,9 +142,6 @@ def _refuse_non_finite_row(arrays: Arrays, positions: npt.NDArray[np.int64], man
     """Refuses the first of some rows that has a NaN or infinite value.
 
     The losses of other rows are NaN or infinite because of the model, and no row is refused for them.
-
-    Raises:
-        DataError: There is such a row.
     """
     for position in positions.tolist():
         for name, values in arrays.items():
@@ -191,10 +164,7 @@ def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
 
 
 def _forward_passes(forward: Callable[[Batch], Any], batch: Batch, size: int) -> list[tuple[int, Batch, Any]]:
-    """Runs a chunk in forward passes of `size` rows; returns first row, rows and outputs of each pass.
-
-    Outputs that are tensors are concatenated as those of one pass.
-    """
+    """Runs a chunk in passes of `size` rows; returns first row, rows and outputs, tensors as of one pass."""
     rows = len(next(iter(batch.values())))
     parts = [(low, {name: values[low : low + size] for name, values in batch.items()}) for low in range(0, rows, size)]
     passes = [(low, part, forward(part)) for low, part in parts]
@@ -228,13 +198,7 @@ def _direct_bincount(x: Tensor, minlength: Any = None) -> Tensor:
 
 
 def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
-    """Combines the results of the chunks of a whole data set, which may arrive in any order, into its metrics.
-
-    Metrics without kept states are left out.
-
-    Raises:
-        ConfigError: A metric of the task cannot be combined from parts.
-    """
+    """Combines the chunks of a data set into its metrics, except those without states; see `combine_states`."""
     ordered = sorted(chunks, key=lambda chunk: chunk.low)
     metrics = metrics_with_states(task, ordered)
     use_direct_bincount()
@@ -275,12 +239,7 @@ def metrics_with_states(task: Task, chunks: Sequence[Chunk]) -> MetricCollection
 
 
 def mode_of(name: str, metric: Any) -> Mode | None:
-    """Returns whether a lower or a higher value of a metric is better, None if its class does not define it.
-
-    Args:
-        name: The name that it is recorded under; of a loss a lower value is better.
-        metric: The `torchmetrics.Metric`, or None.
-    """
+    """Returns whether less (of a loss) or more of a metric is better, None if its class does not define it."""
     if name == "loss" or name.endswith("_loss"):
         return "min"
     higher = getattr(metric, "higher_is_better", None)
@@ -288,17 +247,7 @@ def mode_of(name: str, metric: Any) -> Mode | None:
 
 
 def resolve_mode(task: Task, metric: str | None, mode: str | None) -> str | None:
-    """Returns `evaluate.mode`, completed for an `evaluate.metric` other than the task's `best_metric`.
-
-    Args:
-        task: The prepared task.
-        metric: `evaluate.metric`.
-        mode: `evaluate.mode`.
-
-    Raises:
-        ConfigError: The metric does not define whether lower or higher is better, or the task's `best_mode` is not a
-            mode.
-    """
+    """Returns `evaluate.mode`, completed for `evaluate.metric`; raises ConfigError if it is not defined."""
     if task.best_mode not in get_args(Mode):
         raise ConfigError(f"{type(task).__name__}.best_mode is {task.best_mode!r}; it must be min or max.")
     if mode is not None or metric in (None, task.best_metric):
@@ -314,19 +263,10 @@ def resolve_mode(task: Task, metric: str | None, mode: str | None) -> str | None
 
 
 def resample(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Computes a metric of resampled data sets, in which each chunk occurs a given number of times.
+    """Returns a metric of one number, or `loss`, of data sets in which each chunk occurs a given number of times.
 
-    Args:
-        task: The prepared task.
-        chunks: The results of the chunks of a data set, in their order.
-        name: A metric of one number, or `loss`.
-        counts: How often each chunk occurs in each data set, shape (data sets, chunks).
-
-    Returns:
-        The values of the metric, shape (data sets,).
-
-    Raises:
-        ConfigError: The metric cannot be combined from parts.
+    `counts` has the shape (data sets, chunks), the result (data sets,). Raises ConfigError for a metric that cannot be
+    combined from parts.
     """
     if name == "loss":
         losses, weights = np.array([chunk.loss for chunk in chunks]), np.array([chunk.weight for chunk in chunks])
@@ -359,11 +299,7 @@ def resample(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray
 
 
 def _resample_state(metric: Metric, name: str, parts: list[Any], counts: npt.NDArray[np.int64]) -> Sequence[Any]:
-    """Returns one state of a metric for each resampled data set.
-
-    Raises:
-        ConfigError: The state is neither a sum nor a list.
-    """
+    """Returns one state of a metric for each resampled data set."""
     from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
     if isinstance(parts[0], list):

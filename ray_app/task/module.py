@@ -34,13 +34,13 @@ from ray_app.task.configured_arguments import (
     resolve_best_mode,
     target_range,
 )
-from ray_app.task.device import constant_tensor
+from ray_app.task.device import normalize_images
 from ray_app.task.fields import convert_column, need_as_long, need_finite, strip_padding, too_many_classes
 from ray_app.task.images import IMAGE, MASK, decode_columns, is_image_column, is_mask
 from ray_app.task.metric_states import is_classification
 from ray_app.task.metrics import Mode
 from ray_app.task.ragged import LENGTHS, Arrays, Field, Ragged
-from ray_app.task.transforms import Spec, instantiate, instantiate_once
+from ray_app.task.transforms import Spec, instantiate, instantiate_module, instantiate_once
 
 _MASK_SUFFIX = ".mask"
 _KINDS = ("number", "integer", "array", "bytes", "list")
@@ -215,13 +215,9 @@ class ModuleTask(Task):
             if prepared.kinds[name] in ("integer", "list") and column.minimum is not None and column.maximum is not None
         }
         target = facts[self.target]
-        if (
-            target.kind == "integer"
-            and target.minimum is not None
-            and target.maximum is not None
-            and target.minimum >= 0
-        ):
-            count = int(target.maximum) + 1
+        low, high = target.minimum, target.maximum
+        if target.kind == "integer" and low is not None and high is not None and low >= 0:
+            count = int(high) + 1
             prepared.classes = [] if too_many_classes(data, count) and not data.classes else class_names(data, count)
         return prepared
 
@@ -278,13 +274,7 @@ class ModuleTask(Task):
 
     def build_model(self) -> nn.Module:
         """Builds the model, see `Task.build_model`."""
-        model = instantiate(self.model, "task.init_args.model")
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"task.init_args.model {self.model['class_path']} makes a {type(model).__name__}; it must make an"
-                " nn.Module."
-            )
-        return model
+        return instantiate_module(self.model, "task.init_args.model")
 
     def _input(self, batch: Batch, name: str) -> Tensor:
         """Returns a column of a batch, or its padding mask, as the model gets it."""
@@ -295,10 +285,7 @@ class ModuleTask(Task):
         if self.kinds[column] == MASK:
             return values.long()
         if self.kinds[column] == IMAGE:
-            values = values.float() / 255
-            if self.mean != [0.0] or self.std != [1.0]:
-                mean, std = (constant_tensor(part, values.device)[:, None, None] for part in (self.mean, self.std))
-                values = (values - mean) / std
+            return normalize_images(values, 255, self.mean, self.std)
         return values
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
@@ -327,10 +314,8 @@ class ModuleTask(Task):
     def note_target_range(self, model: nn.Module, batch: Batch) -> None:
         """Derives from the outputs for some rows which values of the target the loss takes.
 
-        `decode` then refuses rows with other values. Nothing is derived for a subclass with a loss of its own.
-
-        Raises:
-            ValueError: These rows have other values.
+        `decode` then refuses rows with other values, and so does this method. Nothing is derived for a subclass with a
+        loss of its own.
         """
         if type(self).loss is not ModuleTask.loss or type(self).training_loss is not ModuleTask.training_loss:
             return
@@ -340,13 +325,7 @@ class ModuleTask(Task):
         self.refuse_target({self.target: (values if is_value is None else values[is_value]).numpy()})
 
     def refuse_target(self, fields: Arrays) -> None:
-        """Refuses decoded rows with values of the target that the loss does not take.
-
-        It refuses nothing before `note_target_range`, or if that could not determine the values.
-
-        Raises:
-            ValueError: There are such values.
-        """
+        """Raises ValueError for target values that the loss does not take, see `note_target_range`."""
         if self.target_range is not None:
             target = fields[self.target]
             values = target.values if isinstance(target, Ragged) else target
@@ -372,10 +351,7 @@ class ModuleTask(Task):
         return MetricCollection(metrics, compute_groups=False)
 
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
-        """Updates the metrics with outputs and target; see `Task.update`.
-
-        Of lists they get (values,) and (values, classes), without the padding.
-        """
+        """Updates the metrics, see `Task.update`; of lists they get (values,) and (values, classes) without padding."""
         if not self.metric_specs:
             return
         outputs, target = self._compared(outputs, batch)
@@ -416,14 +392,10 @@ class ModuleTask(Task):
             return {name: strip_padding(values, batch, self._columns_of_model())}
         if self._classifies(outputs):
             return predict_classes(outputs, self.classes)
-        if (
-            self.kinds[self.target] == MASK
-            and isinstance(outputs, Tensor)
-            and outputs.ndim == 4
-            and outputs.shape[1] > 1
-        ):
+        axes = outputs.ndim if isinstance(outputs, Tensor) else 0
+        if self.kinds[self.target] == MASK and axes == 4 and outputs.shape[1] > 1:
             return {"predicted_index": outputs.argmax(1).numpy()}
-        if self.classes_last and isinstance(outputs, Tensor) and outputs.ndim == 3:
+        if self.classes_last and axes == 3:
             return {"predicted_index": outputs.argmax(2).numpy()}
         return super().predictions(outputs, batch)
 

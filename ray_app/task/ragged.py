@@ -62,13 +62,11 @@ class Ragged:
         """Returns the rows cut to a length; the same object if no row is longer."""
         if not (self.lengths > max_length).any():
             return self
-        return Ragged.of(
-            (self.row(i)[:max_length] for i in range(len(self))),
-            self.values.dtype,
-            self.fill,
-            self.multiple,
-            self.row_shape,
-        )
+        return self._like(self.row(i)[:max_length] for i in range(len(self)))
+
+    def _like(self, rows: Iterable[npt.NDArray]) -> Ragged:
+        """Returns other rows with the type and the padding of this field."""
+        return Ragged.of(rows, self.values.dtype, self.fill, self.multiple, self.row_shape)
 
     def __len__(self) -> int:
         """Returns the number of rows."""
@@ -108,13 +106,7 @@ class Ragged:
                 return Ragged(self.values, self.offsets[low : max(low, high) + 1], self.fill, self.multiple)
             rows = np.arange(low, high, step)
         if isinstance(rows, np.ndarray) and rows.ndim:
-            return Ragged.of(
-                (self.row(i) for i in np.arange(len(self))[rows]),
-                self.values.dtype,
-                self.fill,
-                self.multiple,
-                self.row_shape,
-            )
+            return self._like(self.row(i) for i in np.arange(len(self))[rows])
         index = operator.index(rows)
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)} rows")
@@ -149,12 +141,8 @@ class Ragged:
         lengths = self.lengths_of(index)
         longest = -(-int(lengths.max(initial=1)) // self.multiple) * self.multiple
         shape, dtype = (len(index), longest, *self.values.shape[1:]), self.values.dtype
-        into = (
-            torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
-            .numpy()
-            .view(dtype)
-            .reshape(shape)
-        )
+        memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        into = memory.numpy().view(dtype).reshape(shape)
         into[...] = self.fill
         if not len(index):
             return into
@@ -170,15 +158,10 @@ Arrays = Mapping[str, Field]
 
 
 def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None) -> dict[str, Tensor]:
-    """Returns decoded rows as the batch that a task gets, in host memory.
+    """Returns decoded rows, all or those of `index` in its order, as the batch that a task gets, in host memory.
 
-    Args:
-        arrays: The fields.
-        index: The rows of the batch in their order; None: all.
-
-    Returns:
-        Each field, (rows, ...); a ragged field padded, (rows, length, ...), and its lengths, int64, (rows,), as
-        NAME_lengths.
+    A field has the shape (rows, ...); a ragged field `x` is padded, (rows, length, ...), with its lengths, int64,
+    (rows,), as `x_lengths`.
     """
     batch: dict[str, Tensor] = {}
     for name, values in arrays.items():

@@ -15,9 +15,8 @@ _ROIS_AT_ONCE = 256
 def use_eager_roi_align() -> None:
     """Replaces the compiled implementation of torchvision's RoIAlign by the same one without compilation.
 
-    It does nothing if RoIAlign is not imported. torchvision (0.29) has a backward that adds atomically, and for
-    deterministic algorithms on a GPU an implementation in Python without atomic additions. It compiles the latter for
-    dynamic shapes (`torch.compile(dynamic=True)`). That needs Triton and a C compiler on every node, and the first
+    torchvision (0.29) has a backward that adds atomically, and for deterministic algorithms on a GPU an implementation
+    in Python, which it compiles for dynamic shapes. That needs Triton and a C compiler on every node, and the first
     shapes choose the kernels, so the result of a step would depend on the earlier steps of a worker. The same
     implementation without compilation needs neither; `_InParts` limits its memory.
     """
@@ -30,11 +29,7 @@ def use_eager_roi_align() -> None:
 
 
 class _InParts:
-    """Runs the Python implementation on some regions at a time; backward recomputes each part instead of keeping it.
-
-    Args:
-        roi_align: torchvision's uncompiled function.
-    """
+    """Runs the Python implementation on some regions at a time; backward recomputes each part instead of keeping it."""
 
     def __init__(self, roi_align: Any) -> None:
         self._roi_align = roi_align

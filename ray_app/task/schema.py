@@ -31,29 +31,14 @@ def prepare_task(task: Task, data: DataFacts) -> Task:
 
 
 def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
-    """Returns the schema of a data set, which other data for the same model must match.
-
-    Args:
-        data: The data set.
-        columns: The columns that are read.
-    """
+    """Returns the schema of a data set, which other data for the same model must match."""
     read = [name for name in columns if name in data.columns]
     kinds = [[name, data.columns[name].kind, data.columns[name].dtype] for name in read]
     return {"columns": kinds, "classes": list(data.classes) if data.classes and LABEL in read else None}
 
 
 def refuse_other_schema(schema: Schema, data: DataFacts, where: str, of: str) -> None:
-    """Refuses data with other column types, or other names for the class indices; unknown ones are not compared.
-
-    Args:
-        schema: The schema of the data that the task was prepared with; empty if it was not stored.
-        data: The other data.
-        where: The other data, for messages.
-        of: The data that the task was prepared with, for messages.
-
-    Raises:
-        DataError: The data has another schema.
-    """
+    """Raises DataError for columns of other types, or classes of other names, than the task's."""
     for name, kind, dtype in schema.get("columns", []):
         facts = data.columns.get(name)
         if facts is not None and not _fits(kind, dtype, facts):
@@ -65,17 +50,7 @@ def refuse_other_schema(schema: Schema, data: DataFacts, where: str, of: str) ->
 
 
 def refuse_other_names(trained: Sequence[str] | None, classes: Sequence[str] | None, where: str, of: str) -> None:
-    """Refuses classes with other names for the same indices; a beginning of the trained classes agrees.
-
-    Args:
-        trained: Names of the classes that the model was trained on; None if they have none.
-        classes: Names of the classes of other data.
-        where: The other data, for messages.
-        of: The data that the model was trained on, for messages.
-
-    Raises:
-        DataError: A class has another name.
-    """
+    """Raises DataError for classes with other names for the same indices; a beginning of them agrees."""
     if not trained or not classes:
         return
     numbers = enumerate(zip_longest(classes, trained))

@@ -9,21 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ray_app.errors import DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, count_classes, need_column
-from ray_app.task.classification import (
-    ClassWeights,
-    add_class_weights,
-    apply_class_weights,
-    classification_metrics,
-    find_mistakes,
-    predict_classes,
-    resolve_weights,
-)
+from ray_app.task.base import Batch, Rows, Task, need_column
+from ray_app.task.classification import Classification, ClassWeights, add_class_weights
 from ray_app.task.fields import need_finite
 
 _NUMBERS = ("number", "integer")
@@ -124,7 +115,7 @@ class _Tabular(Task):
         return model(batch["features"])
 
 
-class TabularClassification(_Tabular):
+class TabularClassification(Classification, _Tabular):
     """Classifies rows of a table; the 784-256-256-10 network of the guides is one configuration of it.
 
     Args:
@@ -140,9 +131,6 @@ class TabularClassification(_Tabular):
         train_accuracy: Whether the accuracy of each training step is recorded beside its loss.
     """
 
-    best_metric: ClassVar[str] = "accuracy"
-    best_mode: ClassVar[str] = "max"
-
     def __init__(
         self,
         label: str = "label",
@@ -154,7 +142,7 @@ class TabularClassification(_Tabular):
         class_weights: ClassWeights = None,
         train_accuracy: bool = False,
     ) -> None:
-        super().__init__(label, features, hidden, dropout, scale)
+        _Tabular.__init__(self, label, features, hidden, dropout, scale)
         self.num_classes, self.class_weights = num_classes, class_weights
         self.weights: list[float] | None = None
         self.train_accuracy = train_accuracy
@@ -163,54 +151,19 @@ class TabularClassification(_Tabular):
         """Names the features and counts the classes; see `Task.prepare`."""
         prepared = super().prepare(data)
         assert isinstance(prepared, TabularClassification)
-        prepared.num_classes = count_classes(data, self.label, self.num_classes)
-        prepared.classes = class_names(data, prepared.num_classes)
-        prepared.weights = resolve_weights(self.class_weights, data, self.label, prepared.num_classes)
+        prepared.set_classes(data)
         return prepared
 
     def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
-        labels = values.astype(np.int64)
-        if labels.size and not 0 <= labels.min() <= labels.max() < self._outputs():
-            raise ValueError(f"label outside 0 to {self._outputs() - 1}: {labels.min()} to {labels.max()}")
-        return labels
+        return self.decode_labels(values)
 
     def _outputs(self) -> int:
-        assert self.num_classes is not None, "prepare() comes first"
-        return self.num_classes
+        return self.class_count
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
         """Adds the class weights; see `Task.augment`."""
         del keys
         return add_class_weights(batch, self.weights)
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Computes the cross-entropy of every row, shape (rows,)."""
-        return apply_class_weights(functional.cross_entropy(outputs, batch["label"], reduction="none"), batch)
-
-    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """Returns the loss of every row, with the accuracy if it is recorded, see `Task.training_loss`."""
-        outputs = self.forward(model, batch)
-        losses = self.loss(outputs, batch)
-        return (
-            Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]}) if self.train_accuracy else losses
-        )
-
-    def metrics(self) -> MetricCollection:
-        """Makes the metrics of a classification, see `classification_metrics`."""
-        return classification_metrics(self._outputs())
-
-    def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
-        """Updates the metrics with a batch, see `Task.update`."""
-        metrics.update(outputs.float().softmax(-1), batch["label"])
-
-    def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
-        """Returns the predicted class of every row, see `predict_classes`."""
-        del batch
-        return predict_classes(outputs, self.classes)
-
-    def mistakes(self, outputs: Tensor, batch: Batch, max_rows: int) -> list[Mistake]:
-        """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""
-        return find_mistakes(outputs, batch["label"], self.classes, max_rows)
 
 
 class TabularRegression(_Tabular):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ray_app.config.import_paths import load_class
@@ -79,10 +79,7 @@ class drawing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls a function of torch, with the generator of the context if it would draw from the default one.
-
-        `TorchFunctionMode` calls this method in the place of each function of torch.
-        """
+        """Calls a function of torch, as for each one, with the generator of the context if it draws."""
         if func not in _DRAWING_FUNCTIONS and func not in _LIKE_FUNCTIONS:
             return func(*args, **kwargs) if kwargs else func(*args)
         options = dict(kwargs or {})
@@ -124,7 +121,6 @@ def instantiate(spec: Any, field: str) -> Any:
 
     Args:
         spec: A value of the configuration; one without specifications is returned unchanged.
-        field: Name of its field, for messages.
 
     Raises:
         ConfigError: The class or function cannot be imported or called.
@@ -155,11 +151,16 @@ def instantiate(spec: Any, field: str) -> Any:
         ) from error
 
 
-def instantiate_once(spec: Any, field: str) -> Any:
-    """Returns the object of a specification, see `instantiate`, which is made once in a process.
+def instantiate_module(spec: Spec, field: str) -> nn.Module:
+    """Makes the `nn.Module` of a specification, see `instantiate`; raises ConfigError if it makes something else."""
+    model = instantiate(spec, field)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{field} {spec['class_path']} makes a {type(model).__name__}; it must make an nn.Module.")
+    return model
 
-    A task calls this each time that it needs the object, since it holds settings only.
-    """
+
+def instantiate_once(spec: Any, field: str) -> Any:
+    """Returns the object of a specification, see `instantiate`, which a process makes once for tasks."""
     return _instantiate_json(json.dumps(spec), field)
 
 
@@ -177,7 +178,6 @@ def apply_transforms(sample: Any, transforms: Sequence[Any], key: int | None) ->
     Args:
         sample: An image as a tensor (channels, height, width), or a dictionary of such images and of masks and boxes as
             `torchvision.tv_tensors`.
-        transforms: The transforms.
         key: The key of the row in this epoch, from which random transforms draw; None if no transform is random.
     """
     if key is not None:

@@ -26,14 +26,10 @@ _ON_DEVICE = "CUDA error"
 
 
 class user_code:
-    """A context that calls the code of a task; a class, because each step enters several, and a generator is slower.
+    """A context that calls the code of a task, and turns its errors into a `TaskError`.
 
-    Args:
-        activity: Returns what the code does, for the message; called only after an error.
-        positions: Returns the manifest positions of the rows that the code works on; called only after an error.
-
-    Raises:
-        TaskError: The code raised an error that is not one of the application.
+    It is a class, because each step enters several, and a generator is slower. `activity` says what the code does, and
+    `positions` on which rows, as manifest positions; both are called only after an error.
     """
 
     def __init__(self, activity: Callable[[], str], positions: Callable[[], Sequence[int]] = tuple) -> None:

@@ -46,16 +46,13 @@ class _EndedError(BaseException):
 class Loop:
     """The steps of a run, for the loop of a script; each iteration is one step of the run::
 
-        def train(loop):
-            optimizer = torch.optim.AdamW(loop.model.parameters())
-            loop.keep(optimizer)
-            for step in loop:
-                for rows in step:
-                    step.add(cross_entropy(loop.model(rows["image"]), rows["label"]))
-                optimizer.step()
-
-    Args:
-        model: The model to train.
+    def train(loop):
+        optimizer = torch.optim.AdamW(loop.model.parameters())
+        loop.keep(optimizer)
+        for step in loop:
+            for rows in step:
+                step.add(cross_entropy(loop.model(rows["image"]), rows["label"]))
+            optimizer.step()
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -146,10 +143,6 @@ def _per_row(name: str, value: Any, rows: int) -> Tensor:
 class Running:
     """A script that runs in a thread, and its loop, which waits for the application.
 
-    Args:
-        train: The script's function.
-        model: The model that it trains.
-
     Raises:
         Exception: Any error of the script, from every method.
     """
@@ -234,6 +227,9 @@ def _ended_early(how: str) -> RuntimeError:
     return RuntimeError(f"the script {how}; its loop ends by itself after the last step of the run")
 
 
+_NO_COMPILE = (
+    "train.compile compiles the model that a task is given; compile the model in the script, and leave it out."
+)
 _STRATEGIES = ("ddp", "single")
 _RUNNING: dict[nn.Module, Running] = {}
 """The running loops of this process by the model that they train."""
@@ -298,51 +294,27 @@ class LoopTask(BatchTask):
         best_mode: Mode | None = None,
         exif_orientation: bool = True,
     ) -> None:
-        super().__init__(
-            module,
-            rows,
-            target,
-            transforms,
-            evaluate_transforms,
-            mean,
-            std,
-            pad_with,
-            pad_to,
-            max_length,
-            best_metric,
-            best_mode,
-            exif_orientation,
-        )
+        images, lists = (transforms, evaluate_transforms, mean, std), (pad_with, pad_to, max_length)
+        super().__init__(module, rows, target, *images, *lists, best_metric, best_mode, exif_orientation)
         self.train = train
         self.settings = settings or {}
         self.evaluate = evaluate
 
     def validate_config(self, config: Config) -> list[str]:
         """Returns a problem for each setting that conflicts with the optimizer or the model of the script."""
-        problems = []
-        if config.optimizers is not None or config.optimizer not in (
-            type(config).optimizer,
-            OptimizerSpec(TASK_OPTIMIZER),
-        ):
-            problems.append(
-                "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out."
-            )
-        if config.train.strategy not in _STRATEGIES:
-            problems.append(
-                f"train.strategy is {config.train.strategy}, which needs more of a model's than the script's loop"
-                f" leaves it; use {' or '.join(_STRATEGIES)}."
-            )
-        if config.train.compile:
-            problems.append(
-                "train.compile compiles the model that a task is given; compile the model in the script, and leave it"
-                " out."
-            )
-        if config.train.capture:
-            problems.append(
-                "train.capture needs each step to do the same, and a script may do something else in each; leave it"
-                " out."
-            )
-        return problems
+        has_default = config.optimizer in (type(config).optimizer, OptimizerSpec(TASK_OPTIMIZER))
+        problems = {
+            "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out.": (
+                config.optimizers is not None or not has_default
+            ),
+            f"train.strategy is {config.train.strategy}, which needs more of a model's than the script's loop leaves"
+            f" it; use {' or '.join(_STRATEGIES)}.": config.train.strategy not in _STRATEGIES,
+            _NO_COMPILE: config.train.compile,
+            "train.capture needs each step to do the same, and a script may do something else in each; leave it out.": (
+                config.train.capture
+            ),
+        }
+        return [problem for problem, applies in problems.items() if applies]
 
     def _script(self) -> Callable[[Loop], None]:
         return partial(load_class(self.train), **self.settings)
@@ -351,10 +323,7 @@ class LoopTask(BatchTask):
         return {str(self.batch[index]): values for index, values in self.fields(batch).items()}
 
     def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-        """Starts the script and returns the optimizer and the schedule that it keeps.
-
-        The loop of the script then waits for the first step.
-        """
+        """Starts the script, up to its first step, and returns the optimizer and schedule that it keeps."""
         running = Running(self._script(), model)
         kept = running.kept
         _RUNNING[model] = running
@@ -363,10 +332,7 @@ class LoopTask(BatchTask):
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
         """Returns the losses that the script computes of a micro-batch."""
         if hasattr(model, "_orig_mod"):
-            raise ConfigError(
-                "train.compile compiles the model that a task is given; compile the model in the script, and leave it"
-                " out."
-            )
+            raise ConfigError(_NO_COMPILE)
         if model in _RUNNING:
             return _RUNNING[model].losses(self._rows(batch))
         # A check before the start calls this with a model that no loop trains.
@@ -391,11 +357,7 @@ class LoopTask(BatchTask):
             _RUNNING.pop(model).end()
 
     def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
-        """Returns what the script's `evaluate` computes of a batch.
-
-        Raises:
-            ConfigError: There is no `evaluate`, or it returns no loss.
-        """
+        """Returns what the script's `evaluate` computes of a batch; raises ConfigError if that has no loss."""
         if self.evaluate is None:
             raise ConfigError(
                 "data.eval_path is given, and task.init_args.evaluate is not; name the script's function, or leave it"

@@ -83,11 +83,9 @@ class BatchTask(ModuleTask):
                 f"The columns of a batch are {columns}; name those of which it is made, and among them the target,"
                 f" {target}."
             )
-        inputs = (
-            {k: v for k, v in batch.items() if v != target}
-            if isinstance(batch, dict)
-            else [v for v in batch if v != target]
-        )
+        inputs: list[str] | dict[str, str] = [v for v in columns if v != target]
+        if isinstance(batch, dict):
+            inputs = {k: v for k, v in batch.items() if v != target}
         super().__init__(
             module,
             inputs,
@@ -111,11 +109,7 @@ class BatchTask(ModuleTask):
         """Computes the results of user code for an evaluated batch, see `Task.eval_outputs`."""
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
-        """Returns the mean loss of an evaluated batch for each of its rows, with an equal share of the batch's weight.
-
-        Raises:
-            ConfigError: The outputs are those of a prediction.
-        """
+        """Returns the mean loss of an evaluated batch for each row, with an equal share of its weight."""
         if not isinstance(outputs, Evaluated):
             raise ConfigError(
                 f"A {type(self).__name__} is evaluated with its model at hand; of a packaged one there are only the"
@@ -151,11 +145,7 @@ def count_rows(batch: Batch) -> int:
 
 
 def as_mean(name: str, value: Any) -> Tensor:
-    """Returns a mean over a batch that user code computed as a tensor of shape ().
-
-    Raises:
-        ValueError: The value is not one number.
-    """
+    """Returns a mean that user code computed as a tensor of shape (); raises ValueError for several numbers."""
     if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).numel() != 1:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise ValueError(
@@ -166,10 +156,7 @@ def as_mean(name: str, value: Any) -> Tensor:
 
 
 class OwnOptimizer(Optimizer):
-    """Names the optimizer that the task makes, see `Task.configure_optimizers`, in a configuration.
-
-    It is the default where the task makes an optimizer and no other is configured.
-    """
+    """Names the optimizer that the task makes, the default then, see `Task.configure_optimizers`."""
 
     def __init__(self) -> None:
         raise TypeError("OwnOptimizer only stands for what Task.configure_optimizers makes")

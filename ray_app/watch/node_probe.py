@@ -15,10 +15,7 @@ class Probe:
         self._gpus = _open_gpus()
 
     def measure(self) -> dict[str, float]:
-        """Returns the load of the CPUs, the memory and, if `pynvml` is installed, each NVIDIA GPU, by metric name.
-
-        `_percent` is 0 to 100, `_gb` is gigabytes of 10^9 bytes.
-        """
+        """Returns load of CPUs, memory and, by `pynvml`, GPUs; `_percent` is to 100, `_gb` are 10^9 bytes."""
         memory = psutil.virtual_memory()
         values = {
             "cpu_percent": float(psutil.cpu_percent()),

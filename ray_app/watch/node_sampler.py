@@ -31,13 +31,7 @@ _MAX_UNWRITTEN = 10_000
 
 @dataclass
 class _Node:
-    """A node other than the driver's.
-
-    Args:
-        name: Name of the node in the metrics.
-        probe: The actor on the node.
-        pending_reply: The reference of a reply that has not come yet.
-    """
+    """A node other than the driver's."""
 
     name: str
     probe: Any
@@ -45,14 +39,7 @@ class _Node:
 
 
 class NodeSampler:
-    """Records the load of the nodes in a thread, within its context.
-
-    Args:
-        paths: The directory of the run.
-        fence: Number of the driver's start.
-        every_s: Seconds between two samples.
-        step: Finished steps of the run so far.
-    """
+    """Records the load of the nodes in a thread, every `every_s` seconds, within its context."""
 
     def __init__(self, paths: RunPaths, fence: int, every_s: float, step: int = 0) -> None:
         self._paths = paths
@@ -114,12 +101,10 @@ class NodeSampler:
         for node in self._nodes.values():
             node.pending_reply = node.pending_reply or node.probe.measure.remote()
         nodes_by_reply = {node.pending_reply: key for key, node in self._nodes.items()}
-        ready, _ = (
-            ray.wait(list(nodes_by_reply), num_returns=len(nodes_by_reply), timeout=timeout_s)
-            if nodes_by_reply
-            else ([], [])
-        )
-        metrics_by_node = {}
+        metrics_by_node: dict[str, dict[str, float]] = {}
+        if not nodes_by_reply:
+            return metrics_by_node
+        ready, _ = ray.wait(list(nodes_by_reply), num_returns=len(nodes_by_reply), timeout=timeout_s)
         for reply in ready:
             node = self._nodes[nodes_by_reply[reply]]
             node.pending_reply = None
@@ -131,10 +116,7 @@ class NodeSampler:
         return metrics_by_node
 
     def _update_nodes(self) -> None:
-        """Removes dead nodes and starts an actor on each new node.
-
-        A new actor is queried for the next sample, when it has an interval of CPU time to report.
-        """
+        """Removes dead nodes and starts an actor on each new one, which the next sample queries."""
         alive = {
             node["NodeID"]: str(node["NodeName"] or node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]
         }

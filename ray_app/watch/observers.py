@@ -72,10 +72,7 @@ class Observers:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Reads the record in a thread within the context, and once more at its end.
-
-        The context lasts as long as a start of the run.
-        """
+        """Reads the record in a thread while a start of the run lasts, and once more at its end."""
         if not self._observers:
             yield
             return
@@ -162,11 +159,7 @@ class Webhook(Observer):
         self.url, self.run = url, ""
 
     def post(self, text: str) -> None:
-        """Sends a line, with the name of the run before it.
-
-        Raises:
-            OSError: The address does not accept it.
-        """
+        """Sends a line, after the name of the run; raises OSError if the address does not accept it."""
         body = json.dumps({"text": f"{self.run}: {text}" if self.run else text}).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()

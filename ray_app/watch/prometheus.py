@@ -34,9 +34,6 @@ class RunMetrics:
     Setting a value takes microseconds and never blocks: a thread in Ray's core sends the values to the agent every ten
     seconds, if there is one. If Ray refuses a metric, that is logged once and nothing is set any more; without Ray
     nothing is set at all.
-
-    Args:
-        run: Name of the run.
     """
 
     def __init__(self, run: str) -> None:
@@ -68,9 +65,6 @@ class Speed:
     """Computes speed and goodput of a start from its newest steps, with a few sums and without reading files.
 
     The goodput is that of `runlog.history`, for this start only, and the more exact the more often `look` is called.
-
-    Args:
-        batch_rows: Rows of a step.
     """
 
     def __init__(self, batch_rows: int) -> None:
@@ -82,12 +76,7 @@ class Speed:
         self.rows_per_s: float | None = None
 
     def look(self, record: StepRecord, now_s: float) -> None:
-        """Updates the sums.
-
-        Args:
-            record: The newest step.
-            now_s: The time now, in seconds of a monotonic clock.
-        """
+        """Updates the sums by the newest step; `now_s` is the time of a monotonic clock."""
         last, self._idle_s = self._last, now_s - self._last_change_s
         if last is None:
             self._first_step = record.step
@@ -112,13 +101,7 @@ class Speed:
         self._idle_s = 0.0
 
     def _count_steps(self, elapsed_s: float, steps: int, since_s: float) -> None:
-        """Adds steps of the same workers, with their time by the workers' clock.
-
-        Args:
-            elapsed_s: Seconds that the steps took.
-            steps: Number of steps.
-            since_s: Time of the step before them, seconds since 1970 (UTC).
-        """
+        """Adds steps of the same workers, with their time by the workers' clock."""
         assert self._last is not None
         self._wall_s += elapsed_s
         if elapsed_s > 0:

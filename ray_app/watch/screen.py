@@ -39,7 +39,6 @@ class RunState:
     """The state of a run at the newest successful read.
 
     Args:
-        paths: The directory of the run.
         facts: The facts of the run; None before the first read.
         error: The error of the newest read; None if it succeeded.
         looked_s: Time of the read that gave the facts, seconds since 1970 (UTC).
@@ -52,12 +51,7 @@ class RunState:
 
 
 class RunWatcher:
-    """Reads some runs repeatedly in a thread, within its context.
-
-    Args:
-        runs: Directories of the runs.
-        every_s: Minimum of the seconds between two reads; by default one, or more on storage that is slow to poll.
-    """
+    """Reads some runs repeatedly in a thread, by default each second if the storage is fast, within its context."""
 
     def __init__(self, runs: Sequence[RunPaths], every_s: float | None = None) -> None:
         self._readers = [FactsReader(paths) for paths in runs]
@@ -67,12 +61,7 @@ class RunWatcher:
         self._thread = threading.Thread(target=self._run, name="looking", daemon=True)
 
     def __enter__(self) -> RunWatcher:
-        """Reads the runs once and starts the thread.
-
-        Raises:
-            ConfigError: A directory is not a run directory.
-            OSError: The storage does not answer.
-        """
+        """Reads the runs once, with the errors of `read_facts`, and starts the thread."""
         for number, reader in enumerate(self._readers):
             self._sights[number] = RunState(reader.paths, reader.read(), None, time.time())
         self._thread.start()
@@ -192,32 +181,19 @@ def list_values(facts: Facts) -> list[tuple[str, str]]:
         wait_ms, step_ms = sum(r.data_wait_ms for r in newest_records), sum(r.step_ms for r in newest_records)
         pairs.append(("waits for data", f"{wait_ms / max(1e-9, step_ms):.0%} of a step"))
     pairs += [(name, f"{number}: {note}") for name, number, note in health(facts)]
+    metric, best = facts.metric, facts.best
     if facts.evaluations:
         evaluation = facts.evaluations[-1]
-        pairs.append(
-            (facts.metric, f"{evaluation.metrics.get(facts.metric, float('nan')):.4f} at step {evaluation.step:,}")
-        )
-        if facts.best is not None:
-            pairs.append(
-                (f"best {facts.metric}", f"{facts.best.metrics[facts.metric]:.4f} at step {facts.best.step:,}")
-            )
+        value = evaluation.metrics.get(metric, float("nan"))
+        pairs.append((metric, f"{value:.4f} at step {evaluation.step:,}"))
+        if best is not None:
+            pairs.append((f"best {metric}", f"{best.metrics[metric]:.4f} at step {best.step:,}"))
     if facts.config.data.eval_path and facts.newest is not None:
-        evaluated_step = facts.evaluations[-1].step if facts.evaluations else 0
-        pairs.append(
-            (
-                "evaluator",
-                f"{facts.newest.step - evaluated_step:,} steps behind"
-                if facts.newest.step > evaluated_step
-                else "is not behind",
-            )
-        )
+        behind = facts.newest.step - (facts.evaluations[-1].step if facts.evaluations else 0)
+        pairs.append(("evaluator", f"{behind:,} steps behind" if behind > 0 else "is not behind"))
     if facts.newest is not None:
-        pairs.append(
-            (
-                "checkpoint",
-                f"at step {facts.newest.step:,}, {seconds(max(0.0, facts.made_s - facts.newest.time_s))} ago",
-            )
-        )
+        age_s = max(0.0, facts.made_s - facts.newest.time_s)
+        pairs.append(("checkpoint", f"at step {facts.newest.step:,}, {seconds(age_s)} ago"))
     if parts := [f"{name}: {part:.1%}" for _, name, part in time_parts(facts) if part >= 0.001]:
         pairs.append(("time since the first step", "; ".join(parts)))
     pairs += [
@@ -230,16 +206,11 @@ def list_values(facts: Facts) -> list[tuple[str, str]]:
 
 def list_generations(facts: Facts) -> list[tuple[str, ...]]:
     """Returns a row for each generation: its number, its first step, its workers, and the run's time of its start."""
-    return [
-        (
-            f"{e.fence}.{e.details['generation']}",
-            f"{e.details['step']:,}",
-            str(e.details["workers"]),
-            seconds(facts.clock.at(e.time_s)),
-        )
-        for e in facts.events
-        if e.kind == "formed"
-    ]
+    rows = list[tuple[str, ...]]()
+    for e in (event for event in facts.events if event.kind == "formed"):
+        generation, step, workers = (e.details[name] for name in ("generation", "step", "workers"))
+        rows.append((f"{e.fence}.{generation}", f"{step:,}", str(workers), seconds(facts.clock.at(e.time_s))))
+    return rows
 
 
 def _render_head(facts: Facts) -> Text:
@@ -289,9 +260,8 @@ def _render_side_by_side(sights: Sequence[RunState]) -> Table:
         value_of = dict(list_values(facts))
         step = f"{facts.records[-1].step if facts.records else 0:,} of {facts.total_steps or 0:,}"
         columns = (value_of.get(name, "-") for name in ("loss", facts.metric, "speed"))
-        rows.append(
-            (facts.paths.name, facts.status, step, *columns, sizes_text(facts.sizes), sight.error or facts.story)
-        )
+        workers, happened = sizes_text(facts.sizes), sight.error or facts.story
+        rows.append((facts.paths.name, facts.status, step, *columns, workers, happened))
     return _make_table("run", "status", "step", "loss", "evaluation", "speed", "workers", "what happened", rows=rows)
 
 

@@ -22,14 +22,7 @@ _COOKIE, _SCRIPT = "ray_app_watch", "/watch.js"
 
 
 class PageServer:
-    """Serves the pages in threads, within its context.
-
-    Args:
-        looking: Reads the runs.
-        host: Address on which to listen.
-        port: Port on which to listen; 0: any free one.
-        token: The token that a browser must send; by default a random one.
-    """
+    """Serves the pages in threads, within its context, by default at any free port with a random token."""
 
     def __init__(self, looking: RunWatcher, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
         self.token = token or secrets.token_urlsafe(24)
@@ -83,10 +76,7 @@ def _render_page(sights: Sequence[RunState], number: int) -> bytes:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET requests of `/`, `/<number of a run>` and the script.
-
-    The first request has the token in the address; later requests have it in a cookie.
-    """
+    """Answers GET requests of `/`, `/<number of a run>` and the script, with the token or its cookie."""
 
     pages: _Pages
     token: str
@@ -124,12 +114,8 @@ class _Handler(BaseHTTPRequestHandler):
         self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None, kind: str = "text/plain"
     ) -> None:
         self.send_response(status)
-        for name, value in {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-            "Cache-Control": "no-store",
-            **(headers or {}),
-        }.items():
+        common = {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"}
+        for name, value in (common | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

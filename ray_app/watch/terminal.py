@@ -50,22 +50,15 @@ class LiveLine:
         self._current: tuple[str, float | None] | None = None
 
     def show(self, text: str, part: float | None = None) -> None:
-        """Replaces the text of the line.
-
-        Args:
-            text: The new text.
-            part: Finished part of the work, from 0 to 1, for a bar; None: unknown, without a bar.
-        """
+        """Replaces the text of the line; `part`, from 0 to 1, of the work is finished, for a bar."""
         from IPython.display import display
 
         if (text, part) == self._current:
             return
         self._current = text, part
-        bar = (
-            f'<progress value="{part:.4f}" style="width: 14em; vertical-align: middle"></progress> '
-            if part is not None
-            else ""
-        )
+        bar = ""
+        if part is not None:
+            bar = f'<progress value="{part:.4f}" style="width: 14em; vertical-align: middle"></progress> '
         style = "white-space: pre-wrap; font-family: monospace; font-variant-numeric: tabular-nums"
         data = {"text/plain": text, "text/html": f'<div style="{style}">{bar}{escape(text)}</div>'}
         if self._display is None:
@@ -84,8 +77,6 @@ class Finding:
     Args:
         level: `refused`: the run would not work, and nothing is started. `failed`: the run would start, but not keep
             its guarantees.
-        topic: The subject of the check, in a word or two.
-        text: The result, and what to do about it.
     """
 
     level: Level
@@ -94,15 +85,7 @@ class Finding:
 
 
 def run_check(topic: str, check: Callable[[], str | Finding]) -> Finding:
-    """Runs one check.
-
-    Args:
-        topic: The subject of the check.
-        check: Returns the text of a success, or a finding of another level.
-
-    Returns:
-        The finding. An exception of the check is a refusal, because the run would raise it, too.
-    """
+    """Runs one check; an exception of it is a refusal, because the run would raise it, too."""
     try:
         result = check()
     except (ConfigError, DataError) as error:
@@ -130,10 +113,7 @@ logger = logging.getLogger(__name__)
 
 
 class SafeConsole:
-    """A console that catches its own errors and reports the first one.
-
-    Examples are the errors of a full disk, a closed pipe or a closed notebook.
-    """
+    """A console that catches its own errors, as of a full disk or a closed pipe, and reports the first one."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -142,10 +122,7 @@ class SafeConsole:
         self._is_reported = False
 
     def report_to(self, report: Callable[[str], object]) -> None:
-        """Sets the function that is called once, with the reason of the first failure.
-
-        If there was a failure already, the function is called at once.
-        """
+        """Sets the function that is called once, possibly now, with the reason of the first failure."""
         self._report = report
         self._report_failure()
 
@@ -217,15 +194,7 @@ class _Rate:
 
 
 class RunConsole:
-    """Shows the progress of a run.
-
-    Args:
-        job: The run.
-        max_workers: Maximum number of workers.
-        console: The console.
-        list_pending: Returns the checkpoints that wait for the evaluator.
-        metrics: Metrics for Prometheus, which are set at the same time.
-    """
+    """Shows the progress of a run with at most `max_workers` workers."""
 
     def __init__(
         self,
@@ -339,16 +308,11 @@ class RunConsole:
                 self._metrics.set("restarts", times, cause=cause)
             self._metrics.set("sdc_detections", count(events, "sdc_detected"))
         if evaluations:
-            metric = self._job.best_metric
-            backlog = (
-                f", {len(pending)} checkpoints, {time.time() - pending[0].time_s:.0f} s behind"
-                if len(pending) > 1
-                else ""
-            )
-            self._evaluation_text = (
-                f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step"
-                f" {evaluations[-1].step}{backlog})"
-            )
+            metric, newest_evaluation = self._job.best_metric, evaluations[-1]
+            value, backlog = newest_evaluation.metrics.get(metric, float("nan")), ""
+            if len(pending) > 1:
+                backlog = f", {len(pending)} checkpoints, {time.time() - pending[0].time_s:.0f} s behind"
+            self._evaluation_text = f"{metric} {value:.4f} (step {newest_evaluation.step}{backlog})"
 
     def _measure(self, metrics: RunMetrics, newest: StepRecord, waits: bool) -> None:
         self._speed.look(newest, time.monotonic())
@@ -374,11 +338,7 @@ class RunConsole:
         parts += [
             f"rank {rank} takes {times:.1f}x as long" for rank, times in list(newest.slow.items())[:_MAX_STRAGGLERS]
         ]
-        if self._evaluation_text:
-            parts.append(self._evaluation_text)
-        if self._disturbances_text:
-            parts.append(self._disturbances_text)
-        return "  ".join(parts)
+        return "  ".join([*parts, *filter(None, (self._evaluation_text, self._disturbances_text))])
 
     def _update_bar(self, newest: StepRecord) -> None:
         """Updates the bar of the epoch; in a new epoch ends it and adds the next one."""
@@ -407,11 +367,9 @@ def describe_best(summary: dict[str, Any], metric: str) -> str | None:
         return f"{best['metric']} {best['value']:.4f} at step {best['step']}"
     if not evaluations:
         return None
-    consequence = (
-        f"step {best['step']}, the first evaluated, is kept as the result"
-        if best
-        else "the newest checkpoint is taken where one is asked for"
-    )
+    consequence = "the newest checkpoint is taken where one is asked for"
+    if best:
+        consequence = f"step {best['step']}, the first evaluated, is kept as the result"
     return (
         f"unknown: {metric} is not a number in any of {evaluations} evaluations; {consequence}. Let evaluate.metric"
         " name another metric."
@@ -421,15 +379,7 @@ def describe_best(summary: dict[str, Any], metric: str) -> str | None:
 def print_end(
     console: SafeConsole, job: Job, summary: dict[str, Any], facts: Facts | None, tracking_uri: str | None
 ) -> None:
-    """Prints the result of a run and the places of its report and its pages.
-
-    Args:
-        console: The console.
-        job: The run.
-        summary: The content of `summary.json`.
-        facts: The facts of the run's report; None if the report could not be written.
-        tracking_uri: Tracking URI of MLflow, if the run is tracked.
-    """
+    """Prints the result of a run, the place of the report if it was written, and that of MLflow if tracked."""
     rows = [("status", summary["status"])]
     rows += [
         (f"evaluation {name}", "not a number" if value is None else f"{value:.4f}")
@@ -441,13 +391,8 @@ def print_end(
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))
     if phases_s := summary["start_s"]:
-        rows.append(
-            (
-                "start",
-                f"{sum(phases_s.values()):.1f} s: "
-                + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases_s.items()),
-            )
-        )
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases_s.items())
+        rows.append(("start", f"{sum(phases_s.values()):.1f} s: {phases}"))
     if facts is not None:
         rows += [("loss", curve) for curve in [format_loss_curve(facts, console.console.encoding)] if curve]
         rows.append(("cluster", facts.story))
@@ -476,10 +421,7 @@ def describe_model(model: dict[str, Any]) -> str:
 
 
 def format_loss_curve(facts: Facts, encoding: str) -> str:
-    """Returns the first loss, a sparkline of the losses of all steps, and the last loss; empty without steps.
-
-    The sparkline is ASCII unless the encoding of the console is UTF-8.
-    """
+    """Returns first loss, sparkline, as ASCII without UTF-8, and last loss; empty without steps."""
     losses = [record.loss for record in facts.records]
     marks = _BLOCKS if _is_utf8(encoding) else _ASCII
     return f"{losses[0]:.4f} {sparkline(losses, marks)} {losses[-1]:.4f}" if losses else ""

@@ -36,8 +36,6 @@ class _Stored:
     """One array in a file; pickled to tasks.
 
     Args:
-        where: Name of the array in messages.
-        file: The file.
         read_header: Reads dtype and shape (rows, ...) and leaves the opened file at the first row.
         member: Name of the array in a zip archive; None for any other file.
         is_vector: Whether an array of shape (rows, 1), as Keras stores labels, is read with the shape (rows,).
@@ -59,15 +57,8 @@ class _Stored:
         """Whether reading can only begin at the first row."""
         return self.member is not None or self.file.location.name.endswith(".gz")
 
-    def as_vector(self) -> _Stored:
-        """Returns the array with the shape (rows,) where it is stored with the shape (rows, 1)."""
-        return replace(self, is_vector=True)
-
     def layout(self) -> Header:
-        """Returns dtype and shape (rows, ...) of the array, and checks the size of the file against them.
-
-        It does not check a compressed file or a file in an archive.
-        """
+        """Returns dtype and shape (rows, ...), compared with the size of the file unless that is packed."""
         with self._opened() as file:
             dtype, shape = self.read_header(file)
             row_bytes = dtype.itemsize * math.prod(shape[1:])
@@ -79,10 +70,7 @@ class _Stored:
             return dtype, self._row_shape(shape)
 
     def blocks(self, first: int, last: int, rows: int) -> Iterator[Array]:
-        """Yields the rows [first, last) in blocks of `rows`, in the machine's byte order.
-
-        The file must end with the last row of the array.
-        """
+        """Yields rows [first, last) in blocks, in the machine's byte order; checks that the file ends there."""
         with self._opened() as file:
             dtype, shape = self.read_header(file)
             row_bytes = dtype.itemsize * math.prod(shape[1:])
@@ -93,11 +81,8 @@ class _Stored:
                 data = file.read(row_bytes * block)
                 if len(data) < row_bytes * block:
                     raise EOFError(f"the file ends before row {start + block} of {shape[0]}")
-                yield (
-                    np.frombuffer(data, dtype)
-                    .reshape(block, *self._row_shape(shape)[1:])
-                    .astype(dtype.newbyteorder("="), copy=False)
-                )
+                values = np.frombuffer(data, dtype).reshape(block, *self._row_shape(shape)[1:])
+                yield values.astype(dtype.newbyteorder("="), copy=False)
             if last == shape[0] and file.read(1):
                 raise ValueError(f"there is more data after the last of {shape[0]} rows")
 
@@ -128,35 +113,25 @@ def _in_file(file: File, header: Callable[[IO[bytes]], Header]) -> _Stored:
 
 
 def _array_part(name: str, arrays: dict[str, _Stored], split_rows: int, id_prefix: str = "") -> base.Part:
-    """Returns a part with a column for each array.
-
-    Raises:
-        DataError: The arrays differ in rows, or an array does not hold numbers.
-    """
+    """Returns a part with a column for each array."""
     layouts = {column: array.layout() for column, array in arrays.items()}
     counts = {array.where: layouts[column][1][0] for column, array in arrays.items()}
     if len(set(counts.values())) != 1:
         raise DataError(
             f"arrays of different numbers of rows: {counts}. Each row needs one entry in each array; arrays to train on"
-            f" and to test on are"
-            " called x_train, y_train, x_test and y_test. Make them again."
+            " and to test on are called x_train, y_train, x_test and y_test. Make them again."
         )
     rows = next(iter(counts.values()))
     if any(array.is_packed for array in arrays.values()):
         split_rows = max(rows, 1)
     starts = range(0, rows, split_rows)
     bounds = [(start, min(start + split_rows, rows)) for start in starts]
-    return base.Part(
-        name,
-        [
-            base.InputSplit(last - first, partial(_tables, arrays, layouts, first, last, id_prefix))
-            for first, last in bounds
-        ],
-    )
+    tables = partial(_tables, arrays, layouts, id_prefix)
+    return base.Part(name, [base.InputSplit(last - first, partial(tables, first, last)) for first, last in bounds])
 
 
 def _tables(
-    arrays: dict[str, _Stored], layouts: dict[str, Header], first: int, last: int, id_prefix: str, refuse: base.Refuse
+    arrays: dict[str, _Stored], layouts: dict[str, Header], id_prefix: str, first: int, last: int, refuse: base.Refuse
 ) -> Iterator[pa.Table]:
     del refuse
     row_bytes = sum(dtype.itemsize * math.prod(shape[1:]) for dtype, shape in layouts.values())
@@ -168,16 +143,11 @@ def _tables(
 
 
 @dataclass(frozen=True)
-class Numpy:
+class Numpy(base.SourceReader):
     """One .npz file, one .npy file, or a folder of .npy files, one column an array (two, of `_train` and `_test`).
 
-    Args:
-        path: The file or folder.
-        split_rows: Rows that one task reads; an archive is read by one.
+    One task reads up to `shard_rows` rows, or a whole archive.
     """
-
-    path: DataLocation
-    split_rows: int
 
     def files(self) -> list[File]:
         """Returns the files, sorted by name."""
@@ -222,7 +192,7 @@ class Numpy:
 
     def _columns(self, arrays: dict[str, _Stored]) -> dict[str, _Stored]:
         """Returns the arrays by the names of their columns."""
-        stored = {name: array.as_vector() if name in _VECTORS else array for name, array in arrays.items()}
+        stored = {name: replace(array, is_vector=name in _VECTORS) for name, array in arrays.items()}
         columns = {_column_name(name, *array.layout()): array for name, array in stored.items()}
         if len(columns) < len(arrays):
             raise DataError(
@@ -234,7 +204,7 @@ class Numpy:
         # An array that is called `target` is meant as one, an array `y` may hold classes.
         y = columns.get("target")
         note = _note_on_classes(y) if y and y.name.startswith("y") else None
-        return replace(_array_part(name, columns, self.split_rows, id_prefix), notes=(note,) if note else ())
+        return replace(_array_part(name, columns, self.options.shard_rows, id_prefix), notes=(note,) if note else ())
 
 
 def _arrays_in(file: File) -> dict[str, _Stored]:
@@ -261,12 +231,8 @@ def _npy_header(file: IO[bytes]) -> Header:
     except Exception as error:  # of many kinds, as NumPy parses the header as Python
         raise ValueError(f"its header cannot be read: {error}") from error
     if dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize > 8:
-        how = {
-            "U": _TO_NUMBERS,
-            "S": _TO_NUMBERS,
-            "M": "convert times to numbers",
-            "m": "convert durations to numbers",
-        }.get(dtype.kind, "")
+        advice = {"U": _TO_NUMBERS, "S": _TO_NUMBERS, "M": "convert times to numbers"}
+        how = (advice | {"m": "convert durations to numbers"}).get(dtype.kind, "")
         how = "save each field as an array of its own" if dtype.names else how
         raise ValueError(
             f"an array of {dtype}; allowed are bool, integers and floats of up to 64 bits (nothing is"
@@ -277,18 +243,13 @@ def _npy_header(file: IO[bytes]) -> Header:
     if columns_first:
         raise ValueError(
             "the array is stored as columns first (Fortran order, as pandas has its values); allowed are rows first:"
-            " save"
-            " numpy.ascontiguousarray(x)"
+            " save numpy.ascontiguousarray(x)"
         )
     return dtype, shape
 
 
 def _note_on_classes(y: _Stored) -> str | None:
-    """What to say about a `y` that becomes `target`, though its first rows look like classes: whole numbers.
-
-    Raises:
-        DataError: They look like classes of which each row has one (one-hot), of which no task knows what they are.
-    """
+    """Returns a note on a `y` that becomes `target` although it has whole numbers; refuses one-hot classes."""
     dtype, shape = y.layout()
     if not shape[0] or len(shape) > 2:
         return None
@@ -296,15 +257,10 @@ def _note_on_classes(y: _Stored) -> str | None:
     if len(shape) == 2 and np.isin(first, (0, 1)).all() and (first.sum(axis=1, dtype=np.float64) == 1).all():
         raise DataError(
             f"{y.where}: y has the shape {shape} and one 1 in each row, so it seems to hold classes (one-hot). To"
-            f" classify save"
-            " y.argmax(axis=1) as y; to keep the rows as they are, call the array target."
+            " classify save y.argmax(axis=1) as y; to keep the rows as they are, call the array target."
         )
-    if (
-        len(shape) == 1
-        and np.isfinite(first).all()
-        and (first == np.trunc(first)).all()
-        and len(np.unique(first)) <= len(first) // 2
-    ):
+    has_whole_numbers = bool(np.isfinite(first).all() and (first == np.trunc(first)).all())
+    if len(shape) == 1 and has_whole_numbers and len(np.unique(first)) <= len(first) // 2:
         return (
             f"{y.where} holds {dtype} and becomes `target`, although all its values are whole numbers. To classify save"
             f" y.astype(int)."
@@ -325,7 +281,6 @@ class Idx:
     """MNIST-format files in one folder, gzipped or not: the pair `train-*` becomes `train`, the pair `t10k-*` `test`.
 
     Args:
-        root: The folder.
         split_rows: Rows that one task reads; a gzipped file is read by one.
     """
 
@@ -350,11 +305,7 @@ class Idx:
         return parts
 
     def _pairs(self) -> dict[str, list[File]]:
-        """Returns the pairs [images, labels] by their prefix.
-
-        Raises:
-            DataError: There is no pair, or half a pair.
-        """
+        """Returns the pairs [images, labels] by their prefix."""
         pairs = {}
         for prefix in ("train", "t10k"):
             names = [f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"]
@@ -384,14 +335,11 @@ def _idx_header(axes: int, file: IO[bytes]) -> Header:
 
 
 @dataclass(frozen=True)
-class Digits:
+class Digits(base.SourceReader):
     """scikit-learn's bundled 1,797 images of handwritten digits, 8x8, values 0..16.
 
     Each class has the same fraction of its images in `eval`.
     """
-
-    seed: int
-    eval_fraction: float
 
     def files(self) -> list[File]:
         """Returns no files: the images come with scikit-learn."""
@@ -403,12 +351,12 @@ class Digits:
         require("sklearn", "--source digits")
         from sklearn.datasets import load_digits
 
-        data = load_digits()
+        data, fraction = load_digits(), self.options.held_out(["train", "eval"])
         held_out: list[int] = []
         for label in range(10):
             indices = np.flatnonzero(data.target == label).tolist()
-            ordered = sorted(indices, key=lambda i: hashlib.blake2b(f"{self.seed}:{i}".encode()).digest())
-            held_out += ordered[: round(len(ordered) * self.eval_fraction)]
+            ordered = sorted(indices, key=lambda i: hashlib.blake2b(f"{self.options.seed}:{i}".encode()).digest())
+            held_out += ordered[: round(len(ordered) * fraction)]
         sides = {"train": sorted(set(range(len(data.target))) - set(held_out)), "eval": sorted(held_out)}
 
         def tables(rows: list[int], refuse: base.Refuse) -> Iterator[pa.Table]:

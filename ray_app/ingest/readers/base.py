@@ -1,17 +1,18 @@
 """The base of the readers of raw data: their interface, input splits and tables, and what several of them need.
 
 Every table has a column `row_id` (string), which says where the row comes from. No reader holds more than about
-`BLOCK_BYTES` of rows in memory. Readers share the listing of files by a folder, a pattern with braces or `*`, or a
-single name; the class names of a label column; and the opening of text files, which must be UTF-8.
+`BLOCK_BYTES` of rows in memory.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import IO, Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ import pyarrow as pa
 
 from ray_app.data.arrays import Array, to_column
 from ray_app.errors import DataError
+from ray_app.ingest.options import IngestOptions
 from ray_app.storage.data_files import (
     HEAD_BYTES,
     DataLocation,
@@ -62,12 +64,9 @@ class Part:
 
     Args:
         name: Sub-folder of the output, or "" for the output folder itself.
-        input_splits: The input splits, in order.
         classes: Name of each class by its index in `label`; None where labels have no names.
         skipped_files: Files of the input that are not data of this format and are left out: the name and the reason.
         keeps_order: Whether the rows are mixed in the source already, and keep their order.
-        notes: Notes for the user on how the source was interpreted, a sentence or two each.
-        index_columns: Columns that number the rows, by their names in the source.
     """
 
     name: str
@@ -77,19 +76,6 @@ class Part:
     keeps_order: bool = False
     notes: tuple[str, ...] = ()
     index_columns: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of an input split; a single file may exceed them.
-
-    Args:
-        rows: Maximum rows.
-        bytes: Maximum bytes of input.
-    """
-
-    rows: int
-    bytes: int
 
 
 class FormatReader(Protocol):
@@ -102,12 +88,55 @@ class FormatReader(Protocol):
         """Returns the data sets of the source; may read the input once, by `run`, to learn its types and classes."""
 
 
-def group_items(items: Iterable[T], size: Callable[[T], int], limits: Limits) -> list[list[T]]:
-    """Groups successive items within the limits, at least one item in each group."""
+@dataclass(frozen=True)
+class SourceReader:
+    """Base of readers of files; `pattern` is the option `input`: a file, a folder or a pattern of names."""
+
+    pattern: str
+    options: IngestOptions
+
+    @property
+    def path(self) -> DataLocation:
+        """The file or folder."""
+        return locate_data(self.pattern)
+
+    @property
+    def skips(self) -> bool:
+        """Whether rows that cannot be used are left out; otherwise they are errors."""
+        return self.options.on_bad_row == "skip"
+
+    def input_splits(self, files: Iterable[File], tables: Callable[..., Iterator[pa.Table]]) -> list[InputSplit]:
+        """Returns the input splits of files; `tables` is called with the files of one and a `Refuse`."""
+        return [InputSplit(None, partial(tables, group)) for group in group_files(files, self.options.split_bytes)]
+
+    def kept_columns(
+        self, where: object, names: list[str], label: str | None, kind: str, remedy: str = "Leave it out by columns."
+    ) -> list[str]:
+        """Returns those of the source's columns that are kept: of the option `columns` and the label, or all.
+
+        Raises DataError if a named column is missing, or another column than the label has the name `label`. The
+        message says `where`, calls a column by its `kind` and gives a `remedy`.
+        """
+        columns = self.options.columns
+        if missing := [name for name in [*(columns or []), *([label] if label else [])] if name not in names]:
+            raise DataError(
+                f"{where}: no {kind} {missing[0]!r}; the {kind}s are {format_items(names, 50)}. Name one of them."
+            )
+        kept = [name for name in names if columns is None or name in {*columns, label}]
+        if label not in (None, "label") and "label" in kept:
+            raise DataError(
+                f"{where}: {label!r} is to become 'label', but there is another {kind} 'label' in"
+                f" {format_items(names, 50)}. {remedy}"
+            )
+        return kept
+
+
+def group_items(items: Iterable[T], size: Callable[[T], int], max_rows: float, max_bytes: int) -> list[list[T]]:
+    """Groups successive items within limits, which a single item may exceed."""
     groups: list[list[T]] = []
     num_bytes = 0
     for item in items:
-        if not groups or len(groups[-1]) >= limits.rows or num_bytes + size(item) > limits.bytes:
+        if not groups or len(groups[-1]) >= max_rows or num_bytes + size(item) > max_bytes:
             groups.append([])
             num_bytes = 0
         groups[-1].append(item)
@@ -123,8 +152,8 @@ def format_items(items: Sequence[object], max_items: int = 10) -> str:
 
 
 def group_files(files: Iterable[File], max_bytes: int) -> list[list[File]]:
-    """Groups successive files of at most `max_bytes` bytes together, at least one file in each group."""
-    return group_items(files, lambda file: file.size, Limits(1 << 62, max_bytes))
+    """Groups successive files of at most `max_bytes` bytes together; a single file may be larger."""
+    return group_items(files, lambda file: file.size, math.inf, max_bytes)
 
 
 def make_table(row_ids: Sequence[str], columns: dict[str, Array | pa.Array]) -> pa.Table:
@@ -139,12 +168,6 @@ def make_table(row_ids: Sequence[str], columns: dict[str, Array | pa.Array]) -> 
         fields.append(field)
         arrays.append(array)
     return pa.table(arrays, pa.schema(fields))
-
-
-def make_image_table(rows: list[tuple[str, bytes, int | None]]) -> pa.Table:
-    """Returns rows of (id, encoded image, label) as a table with the columns `image` and `label`."""
-    ids, images, labels = zip(*rows, strict=True)
-    return make_table(ids, {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())})
 
 
 def batch_rows(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
@@ -178,11 +201,7 @@ MAX_NAMES = 1_000_000
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Returns the names that a pattern with one or more braces stands for: `x{08..11}` and `x{a,b}`.
-
-    Raises:
-        DataError: There are more than `MAX_NAMES`.
-    """
+    """Returns the names, at most `MAX_NAMES`, that a pattern stands for: `x{08..11}` and `x{a,b}`."""
     braces = _BRACES.search(pattern)
     if braces is None:
         return [pattern]
@@ -204,10 +223,6 @@ def match_files(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[
     Args:
         pattern: A folder, a file, or either with `*` in its last part, or with `{000..012}` or `{a,b}`.
         is_one: Returns whether a file of a folder belongs to the source, by its name.
-        kind: Name of the kind of file, for messages.
-
-    Raises:
-        DataError: There is no such file, or a name without `*` is neither file nor folder.
     """
     files = [file for name in expand_braces(pattern) for file in _match_name(name, is_one, kind)]
     if not files:
@@ -234,15 +249,9 @@ MAX_CLASSES = 100_000
 
 
 def sort_classes(where: str, values: set[str], skip: bool) -> tuple[str, ...]:
-    """Returns the class names in sorted order.
+    """Returns the class names in sorted order; "" among the values stands for a row without a value.
 
-    Args:
-        where: The column, for messages.
-        values: The values of the column; "" stands for a row without a value.
-        skip: Whether rows without a value may be left out.
-
-    Raises:
-        DataError: Rows have no value, or there are too many different values.
+    Raises DataError if there are too many, or, unless these may be skipped, rows without a value.
     """
     if ("" in values and not skip) or len(values) > MAX_CLASSES:
         wrong = f"more than {MAX_CLASSES} different strings" if len(values) > MAX_CLASSES else "rows without a value"
@@ -254,11 +263,7 @@ _BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xf
 
 
 def list_text_files(path: DataLocation, suffixes: tuple[str, ...], kind: str) -> list[File]:
-    """Returns one text file, or those in a folder, sorted by name.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Returns one text file, or those in a folder, sorted by name; raises DataError if there is none."""
     allowed = " and ".join(suffixes)
     if file := find_file(path):
         files = [file]
@@ -274,11 +279,7 @@ def list_text_files(path: DataLocation, suffixes: tuple[str, ...], kind: str) ->
 
 @contextmanager
 def open_text(file: File) -> Iterator[IO[bytes]]:
-    """Opens a text file, uncompressed where it is compressed.
-
-    Raises:
-        DataError: Its first bytes show another encoding than UTF-8.
-    """
+    """Opens a text file, uncompressed; raises DataError if its first bytes show another encoding than UTF-8."""
     with file.open_unpacked() as stream:
         head: bytes = cast(Any, stream).peek(HEAD_BYTES)[:HEAD_BYTES]
         if head and (foreign := name_foreign_file(head)):

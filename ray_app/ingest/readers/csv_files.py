@@ -25,7 +25,7 @@ from pyarrow import csv as arrow_csv
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
-from ray_app.storage.data_files import DataLocation, File, parser_errors
+from ray_app.storage.data_files import File, parser_errors
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
@@ -47,21 +47,13 @@ _MAX_LISTED = 5
 
 @dataclass(frozen=True)
 class CsvFormat:
-    """The layout of all files of a data set.
-
-    Args:
-        delimiter: The character between values.
-        column_names: Names of the columns; None: the header line of each file has them.
-    """
+    """The layout of all files of a data set; without names of columns the header line of each file has them."""
 
     delimiter: str
     column_names: tuple[str, ...] | None = None
 
     def has_header(self, file: File) -> bool:
-        """Returns whether the first line of a file is a header line.
-
-        Without `column_names` it always is; with them it is one if it has exactly these names.
-        """
+        """Returns whether the first line of a file is a header line: always, or if it has just `column_names`."""
         return self.column_names is None or parse_first_rows(read_head(file), self.delimiter)[:1] == [
             list(self.column_names)
         ]
@@ -76,33 +68,14 @@ class CsvFormat:
         )
 
 
-def name_delimiter(delimiter: str) -> str:
-    r"""Returns the delimiter that the option `delimiter` names: itself, or a tab for the two characters `\t`.
-
-    A shell passes `--delimiter '\t'` as these two characters.
-    """
-    return "\t" if delimiter == r"\t" else delimiter
-
-
 def read_head(file: File) -> str:
-    """Returns the first MiB of a file as text; bytes that are not UTF-8 become U+FFFD.
-
-    Raises:
-        DataError: The file is damaged, or its first bytes show another encoding than UTF-8.
-    """
+    """Returns the first MiB of a text file; bytes that are not UTF-8 become U+FFFD."""
     with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
         return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
 
 
 def parse_first_rows(head: str, delimiter: str) -> list[list[str]]:
-    """Returns the first complete rows of a file, at most `_HEAD_ROWS`, without empty lines.
-
-    The result is empty if the `csv` module cannot parse them, for example if an open quote makes a value very long.
-
-    Args:
-        head: The beginning of the file, from `read_head`.
-        delimiter: The character between values.
-    """
+    """Returns the first complete, not empty rows, at most `_HEAD_ROWS`; none if `csv` cannot parse them."""
     reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter)
     try:
         rows = [row for row in itertools.islice(reader, _HEAD_ROWS + 1) if row]
@@ -119,18 +92,11 @@ def recognize_delimiter(file: File, column_names: list[str] | None) -> str:
     With two or more `column_names` it is the first one that gives the first row as many values. Otherwise it is a
     comma, if that divides all rows into the same number of values, two or more; or if no delimiter does that and a
     comma divides the first row. Otherwise it is the delimiter that gives the first row most values.
-
-    Args:
-        file: The file.
-        column_names: The option `column_names`.
     """
     head = read_head(file)
     widths = {delimiter: [len(row) for row in parse_first_rows(head, delimiter)] or [1] for delimiter in DELIMITERS}
-    if (
-        column_names
-        and len(column_names) > 1
-        and (fits := [mark for mark, width in widths.items() if width[0] == len(column_names)])
-    ):
+    num_columns = len(column_names or ())
+    if num_columns > 1 and (fits := [mark for mark, width in widths.items() if width[0] == num_columns]):
         return fits[0]
     even = {delimiter: width[0] for delimiter, width in widths.items() if len(set(width)) == 1 and width[0] > 1}
     if "," in even or (not even and widths[","][0] > 1):
@@ -141,15 +107,9 @@ def recognize_delimiter(file: File, column_names: list[str] | None) -> str:
 
 
 def check_header(file: str, names: list[str]) -> str | None:
-    """Checks the names in a header line, and returns a note for the user if they may be the values of a row.
+    """Returns a note for the user if the names in a header line may be the values of a row.
 
-    Args:
-        file: The file, for messages.
-        names: The names.
-
-    Raises:
-        DataError: There is a number among the names and the numbers do not look like a numbering, or a name is there
-            twice.
+    Raises DataError if numbers among them do not look like a numbering, or a name is there twice.
     """
     numbers = [name for name in names if _NUMBER.fullmatch(name)]
     if numbers and not _is_numbering(numbers):
@@ -186,15 +146,7 @@ def _is_numbering(numbers: list[str]) -> bool:
 
 
 def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]) -> None:
-    """Checks that a file has the same header line as the first file.
-
-    Args:
-        first: Path of the first file, and the names in its header line.
-        other: Path of the file to check, and the names in its header line.
-
-    Raises:
-        DataError: The names differ, or their order does.
-    """
+    """Raises DataError unless a file has the same header line as the first one, each given as path and names."""
     (path, names), (other_path, other_names) = first, other
     if names == other_names:
         return
@@ -223,49 +175,23 @@ def find_open_quote(file: File, delimiter: str) -> str | None:
                 first_line = rows.line_num + 1
         except csv.Error as error:
             # These are parts of the messages "unexpected end of data" and "',' expected after '"'" of the csv module.
-            is_quote = "end of data" in str(error) or "expected after" in str(error)
-            return (
-                f"in line {first_line} a quote opens a value and is not closed at the end of the value"
-                if is_quote
-                else None
-            )
+            if "end of data" in str(error) or "expected after" in str(error):
+                return f"in line {first_line} a quote opens a value and is not closed at the end of the value"
     return None
 
 
-@dataclass(frozen=True)
-class Csv:
-    """One CSV file or a folder of them.
-
-    Args:
-        path: The file or folder.
-        label: Column that becomes `label`; None: no column does.
-        skip: Whether bad rows are left out (`on_bad_row: skip`); otherwise a row with a wrong number of values is an
-            error.
-        split_bytes: Maximum bytes of the files of an input split; a single file may be larger.
-        delimiter: Character between values; None: it is recognized from the first rows of the first file.
-        column_names: Names of the columns of files without a header line; None: all files have one.
-    """
-
-    path: DataLocation
-    label: str | None
-    skip: bool
-    split_bytes: int
-    delimiter: str | None = None
-    column_names: list[str] | None = None
+class Csv(base.SourceReader):
+    """One CSV file or a folder of them."""
 
     def files(self) -> list[File]:
         """Returns the files, sorted by name."""
         return list_text_files(self.path, SUFFIXES, "CSV")
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns the one data set of the files; a first pass over them finds the classes and the type of each column.
-
-        Raises:
-            DataError: There are no rows, a header line is refused, the label column is missing, or a file cannot be
-                parsed.
-        """
-        groups = base.group_files(self.files(), self.split_bytes)
-        facts = list(run(partial(_scan_files, self._format, self.label, self.skip), groups))
+        """Returns the one data set; a first pass over the files finds the classes and the type of each column."""
+        label = self.options.label
+        groups = base.group_files(self.files(), self.options.split_bytes)
+        facts = list(run(partial(_scan_files, self._format, label, self.skips), groups))
         names, notes = self._check_headers(facts)
         if not any(f.rows for f in facts):
             raise DataError(
@@ -276,63 +202,42 @@ class Csv:
             name: next(kind for kind in KINDS if all(kind in f.kinds.get(name, KINDS) for f in facts)) for name in names
         }
         classes = None
-        if self.label and not (pa.types.is_integer(kinds[self.label]) or pa.types.is_floating(kinds[self.label])):
+        if label and not (pa.types.is_integer(kinds[label]) or pa.types.is_floating(kinds[label])):
             labels = set().union(*(f.labels for f in facts))
-            classes = sort_classes(f"{self.path}: label column {self.label!r}", labels, self.skip)
-            kinds[self.label] = pa.string()
-        tables = partial(_read_tables, self._format, self.label, self.skip, kinds, classes)
+            classes = sort_classes(f"{self.path}: label column {label!r}", labels, self.skips)
+            kinds[label] = pa.string()
+        tables = partial(_read_tables, self._format, label, self.skips, kinds, classes)
         splits = [base.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
         return [base.Part("", splits, classes, notes=tuple(notes))]
 
     @cached_property
     def _format(self) -> CsvFormat:
-        names = tuple(self.column_names) if self.column_names else None
-        if self.delimiter:
-            return CsvFormat(name_delimiter(self.delimiter), names)
-        return CsvFormat(recognize_delimiter(self.files()[0], self.column_names), names)
+        delimiter, names = self.options.delimiter, self.options.column_names
+        # A shell passes a tab as these two characters.
+        mark = delimiter.replace(r"\t", "\t") if delimiter else recognize_delimiter(self.files()[0], names)
+        return CsvFormat(mark, tuple(names) if names else None)
 
     def _check_headers(self, facts: list[_CsvFacts]) -> tuple[list[str], list[str]]:
-        """Returns the names of the columns, and notes for the user on how the files were interpreted.
-
-        Raises:
-            DataError: The first header line is refused by `check_header`, another one differs from it, or the label
-                column is missing or ambiguous.
-        """
+        """Returns the names of the columns, and notes for the user on how the files were interpreted."""
         path, names = facts[0].headers[0]
         notes = []
-        if self._format.delimiter != "," and not self.delimiter:
+        if self._format.delimiter != "," and not self.options.delimiter:
             notes.append(
                 f"{DELIMITERS[self._format.delimiter]} was recognized as the delimiter of {path}. The option delimiter"
                 " names another one."
             )
-        if not self.column_names and (note := check_header(path, names)):
+        if not self.options.column_names and (note := check_header(path, names)):
             notes.append(note)
         for f in facts:
             for header in f.headers:
                 check_same_header((path, names), header)
-        if self.label and self.label not in names:
-            raise DataError(
-                f"{path}: no label column {self.label!r}; the columns are {base.format_items(names, 50)}. Name one of"
-                " them."
-            )
-        if self.label and self.label != "label" and "label" in names:
-            raise DataError(
-                f"{path}: {self.label!r} is to become 'label', but {base.format_items(names, 50)} has another column"
-                " 'label'. Rename that one."
-            )
+        self.kept_columns(path, names, self.options.label, "column", "Rename that one.")
         return names, notes
 
 
 @dataclass
 class _CsvFacts:
-    """What the first pass finds in the files of an input split.
-
-    Args:
-        rows: Number of rows, including those with a wrong number of values.
-        headers: Path of each file, and the names of its columns.
-        kinds: The `KINDS` that all values of a column fit, by the name of the column.
-        labels: The distinct values of the label column.
-    """
+    """What the first pass finds in the files of an input split, such as the `KINDS` that all values fit."""
 
     rows: int = 0
     headers: list[tuple[str, list[str]]] = field(default_factory=list)
@@ -341,11 +246,7 @@ class _CsvFacts:
 
 
 def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: list[File]) -> _CsvFacts:
-    """Returns the facts of an input split; this is the first pass.
-
-    Raises:
-        DataError: A file cannot be parsed, has an open quote, or has a zero byte in a text.
-    """
+    """Returns the facts of an input split; this is the first pass."""
     facts = _CsvFacts()
     for file in files:
         bad_rows: list[Any] = []
@@ -375,17 +276,7 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
 
 
 def _check_zero_bytes(file: File, name: str, values: pa.Array, numbers: list[int]) -> None:
-    """Refuses zero bytes in the values of a text column, which are a sign of another encoding such as UTF-16.
-
-    Args:
-        file: The file, for the message.
-        name: Name of the column.
-        values: The values of a block.
-        numbers: The numbers of its rows.
-
-    Raises:
-        DataError: A value has a zero byte.
-    """
+    """Refuses zero bytes in the values of a text column, which are a sign of another encoding such as UTF-16."""
     if pc.any(has_zero := pc.match_substring(values, "\0")).as_py():
         row = numbers[pc.index(has_zero, True).as_py()]
         raise DataError(
@@ -403,17 +294,7 @@ def _read_tables(
     files: list[File],
     refuse: base.Refuse,
 ) -> Iterator[pa.Table]:
-    """Yields the tables of an input split; this is the second pass.
-
-    Args:
-        csv_format: The layout of the files.
-        label: Column that becomes `label`.
-        skip: Whether rows with a wrong number of values are passed to `refuse`; otherwise such a row is an error.
-        kinds: The type of each column.
-        classes: The classes of the label, which becomes an index of them; None: it stays as it is.
-        files: The files of the input split.
-        refuse: Takes the id of a row that is left out, and the reason.
-    """
+    """Yields the tables of an input split; this is the second pass."""
     for file in files:
         bad_rows: list[Any] = []
         for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
@@ -430,11 +311,7 @@ def _read_tables(
 def _convert_block(
     file: File, block: pa.RecordBatch, label: str | None, kinds: dict[str, pa.DataType], classes: tuple[str, ...] | None
 ) -> dict[str, pa.Array]:
-    """Returns the columns of a block with their types, the label by its new name and as indices of `classes`.
-
-    Raises:
-        DataError: A value does not fit the type of its column, so the file differs from what the first pass read.
-    """
+    """Returns the columns of a block with their types, the label by its new name and as indices of `classes`."""
     try:
         columns = {name: _convert(block[name], kind) for name, kind in kinds.items()}
     except (pa.ArrowInvalid, KeyError) as error:
@@ -468,12 +345,8 @@ def _string_blocks(file: File, csv_format: CsvFormat, bad_rows: list[Any] | None
     """Yields the rows of a file in blocks of about `BLOCK_BYTES`, with every column as strings.
 
     The first block has no rows: from it a caller learns the names of the columns of a file that has only a header line.
-
-    Args:
-        file: The file.
-        csv_format: Its layout.
-        bad_rows: The rows with a wrong number of values are appended to it, as pyarrow's `InvalidRow`, before the block
-            that follows them is yielded; None: such a row is an error.
+    Rows with a wrong number of values are appended to `bad_rows`, as pyarrow's `InvalidRow`, before the block that
+    follows them is yielded; without `bad_rows` such a row is an error.
     """
 
     def record_bad_row(row: Any) -> str:
@@ -509,13 +382,7 @@ def _string_blocks(file: File, csv_format: CsvFormat, bad_rows: list[Any] | None
 
 
 def _convert(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Returns the strings of a CSV column as values of the type `kind`.
-
-    In all but string columns spaces around a value are ignored, and the spellings in `NULLS` become null.
-
-    Raises:
-        ArrowInvalid: A value does not fit the type.
-    """
+    """Returns strings as values of a type; except for text they are trimmed, and `NULLS` become null."""
     if pa.types.is_string(kind):
         return values
     trimmed = pc.utf8_trim_whitespace(values)

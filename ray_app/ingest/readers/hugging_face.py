@@ -1,9 +1,7 @@
 """Reader of data sets that Hugging Face `datasets` has stored, without that library.
 
-It reads `save_to_disk` folders, and .arrow and .parquet files.
-
-`Form` and the functions after it decide which columns can be kept, and check and convert each value. `HuggingFace` and
-the functions after it locate the files and their splits, and read them.
+It reads `save_to_disk` folders, and .arrow and .parquet files. `Form` and the functions after it decide which columns
+can be kept, and check and convert each value.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import is_bytes, is_number, is_text
+from ray_app.data.arrays import is_bytes, is_list, is_number, is_numbers, is_text
 from ray_app.data.dataset import index_columns
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
@@ -36,15 +34,7 @@ _UNWRAPPED = (pa.UuidType, pa.JsonType)
 
 @dataclass(frozen=True)
 class Form:
-    """The form that every row of a split is converted to.
-
-    Args:
-        schema: Columns to keep, with the types of the first file.
-        shapes: Shapes of the columns of lists.
-        label: Name of the label's column.
-        classes: Names of the classes; where the label's column holds text, its values.
-        check: Whether images are decoded as a check.
-    """
+    """The form that every row of a split is converted to; a label of text has its values as classes."""
 
     schema: pa.Schema
     shapes: dict[str, nested.Shape]
@@ -75,8 +65,8 @@ def explain_unusable(kind: pa.DataType, is_label: bool) -> str | None:
     value = value_type(kind)
     if is_label and not (is_number(value) or is_text(value)):
         return f"is to be the label, but holds {kind}; a label is a ClassLabel, an integer, text or a truth value"
-    if nested.is_list(kind):
-        return f"holds lists that are not of numbers ({kind})" if nested.number_type(kind) is None else None
+    if is_list(kind):
+        return None if is_numbers(kind) else f"holds lists that are not of numbers ({kind})"
     if pa.types.is_struct(kind) and not _is_image(kind):
         return "holds objects; allowed are numbers, text, bytes, images and lists of numbers"
     if pa.types.is_null(value):
@@ -86,25 +76,6 @@ def explain_unusable(kind: pa.DataType, is_label: bool) -> str | None:
     if _is_image(kind) or is_number(value) or is_text(value) or has_bytes or has_time:
         return None
     return f"holds {kind}; allowed are numbers, text, bytes, times, images and lists of numbers"
-
-
-def check_unique(file: File, names: list[str]) -> None:
-    """Checks that a file has no two columns of one name.
-
-    Raises:
-        DataError: It has; the message lists the names.
-    """
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(
-            f"{file}: two columns of one name: {base.format_items(repeated)}. Give each column its own name and save"
-            " the file again."
-        )
-
-
-def label_values(label: str, table: pa.Table) -> set[str]:
-    """Returns the distinct values of a label's column of text, with "" for rows without a value."""
-    values = nested.to_plain(table[label].combine_chunks())
-    return {value or "" for value in values.unique().to_pylist()} if is_text(values.type) else set()
 
 
 def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
@@ -119,7 +90,7 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
         for column in form.schema
     }
     for name in form.shapes:
-        if not nested.is_list(kind := columns[name].type) or nested.number_type(kind) is None:
+        if not is_numbers(kind := columns[name].type):
             raise DataError(
                 f"{file}: column {name!r} holds {kind}, and lists of numbers in the first file. Save it again."
             )
@@ -131,7 +102,7 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
         elif name in form.shapes:
             fits = nested.has_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
             reason = nested.explain_misfit(name, form.shapes[name])
-            faults |= {int(i): reason for i in np.flatnonzero(~fits) if int(i) not in faults}
+            faults = {int(i): reason for i in np.flatnonzero(~fits)} | faults
         elif form.has_text_label and name == form.label:
             if not is_text(column.type):
                 raise DataError(
@@ -145,8 +116,7 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
                 )
             # `datasets` writes a missing label as -1.
             columns[name] = pc.if_else(pc.less(column, 0), None, column)
-            out_of_range = _labels_out_of_range(columns[name], len(form.classes or ()))
-            faults |= {i: reason for i, reason in out_of_range.items() if i not in faults}
+            faults = _labels_out_of_range(columns[name], len(form.classes)) | faults
     for i, reason in sorted(faults.items()):
         refuse(str(ids[i]), reason)
     good = np.ones(len(ids), np.bool_)
@@ -159,24 +129,18 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
 
 
 def _cast_empty(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Returns a column without any value with the type of the first file, and any other column unchanged.
-
-    A column without any value, or of lists without any value, has no type itself.
-    """
+    """Returns a column (of lists) without any value with the type of the first file; others unchanged."""
     inner = column.type
-    while nested.is_list(inner):
+    while is_list(inner):
         inner = inner.value_type
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), kind)
-    return column.cast(kind) if pa.types.is_null(inner) and nested.is_list(kind) else column
+    return column.cast(kind) if pa.types.is_null(inner) and is_list(kind) else column
 
 
 def _labels_out_of_range(labels: pa.Array, classes: int) -> dict[int, str]:
-    """Returns the reason for each row with a label that is not below the number of classes.
-
-    With 0 classes every number is allowed.
-    """
-    too_large = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False) if classes else ()
+    """Returns the reason for each row with a label that is not below the number of classes."""
+    too_large = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False)
     return {
         int(i): f"label {labels[int(i)]}; the {classes} classes allow 0 to {classes - 1}"
         for i in np.flatnonzero(too_large)
@@ -212,27 +176,8 @@ _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 """Marks at the end of an Arrow stream; the second one was written until Arrow 0.15."""
 
 
-@dataclass(frozen=True)
-class HuggingFace:
-    """A folder of one data set with its splits, or one file.
-
-    Args:
-        root: The folder or file.
-        label: Column that becomes `label`; None: the column `label`, if there is one.
-        columns: Columns to keep; None: all.
-        ragged: Columns of lists of any length.
-        check: Whether to decode every image.
-        skip: Whether rows without a label may be left out.
-        split_bytes: Maximum bytes of files that one task reads.
-    """
-
-    root: DataLocation
-    label: str | None
-    columns: list[str] | None
-    ragged: list[str]
-    check: bool
-    skip: bool
-    split_bytes: int
+class HuggingFace(base.SourceReader):
+    """A folder of one data set with its splits, or one file."""
 
     def files(self) -> list[File]:
         """Returns the files, split by split, and the files that describe them."""
@@ -242,48 +187,38 @@ class HuggingFace:
         return rows + [file for file in descriptions if file]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns one part for each split, with the split's name; a single part has no name.
-
-        Labels of text become classes, the same in all splits.
-        """
+        """Returns one part for each split, with the split's name; a single part has no name."""
         parts = []
         for split, form in self._forms(run).items():
             files = self._splits[split]
-            input_splits = [
-                base.InputSplit(None, partial(_tables, form, group))
-                for group in base.group_files(files, self.split_bytes)
-            ]
+            input_splits = self.input_splits(files, partial(_tables, form))
             name = split if len(self._splits) > 1 else ""
             parts.append(base.Part(name, input_splits, form.classes, index_columns=index_columns(form.schema)))
         return parts
 
     @cached_property
     def _splits(self) -> dict[str, list[File]]:
-        with parser_errors(self.root / "dataset_dict.json", _SAVE_AGAIN):
-            saved = read_json(self.root / "dataset_dict.json") if is_folder(self.root) else None
+        with parser_errors(self.path / "dataset_dict.json", _SAVE_AGAIN):
+            saved = read_json(self.path / "dataset_dict.json") if is_folder(self.path) else None
             if saved is not None:
-                return {split: _list_saved_files(self.root / split) for split in saved["splits"]}
-        if find_file(self.root / "state.json"):
-            return {"": _list_saved_files(self.root)}
-        single = find_file(self.root)
-        files = [single] if single else files_in(self.root) if is_folder(self.root) else []
-        splits = _group_by_split(self.root, [file for file in files if file.location.name.endswith(SUFFIXES)])
+                return {split: _list_saved_files(self.path / split) for split in saved["splits"]}
+        if find_file(self.path / "state.json"):
+            return {"": _list_saved_files(self.path)}
+        single = find_file(self.path)
+        files = [single] if single else files_in(self.path) if is_folder(self.path) else []
+        splits = _group_by_split(self.path, [file for file in files if file.location.name.endswith(SUFFIXES)])
         if not splits:
             raise DataError(
-                f"{self.root}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or"
+                f"{self.path}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or"
                 " dataset_dict.json), or a folder with .arrow or .parquet files, or one of them. Save it with"
                 " dataset.save_to_disk(DIR)."
             )
         if not single:
-            need_all_numbers(self.root, files)
+            need_all_numbers(self.path, files)
         return splits
 
     def _forms(self, run: base.Run) -> dict[str, Form]:
-        """Returns the form of each split; a label of text takes a pass over its column to find the classes.
-
-        Raises:
-            DataError: A column cannot be kept or is missing, or the label is text in some splits only.
-        """
+        """Returns the form of each split; a label of text takes a pass over its column to find the classes."""
         forms = {split: self._form(files) for split, files in self._splits.items()}
         label = next(iter(forms.values())).label
         with_text = [split for split, form in forms.items() if form.has_text_label]
@@ -292,45 +227,31 @@ class HuggingFace:
         if len(with_text) < len(forms):
             others = sorted(forms.keys() - set(with_text))
             raise DataError(
-                f"{self.root}: the label {label!r} is text in {with_text}, but not in {others}. Save it in one type."
+                f"{self.path}: the label {label!r} is text in {with_text}, but not in {others}. Save it in one type."
             )
-        groups = [group for files in self._splits.values() for group in base.group_files(files, self.split_bytes)]
+        groups = [
+            group for files in self._splits.values() for group in base.group_files(files, self.options.split_bytes)
+        ]
         labels = set[str]().union(*run(partial(_label_values, label), groups))
-        classes = sort_classes(f"{self.root}: label column {label!r}", labels, self.skip)
+        classes = sort_classes(f"{self.path}: label column {label!r}", labels, self.skips)
         return {split: replace(form, classes=classes) for split, form in forms.items()}
 
     def _form(self, files: list[File]) -> Form:
-        """Returns the form of a split by its first file.
-
-        The shapes of lists are those of the first lists in the split that are not empty.
-
-        Raises:
-            DataError: A column cannot be kept or is missing.
-        """
+        """Returns the form of a split by its first file, with the shapes of the first lists that are not empty."""
         file = files[0]
         schema = _schema(file)
         features = _features(file, schema)
-        label = self.label or ("label" if "label" in schema.names else None)
-        keep = [name for name in schema.names if self.columns is None or name in {*self.columns, label}]
-        if missing := [
-            name for name in [*(self.columns or []), *([label] if label else [])] if name not in schema.names
-        ]:
-            raise DataError(
-                f"{file}: no column {missing[0]!r}; the columns are {base.format_items(schema.names, 50)}. Name one of"
-                " them."
-            )
-        if label != "label" and "label" in keep:
-            raise DataError(
-                f"{file}: {label!r} is to become 'label', but there is another column 'label'. Leave it out by columns."
-            )
+        label = self.options.label or ("label" if "label" in schema.names else None)
+        keep = self.kept_columns(file, schema.names, label, "column")
         for name in keep:
             if reason := explain_unusable(schema.field(name).type, name == label):
                 raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
         kept = pa.schema([schema.field(name) for name in keep], schema.metadata)
-        nested.check_ragged(file, self.ragged, kept)
-        shapes = _shapes(files, [column.name for column in kept if nested.is_list(column.type)], self.ragged)
+        ragged = self.options.ragged or []
+        nested.check_ragged(file, ragged, kept)
+        shapes = _shapes(files, [column.name for column in kept if is_list(column.type)], ragged)
         names = features.get(label or "", {}).get("names")
-        return Form(kept, shapes, label, tuple(names) if names else None, self.check)
+        return Form(kept, shapes, label, tuple(names) if names else None, self.options.check)
 
 
 def _list_saved_files(folder: DataLocation) -> list[File]:
@@ -352,11 +273,7 @@ def _list_saved_files(folder: DataLocation) -> list[File]:
 
 
 def need_all_numbers(folder: DataLocation | str, files: list[File]) -> None:
-    """Checks that files numbered as `NAME-00000-of-00003` are complete, each of them once.
-
-    Raises:
-        DataError: A file is missing or there twice.
-    """
+    """Raises DataError unless files numbered as `NAME-00000-of-00003` are complete, each of them once."""
     numbers_of: dict[str, dict[int, list[int]]] = {}
     for file in files:
         if match := _NUMBERED.search(file.name):
@@ -375,11 +292,7 @@ def need_all_numbers(folder: DataLocation | str, files: list[File]) -> None:
 
 
 def _group_by_split(root: DataLocation, files: list[File]) -> dict[str, list[File]]:
-    """Returns the files by the splits in their names; all under "" where no name has a usual split.
-
-    Raises:
-        DataError: Some names have a split, and others only a number.
-    """
+    """Returns the files by the splits in their names; all under "" where no name has a usual split."""
     stems = {file: _NUMBER.sub("", _NUMBERED.sub("", file.name.rpartition(".")[0])) for file in files}
     if not any(_SPLIT.search(stem) for stem in stems.values()):
         return {"": files} if files else {}
@@ -396,10 +309,7 @@ def _group_by_split(root: DataLocation, files: list[File]) -> dict[str, list[Fil
 
 
 def _split_of(stem: str) -> str:
-    """Returns the split in the stem of a file name, such as `train` for `mnist-train`.
-
-    It is `train_sft` for `chat-train_sft`, and `other` for `mnist-other`.
-    """
+    """Returns the split in a stem: `train` of `mnist-train`, `train_sft` of `chat-train_sft`, `other` of `a-other`."""
     usual = list(_SPLIT.finditer(stem))
     return stem[usual[-1].start(1) :] if usual else stem.rpartition("-")[2]
 
@@ -413,27 +323,15 @@ def _schema(file: File) -> pa.Schema:
 def _open_batches(
     file: File, columns: list[str] | None = None, batch_rows: int = _BATCH_ROWS
 ) -> Iterator[tuple[pa.Schema, Iterator[Any]]]:
-    """Opens a file and gives its schema and record batches.
-
-    Args:
-        file: The file.
-        columns: Columns to read, where the file has them; None: all.
-        batch_rows: Rows of a batch of Parquet.
-
-    Raises:
-        DataError: The file is damaged or of another format, or has two columns of one name.
-    """
+    """Opens a file and gives its schema and record batches."""
     with parser_errors(file, "The file is damaged or not of Arrow's stream format; save it again."):
         if file.location.name.endswith(".parquet"):
             parquet_file = open_parquet(file.location)
             schema, names = _select_columns(file, parquet_file.schema_arrow, columns)
             yield schema, parquet_file.iter_batches(batch_rows, columns=names, use_threads=False)
         else:
-            source = (
-                pa.memory_map(str(file.location))
-                if isinstance(file.location, Path)
-                else pa.PythonFile(file.open(), "r")
-            )
+            is_local = isinstance(file.location, Path)
+            source = pa.memory_map(str(file.location)) if is_local else pa.PythonFile(file.open(), "r")
             reader = pa.ipc.open_stream(source)
             schema, names = _select_columns(file, reader.schema, columns)
             yield schema, (batch.select(names) for batch in _read_to_end(reader, source))
@@ -441,17 +339,17 @@ def _open_batches(
 
 def _select_columns(file: File, schema: pa.Schema, columns: list[str] | None) -> tuple[pa.Schema, list[str]]:
     """Returns the schema of a file with only some columns, and their names."""
-    check_unique(file, schema.names)
+    if repeated := sorted({name for name in schema.names if schema.names.count(name) > 1}):
+        raise DataError(
+            f"{file}: two columns of one name: {base.format_items(repeated)}. Give each column its own name and save"
+            " the file again."
+        )
     names = [name for name in schema.names if columns is None or name in columns]
     return pa.schema([schema.field(name) for name in names], schema.metadata), names
 
 
 def _read(file: File, columns: list[str]) -> Iterator[pa.Table]:
-    """Yields some columns of a file, where it has them, in tables of about `BLOCK_BYTES`; the first has no rows.
-
-    Raises:
-        DataError: The file is damaged or of another format.
-    """
+    """Yields some columns of a file, where it has them, in tables of about `BLOCK_BYTES`; the first has no rows."""
     with _open_batches(file, columns) as (schema, batches):
         yield schema.empty_table()
         for batch in batches:
@@ -463,7 +361,7 @@ def _read(file: File, columns: list[str]) -> Iterator[pa.Table]:
 
 
 def _label_values(label: str, files: list[File]) -> set[str]:
-    """Returns the distinct labels of text in files."""
+    """Returns the distinct labels of text in files, with "" for rows without a label."""
     values: set[str] = set()
     for file in files:
         with _open_batches(file, [label], _LABEL_ROWS) as (schema, batches):
@@ -472,15 +370,13 @@ def _label_values(label: str, files: list[File]) -> set[str]:
                 continue
             for batch in batches:
                 batch.validate(full=True)
-                values |= label_values(label, pa.Table.from_batches([batch]))
+                column = nested.to_plain(batch[label])
+                values |= {value or "" for value in column.unique().to_pylist()} if is_text(column.type) else set()
     return values
 
 
 def _read_to_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    """Yields the batches of a stream and checks for the mark at its end.
-
-    The check is needed because the reader accepts a stream that was cut off.
-    """
+    """Yields the batches of a stream and checks its end, as the reader accepts a stream that was cut off."""
     end = source.tell()
     for batch in reader:
         yield batch
@@ -491,10 +387,7 @@ def _read_to_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> I
 
 
 def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
-    """Returns the features that `datasets` has stored for the columns, by name.
-
-    They are in the metadata of the file, or in `dataset_info.json` beside it.
-    """
+    """Returns the features by name that `datasets` has stored in the file or in `dataset_info.json`."""
     metadata = (schema.metadata or {}).get(b"huggingface")
     info_file = file.location.parent / "dataset_info.json"
     with parser_errors(file if metadata else info_file, "What it says about the columns is damaged; save it again."):

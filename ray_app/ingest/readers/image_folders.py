@@ -42,18 +42,8 @@ NOT_AN_IMAGE = (
 
 
 @dataclass(frozen=True)
-class Images:
-    """A folder with one sub-folder a class.
-
-    Args:
-        root: The folder.
-        check: Whether to decode every image.
-        limits: Limits of an input split.
-    """
-
-    root: DataLocation
-    check: bool
-    limits: base.Limits
+class Images(base.SourceReader):
+    """A folder with one sub-folder a class."""
 
     def files(self) -> Iterator[File]:
         """Yields the images, class after class."""
@@ -68,36 +58,30 @@ class Images:
         """
         del run
         rows = [(file, label) for label, images in enumerate(self._classes.values()) for file in images]
-        rows.sort(
-            key=lambda row: hashlib.blake2b(
-                os.fsencode(relative_path(row[0].location, self.root)), key=b"order"
-            ).digest()
-        )
-        splits = [
-            base.InputSplit(len(group), partial(_tables, self.root, self.check, group))
-            for group in base.group_items(rows, lambda row: row[0].size, self.limits)
-        ]
+        names = [os.fsencode(relative_path(file.location, self.path)) for file, _ in rows]
+        hashes = [hashlib.blake2b(name, key=b"order").digest() for name in names]
+        rows = [row for _, row in sorted(zip(hashes, rows, strict=True), key=lambda pair: pair[0])]
+        options, tables = self.options, partial(_tables, self.path, self.options.check)
+        groups = base.group_items(rows, lambda row: row[0].size, options.shard_rows, options.split_bytes)
+        splits = [base.InputSplit(len(group), partial(tables, group)) for group in groups]
         classes = tuple(printable_name(folder.name) for folder in self._classes)
         return [base.Part("", splits, classes, self._skipped_files(), keeps_order=True)]
 
     def _skipped_files(self) -> tuple[tuple[str, str], ...]:
         """Returns each file that is not an image in a class folder by its path below the folder, with the reason."""
         rows = {file.location for files in self._classes.values() for file in files}
-        entries = (path for folder in [self.root, *self._classes] for path in entries_in(folder))
+        entries = (path for folder in [self.path, *self._classes] for path in entries_in(folder))
         skipped = [path for path in entries if path not in rows and path not in self._classes]
-        return tuple((printable_name(relative_path(path, self.root)), self._explain_skip(path)) for path in skipped)
+        return tuple((printable_name(relative_path(path, self.path)), self._explain_skip(path)) for path in skipped)
 
     @cached_property
     def _files(self) -> dict[DataLocation, list[File]]:
         """The visible files of the folder itself and of each folder in it."""
-        return {folder: files_in(folder) for folder in [self.root, *folders_in(self.root)]}
+        return {folder: files_in(folder) for folder in [self.path, *folders_in(self.path)]}
 
     @cached_property
     def _heads(self) -> dict[DataLocation, bytes]:
-        """The first bytes of each file without the suffix of an image.
-
-        In a bucket each file takes a request, and many requests run concurrently.
-        """
+        """The first bytes of files without the suffix of an image, by many concurrent requests for a bucket."""
         files = [file for group in self._files.values() for file in group if not _has_image_suffix(file)]
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             return dict(zip((file.location for file in files), pool.map(_head, files), strict=True))
@@ -128,13 +112,13 @@ class Images:
     def _classes(self) -> dict[DataLocation, list[File]]:
         """The folder of each class, and the images in it."""
         expected = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
-        if not is_folder(self.root):
-            raise DataError(f"{self.root}: not a folder; {expected}. Give that folder as input.")
+        if not is_folder(self.path):
+            raise DataError(f"{self.path}: not a folder; {expected}. Give that folder as input.")
         classes = {
-            folder: list(filter(self._is_row, files)) for folder, files in self._files.items() if folder != self.root
+            folder: list(filter(self._is_row, files)) for folder, files in self._files.items() if folder != self.path
         }
         if not classes:
-            raise DataError(f"{self.root}: no class folders in it; {expected}. Move the images into class folders.")
+            raise DataError(f"{self.path}: no class folders in it; {expected}. Move the images into class folders.")
         for folder, images in classes.items():
             if inner := folders_in(folder):
                 raise DataError(
@@ -142,12 +126,10 @@ class Images:
                     "Give the folder above the classes as input, or move the images up."
                 )
             if not images:
-                others = self._files[folder]
-                first = (
-                    f" (of {len(others)} files the first is {others[0].name}: {self._explain_skip(others[0].location)})"
-                    if others
-                    else ""
-                )
+                first = ""
+                if others := self._files[folder]:
+                    reason = self._explain_skip(others[0].location)
+                    first = f" (of {len(others)} files the first is {others[0].name}: {reason})"
                 raise DataError(
                     f"{folder}: no image in this class folder{first}; allowed are png, jpeg, webp and gif. Add images"
                     f" or remove the folder."
@@ -166,12 +148,13 @@ def _head(file: File) -> bytes:
 
 def _tables(root: DataLocation, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
     for block in base.batch_rows(_read(root, check, rows, refuse), lambda row: len(row[1])):
-        yield base.make_image_table(block)
+        ids, images, labels = zip(*block, strict=True)
+        yield base.make_table(ids, {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())})
 
 
 def _read(
     root: DataLocation, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse
-) -> Iterator[tuple[str, bytes, int | None]]:
+) -> Iterator[tuple[str, bytes, int]]:
     for file, label in rows:
         row_id = printable_name(relative_path(file.location, root))
         encoded = file.location.read_bytes()

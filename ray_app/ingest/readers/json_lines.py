@@ -18,10 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
+from ray_app.data.arrays import is_list, is_numbers
 from ray_app.errors import DataError
+from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
-from ray_app.storage.data_files import DataLocation, File, parser_errors
+from ray_app.storage.data_files import File, parser_errors
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 32
@@ -40,26 +42,12 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
-@dataclass(frozen=True)
-class JsonLines:
+class JsonLines(base.SourceReader):
     """One file of JSON lines or a folder of them.
 
-    Args:
-        path: The file or folder.
-        label: Key that becomes `label`.
-        columns: Keys to keep; None: all.
-        ragged: Keys with lists of any length.
-        skip: Whether lines without a JSON object, with lists of another shape or without a label may be left out. A
-            value of another type than in other lines is refused in any case, because nothing tells which one is wrong.
-        split_bytes: Maximum bytes of files that one task reads.
+    With `on_bad_row: skip` lines without a JSON object, with lists of another shape or without a label are left out. A
+    value of another type than in other lines is refused in any case, because nothing tells which one is wrong.
     """
-
-    path: DataLocation
-    label: str | None
-    columns: list[str] | None
-    ragged: list[str]
-    skip: bool
-    split_bytes: int
 
     def files(self) -> list[File]:
         """Returns the files, sorted by name."""
@@ -67,8 +55,8 @@ class JsonLines:
 
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns one part; a first pass over the files finds the types, the shapes of lists, and the classes."""
-        groups = base.group_files(self.files(), self.split_bytes)
-        facts = list(run(partial(_learn, self.label, self.columns, self.ragged), groups))
+        groups = base.group_files(self.files(), self.options.split_bytes)
+        facts = list(run(partial(_learn, self.options), groups))
         form = self._form(facts)
         splits = [
             base.InputSplit(f.rows, partial(_tables, form, files)) for f, files in zip(facts, groups, strict=True)
@@ -76,28 +64,14 @@ class JsonLines:
         return [base.Part("", splits, form.classes)]
 
     def _form(self, facts: list[_Facts]) -> _JsonLinesForm:
-        """Returns the form that every row must have.
-
-        Raises:
-            DataError: A column cannot be trained on, or a named one is missing.
-        """
+        """Returns the form that every row must have."""
         try:
             schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise _mixed_types_error(self.path, [f.first_values for f in facts], error) from error
-        if missing := [
-            name for name in [*(self.columns or []), *([self.label] if self.label else [])] if name not in schema.names
-        ]:
-            raise DataError(
-                f"{self.path}: no {missing[0]!r} in any line; the keys are {base.format_items(schema.names, 50)}. Name"
-                " one of them."
-            )
-        if self.label and self.label != "label" and "label" in schema.names:
-            raise DataError(
-                f"{self.path}: {self.label!r} is to become 'label', but there is another key 'label'. Leave it out by"
-                f" columns."
-            )
-        nested.check_ragged(self.path, self.ragged, schema)
+        label = self.options.label
+        self.kept_columns(self.path, schema.names, label, "key")
+        nested.check_ragged(self.path, self.options.ragged or [], schema)
         shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
         for column in schema:
             if reason := _explain_unusable(column.type, column.name in shapes):
@@ -105,11 +79,11 @@ class JsonLines:
                     f"{self.path}: key {column.name!r} holds {reason}. Leave it out by naming the columns to keep."
                 )
         classes = None
-        if self.label and pa.types.is_string(schema.field(self.label).type):
+        if label and pa.types.is_string(schema.field(label).type):
             classes = sort_classes(
-                f"{self.path}: label key {self.label!r}", set().union(*(f.labels for f in facts)), self.skip
+                f"{self.path}: label key {label!r}", set().union(*(f.labels for f in facts)), self.skips
             )
-        return _JsonLinesForm(schema, shapes, self.label, classes)
+        return _JsonLinesForm(schema, shapes, label, classes)
 
 
 _FirstValue = tuple[str, pa.DataType]
@@ -144,16 +118,18 @@ def _explain_unusable(kind: pa.DataType, has_shape: bool) -> str | None:
         return "objects; allowed are numbers, text, truth values and lists of numbers"
     if pa.types.is_null(kind):
         return "no value in any line"
-    if nested.is_list(kind) and (nested.number_type(kind) is None or not has_shape):
+    if is_list(kind) and not (is_numbers(kind) and has_shape):
         return f"lists that are not of numbers, or all empty ({kind})"
     return None
 
 
-def _learn(label: str | None, columns: list[str] | None, ragged: list[str], files: list[File]) -> _Facts:
+def _learn(options: IngestOptions, files: list[File]) -> _Facts:
+    label, ragged = options.label, options.ragged or []
+    keep = None if options.columns is None else {*options.columns, *([label] if label else [])}
     facts = _Facts()
     for block in _blocks(files):
         facts.rows += len(block.lines)
-        table, bad = _parse_block(block, None, None if columns is None else {*columns, *([label] if label else [])})
+        table, bad = _parse_block(block, None, keep)
         schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
         first_values = _first_values(block, table, {index for index, _ in bad})
         try:
@@ -163,11 +139,7 @@ def _learn(label: str | None, columns: list[str] | None, ragged: list[str], file
         facts.first_values = first_values | facts.first_values
         for name in table.column_names:
             shape_of = nested.ragged_shape if name in ragged else nested.first_shape
-            if (
-                nested.is_list(table.schema.field(name).type)
-                and name not in facts.shapes
-                and (shape := shape_of(table[name]))
-            ):
+            if is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := shape_of(table[name])):
                 facts.shapes[name] = shape
         if label in table.column_names and pa.types.is_string(schema.field(label).type):
             # Parsed again as text, so that each label is as it was written and not a time.
@@ -190,10 +162,7 @@ def _first_values(block: _Block, table: pa.Table, wrong: set[int]) -> dict[str, 
 
 
 def _mixed_types_error(where: object, first_values: list[dict[str, _FirstValue]], error: Exception) -> DataError:
-    """Returns the error for a key with values of different types in blocks or files.
-
-    The error has the first line of each type.
-    """
+    """Returns the error for a key with values of different types, with the first line of each type."""
     for name in dict.fromkeys(name for values in first_values for name in values):
         kinds = {values[name][1]: values[name][0] for values in reversed(first_values) if name in values}
         try:
@@ -232,11 +201,7 @@ def _tables(form: _JsonLinesForm, files: list[File], refuse: base.Refuse) -> Ite
 
 
 def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
-    """Compares integers that became float64 with their lines, where they are so large that they may have been rounded.
-
-    Raises:
-        DataError: An integer was rounded.
-    """
+    """Compares integers that became float64 with their lines, where they are so large that they may be rounded."""
     large = [name for name in table.column_names if _is_large(table[name].combine_chunks())]
     for number in numbers if large else []:
         line = json.loads(block.lines[number].decode("utf-8-sig", "replace"), parse_int=Decimal)
@@ -251,7 +216,7 @@ def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
 
 def _is_large(values: pa.Array) -> bool:
     """Returns whether these are (lists of) floats so large that not every integer has an exact float."""
-    while nested.is_list(values.type):
+    while is_list(values.type):
         values = pc.list_flatten(values)
     return pa.types.is_floating(values.type) and (pc.max(pc.abs(values)).as_py() or 0) >= 2**53
 
@@ -326,10 +291,7 @@ def _parse_block(
 ) -> tuple[pa.Table, list[tuple[int, str]]]:
     """Returns the lines as a table, and the index and fault of each line that is not in it.
 
-    Args:
-        block: The lines.
-        schema: Required types; None: the types are inferred, and only lines without a JSON object are at fault.
-        keep: Without a schema the keys to keep; None: all.
+    Without a schema the types are inferred, only lines without a JSON object are at fault, and `keep` has the keys.
     """
     try:
         return _read(block.lines, schema, keep), []
@@ -353,10 +315,7 @@ def _select_keys(line: bytes, keep: set[str]) -> bytes:
 
 
 def _several_types(block: _Block, good: list[int], keep: set[str] | None) -> str | None:
-    """Returns a sentence about a key with values of several types in these lines; None if there is none.
-
-    The sentence has the number of values of each type and the first one.
-    """
+    """Returns a sentence about a key with values of several types, how many and the first, or None."""
     examples: dict[str, dict[str, str]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for index in good:
@@ -403,16 +362,13 @@ def _read(lines: list[bytes], schema: pa.Schema | None, keep: set[str] | None) -
 
 def _is_finite(values: pa.ChunkedArray) -> bool:
     """Returns whether no value, also in lists, is NaN or infinite."""
-    while nested.is_list(values.type):
+    while is_list(values.type):
         values = pc.list_flatten(values)
     return not pa.types.is_floating(values.type) or pc.all(pc.is_finite(values)).as_py() is not False
 
 
 def _is_safe(line: bytes) -> bool:
-    """Returns whether pyarrow may parse a line, as other lines can end the process.
-
-    A line that begins and ends as an object cannot continue in the next line.
-    """
+    """Returns whether a line is one object, so that pyarrow may parse it: other lines can end the process."""
     bare = line.removeprefix(codecs.BOM_UTF8).strip()
     return bare.startswith(b"{") and bare.endswith(b"}") and not _is_deep(line)
 
@@ -442,11 +398,7 @@ def _find_fault(line: bytes, schema: pa.Schema | None, keep: set[str] | None) ->
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:
-    """Returns the object in a line.
-
-    Raises:
-        _LineError: The line has none.
-    """
+    """Returns the object in a line."""
     if _is_deep(line):
         raise _LineError(f"nested more than {MAX_DEPTH} deep")
     try:
@@ -469,11 +421,7 @@ class _LineError(ValueError):
 
 
 def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the object of key-value pairs.
-
-    Raises:
-        _LineError: A key occurs twice.
-    """
+    """Returns the object of key-value pairs."""
     value = dict(pairs)
     if len(value) < len(pairs):
         repeated = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import Array, to_list_array
+from ray_app.data.arrays import Array, is_list, is_numbers, number_type, to_list_array
 from ray_app.errors import DataError
 from ray_app.task.ragged import Ragged
 
@@ -23,24 +23,8 @@ Shape = tuple[int, ...]
 """Shape of the lists in a column; the first length may be `ANY`."""
 
 
-def is_list(kind: pa.DataType) -> bool:
-    """Returns whether values are lists of any sort."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def number_type(kind: pa.DataType) -> pa.DataType | None:
-    """Returns the type of the numbers in (nested) lists; None where the lists hold something else."""
-    while is_list(kind):
-        kind = kind.value_type
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return kind if is_number else None
-
-
 def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """Returns the shape of the first list in a column that is not missing or empty; None if there is none.
-
-    It also passes over lists that begin with an empty or a missing list.
-    """
+    """Returns the shape of the first list that does not begin with a missing or empty one; None without one."""
     depth, kind = 0, column.type
     while is_list(kind):
         depth, kind = depth + 1, kind.value_type
@@ -57,11 +41,8 @@ def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
 
 
 def ragged_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """Returns `ANY` and the shape of the first inner list of a column that is not empty, or None.
-
-    It returns (`ANY`,) for lists of numbers, and None if all inner lists are empty or do not hold numbers.
-    """
-    if not is_list(column.type) or number_type(column.type) is None:
+    """Returns `ANY` and the shape of the first inner list that is not empty; None without inner lists or numbers."""
+    if not is_numbers(column.type):
         return None
     inner = pc.list_flatten(column)
     shape = first_shape(inner) if is_list(inner.type) else ()
@@ -84,16 +65,7 @@ def explain_misfit(name: str, shape: Shape) -> str:
 
 
 def check_ragged(where: object, ragged: list[str], schema: pa.Schema) -> None:
-    """Checks that the columns of the option `ragged` are kept and hold lists.
-
-    Args:
-        where: The input.
-        ragged: Names of the columns.
-        schema: The columns that are kept.
-
-    Raises:
-        DataError: A column is not kept or does not hold lists.
-    """
+    """Raises DataError if a column of the option `ragged` is not kept or does not hold lists."""
     lists = [column.name for column in schema if is_list(column.type)]
     allowed = (
         f"those of lists are {lists}. Name some of these." if lists else "none of them holds lists. Leave ragged out."
@@ -125,10 +97,7 @@ def has_shape(column: pa.Array, shape: Shape) -> pa.Array:
 
 
 def to_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
-    """Returns a list column as one array (rows, *shape), or as lists if they may have any length.
-
-    Every row of the column must have this shape.
-    """
+    """Returns a list column of one shape as an array (rows, *shape), or as lists if they may have any length."""
     kind, values = number_type(column.type), column
     assert kind is not None
     for _ in shape:

@@ -36,52 +36,25 @@ Kind = tuple[str, int]
 """Of a feature: `bytes_list`, `float_list` or `int64_list`, and how many values a row has."""
 
 
-@dataclass(frozen=True)
-class TFRecord:
-    """TFRecord files.
-
-    Args:
-        pattern: A folder with such files, one of them, or a pattern, see `match_files`.
-        label: Feature of one integer that becomes `label`; None: the feature `label`, if there is one.
-        columns: Features to keep; None: all.
-        check: Whether to decode every image: values of features that hold one in the first row.
-        split_bytes: Maximum bytes of files that one task reads.
-    """
-
-    pattern: str
-    label: str | None
-    columns: list[str] | None
-    check: bool
-    split_bytes: int
+class TFRecord(base.SourceReader):
+    """TFRecord files; an image is a feature that holds one in the first row."""
 
     def files(self) -> list[File]:
         """Returns the files of every split."""
         return [file for files in self._splits.values() for file in files]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns one part, or one for each split in the names of the files.
-
-        The columns of a part are the features of its first row.
-        """
+        """Returns one part, or one for each split; its columns are the features of its first row."""
         del run
         require("google_crc32c", "--source tfrecord")
-        parts = []
-        for split, files in self._splits.items():
-            form = self._form(files)
-            input_splits = [
-                base.InputSplit(None, partial(_tables, form, group))
-                for group in base.group_files(files, self.split_bytes)
-            ]
-            parts.append(base.Part(split, input_splits))
-        return parts
+        return [
+            base.Part(split, self.input_splits(files, partial(_tables, self._form(files))))
+            for split, files in self._splits.items()
+        ]
 
     @cached_property
     def _splits(self) -> dict[str, list[File]]:
-        """The files by split; all under "" where their names have no split, or the same one.
-
-        Raises:
-            DataError: Only some names have a split, or one of several numbered files is missing.
-        """
+        """The files by split; all under "" where their names have no split, or the same one."""
         files = match_files(self.pattern, lambda name: bool(_FILE.search(name)), "TFRecord file")
         need_all_numbers(self.pattern, files)
         splits: dict[str, list[File]] = {}
@@ -97,11 +70,7 @@ class TFRecord:
         return splits if len(splits) > 1 else {"": files}
 
     def _form(self, files: list[File]) -> _TFRecordForm:
-        """Returns the form that every row must have: that of the first one.
-
-        Raises:
-            DataError: The files have no row, or a feature cannot be kept.
-        """
+        """Returns the form that every row must have: that of the first one."""
         first = next(((file, data) for file in files for _, data in _records(file)), None)
         if first is None:
             raise DataError(f"{self.pattern}: no record in these files. Give files with records.")
@@ -109,17 +78,8 @@ class TFRecord:
         with parser_errors(file, "Its first record is no tf.train.Example; allowed are TFRecord files of these."):
             values = _features(data)
         names = sorted(values)
-        label = self.label or ("label" if "label" in values else None)
-        if missing := [name for name in [*(self.columns or []), *([label] if label else [])] if name not in values]:
-            raise DataError(
-                f"{file}: no feature {missing[0]!r} in the first row; the features are {names}. Name one of them."
-            )
-        keep = [name for name in names if self.columns is None or name in {*self.columns, label}]
-        if label not in (None, "label") and "label" in keep:
-            raise DataError(
-                f"{file}: {label!r} is to become 'label', but there is another feature 'label'. Leave it out by"
-                f" columns."
-            )
+        label = self.options.label or ("label" if "label" in values else None)
+        keep = self.kept_columns(f"{file}: the first row", names, label, "feature")
         if label and (label_kind := (values[label][0], len(values[label][1]))) != ("int64_list", 1):
             raise DataError(
                 f"{file}: label {label!r} is a {label_kind[0]} of {label_kind[1]} in the first row; allowed is one"
@@ -135,18 +95,12 @@ class TFRecord:
         images = {
             name for name, (kind, _) in kinds.items() if kind == "bytes_list" and _IMAGE.match(values[name][1][0])
         }
-        return _TFRecordForm(kinds, label, images if self.check else set())
+        return _TFRecordForm(kinds, label, images if self.options.check else set())
 
 
 @dataclass(frozen=True)
 class _TFRecordForm:
-    """The form of a row.
-
-    Args:
-        kinds: Kind of each feature that is kept.
-        label: Feature that becomes `label`.
-        images: Features with images that are decoded as a check.
-    """
+    """The form of a row, with the kind of each feature that is kept."""
 
     kinds: dict[str, Kind]
     label: str | None
@@ -179,11 +133,7 @@ def _usable(form: _TFRecordForm, file: File, refuse: base.Refuse) -> Iterator[tu
 
 
 def _values(form: _TFRecordForm, data: bytes) -> dict[str, Any]:
-    """Returns the values of a row by feature.
-
-    Raises:
-        ValueError: The row cannot be used.
-    """
+    """Returns the values of a row by feature."""
     features, values = _features(data), {}
     for name, expected in form.kinds.items():
         kind, values[name] = features.get(name, ("nothing", ()))
@@ -198,11 +148,7 @@ def _values(form: _TFRecordForm, data: bytes) -> dict[str, Any]:
 
 
 def _features(data: bytes) -> dict[str, tuple[str, Any]]:
-    """Returns kind and values of each feature of a `tf.train.Example`.
-
-    Raises:
-        ValueError: The bytes are not a `tf.train.Example`.
-    """
+    """Returns kind and values of each feature of a `tf.train.Example`."""
     from google.protobuf.message import DecodeError
 
     try:
@@ -229,11 +175,8 @@ def _example() -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 
     def message(name: str, *fields: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {
-            "name": name,
-            "field": [{"label": "LABEL_OPTIONAL", "number": i, **field} for i, field in enumerate(fields, 1)],
-            **more,
-        }
+        numbered = [{"label": "LABEL_OPTIONAL", "number": i, **field} for i, field in enumerate(fields, 1)]
+        return {"name": name, "field": numbered, **more}
 
     def of(name: str, message: str, **more: Any) -> dict[str, Any]:
         return {"name": name, "type": "TYPE_MESSAGE", "typeName": f".example.{message}", **more}
@@ -247,10 +190,7 @@ def _example() -> Any:
         "package": "example",
         "syntax": "proto3",
         "messageType": [
-            *(
-                message(name, {"name": "value", "label": "LABEL_REPEATED", "type": kind})
-                for name, kind in lists.items()
-            ),
+            *(message(name, {"name": "value", "label": "LABEL_REPEATED", "type": t}) for name, t in lists.items()),
             message("Feature", *(of(name, name, oneofIndex=0) for name in lists), oneofDecl=[{"name": "kind"}]),
             message("Features", of("feature", "Features.FeatureEntry", label="LABEL_REPEATED"), nestedType=[entry]),
             message("Example", of("features", "Features"), {"name": "feature_lists", "type": "TYPE_BYTES"}),
@@ -262,11 +202,7 @@ def _example() -> Any:
 
 
 def _records(file: File) -> Iterator[tuple[int, bytes]]:
-    """Yields the offset of each record of a file (uncompressed) and its data.
-
-    Raises:
-        DataError: The file is damaged; the message has the byte at which the record begins.
-    """
+    """Yields the offset of each record of a file (uncompressed) and its data."""
     offset = 0
     with (
         parser_errors(file, "The file is damaged or no TFRecord file, plain or gzipped; write it again."),
@@ -295,12 +231,7 @@ def _open_records(file: File) -> IO[bytes]:
 
 
 def _verify_checksum(raw: bytes, size: int, section: str) -> bytes:
-    """Returns the first `size` bytes of `raw` after a check of the checksum that follows them.
-
-    Raises:
-        EOFError: The file ends within the section.
-        ValueError: The checksum is that of other bytes.
-    """
+    """Returns the first `size` bytes of `raw` after a check of the checksum that follows them."""
     if len(raw) < size + 4:
         raise EOFError(f"the file ends in {section}")
     data = raw[:size]

@@ -44,25 +44,8 @@ Members = dict[str, bytes]
 """The members of a row by their extension in lower case."""
 
 
-@dataclass(frozen=True)
-class WebDataset:
-    """Tar files.
-
-    Args:
-        pattern: A folder with such files, one of them, or a pattern with `*` in its last part, or with `{000..012}` or
-            `{a,b}`.
-        label: Key in each row's .json of the integer that becomes `label`; None: the member .cls becomes the label, if
-            there is one.
-        columns: Columns to keep in addition to `label`; None: those of all members.
-        check: Whether to decode every image.
-        split_bytes: Maximum bytes of files that one task reads.
-    """
-
-    pattern: str
-    label: str | None
-    columns: list[str] | None
-    check: bool
-    split_bytes: int
+class WebDataset(base.SourceReader):
+    """Tar files; the label is a key of each row's .json (option `label`), or the member .cls, if there is one."""
 
     def files(self) -> list[File]:
         """Returns the files, sorted, or in the order of the braces."""
@@ -76,22 +59,17 @@ class WebDataset:
             raise DataError(
                 f"{self.pattern}: no member in these tar files; expected members such as 0001.jpg and 0001.cls."
             )
-        keeps_json = not self.label or self.columns is None or "json" in self.columns
-        form = _WebDatasetForm(self._expected_members(first), self.columns is None, self.label, keeps_json, self.check)
-        groups = base.group_files(self._files, self.split_bytes)
-        return [base.Part("", [base.InputSplit(None, partial(_tables, form, group)) for group in groups])]
+        label, columns = self.options.label, self.options.columns
+        keeps_json = not label or columns is None or "json" in columns
+        form = _WebDatasetForm(self._expected_members(first), columns is None, label, keeps_json, self.options.check)
+        return [base.Part("", self.input_splits(self._files, partial(_tables, form)))]
 
     def _expected_members(self, first: Members) -> dict[str, tuple[np.dtype, tuple[int, ...]] | None]:
-        """Returns the extensions of the first row's members, with dtype and shape of each .npy and None for others.
-
-        Raises:
-            DataError: The first row does not fit the options.
-        """
+        """Returns the extensions of the first row's members, with dtype and shape of each .npy and None for others."""
         where = f"{self.pattern}: the first row"
         available = {column for name in first if (column := _column(name))}
-        if missing := [
-            name for name in self.columns or [] if name not in available and not (self.label and name == "label")
-        ]:
+        with_label = available | ({"label"} if self.options.label else set())
+        if missing := [name for name in self.options.columns or [] if name not in with_label]:
             usable = sorted({column for name in self._first(lambda _: True) or first if (column := _column(name))})
             raise DataError(
                 f"{where} has no member for the column {missing[0]!r}; its columns are {usable}. Name some of these in"
@@ -99,12 +77,9 @@ class WebDataset:
             )
         unknown = sorted(f".{name}" for name in first if _column(name) is None)
         if unknown:
-            usable = sorted(available)
-            advice = (
-                f"Leave them out by naming the columns to keep: columns={usable}."
-                if usable
-                else "Make the files with some of these."
-            )
+            usable, advice = sorted(available), "Make the files with some of these."
+            if usable:
+                advice = f"Leave them out by naming the columns to keep: columns={usable}."
             raise DataError(
                 f"{where} has the members {base.format_items(unknown)}, of which no column is made; allowed are"
                 f" .{', .'.join(IMAGES)}, .cls, .json, .txt and .npy. {advice}"
@@ -115,10 +90,10 @@ class WebDataset:
                 f"{where} has the members {sorted(first)}, of which two would be the same column. Write each thing"
                 f" once."
             )
-        if self.label and ("json" not in first or "cls" in first):
+        if self.options.label and ("json" not in first or "cls" in first):
             raise DataError(
-                f"{where} has the members {sorted(first)}; label={self.label!r} is for rows with a .json and without a"
-                f" .cls."
+                f"{where} has the members {sorted(first)}; label={self.options.label!r} is for rows with a .json and"
+                f" without a .cls."
             )
         try:
             arrays = {name: _array(value) for name, value in first.items() if name.endswith("npy")}
@@ -133,11 +108,11 @@ class WebDataset:
     def _is_kept(self, extension: str) -> bool:
         """Returns whether a member is needed: for a column to keep, or for the label."""
         column = _column(extension)
-        if self.columns is None:
+        if self.options.columns is None:
             return True
-        if self.label and column in ("json", "label"):
+        if self.options.label and column in ("json", "label"):
             return column == "json"
-        return column == "label" or column in self.columns
+        return column == "label" or column in self.options.columns
 
     @cached_property
     def _files(self) -> list[File]:
@@ -151,9 +126,7 @@ class _WebDatasetForm:
     Args:
         members: Extensions of the needed members, with dtype and shape of arrays.
         keeps_all: Whether a row with other members is refused.
-        label: Key of the label in a .json.
         keeps_json: Whether the .json itself is a column.
-        check: Whether to decode every image.
     """
 
     members: dict[str, tuple[np.dtype, tuple[int, ...]] | None]
@@ -197,11 +170,7 @@ def _usable(form: _WebDatasetForm, file: File, refuse: base.Refuse) -> Iterator[
 
 
 def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
-    """Returns the values of a row by column, in the same order for all rows.
-
-    Raises:
-        ValueError, RecursionError: The row cannot be used.
-    """
+    """Returns the values of a row by column, in the same order for all rows."""
     if {_column(name) for name in members} != form.columns or len(members) > len(form.members):
         raise ValueError(
             f"the members are {sorted(members)}, of the first row {sorted(form.members)}; all rows need the same"
@@ -222,11 +191,7 @@ def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
 
 
 def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...]] | None, check: bool) -> Any:
-    """Returns the value of a member; `expected` is dtype and shape of an array.
-
-    Raises:
-        ValueError, RecursionError: The member cannot be used.
-    """
+    """Returns the value of a member; `expected` is dtype and shape of an array."""
     kind = extension.rpartition(".")[2]
     if kind in IMAGES:
         if check and (reason := base.explain_undecodable(data)):
@@ -246,11 +211,7 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
 
 
 def _array(data: bytes) -> Array:
-    """Returns the array of a .npy file; refuses objects, because reading them would run code.
-
-    Raises:
-        ValueError: The file has no array of numbers.
-    """
+    """Returns the array of a .npy file; refuses objects, because reading them would run code."""
     try:
         array = np.load(io.BytesIO(data), allow_pickle=False)
     except Exception as error:
@@ -272,13 +233,7 @@ def _column(extension: str) -> str | None:
 
 
 def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -> Iterator[tuple[str, Members]]:
-    """Yields the name and the members of each row of a file.
-
-    The name is the path up to the first dot of its last part. The content of members that are not kept is not read.
-
-    Raises:
-        DataError: The file is damaged, or has members that no WebDataset has.
-    """
+    """Yields the name, up to the first dot, and the members of each row; others than `is_kept` are not read."""
     advice = (
         "The file is damaged or no tar file; make it again (only .tar.gz and .tgz are unpacked, others must be plain"
         " tar)."
@@ -311,11 +266,7 @@ def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -
 
 
 def _read_end(archive: tarfile.TarFile) -> None:
-    """Reads the zeros that end the archive; only at the end of the file gzip compares its checksum.
-
-    Raises:
-        tarfile.ReadError: Other bytes follow the members, such as a second archive.
-    """
+    """Reads the zeros that end the archive; only at the end of the file gzip compares its checksum."""
     while rest := cast(Any, archive.fileobj).read(1 << 20):
         if rest.strip(b"\0"):
             raise tarfile.ReadError("there is more behind the end of the archive")

@@ -27,7 +27,7 @@ from ray_app.retrain.gate import GateFigures
 from ray_app.retrain.options import RetrainSection
 from ray_app.retrain.retraining import Outcome, retrain
 from ray_app.retrain.rounds import RetrainPaths, make_inputs, read_audit_entries, read_delivery
-from ray_app.retrain.situation import load_serving_champion
+from ray_app.retrain.situation import load_champion
 from ray_app.runlog.lease import LeaseHolder, LeaseRecord, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_files, put_json
@@ -289,7 +289,7 @@ class Promoted:
         self.data = delivery.digest
 
     def champion(self) -> Champion:
-        found = load_serving_champion(self.paths, self.client, "m", "")
+        found = load_champion(self.paths, self.client, "m", "", champion_of(self.client, "m"))
         assert found is not None
         return found
 

@@ -223,7 +223,7 @@ def assert_refused(tmp_path: Path, expected: list[str], **options: Any) -> None:
         ([b"row_id\n1\n"], {}, ["`row_id` is ours", "rename"]),
         ([b"a\n\xe9\n"], {}, ["0.csv", "UTF-8", "Row #2"]),
         ([b"a,y\n1,2\n", b"b\n1\n"], {}, ["1.csv", "['b']", "['a', 'y']", "one header"]),
-        ([b"a,y\n1,2\n"], {"label": "species"}, ["no label column 'species'", "['a', 'y']"]),
+        ([b"a,y\n1,2\n"], {"label": "species"}, ["no column 'species'", "['a', 'y']"]),
         ([b"label,y\n1,2\n"], {"label": "y"}, ["'y' is to become 'label'", "['label', 'y']", "Rename"]),
         ([b"a,y\n1,0.5\n"], {"label": "y"}, ["row 0.csv:2 has 0.5", "not an integer", "'target'"]),
         ([b"a,y\n1,0\n2,\n"], {"label": "y"}, ["0.csv:3", "no label"]),

@@ -132,7 +132,7 @@ def test_a_plain_file_that_begins_like_gzip_is_read(tmp_path: Path) -> None:
         ([b"\xff\xff"], {}, "no tf.train.Example"),
         ([b""], {}, "no tf.train.Example with features"),
         ([b"\x12\x03abc"], {}, "SequenceExample"),
-        ([example(a=[1])], {"columns": ["b"]}, "no feature 'b' in the first row; the features are ['a']"),
+        ([example(a=[1])], {"columns": ["b"]}, "the first row: no feature 'b'; the features are ['a']"),
         ([example(a=[1, 2])], {"label": "a"}, "int64_list of 2 in the first row; allowed is one integer"),
         ([example(a=[1], label=[2])], {"label": "a"}, "another feature 'label'"),
         ([example(a=[])], {}, "'a' has 0 values"),
