@@ -16,6 +16,7 @@ import torch
 from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
 from ray_app.preflight.prepare import open_evaluation_source
+from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.paths import RunPaths
@@ -143,7 +144,7 @@ def test_a_storage_that_refuses_for_a_while_stops_no_training(
         raise OSError(f"503 {paths.name}")
 
     monkeypatch.setattr(validation_module, "put_evaluation", put)
-    monkeypatch.setattr(validation_module, "put_event", tell)
+    monkeypatch.setattr(journal, "put_event", tell)
     monkeypatch.setattr(validation_module, "evaluated_steps", unlisted)
     pauses = list[float]()
     monkeypatch.setattr(validation_module.time, "sleep", pauses.append)
