@@ -23,8 +23,13 @@ from ray_app.errors import ConfigError
 from ray_app.submit import server
 from ray_app.submit.on_cluster import check_shared_storage
 from ray_app.submit.options import EndedJob, SubmitSection, check_no_secrets, judge, non_default_fields, wait_s
-from ray_app.submit.package import check_size, check_uploaded_data, list_job_files
-from ray_app.submit.preflight import check_absolute_storage, compare_versions
+from ray_app.submit.preflight import (
+    check_absolute_storage,
+    check_size,
+    check_uploaded_data,
+    compare_versions,
+    list_job_files,
+)
 from ray_app.submit.server import JobServer, LostContactError, _Tail
 from tests.support.places import ROOT
 
