@@ -102,6 +102,7 @@ class RetriedTask:
             ProcessDiedError: Its process died too often.
             Exception: The task raised it.
         """
+        # Not `Retry`: a task is repeated at once, and `DeathCounter` limits the deaths of processes, not of nodes.
         while True:
             try:
                 return ray.get(self.reference)

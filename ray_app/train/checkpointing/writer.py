@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import errno
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ray_app.checkpoint.format import Snapshot, file_writers, params_digest
 from ray_app.checkpoint.store import CheckpointStore, Commit, Pin, skipped_evaluations
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
+from ray_app.retry import Retry
 from ray_app.runlog.evaluations import evaluated_steps
 from ray_app.runlog.journal import PendingEvents, put_event
 from ray_app.runlog.paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 6
-"""Attempts to write one checkpoint before it is given up."""
-_FIRST_PAUSE_S = 0.5
-"""Seconds of the pause after the first failed attempt; the pause doubles with each attempt.
+_RETRY = Retry(0.5, jitter=0.5, attempts=6)
+"""The attempts to write one checkpoint before it is given up.
 
 All pauses together take up to 16 s, and each failed attempt the time that the storage takes to fail. The next
 checkpoint begins only after the last attempt.
@@ -122,33 +121,34 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot, commit: Commit) -> None:
         """Writes a checkpoint, in several attempts if needed; the body of the thread."""
-        reason: str | None = None
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                self._write_once(snapshot, commit)
-                if reason is not None:
-                    put_event(
-                        self._paths, "write_retried", commit.fence, step=commit.step, attempts=attempt, reason=reason
-                    )
-                self._failure = None
-                return
-            except LeaseLostError as error:
-                self._lease_error = error
-                logger.error("Checkpoint of step %d is not written: %s", commit.step, error)
-                return
-            except Exception as error:
-                self._failure = reason = f"{type(error).__name__}: {error}"
-                logger.warning(
-                    "Checkpoint of step %d, attempt %d of %d failed: %s", commit.step, attempt, _ATTEMPTS, reason
-                )
-                if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                    # Evaluators may have released checkpoints since the last commit, and removing these frees space.
-                    self._remove_old(commit.fence)
-            if attempt < _ATTEMPTS:
-                time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
-        self._failed_commits.append(commit)
-        self.pending_events.put("write_failed", commit.fence, step=commit.step, attempts=_ATTEMPTS, reason=reason)
-        self._remove_old(commit.fence)
+        reasons: list[str] = []
+
+        def handle_failure(error: Exception) -> None:
+            if isinstance(error, LeaseLostError):
+                raise error
+            reasons.append(f"{type(error).__name__}: {error}")
+            self._failure = reasons[-1]
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                # Evaluators may have released checkpoints since the last commit, and removing these frees space.
+                self._remove_old(commit.fence)
+
+        details: dict[str, Any] = {"step": commit.step}
+        write = partial(self._write_once, snapshot, commit)
+        try:
+            _RETRY.call(write, Exception, f"Writing the checkpoint of step {commit.step}", handle_failure)
+        except LeaseLostError as error:
+            self._lease_error = error
+            logger.error("Checkpoint of step %d is not written: %s", commit.step, error)
+        except Exception:
+            self._failed_commits.append(commit)
+            details |= {"attempts": len(reasons), "reason": reasons[-1]}
+            self.pending_events.put("write_failed", commit.fence, **details)
+            self._remove_old(commit.fence)
+        else:
+            self._failure = None
+            if reasons:
+                details |= {"attempts": len(reasons) + 1, "reason": reasons[-1]}
+                put_event(self._paths, "write_retried", commit.fence, **details)
 
     def _write_once(self, snapshot: Snapshot, commit: Commit) -> None:
         """Writes and commits a checkpoint, and then removes those that are no longer needed.

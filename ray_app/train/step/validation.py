@@ -17,6 +17,7 @@ import torch
 from ray_app.checkpoint.format import params_digest
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, gather
+from ray_app.retry import Retry
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.runlog.journal import PendingEvents, put_event
 from ray_app.task.metrics import combine, score
@@ -26,12 +27,8 @@ from ray_app.train.state.state import TrainingState
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 6
-_FIRST_PAUSE_S = 0.5
-"""Pause after the first failed attempt to write an evaluation; it doubles with each attempt.
-
-The numbers are those of checkpoints.
-"""
+_RETRY = Retry(0.5, attempts=6)
+"""The attempts to write an evaluation; the numbers are those of checkpoints."""
 
 
 class Validation:
@@ -123,23 +120,18 @@ class Validation:
         """Writes an evaluation and its event; if all attempts fail, training continues without them."""
         paths = self._job.paths
         fence = self._job.fence
-        reason = ""
-        for attempt in range(_ATTEMPTS):
-            try:
-                if put_evaluation(paths, evaluation):
-                    details = {"metrics": evaluation.metrics, "duration_s": evaluation.duration_s}
-                    put_event(paths, "evaluated", fence, step=evaluation.step, **details)
-                return
-            except OSError as error:
-                reason = f"{type(error).__name__}: {error}"
-                logger.warning(
-                    "Attempt %d of %d to write the evaluation of step %d failed: %s",
-                    attempt + 1,
-                    _ATTEMPTS,
-                    evaluation.step,
-                    reason,
-                )
-            self._report_progress()
-            if attempt < _ATTEMPTS - 1:
-                time.sleep(_FIRST_PAUSE_S * 2**attempt)
-        self.pending_events.put("evaluation_skipped", fence, step=evaluation.step, reason=reason)
+        step = evaluation.step
+        try:
+            is_new = _RETRY.call(
+                lambda: put_evaluation(paths, evaluation),
+                OSError,
+                f"Writing the evaluation of step {step}",
+                lambda _: self._report_progress(),
+            )
+        except OSError as error:
+            reason = f"{type(error).__name__}: {error}"
+            self.pending_events.put("evaluation_skipped", fence, step=step, reason=reason)
+            return
+        if is_new:
+            details = {"metrics": evaluation.metrics, "duration_s": evaluation.duration_s}
+            put_event(paths, "evaluated", fence, step=step, **details)

@@ -29,6 +29,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Pin, rem
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError
 from ray_app.reduction.base import World
+from ray_app.retry import Retry
 from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations, read_scores
 from ray_app.runlog.journal import MetricsReader, MetricsWriter, StepRecord, put_event, read_events
@@ -522,7 +523,7 @@ def test_readers_see_the_old_or_the_new_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.001, attempts=6))
 
 
 class FailingDisk:

@@ -29,6 +29,7 @@ from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import COMMIT, CheckpointStore, Commit, Pin
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
+from ray_app.retry import Retry
 from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation
 from ray_app.runlog.journal import PendingEvents, read_events
@@ -61,7 +62,7 @@ class Saving(RuleBasedStateMachine):
         self.pins: dict[str | None, Pin] = {}
         self.evaluated: set[tuple[int, str | None]] = set()
         self.patches = [
-            patch.object(module, "_FIRST_PAUSE_S", 0.0),
+            patch.object(module, "_RETRY", Retry(0.0, attempts=6)),
             patch.object(journal, "put_json", self._put_event_file),
             patch.object(store_module, "put_json", self._put_json),
         ]
