@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import ray
 
+from ray_app.channel import FrameReader, pack_frame
 from ray_app.cluster.rendezvous.server import decode_reply, encode, start_rendezvous
 from ray_app.train.membership import Heartbeat, HeartbeatReply
 
@@ -36,17 +37,18 @@ async def _beating(workers: int, address: tuple[str, int], secret: str, cpu_s: A
     began = cpu_s()
 
     def beat(i: int, **fields: Any) -> bytes:
-        return encode(Heartbeat(f"{i:032x}", f"{i // 8:056x}", f"10.0.0.{i // 8}", 40000, i, **fields))
+        return pack_frame(encode(Heartbeat(f"{i:032x}", f"{i // 8:056x}", f"10.0.0.{i // 8}", 40000, i, **fields)))
 
     async def work(i: int) -> None:
         nonlocal period_s
         reader, writers[i] = await asyncio.open_connection(*address, limit=1 << 22)
-        writers[i].write(f"{secret}\n".encode() + beat(i, wait_number=1))
-        while line := await reader.readline():
-            orders = decode_reply(line)
-            period_s = max(period_s, orders.period_s)
-            if orders.formed is not None:
-                formed.add(i)
+        writers[i].write(secret.encode() + beat(i, wait_number=1))
+        frames = FrameReader()
+        while data := await reader.read(1 << 16):
+            for orders in map(decode_reply, frames.feed(data)):
+                period_s = max(period_s, orders.period_s)
+                if orders.formed is not None:
+                    formed.add(i)
 
     tasks = [asyncio.create_task(work(i)) for i in range(workers)]
     while len(formed) < workers:

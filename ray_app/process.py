@@ -261,6 +261,7 @@ class SafeStream:
             BlockingIOError: The reader accepts nothing for too long.
         """
         deadline_s = time.monotonic() + (_FLUSH_S if self.failure is None else 0.0)
+        # Not `Retry`: it waits until the stream can be written, and does not sleep.
         while True:
             try:
                 return self._stream.flush()

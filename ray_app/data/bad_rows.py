@@ -2,7 +2,7 @@
 
 Decoding locates the rows that fail by bisection. With `data.on_bad_row: skip` a bad row becomes zeros in the decoded
 table, and its reason goes into the column `REASON`. A missing value in a stored row never becomes a number, so a row
-that has one is bad before it is decoded.
+that has one is bad before it is decoded. Arrow and Ray Data end at the first error and do not name its row.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ class RetriedTask:
 
     def result(self) -> Any:
         """Waits for the task and returns its result; raises ProcessDiedError if its process died too often."""
+        # Not `Retry`: a task is repeated at once, and `DeathCounter` limits the deaths of processes, not of nodes.
         while True:
             try:
                 return ray.get(self.reference)

@@ -196,6 +196,7 @@ def map_in_actors(
     remaining = list(specs)
     deaths = {spec: DeathCounter(partial(_describe_read, spec)) for spec in specs}
     single = 0
+    # Not `Retry`: read tasks are repeated at once, and `DeathCounter` limits the deaths of processes, not of nodes.
     while remaining:
         batch = remaining[:1] if single else remaining[:]
         try:

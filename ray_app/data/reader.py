@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -48,6 +47,7 @@ from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.hashing import hash_array
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
+from ray_app.retry import Retry
 from ray_app.storage.data_files import DataLocation, locate_data, to_read_error
 from ray_app.task.user_code import row_error_reason
 
@@ -419,8 +419,8 @@ class RowStream:
         return table.slice(0, max_rows)
 
 
-RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Pauses between the tries; each try includes retries of the storage client itself."""
+_RETRY = Retry(0.5, attempts=7)
+"""The attempts to read; each includes retries of the storage client itself."""
 _LASTING_ERRORS = ("ACCESS_DENIED", "NO_SUCH_", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH")
 
 
@@ -431,17 +431,19 @@ def read_with_retries(file: DataLocation, read: Callable[[], T]) -> T:
         StorageError: The disk, the network or S3 still fails.
         DataError: The stored data is damaged or gone, or may not be read.
     """
-    pauses = iter(RETRY_PAUSES_S)
-    while True:
-        try:
-            return read()
-        except (OSError, pa.ArrowException) as error:
-            is_lasting = any(code in str(error) for code in _LASTING_ERRORS)
-            if isinstance(error, FileNotFoundError | PermissionError) or is_lasting:
-                raise DataError(f"{file} is gone or may not be read: {error}. Restore it, or allow it.") from error
-            failure = to_read_error(file, error, "It cannot be read as Parquet; restore it or ingest the data again.")
-            pause = next(pauses, None)
-            if not isinstance(failure, StorageError) or pause is None:
-                raise failure from error
-            logger.warning("%s cannot be read now, trying again in %.1f s: %s", file, pause, error)
-        time.sleep(pause)
+
+    def to_error(error: Exception) -> DataError:
+        is_lasting = any(code in str(error) for code in _LASTING_ERRORS)
+        if isinstance(error, FileNotFoundError | PermissionError) or is_lasting:
+            return DataError(f"{file} is gone or may not be read: {error}. Restore it, or allow it.")
+        return to_read_error(file, error, "It cannot be read as Parquet; restore it or ingest the data again.")
+
+    def raise_if_lasting(error: Exception) -> None:
+        failure = to_error(error)
+        if not isinstance(failure, StorageError):
+            raise failure from error
+
+    try:
+        return _RETRY.call(read, (OSError, pa.ArrowException), f"Reading {file}", raise_if_lasting)
+    except (OSError, pa.ArrowException) as error:
+        raise to_error(error) from error

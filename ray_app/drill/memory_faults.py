@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from ray_app.drill.faults import Evidence, HookChain
 from ray_app.drill.process_scenarios import confirm_deaths
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
 from ray_app.driver.run import Faults
+from ray_app.retry import Retry
 from ray_app.train.job import Hooks
 
 FlipTarget = Literal["gradient", "activation", "parameter"]
@@ -299,17 +299,11 @@ def count_oom_kills(group: str) -> int:
     return 0
 
 
-_REMOVE_TIMEOUT_S = 10.0
-
-
-_POLL_INTERVAL_S = 0.05
+_REMOVE_RETRY = Retry(0.05, max_pause_s=1.0, deadline_s=10.0)
 
 
 def remove_cgroup(group: str) -> None:
     """Removes a group; it retries because the last process may still be leaving the group."""
-    deadline_s = time.monotonic() + _REMOVE_TIMEOUT_S
-    while Path(group).exists() and time.monotonic() < deadline_s:
-        try:
-            Path(group).rmdir()
-        except OSError:
-            time.sleep(_POLL_INTERVAL_S)
+    if Path(group).exists():
+        with suppress(OSError):
+            _REMOVE_RETRY.call(Path(group).rmdir, OSError, f"Removing the control group {group}")

@@ -50,6 +50,7 @@ from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe, run_training
 from ray_app.errors import ConfigError, unwrap_app_error
 from ray_app.preflight.prepare import prepare
+from ray_app.retry import Retry
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, put_atomic, put_json, to_location
 from ray_app.train.job import Job
@@ -88,7 +89,9 @@ SCENARIOS: dict[str, Callable[[ScenarioContext], Scenario | str]] = {
 
 The certificate and the terminal show the docstring of the function.
 """
-_CLEANUP_TIMEOUT_S, _CLEANUP_TRIES = 180.0, 3
+_CLEANUP_TIMEOUT_S = 180.0
+_CLEANUP_RETRY = Retry(0.0, attempts=3)
+"""Several attempts, because Ray's own limit for the start of a node is short on a busy machine."""
 
 
 class Drill:
@@ -259,18 +262,18 @@ class Drill:
         Raises:
             RuntimeError: No attempt gave a cluster for the next scenario.
         """
-        tries_left = _CLEANUP_TRIES
-        # It tries several times because Ray's own limit for the start of a node is short on a busy machine.
-        while tries_left:
-            tries_left -= 1
-            try:
-                with time_limit(_CLEANUP_TIMEOUT_S, "Clearing away after a scenario"):
-                    self._renew()
-                tries_left = 0
-            except Exception as error:
-                self._say(f"What the scenario left could not be cleared away: {type(error).__name__}: {error}")
-                if not tries_left:
-                    raise RuntimeError(f"no cluster for the next scenario: {type(error).__name__}: {error}") from error
+
+        def renew() -> None:
+            with time_limit(_CLEANUP_TIMEOUT_S, "Clearing away after a scenario"):
+                self._renew()
+
+        def report(error: Exception) -> None:
+            self._say(f"What the scenario left could not be cleared away: {type(error).__name__}: {error}")
+
+        try:
+            _CLEANUP_RETRY.call(renew, Exception, "Clearing away after a scenario", report)
+        except Exception as error:
+            raise RuntimeError(f"no cluster for the next scenario: {type(error).__name__}: {error}") from error
 
     def _describe_left_out(self, name: str, reason: str) -> dict[str, Any]:
         """Returns the certificate's entry of a scenario that this drill cannot run."""

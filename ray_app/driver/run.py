@@ -47,6 +47,7 @@ from ray_app.driver.single import exclusive_process, train_single
 from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
 from ray_app.process import set_variables, stop_at_signals
+from ray_app.retry import Retry
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import Lease, acquire_lease
@@ -74,8 +75,7 @@ END_LIMIT_S = 60.0
 """Seconds for which the driver waits for the controller after all workers have left."""
 _CHECK_S = 0.25
 _REPLY_TIMEOUT_S = 5.0
-_RECORD_RETRY_S, _RECORD_PAUSE_S = 30.0, 1.0
-"""Seconds for which recording the end of a run is retried, and between two tries."""
+_RECORD_RETRY = Retry(1.0, factor=1.0, deadline_s=30.0)
 _TRACKING_END_S = 60.0
 _TRACKING_STOP_S = 15.0
 """Seconds that the tracking server has at the end of a stopped run; `ray job stop` kills jobs after 60 s."""
@@ -461,15 +461,7 @@ def _put_console_failed(job: Job, reason: str) -> None:
 
 def _retry(work: Callable[[], T]) -> T:
     """Returns the result of a function, which is called again for half a minute while the storage fails."""
-    deadline_s = time.monotonic() + _RECORD_RETRY_S
-    while True:
-        try:
-            return work()
-        except OSError as error:
-            if time.monotonic() > deadline_s:
-                raise
-            logger.warning("How the run ended could not be recorded, will try again: %s", error)
-            time.sleep(_RECORD_PAUSE_S)
+    return _RECORD_RETRY.call(work, OSError, "Recording the end of the run")
 
 
 class WaitLimits:

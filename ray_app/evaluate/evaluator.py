@@ -28,7 +28,7 @@ from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, un
 from ray_app.evaluate.job import EvaluationJob, choose_next, last_evaluated, pause_s, pending_commits
 from ray_app.process import keep_freed_memory
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
-from ray_app.runlog.journal import put_event, read_events
+from ray_app.runlog.journal import PendingEvents, put_event, read_events
 from ray_app.runlog.lease import LIFE_S, LeaseWatch, is_taken_over
 from ray_app.runlog.output import Output
 from ray_app.runlog.redaction import register_run_secrets
@@ -73,6 +73,7 @@ class Evaluator:
         self._before_evaluation, self._when_orphaned = before_evaluation, when_orphaned
         register_run_secrets(job.paths.config)
         self._store = CheckpointStore(job.paths)
+        self._pending_events = PendingEvents(job.paths)
         self._stopped = threading.Event()
         # While it is set the evaluator does not pause between evaluations.
         self._hurry = threading.Event()
@@ -111,6 +112,7 @@ class Evaluator:
         self._hurry.set()
         for thread in self._threads:
             thread.join()
+        self._pending_events.flush()
         if self._output is not None:
             self._output.close()
 
@@ -155,6 +157,7 @@ class Evaluator:
             try:
                 if self._driver == "superseded":
                     return self._leave()
+                self._pending_events.flush()
                 # After a failure only the end of the driver is waited for.
                 waiting = pending_commits(self._job) if self._error is None else []
                 if waiting:
@@ -302,7 +305,7 @@ class Evaluator:
 
     def _record_skipped(self, commit: Commit, reason: str) -> None:
         details = {"by": self._job.name} if self._job.name else {}
-        put_event(self._job.paths, "evaluation_skipped", self._job.fence, step=commit.step, reason=reason, **details)
+        self._pending_events.put("evaluation_skipped", self._job.fence, step=commit.step, reason=reason, **details)
 
 
 def count_deaths_in_a_row(starts: Sequence[Mapping[str, Any]], done_step: int, alive: Collection[str]) -> int:

@@ -33,14 +33,14 @@ from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
 from ray_app.models.package import Package
 from ray_app.process import set_variables
+from ray_app.retry import Retry
 from ray_app.runlog.redaction import redact
 from ray_app.track.mlflow_client import connect
 
 logger = logging.getLogger(__name__)
 
 _MIN_TIMEOUT_S, _MIN_BYTES_PER_S = 60.0, 5e6
-_PAUSES_S = (1.0, 5.0)
-"""Pauses before the second and the third attempt."""
+_RETRY = Retry(1.0, factor=5.0, attempts=3)
 _TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 T = TypeVar("T")
 
@@ -74,13 +74,7 @@ def _retry(call: Callable[[], T]) -> T:
     from mlflow.exceptions import MlflowException
     from requests.exceptions import RequestException
 
-    for pause_s in _PAUSES_S:
-        try:
-            return call()
-        except (MlflowException, RequestException) as error:
-            logger.warning("The model's files did not get to MLflow, will try again: %s", redact(str(error)))
-            time.sleep(pause_s)
-    return call()
+    return _RETRY.call(call, (MlflowException, RequestException), "Sending or reading back the model's files")
 
 
 def _digests(folder: Path) -> dict[str, str]:

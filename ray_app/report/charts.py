@@ -3,7 +3,8 @@
 The colors are CSS variables of the page, and each chart has an `aria-label` for screen readers. The module has pure
 functions, in this order: axes (ticks and number formats), curves from step records (thinning, smoothing, rates, and a
 clock without the pauses between two starts), and drawing. Coordinates are pixels of the `viewBox`, which the page
-scales as a whole; for phones a chart is drawn again with a smaller width.
+scales as a whole; for phones a chart is drawn again with a smaller width. A plotting library is not used, since the
+page is one file that works without scripts, follows the colors of the reader's system, and needs no other import.
 """
 
 from __future__ import annotations

@@ -436,6 +436,34 @@ def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
         return False
 
 
+class PendingEvents:
+    """Writes events that must not be lost: an event that the storage refuses stays pending, and so do later ones.
+
+    Early stopping, for example, waits for the evaluation of each planned checkpoint, or for the event that there will
+    be none. The methods are not to be called by several threads at a time.
+
+    Args:
+        paths: The run.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._events: list[tuple[str, int, dict[str, Any]]] = []
+
+    def put(self, kind: str, fence: int, **details: Any) -> None:
+        """Writes the pending events and this one, see `put_event`; what the storage refuses stays pending."""
+        self._events.append((kind, fence, details))
+        self.flush()
+
+    def flush(self) -> None:
+        """Writes the pending events, in order, until the storage refuses one."""
+        while self._events:
+            kind, fence, details = self._events[0]
+            if not put_event(self._paths, kind, fence, **details):
+                return
+            self._events.pop(0)
+
+
 class EventsReader:
     """Reads the events of a run, each file once, also while they are written."""
 

@@ -1,6 +1,6 @@
 """The section `submit` of the command, the transfer of the configuration to the cluster, and the resubmission of jobs.
 
-`judge` decides whether a job that has ended is submitted again, `wait_s` how long to wait before that.
+`judge` decides whether a job that has ended is submitted again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
+from ray_app.retry import Retry
 from ray_app.runlog.redaction import HIDDEN, redact_value, register_secrets
 
 _STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
@@ -57,6 +58,11 @@ class SubmitSection:
     backoff_s: float = 5.0
     stop_wait_s: int = 60
     lost_contact_s: float = 300.0
+
+    @property
+    def backoff(self) -> Retry:
+        """The pauses before further submissions."""
+        return Retry(self.backoff_s, max_pause_s=_MAX_BACKOFF_S)
 
     def check(self) -> None:
         """Refuses values out of range and a working directory that does not exist.
@@ -155,7 +161,7 @@ def _changed(before: Any, after: Any, name: str = "") -> list[str]:
     return [] if before == after or (isinstance(before, list | tuple) and list(before) == list(after)) else [name]
 
 
-_MAX_WAIT_S = 300.0
+_MAX_BACKOFF_S = 300.0
 _SHELL_SIGNALS = 128
 _NOT_STARTED = "the cluster has no such command; name its Python by submit.python"
 _FINAL_CODES = {1: "the run failed", 2: "the run was refused", 126: _NOT_STARTED, 127: _NOT_STARTED}
@@ -238,13 +244,3 @@ def _loss(ended: EndedJob) -> tuple[str | None, int]:
     if number in signal.valid_signals():
         return f"the driver was lost (killed by signal {int(number)})", 1
     return None, code
-
-
-def wait_s(done: int, backoff_s: float) -> float:
-    """Returns the seconds to wait before the next submission.
-
-    Args:
-        done: Number of submissions so far, at least one.
-        backoff_s: Seconds to wait after the first submission.
-    """
-    return float(min(_MAX_WAIT_S, backoff_s * 2 ** (done - 1)))

@@ -19,6 +19,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 from ray_app.errors import ConfigError
+from ray_app.retry import Retry
 from ray_app.runlog.redaction import redact
 from ray_app.submit.options import EndedJob
 
@@ -29,6 +30,7 @@ _SILENCE_S = 30.0
 """Time without output after which the connection is opened anew, since a half-open one would stay silent for ever."""
 _LOOK_S = 1.0
 _LOST = (OSError, RuntimeError, TimeoutError, aiohttp.ClientError, requests.exceptions.RequestException)
+_REQUEST_ERRORS = (AuthenticationError, OSError, RuntimeError, ValueError)
 _UNABLE = re.compile(r"Request failed with status code 5(?!.*status code 4)", re.DOTALL)
 """Matches the errors of Ray's client if the server, or a proxy, cannot answer now.
 
@@ -110,29 +112,33 @@ class JobServer:
             ConfigError: The cluster refuses the job.
             LostContactError: The cluster did not answer for too long.
         """
-        start_s = time.monotonic()
-        job_id = ""
-        sent = 0
-        while True:
+        sent_ids: list[str] = []
+
+        def request() -> str:
+            sent_ids.append(sent_ids[0] if sent_ids else self._free_id(name))
             try:
-                job_id = job_id or self._free_id(name)
-                sent += 1
                 return self._client.submit_job(
-                    entrypoint=command, submission_id=job_id, runtime_env=runtime_env, metadata=metadata
+                    entrypoint=command, submission_id=sent_ids[0], runtime_env=runtime_env, metadata=metadata
                 )
-            except (AuthenticationError, OSError, RuntimeError, ValueError) as error:
-                is_lost = isinstance(error, OSError)
-                is_taken = not is_lost and "already exists" in str(error)
+            except RuntimeError as error:
                 # The job of an earlier request has this id; only the answer was lost.
-                if is_taken and sent > 1:
-                    return job_id
-                if is_taken or not (is_lost or _UNABLE.match(str(error))):
-                    raise ConfigError(f"the cluster does not take the job: {redact(str(error))}") from error
-                if time.monotonic() - start_s > self._lost_contact_s:
-                    raise LostContactError(
-                        f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}"
-                    ) from error
-            time.sleep(_LOOK_S)
+                if "already exists" in str(error) and len(sent_ids) > 1:
+                    return sent_ids[0]
+                raise
+
+        def raise_if_refused(error: Exception) -> None:
+            is_busy = _UNABLE.match(str(error)) and "already exists" not in str(error)
+            if not (isinstance(error, OSError) or is_busy):
+                raise ConfigError(f"the cluster does not take the job: {redact(str(error))}") from error
+
+        retry = Retry(_LOOK_S, factor=1.0, deadline_s=self._lost_contact_s)
+        try:
+            return retry.call(request, _REQUEST_ERRORS, "Submitting the job", raise_if_refused)
+        except _REQUEST_ERRORS as error:
+            raise self._lost_contact_error(error) from error
+
+    def _lost_contact_error(self, error: Exception) -> LostContactError:
+        return LostContactError(f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}")
 
     def _free_id(self, name: str) -> str:
         taken = [job.submission_id for job in self._client.list_jobs() if job.submission_id]
@@ -154,6 +160,7 @@ class JobServer:
         """
         tail = _Tail(show)
         is_reported = False
+        # Not `Retry`: between two failures the loop shows the output of the job, and only silence has a limit.
         while True:
             trouble = tail.read(self._client, job_id)
             try:
@@ -164,9 +171,7 @@ class JobServer:
             except _LOST as error:
                 ended, trouble = None, error
                 if time.monotonic() - tail.heard_s > self._lost_contact_s:
-                    raise LostContactError(
-                        f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}"
-                    ) from error
+                    raise self._lost_contact_error(error) from error
             if ended is not None:
                 tail.rest(self._client, job_id)
                 return ended

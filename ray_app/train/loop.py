@@ -176,7 +176,7 @@ class _Worker:
             stack.callback(self._finish_task)
             stack.callback(self._step_log.close)
             if self._validation is not None:
-                stack.callback(self._validation.put_pending_events)
+                stack.callback(self._validation.pending_events.flush)
             stack.callback(self._feed.close)
             if self._profile is not None:
                 stack.callback(self._profile.end, self._finished_steps)

@@ -24,6 +24,7 @@ import ray
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ray_app.channel import FrameReader, connect, pack_frame
 from ray_app.cluster.rendezvous.server import decode_reply, encode
 from ray_app.reduction.base import World, collective
 from ray_app.runlog.journal import StepRecord, put_event
@@ -98,7 +99,7 @@ class RendezvousClient:
         self._generation_info = GenerationInfo(0, 0, 0, "", 0)
         self._wait_count = 0
         self._connection: socket.socket | None = None
-        self._incomplete_line = b""
+        self._frames = FrameReader()
         # Guards the fields that a reply changes, and is notified of every reply.
         self._reply_condition = threading.Condition()
         self._closed = threading.Event()
@@ -241,7 +242,7 @@ class RendezvousClient:
         while not self._closed.is_set():
             try:
                 connection = self._connection or self._connect()
-                connection.sendall(encode(self._heartbeat()))
+                connection.sendall(pack_frame(encode(self._heartbeat())))
                 self._receive(connection)
             # Any error is retried: without heartbeats this worker would be declared lost.
             except Exception as error:
@@ -255,10 +256,9 @@ class RendezvousClient:
         When this process ends, the connection closes, from which the rendezvous notices the end of the process.
         """
         address, secret = ray.get(self._rendezvous.address_and_secret.remote(), timeout=_ANSWER_S)
-        connection = socket.create_connection(address, timeout=_ANSWER_S)
+        connection = connect(address, secret, _ANSWER_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-        connection.sendall(f"{secret}\n".encode())
-        self._connection, self._incomplete_line = connection, b""
+        self._connection, self._frames = connection, FrameReader()
         return connection
 
     def _disconnect(self) -> None:
@@ -282,9 +282,8 @@ class RendezvousClient:
                 if not data:
                     self._disconnect()
                     return
-                *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
-                for line in lines:
-                    self._apply(decode_reply(line))
+                for frame in self._frames.feed(data):
+                    self._apply(decode_reply(frame))
             if self._wake_receiver.fileno() in ready:
                 self._wake_receiver.recv(64)
                 return

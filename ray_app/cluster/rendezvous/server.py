@@ -1,27 +1,24 @@
 """The rendezvous as a Ray actor, and the TCP connections between it and the workers.
 
 Each worker sends its heartbeats over one connection and receives the replies over it; the end of the connection shows
-that the worker's process has ended. A message is a line of JSON and costs the rendezvous some ten microseconds, where a
-call of a Ray actor would cost some hundred. A client first sends a secret, which it gets through a Ray call. Nothing
-that arrives is unpickled.
+that the worker's process has ended. A message is a frame of JSON (`ray_app.channel`) and costs the rendezvous some ten
+microseconds, where a call of a Ray actor would cost some hundred.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
-import resource
-import secrets
+import socket
 import time
 import warnings
-from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
 import ray
 
+from ray_app.channel import FrameReader, Listener, pack_frame
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.process import log_to_stderr
 from ray_app.runlog.journal import StepRecord
@@ -29,8 +26,6 @@ from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, Heartbeat
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 4096
-"""Connections that may wait to be accepted; all workers connect at once when the rendezvous has been restarted."""
 _CHECK_S = 0.2
 """Seconds between two checks for silent workers and stalled generations."""
 _FIELD_NAMES = {
@@ -41,8 +36,8 @@ _FIELD_NAMES = {
 
 
 def encode(message: Heartbeat | HeartbeatReply) -> bytes:
-    """Returns a message as a line of JSON: a list of the values of its fields, in which a dataclass is such a list."""
-    return json.dumps(_values(message), default=_values).encode() + b"\n"
+    """Returns a message as JSON: a list of the values of its fields, in which a dataclass is such a list."""
+    return json.dumps(_values(message), default=_values).encode()
 
 
 def _values(message: Any) -> list[Any]:
@@ -50,17 +45,17 @@ def _values(message: Any) -> list[Any]:
     return [getattr(message, name) for name in _FIELD_NAMES[type(message)]]
 
 
-def decode_heartbeat(line: bytes) -> Heartbeat:
-    """Returns the heartbeat that a line contains, see `encode`."""
-    heartbeat = Heartbeat(*json.loads(line))
+def decode_heartbeat(data: bytes) -> Heartbeat:
+    """Returns the heartbeat in a frame, see `encode`."""
+    heartbeat = Heartbeat(*json.loads(data))
     if heartbeat.record is None:
         return heartbeat
     return replace(heartbeat, record=StepRecord(*heartbeat.record))  # type: ignore[misc]
 
 
-def decode_reply(line: bytes) -> HeartbeatReply:
-    """Returns the reply that a line contains, see `encode`."""
-    reply = HeartbeatReply(*json.loads(line))
+def decode_reply(data: bytes) -> HeartbeatReply:
+    """Returns the reply in a frame, see `encode`."""
+    reply = HeartbeatReply(*json.loads(data))
     formed = None if reply.formed is None else GenerationInfo(*reply.formed)  # type: ignore[misc]
     return replace(reply, flags=Flags(reply.flags), formed=formed and replace(formed, hosts=tuple(formed.hosts)))
 
@@ -72,38 +67,46 @@ class ConnectionServer:
         rendezvous: Handles the heartbeats and makes the replies. Its `on_change` is set to a broadcast of replies.
 
     Attributes:
-        secret: The line that a client has to send first.
+        secret: See `Listener`.
         connections: The newest connection of each worker, by worker id.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
-        self.secret = secrets.token_hex(16)
+        self._listener = Listener(self._hand_over)
+        self.secret = self._listener.secret
         self.connections: dict[str, _WorkerConnection] = {}
         self._is_broadcast_scheduled = False
-        self._server: asyncio.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # asyncio keeps only weak references to tasks.
+        self._tasks: set[asyncio.Task[Any]] = set()
         rendezvous.on_change = self._schedule_broadcast
 
     async def listen(self, host: str) -> tuple[str, int]:
         """Starts to listen on a free port of a host; returns the address."""
-        # Each connection needs a file descriptor, and the default limit may be lower than the number of workers.
-        with suppress(OSError, ValueError):
-            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _WorkerConnection(self), host, 0, backlog=_BACKLOG)
-        return self._server.sockets[0].getsockname()[:2]
+        self._loop = asyncio.get_running_loop()
+        return self._listener.listen(host)
 
     def close(self) -> None:
         """Stops listening."""
-        if self._server is not None:
-            self._server.close()
+        self._listener.close()
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        """Gives an authenticated connection to the event loop; called in the listener's thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._add_connection, connection)
+
+    def _add_connection(self, connection: socket.socket) -> None:
+        assert self._loop is not None
+        task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: _WorkerConnection(self), connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _schedule_broadcast(self) -> None:
         """Schedules one broadcast for all the changes that one message makes."""
-        if not self._is_broadcast_scheduled and self._server is not None:
+        if not self._is_broadcast_scheduled and self._loop is not None:
             self._is_broadcast_scheduled = True
-            self._server.get_loop().call_soon(self._broadcast)
+            self._loop.call_soon(self._broadcast)
 
     def _broadcast(self) -> None:
         """Sends every connected worker its reply, if that has changed."""
@@ -118,8 +121,7 @@ class _WorkerConnection(asyncio.Protocol):
     def __init__(self, server: ConnectionServer) -> None:
         self._server = server
         self._worker = ""
-        self._is_authenticated = False
-        self._incomplete_line = b""
+        self._frames = FrameReader()
         self._last_reply: HeartbeatReply | None = None
         self._transport: Any = None
 
@@ -127,18 +129,9 @@ class _WorkerConnection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
-        if not lines and not self._is_authenticated and len(self._incomplete_line) > len(self._server.secret):
-            self._transport.abort()
-            return
-        for line in lines:
-            if self._is_authenticated:
-                self._handle(decode_heartbeat(line))
-            elif hmac.compare_digest(line, self._server.secret.encode()):
-                self._is_authenticated = True
-            else:
-                self._transport.abort()
-                return
+        # What is not a heartbeat raises, after which asyncio logs the error and closes the connection.
+        for frame in self._frames.feed(data):
+            self._handle(decode_heartbeat(frame))
 
     def _handle(self, heartbeat: Heartbeat) -> None:
         """Hands a heartbeat to the rendezvous and sends the reply."""
@@ -153,7 +146,7 @@ class _WorkerConnection(asyncio.Protocol):
         """Sends a reply unless it equals the one that was sent last."""
         if reply != self._last_reply and not self._transport.is_closing():
             self._last_reply = reply
-            self._transport.write(encode(reply))
+            self._transport.write(pack_frame(encode(reply)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         # A worker that has connected anew is not lost when its old connection ends.

@@ -1,6 +1,7 @@
 """Readers of raw data that consists of arrays: NumPy files, MNIST-format files, scikit-learn's digits.
 
-They stream the arrays in files from front to back, also from archives, and never unpickle anything.
+They stream the arrays in files from front to back, also from archives and object stores, and never unpickle anything.
+`numpy.load` and the readers of torchvision would hold whole files in memory.
 """
 
 from __future__ import annotations

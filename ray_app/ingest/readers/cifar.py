@@ -1,14 +1,14 @@
 """Reader of CIFAR-10 and CIFAR-100 as they are published: the binary version, and the python version (pickles).
 
-`unpickle` reads plain data from a pickle without executing it: it interprets the opcodes itself, and never imports or
-calls anything. It accepts dictionaries, lists, tuples, numbers, text, bytes and NumPy arrays of numbers, as Python 2
-and 3 write them in protocols 1 to 4. It refuses anything else, so that a pickle that would run code is an error.
+The readers of torchvision are not used: they execute the pickles, read only local folders of a fixed layout, and name
+neither file nor row of what they cannot read.
 """
 
 from __future__ import annotations
 
-import pickletools
-from collections.abc import Callable, Iterator
+import pickle
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any, cast
@@ -21,45 +21,8 @@ from ray_app.errors import DataError
 from ray_app.ingest.readers import base
 from ray_app.storage.data_files import DataLocation, File, files_in, find_file, is_folder
 
-_MARK, _EMPTY = object(), object()
-_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
-_NAMES = {
-    **{f"{module} _reconstruct": "array" for module in _NUMPY},
-    "numpy ndarray": "ndarray",
-    "numpy dtype": "dtype",
-    "_codecs encode": "encode",
-}
-"""Names that are allowed in a pickle, and their meaning here; they are never imported."""
-_PUSHED = {
-    *("BININT", "BININT1", "BININT2", "LONG1", "INT", "LONG", "BINFLOAT"),
-    *("BINSTRING", "SHORT_BINSTRING", "STRING", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"),
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-}
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-    "MARK": lambda: _MARK,
-}
 _PART_BYTES = 1 << 20
-_IGNORED = ("PROTO", "FRAME", "STOP")
-
-
-@dataclass
-class _Array:
-    """An array; its content comes later in the pickle."""
-
-    values: np.ndarray | None = None
-
-
-@dataclass
-class _Name:
-    """A name of `_NAMES`."""
-
-    meaning: str
+_IN_PROGRESS = object()
 
 
 class _Bounded:
@@ -67,145 +30,155 @@ class _Bounded:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self.readline, self.tell = file.readline, file.tell
+        self.readline = file.readline
 
     def read(self, size: int) -> bytes:
-        """Returns the next bytes, fewer at the end of the file."""
+        """Returns the next bytes.
+
+        Raises:
+            ValueError: The file ends before.
+        """
         parts = []
-        while size > 0 and (part := self._file.read(min(size, _PART_BYTES))):
+        remaining = size
+        while remaining > 0 and (part := self._file.read(min(remaining, _PART_BYTES))):
             parts.append(part)
-            size -= len(part)
+            remaining -= len(part)
+        if remaining:
+            raise ValueError(f"it ends {remaining} bytes too early")
         return b"".join(parts)
 
 
-def unpickle(file: IO[bytes]) -> Any:
-    """Returns the data in a pickle, with text of Python 2 as `str`, byte for byte (latin-1).
+class _Dtype:
+    """Stands for `numpy.dtype` in a pickle: only numbers are allowed."""
 
-    Raises:
-        ValueError: The pickle is damaged, or holds something else than plain data and arrays.
+    def __init__(self, name: Any, *_: Any) -> None:
+        if not isinstance(name, str):
+            raise TypeError("a dtype without a name")
+        if name[:1] not in "biuf" or not name[1:].isdigit():
+            raise ValueError(f"an array of {name!r}; allowed are numbers")
+        self.value = np.dtype(name)
+
+    def build(self, state: Any) -> None:
+        """Sets the byte order."""
+        if state[1] in ("<", ">"):
+            self.value = self.value.newbyteorder(state[1])
+
+
+class _Array:
+    """Stands for an array in a pickle; `build` is called with its content."""
+
+    def __init__(self, *_: Any) -> None:
+        self.values: np.ndarray | None = None
+
+    def build(self, state: Any) -> None:
+        """Makes the array of version, shape, dtype, order and bytes."""
+        _, shape, dtype, columns_first, content = state
+        data = content.encode("latin-1") if isinstance(content, str) else content
+        self.values = np.frombuffer(data, dtype.value).reshape(shape, order="F" if columns_first else "C")
+
+
+def _encode(text: Any, encoding: Any) -> bytes:
+    """Stands for `_codecs.encode`, by which Python 3 writes bytes in protocols below 3."""
+    if encoding != "latin1":
+        raise ValueError("bytes in another encoding than latin1")
+    return bytes(text.encode("latin-1"))
+
+
+_NAMES = {
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+    ("_codecs", "encode"): _encode,
+}
+"""The names that are allowed in a pickle, and what stands for them; nothing is imported or called for a pickle."""
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.INT, pickle.LONG, pickle.BINFLOAT),
+    *(pickle.BINSTRING, pickle.SHORT_BINSTRING, pickle.STRING, pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
+    *(pickle.BINUNICODE8, pickle.UNICODE, pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
+    *(pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2),
+    *(pickle.TUPLE3, pickle.APPEND, pickle.APPENDS, pickle.BINPUT, pickle.LONG_BINPUT, pickle.PUT, pickle.MEMOIZE),
+    *(pickle.BINGET, pickle.LONG_BINGET, pickle.GET, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE),
+)
+"""The opcodes that plain data and arrays need in protocols 1 to 4; `_PlainUnpickler` adds three of its own."""
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Python's unpickler, with few opcodes and names.
+
+    It is the one that is written in Python: that in C takes memory for a damaged length or index before it looks at the
+    file, and a deeply nested tuple as the key of a dictionary ends its process.
     """
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
-    try:
-        for opcode, argument, position in pickletools.genops(cast("IO[bytes]", _Bounded(file))):
-            try:
-                _apply(opcode.name, argument, stack, memo)
-            except (IndexError, KeyError, TypeError, AttributeError, StopIteration) as error:
-                raise ValueError(f"{opcode.name} at byte {position} does not fit what comes before it") from error
-    except (MemoryError, OverflowError) as error:
-        raise ValueError("a length in it is too large") from error
-    if len(stack) != 1:
-        raise ValueError(f"it leaves {len(stack)} values where one is expected")
-    try:
-        return _plain(stack[0], {})
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
 
+    dispatch = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}  # noqa: RUF012
+    stack: list[Any]
+    metastack: list[Any]
 
-def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
-    """Executes one opcode on the stack and the memo.
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns what stands for a name; imports nothing."""
+        if (module, name) not in _NAMES:
+            raise ValueError(
+                f"it names {module}.{name}, which plain data has no need of; it was neither imported nor called"
+            )
+        return _NAMES[module, name]
 
-    Raises:
-        ValueError: Plain data has no need of the opcode.
-    """
-    if name in _PUSHED:
-        stack.append(argument)
-    elif name in _CONSTANTS:
-        stack.append(_CONSTANTS[name]())
-    elif name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
-        memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
-    elif name in ("BINGET", "LONG_BINGET", "GET"):
-        stack.append(memo[argument])
-    elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
-        stack.append(tuple(_pop(stack, int(name[5:]) if name[5:] else None)))
-    elif name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS"):
-        _fill(stack, _pop(stack, {"APPEND": 1, "SETITEM": 2}.get(name)), dict if name.startswith("SET") else list)
-    elif name in ("GLOBAL", "STACK_GLOBAL"):
-        stack.append(_look_up_name(argument if name == "GLOBAL" else " ".join(_pop(stack, 2))))
-    elif name == "REDUCE":
-        arguments = stack.pop()
-        stack.append(_call(stack.pop(), arguments))
-    elif name == "BUILD":
-        _build(stack, memo, stack.pop())
-    elif name not in _IGNORED:
-        raise ValueError(f"it holds {name}, which plain data has no need of; it was not executed")
+    def load_build(self) -> None:
+        """Gives the value on the stack its state; the original one sets any attributes of any object."""
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if not isinstance(target, _Array | _Dtype):
+            raise TypeError("a state for a value that has none")
+        target.build(state)
 
+    def load_setitem(self) -> None:
+        """Adds a key and a value to a dictionary."""
+        self._add([self.stack.pop(-2), self.stack.pop()])
 
-def _fill(stack: list[Any], values: list[Any], kind: type) -> None:
-    """Adds values to the list, or keys and values to the dictionary, on top of the stack."""
-    target = stack[-1]
-    if type(target) is not kind:
-        raise TypeError
-    if isinstance(target, list):
-        target.extend(values)
-    elif isinstance(target, dict):
+    def load_setitems(self) -> None:
+        """Adds keys and values to a dictionary."""
+        self._add(self.pop_mark())  # type: ignore[attr-defined]
+
+    def _add(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, dict):
+            raise TypeError("keys for a value that has none")
         # Keys of other types may take forever to hash, or crash.
-        if wrong := [key for key in values[::2] if not isinstance(key, (str, bytes, int))]:
+        if wrong := [key for key in items[::2] if not isinstance(key, (str, bytes, int))]:
             raise ValueError(
                 f"a {type(wrong[0]).__name__} as a key of a dictionary; allowed are text, bytes and integers"
             )
-        target.update(zip(values[::2], values[1::2], strict=True))
+        target.update(zip(items[::2], items[1::2], strict=True))
+
+    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+    dispatch[pickle.SETITEM[0]] = load_setitem  # type: ignore[assignment]
+    dispatch[pickle.SETITEMS[0]] = load_setitems  # type: ignore[assignment]
 
 
-def _pop(stack: list[Any], count: int | None) -> list[Any]:
-    """Takes the last `count` values off the stack, or those since the last mark, and returns them."""
-    if count is None:
-        count = next(i for i in range(len(stack)) if stack[-1 - i] is _MARK)
-        values = stack[len(stack) - count :]
-        del stack[len(stack) - count - 1 :]
-        return values
-    if count > len(stack):
-        raise IndexError
-    values = stack[len(stack) - count :]
-    del stack[len(stack) - count :]
-    return values
+def unpickle(file: IO[bytes]) -> Any:
+    """Returns the data in a pickle, with text of Python 2 as `str`, byte for byte (latin-1). Nothing is executed.
 
-
-def _look_up_name(name: str) -> _Name:
-    if name not in _NAMES:
+    Raises:
+        ValueError: The pickle is damaged, or holds something else than plain data and arrays: dictionaries, lists,
+            tuples, numbers, text, bytes and NumPy arrays of numbers.
+    """
+    unpickler = _PlainUnpickler(cast("IO[bytes]", _Bounded(file)), encoding="latin1")
+    try:
+        value = unpickler.load()
+    except KeyError as error:
         raise ValueError(
-            f"it names {name.replace(' ', '.')}, which plain data has no need of; it was neither imported nor called"
-        )
-    return _Name(_NAMES[name])
-
-
-def _call(name: Any, arguments: tuple[Any, ...]) -> Any:
-    """Returns the result that a call of an allowed name would have."""
-    if not isinstance(name, _Name):
-        raise TypeError
-    if name.meaning == "array":
-        return _Array()
-    if name.meaning == "dtype":
-        return _dtype(arguments[0])
-    if name.meaning == "encode":
-        text, encoding = arguments
-        if encoding != "latin1":
-            raise ValueError("bytes in another encoding than latin1")
-        return text.encode("latin-1")
-    raise TypeError
-
-
-def _dtype(name: Any) -> np.dtype:
-    if not isinstance(name, str):
-        raise TypeError
-    if name[:1] not in "biuf" or not name[1:].isdigit():
-        raise ValueError(f"an array of {name!r}; allowed are numbers")
-    return np.dtype(name)
-
-
-def _build(stack: list[Any], memo: dict[int, Any], state: tuple[Any, ...]) -> None:
-    """Fills in the value on top of the stack: the byte order of a dtype, or shape, dtype and content of an array."""
-    target = stack[-1]
-    if isinstance(target, np.dtype):
-        ordered = target if state[1] not in "<>" else target.newbyteorder(state[1])
-        stack[-1] = ordered
-        memo.update({key: ordered for key, value in memo.items() if value is target})
-        return
-    if not isinstance(target, _Array) or len(state) != 5:
-        raise TypeError
-    _, shape, dtype, columns_first, content = state
-    data = content.encode("latin-1") if isinstance(content, str) else content
-    target.values = np.frombuffer(data, dtype).reshape(shape, order="F" if columns_first else "C")
+            f"it has the opcode {bytes(error.args)!r}, which plain data has no need of; it was not executed"
+        ) from error
+    except (IndexError, TypeError, AttributeError, struct.error, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"a part of it does not fit what comes before it: {error}") from error
+    except (MemoryError, OverflowError) as error:
+        raise ValueError("a length in it is too large") from error
+    if unpickler.stack or unpickler.metastack:
+        raise ValueError("it leaves several values where one is expected")
+    try:
+        return _plain(value, {})
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _plain(value: Any, done: dict[int, Any]) -> Any:
@@ -223,12 +196,12 @@ def _plain(value: Any, done: dict[int, Any]) -> Any:
     if isinstance(value, (dict, list, tuple)):
         if id(value) not in done:
             # Marks the value as in progress, to detect one that contains itself.
-            done[id(value)] = _EMPTY
+            done[id(value)] = _IN_PROGRESS
             if isinstance(value, dict):
                 done[id(value)] = {key: _plain(item, done) for key, item in value.items()}
             else:
                 done[id(value)] = [_plain(item, done) for item in value]
-        if done[id(value)] is _EMPTY:
+        if done[id(value)] is _IN_PROGRESS:
             raise ValueError("a list or dictionary that holds itself")
         return done[id(value)]
     if isinstance(value, (str, bytes, int, float)) or value is None:

@@ -2,7 +2,8 @@
 
 A record is the length of its data (8 bytes), a checksum of these, the data, and a checksum of the data; a file is
 records, or gzip of them. The checksums are CRC-32C, masked as in
-https://www.tensorflow.org/tutorials/load_data/tfrecord.
+https://www.tensorflow.org/tutorials/load_data/tfrecord. TensorFlow itself is not used: it is a second framework in each
+process, and it names no row that cannot be used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Reader of WebDataset tar files: successive members with the same name up to its first dot form one row.
 
-Members are read in place and never extracted.
+Members are read in place and never extracted. The library `webdataset` is not used: it has neither the checks
+and limits of this reader nor its refusals of single rows with a reason.
 """
 
 from __future__ import annotations

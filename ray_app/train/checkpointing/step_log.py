@@ -321,7 +321,7 @@ class StepLog:
         A rank that has written records also records how long its checkpoints stopped training.
         """
         self._checkpoint_writer.wait()
-        self._checkpoint_writer.put_pending_events()
+        self._checkpoint_writer.pending_events.flush()
         self._sender.wait()
         if self._metrics_writer is None:
             return

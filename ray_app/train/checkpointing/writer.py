@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -16,16 +15,15 @@ from ray_app.checkpoint.format import Snapshot, file_writers, params_digest
 from ray_app.checkpoint.store import CheckpointStore, Commit, Pin, skipped_evaluations
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
+from ray_app.retry import Retry
 from ray_app.runlog.evaluations import evaluated_steps
-from ray_app.runlog.journal import put_event
+from ray_app.runlog.journal import PendingEvents, put_event
 from ray_app.runlog.paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 6
-"""Attempts to write one checkpoint before it is given up."""
-_FIRST_PAUSE_S = 0.5
-"""Seconds of the pause after the first failed attempt; the pause doubles with each attempt.
+_RETRY = Retry(0.5, jitter=0.5, attempts=6)
+"""The attempts to write one checkpoint before it is given up.
 
 All pauses together take up to 16 s, and each failed attempt the time that the storage takes to fail. The next
 checkpoint begins only after the last attempt.
@@ -45,6 +43,8 @@ class CheckpointWriter:
         before_commit: Called with the checkpoint before each commit; if it raises, the write has failed.
 
     Attributes:
+        pending_events: The events of failed writes and skipped evaluations; not to be used while a checkpoint is
+            being written.
         stall_s: For each call of `save`, the seconds for which it stopped training.
     """
 
@@ -65,8 +65,7 @@ class CheckpointWriter:
         self._lease_error: LeaseLostError | None = None
         # Checkpoints of which all attempts have failed and files may be left.
         self._failed_commits: list[Commit] = []
-        # Events that are not on storage yet, as kind, fence and details.
-        self._pending_events: list[tuple[str, int, dict[str, Any]]] = []
+        self.pending_events = PendingEvents(paths)
         # Skipped evaluations that have an event, as step and name of the evaluator.
         self._recorded_skips: set[tuple[int, str | None]] = set()
         self.stall_s: list[float] = []
@@ -122,35 +121,34 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot, commit: Commit) -> None:
         """Writes a checkpoint, in several attempts if needed; the body of the thread."""
-        reason: str | None = None
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                self._write_once(snapshot, commit)
-                if reason is not None:
-                    put_event(
-                        self._paths, "write_retried", commit.fence, step=commit.step, attempts=attempt, reason=reason
-                    )
-                self._failure = None
-                return
-            except LeaseLostError as error:
-                self._lease_error = error
-                logger.error("Checkpoint of step %d is not written: %s", commit.step, error)
-                return
-            except Exception as error:
-                self._failure = reason = f"{type(error).__name__}: {error}"
-                logger.warning(
-                    "Checkpoint of step %d, attempt %d of %d failed: %s", commit.step, attempt, _ATTEMPTS, reason
-                )
-                if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                    # Evaluators may have released checkpoints since the last commit, and removing these frees space.
-                    self._remove_old(commit.fence)
-            if attempt < _ATTEMPTS:
-                time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
-        self._failed_commits.append(commit)
-        self._pending_events.append(
-            ("write_failed", commit.fence, {"step": commit.step, "attempts": _ATTEMPTS, "reason": reason})
-        )
-        self._remove_old(commit.fence)
+        reasons: list[str] = []
+
+        def handle_failure(error: Exception) -> None:
+            if isinstance(error, LeaseLostError):
+                raise error
+            reasons.append(f"{type(error).__name__}: {error}")
+            self._failure = reasons[-1]
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                # Evaluators may have released checkpoints since the last commit, and removing these frees space.
+                self._remove_old(commit.fence)
+
+        details: dict[str, Any] = {"step": commit.step}
+        write = partial(self._write_once, snapshot, commit)
+        try:
+            _RETRY.call(write, Exception, f"Writing the checkpoint of step {commit.step}", handle_failure)
+        except LeaseLostError as error:
+            self._lease_error = error
+            logger.error("Checkpoint of step %d is not written: %s", commit.step, error)
+        except Exception:
+            self._failed_commits.append(commit)
+            details |= {"attempts": len(reasons), "reason": reasons[-1]}
+            self.pending_events.put("write_failed", commit.fence, **details)
+            self._remove_old(commit.fence)
+        else:
+            self._failure = None
+            if reasons:
+                details |= {"attempts": len(reasons) + 1, "reason": reasons[-1]}
+                put_event(self._paths, "write_retried", commit.fence, **details)
 
     def _write_once(self, snapshot: Snapshot, commit: Commit) -> None:
         """Writes and commits a checkpoint, and then removes those that are no longer needed.
@@ -169,18 +167,6 @@ class CheckpointWriter:
         logger.info("The checkpoint of step %d is committed (%s), after %.1f s.", commit.step, commit.why, duration_s)
         self._remove_old(commit.fence)
 
-    def put_pending_events(self) -> None:
-        """Writes the pending events of failed writes and skipped evaluations, in order, until the storage refuses one.
-
-        The rest stays pending for the next call. No event may be dropped: early stopping waits for the evaluation of
-        each planned checkpoint, or for the event that there will be none.
-        """
-        while self._pending_events:
-            kind, fence, details = self._pending_events[0]
-            if not put_event(self._paths, kind, fence, **details):
-                return
-            self._pending_events.pop(0)
-
     def _record_skipped(self, fence: int, pins: list[Pin], removed_steps: list[int]) -> None:
         """Records each evaluation that will never be made, since its checkpoint is about to be removed.
 
@@ -195,9 +181,8 @@ class CheckpointWriter:
         for step, name in sorted(skipped, key=lambda pair: pair[0]):
             if step not in evaluated_steps(self._paths, name):
                 details = {"step": step, "reason": "the evaluator lags too far behind"} | ({"by": name} if name else {})
-                self._pending_events.append(("evaluation_skipped", fence, details))
+                self.pending_events.put("evaluation_skipped", fence, **details)
                 self._recorded_skips.add((step, name))
-        self.put_pending_events()
 
     def _remove_old(self, fence: int) -> None:
         """Removes checkpoints that are no longer needed and the files of failed writes.
@@ -205,7 +190,7 @@ class CheckpointWriter:
         It logs an error and does not raise, since an old checkpoint that stays must not make the write of the new one
         fail; the next call tries again.
         """
-        self.put_pending_events()
+        self.pending_events.flush()
         try:
             while self._failed_commits:
                 self._store.discard(self._failed_commits[-1])

@@ -17,8 +17,9 @@ import torch
 from ray_app.checkpoint.format import params_digest
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, gather
+from ray_app.retry import Retry
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
-from ray_app.runlog.journal import put_event
+from ray_app.runlog.journal import PendingEvents, put_event
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Arrays
 from ray_app.train.job import Job
@@ -26,12 +27,8 @@ from ray_app.train.state.state import TrainingState
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 6
-_FIRST_PAUSE_S = 0.5
-"""Pause after the first failed attempt to write an evaluation; it doubles with each attempt.
-
-The numbers are those of checkpoints.
-"""
+_RETRY = Retry(0.5, attempts=6)
+"""The attempts to write an evaluation; the numbers are those of checkpoints."""
 
 
 class Validation:
@@ -43,6 +40,9 @@ class Validation:
         load: Returns the decoded evaluation data, each field of shape (rows, ...); called at the first evaluation.
         device: Device to compute on.
         report_progress: Called after every chunk and every failed write, to report progress to the step watchdog.
+
+    Attributes:
+        pending_events: The events of the evaluations that could not be written.
     """
 
     def __init__(
@@ -59,8 +59,7 @@ class Validation:
         self._device = device
         self._report_progress = report_progress
         self._arrays: Arrays | None = None
-        # Step and reason of each evaluation that could not be written and has no event yet.
-        self._pending_events: list[tuple[int, str]] = []
+        self.pending_events = PendingEvents(job.paths)
 
     def run(self, world: World) -> None:
         """Evaluates the present state, unless its evaluation is on storage; a collective of all ranks.
@@ -70,7 +69,7 @@ class Validation:
         Raises:
             PeerLostError: A peer left meanwhile; the next generation evaluates again.
         """
-        self.put_pending_events()
+        self.pending_events.flush()
         job = self._job
         step = self._state.step
         began = time.perf_counter()
@@ -108,17 +107,6 @@ class Validation:
         )
         self._put(evaluation)
 
-    def put_pending_events(self) -> None:
-        """Writes the event `evaluation_skipped` for each evaluation that could not be written, if the storage answers.
-
-        Early stopping waits for an evaluation or for this event.
-        """
-        while self._pending_events:
-            step, reason = self._pending_events[0]
-            if not put_event(self._job.paths, "evaluation_skipped", self._job.fence, step=step, reason=reason):
-                return
-            self._pending_events.pop(0)
-
     def _is_done(self, step: int) -> bool:
         """Returns whether the evaluation of a step is on storage; False if the storage does not answer."""
         try:
@@ -132,24 +120,18 @@ class Validation:
         """Writes an evaluation and its event; if all attempts fail, training continues without them."""
         paths = self._job.paths
         fence = self._job.fence
-        reason = ""
-        for attempt in range(_ATTEMPTS):
-            try:
-                if put_evaluation(paths, evaluation):
-                    details = {"metrics": evaluation.metrics, "duration_s": evaluation.duration_s}
-                    put_event(paths, "evaluated", fence, step=evaluation.step, **details)
-                return
-            except OSError as error:
-                reason = f"{type(error).__name__}: {error}"
-                logger.warning(
-                    "Attempt %d of %d to write the evaluation of step %d failed: %s",
-                    attempt + 1,
-                    _ATTEMPTS,
-                    evaluation.step,
-                    reason,
-                )
-            self._report_progress()
-            if attempt < _ATTEMPTS - 1:
-                time.sleep(_FIRST_PAUSE_S * 2**attempt)
-        self._pending_events.append((evaluation.step, reason))
-        self.put_pending_events()
+        step = evaluation.step
+        try:
+            is_new = _RETRY.call(
+                lambda: put_evaluation(paths, evaluation),
+                OSError,
+                f"Writing the evaluation of step {step}",
+                lambda _: self._report_progress(),
+            )
+        except OSError as error:
+            reason = f"{type(error).__name__}: {error}"
+            self.pending_events.put("evaluation_skipped", fence, step=step, reason=reason)
+            return
+        if is_new:
+            details = {"metrics": evaluation.metrics, "duration_s": evaluation.duration_s}
+            put_event(paths, "evaluated", fence, step=step, **details)

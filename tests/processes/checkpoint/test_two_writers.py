@@ -18,6 +18,7 @@ from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, has_same_values, pack
 from ray_app.checkpoint.store import COMMIT, CheckpointStore, Commit, seal
 from ray_app.config.sections import CheckpointSection
+from ray_app.retry import Retry
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage import object_stores
@@ -79,7 +80,7 @@ def stops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     made = Stops(request.param)
     monkeypatch.setattr(put_module, "put_atomic", made.put_atomic)
     monkeypatch.setattr(store_module, "put_json", made.put_json)
-    monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.001, attempts=6))
     yield made
     for event in made.may_go.values():
         event.set()
@@ -203,7 +204,7 @@ def test_one_that_gives_up_does_not_make_the_other_fail(
     paths: RunPaths, stops: Stops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It removes what it holds for its own, and the other writes that again."""
-    monkeypatch.setattr(saver_module, "_ATTEMPTS", 2)
+    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.5, attempts=2))
 
     def refused(_: Commit) -> None:
         raise OSError("Stale file handle")

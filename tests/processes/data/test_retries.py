@@ -13,6 +13,7 @@ from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, fetch_in_process, plan_all_reads
 from ray_app.errors import DataError, StorageError
+from ray_app.retry import Retry
 from ray_app.storage.files import put_atomic
 from ray_app.storage.object_stores import S3Path
 from tests.support.s3_server import S3Server
@@ -22,7 +23,7 @@ from tests.support.s3_server import S3Server
 def test_s3_that_fails_for_a_while_is_read_all_the_same(
     s3_folder: S3Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, task_rows: int
 ) -> None:
-    monkeypatch.setattr(patience, "RETRY_PAUSES_S", (0.01,) * 3)
+    monkeypatch.setattr(patience, "_RETRY", Retry(0.01, factor=1.0, attempts=4))
     stream = pa.BufferOutputStream()
     pq.write_table(pa.table({"a": list(range(20))}), stream)
     put_atomic(s3_folder / "a.parquet", stream.getvalue().to_pybytes())

@@ -35,6 +35,7 @@ from ray_app.models.export import fetch_package
 from ray_app.models.package import make_package, read_fields, sources_of
 from ray_app.models.registry import champion_of, download_version, promote, register, resolve_version
 from ray_app.preflight.prepare import claim, prepare
+from ray_app.retry import Retry
 from ray_app.storage.files import put_json, read_json
 from ray_app.task.base import Batch
 from ray_app.task.tabular import TabularClassification
@@ -557,7 +558,7 @@ def test_files_that_take_longer_than_a_call_may_and_a_server_that_comes_back(
 ) -> None:
     """The server is frozen for longer than other calls wait, then killed in the middle of an upload."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    monkeypatch.setattr(upload_module, "_PAUSES_S", (0.1, 20.0))
+    monkeypatch.setattr(upload_module, "_RETRY", Retry(0.1, factor=200.0, attempts=3))
     server = Server(tmp_path)
     server.start()
     client = connect(server.uri)

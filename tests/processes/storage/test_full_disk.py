@@ -16,6 +16,7 @@ from ray_app.checkpoint.format import pack
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError
+from ray_app.retry import Retry
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_tree, put_atomic
@@ -50,7 +51,7 @@ def free_bytes(disk: Path) -> int:
 def test_a_full_disk_leaves_the_newest_checkpoint(
     disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.001, attempts=6))
     paths = RunPaths(disk / "run")
     store, saver = CheckpointStore(paths), CheckpointWriter(paths, CheckpointSection(keep_last=2), list)
     for step in (1, 2):

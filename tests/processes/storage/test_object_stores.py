@@ -30,6 +30,7 @@ from ray_app.errors import CheckpointError, ConfigError
 from ray_app.retrain.gate import write_dataset
 from ray_app.retrain.profile import profile_dataset
 from ray_app.retrain.rounds import read_delivery
+from ray_app.retry import Retry
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation, read_evaluations
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import acquire_lease
@@ -71,7 +72,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Clients that wait for a second only."""
-    monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.001, attempts=6))
     monkeypatch.setattr(object_stores, "_READ_TIMEOUT_S", 1)
     object_stores._make_client.cache_clear()
     yield
@@ -389,7 +390,7 @@ def test_a_writer_that_is_killed_in_the_middle_commits_nothing(
 def test_an_outage_fails_a_checkpoint_and_not_the_next(
     paths: RunPaths, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver_module, "_ATTEMPTS", 2)
+    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.5, attempts=2))
     saver = CheckpointWriter(paths, CheckpointSection(), list)
     s3_server.fail("PUT .*step-00000001.*/training.pt", times=3)  # as often as botocore tries
     saver.save(lambda: snapshot_of(1), commit_of(1))

@@ -29,6 +29,8 @@ from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Pin, rem
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError
 from ray_app.reduction.base import World
+from ray_app.retry import Retry
+from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations, read_scores
 from ray_app.runlog.journal import MetricsReader, MetricsWriter, StepRecord, put_event, read_events
 from ray_app.runlog.paths import RunPaths
@@ -521,7 +523,7 @@ def test_readers_see_the_old_or_the_new_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.001, attempts=6))
 
 
 class FailingDisk:
@@ -770,7 +772,7 @@ def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(
     CheckpointStore(paths).put_pin("evaluator", Pin(0, time.time() + 1000, max_checkpoints=1))
     saver = CheckpointWriter(paths, CheckpointSection(keep_last=1), lambda: [])
     with monkeypatch.context() as outage:
-        outage.setattr(saver_module, "put_event", refuse)
+        outage.setattr(journal, "put_event", refuse)
         for step in (1, 2):
             saver.save(lambda step=step: snapshot_of(step), commit_of(step))
         saver.wait()

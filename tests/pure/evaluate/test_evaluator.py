@@ -25,6 +25,7 @@ from ray_app.errors import RunHeldError
 from ray_app.evaluate import evaluator as actor
 from ray_app.evaluate.evaluator import Evaluator, count_deaths_in_a_row
 from ray_app.evaluate.job import EvaluationJob, pause_s, pending_commits
+from ray_app.runlog import journal
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.lease import acquire_lease
@@ -140,6 +141,26 @@ def test_a_damaged_checkpoint_is_marked_and_passed_over_and_one_that_went_is_not
     [skipped] = read_events(job.paths, "evaluation_skipped")
     assert skipped.details["step"] == 1
     assert not job.paths.checkpoint(2, 1).exists()
+
+
+def test_a_skipped_evaluation_is_recorded_later_if_the_storage_refuses_the_event(
+    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Early stopping would wait for the evaluation for ever."""
+    commit(job, 1)
+    (job.paths.checkpoint(1, 1) / "model.safetensors").write_bytes(b"damaged")
+    refusals = [OSError("503"), OSError("503")]
+
+    def put(*arguments: Any, **options: Any) -> bool:
+        if refusals:
+            raise refusals.pop()
+        return put_json(*arguments, **options)
+
+    monkeypatch.setattr(journal, "put_json", put)
+    with following(job):
+        wait_until(lambda: bool(read_events(job.paths, "evaluation_skipped")), "recorded in the end")
+    assert not refusals
+    assert [event.details["step"] for event in read_events(job.paths, "evaluation_skipped")] == [1]
 
 
 @pytest.mark.rest

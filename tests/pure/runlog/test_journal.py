@@ -27,11 +27,13 @@ from ray_app.runlog.journal import (
     FirstRecords,
     MetricsReader,
     MetricsWriter,
+    PendingEvents,
     StepRecord,
     join_segments,
     list_segments,
     newest_record,
     put_segment,
+    read_events,
 )
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import read_steps
@@ -357,3 +359,25 @@ def test_joining_counts_the_files_that_it_replaced(paths: RunPaths) -> None:
     assert join_segments(paths, 0, 10**6) == MAX_SMALL_FILES
     assert len(list_segments(paths)) == 1
     assert join_segments(paths, 0, 10**6) == 0
+
+
+def test_events_that_the_storage_refuses_are_written_later_in_their_order(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = PendingEvents(paths)
+    with monkeypatch.context() as outage:
+        outage.setattr(journal, "put_json", refuse)
+        events.put("write_failed", 1, step=4)
+        events.put("evaluation_skipped", 1, step=4)
+    assert read_events(paths) == []
+    events.put("write_failed", 2, step=8)
+    events.flush()
+    assert [(e.kind, e.fence, e.details) for e in read_events(paths)] == [
+        ("write_failed", 1, {"step": 4}),
+        ("evaluation_skipped", 1, {"step": 4}),
+        ("write_failed", 2, {"step": 8}),
+    ]
+
+
+def refuse(*_: Any, **__: Any) -> bool:
+    raise OSError("503")

@@ -22,9 +22,14 @@ from ray_app.driver.parsing import parse
 from ray_app.errors import ConfigError
 from ray_app.submit import server
 from ray_app.submit.on_cluster import check_shared_storage
-from ray_app.submit.options import EndedJob, SubmitSection, check_no_secrets, judge, non_default_fields, wait_s
-from ray_app.submit.package import check_size, check_uploaded_data, list_job_files
-from ray_app.submit.preflight import check_absolute_storage, compare_versions
+from ray_app.submit.options import EndedJob, SubmitSection, check_no_secrets, judge, non_default_fields
+from ray_app.submit.preflight import (
+    check_absolute_storage,
+    check_size,
+    check_uploaded_data,
+    compare_versions,
+    list_job_files,
+)
 from ray_app.submit.server import JobServer, LostContactError, _Tail
 from tests.support.places import ROOT
 
@@ -70,8 +75,9 @@ def test_when_a_run_is_submitted_again(ended: EndedJob, again: bool, exit_code: 
 
 
 def test_the_pause_doubles_up_to_a_bound() -> None:
-    assert [wait_s(done, 5) for done in (1, 2, 3, 4)] == [5, 10, 20, 40]
-    assert wait_s(60, 5) == 300
+    backoff = SubmitSection(backoff_s=5).backoff
+    assert [backoff.pause_s(done) for done in (1, 2, 3, 4)] == [5, 10, 20, 40]
+    assert backoff.pause_s(60) == 300
 
 
 RUNS = sorted(path for path in (ROOT / "conf").glob("*.yaml") if not path.stem.startswith("retrain"))

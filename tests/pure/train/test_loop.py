@@ -18,6 +18,7 @@ from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.errors import CheckpointError, PeerLostError, PreemptedError
 from ray_app.reduction.base import World
+from ray_app.retry import Retry
 from ray_app.runlog.evaluations import Evaluation, Verdict, put_evaluation
 from ray_app.runlog.history import recoveries
 from ray_app.runlog.journal import MetricsReader, StepRecord, put_event, read_events
@@ -136,7 +137,7 @@ def test_a_checkpoint_that_was_due_is_made_after_a_restore_from_a_snapshot(
     undisturbed = new_job("undisturbed")
     train(undisturbed, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks())
     job, memory = new_job(checkpoint__snapshot_every_steps=2), Memory()
-    monkeypatch.setattr(saver_module, "_ATTEMPTS", 1)
+    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.5, attempts=1))
 
     def die(commit: Any) -> None:
         if commit.step == job.total_steps:
@@ -294,7 +295,7 @@ def test_a_worker_says_whether_it_ends_because_the_run_is_over(new_job: Callable
 def test_a_worker_that_has_to_leave_reports_a_last_checkpoint_that_failed(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.001, attempts=6))
     job = new_job()
 
     def refuse(commit: Commit) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+from ray_app.channel import connect
 from ray_app.config.config import Config
 from ray_app.errors import unwrap_app_error
 from ray_app.runlog.paths import RunPaths
@@ -27,11 +28,10 @@ from ray_app.train.membership import RendezvousStatus
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
 from ray_app.train.strategies.parameter_server.protocol import (
     CoordinatorReply,
-    Listener,
     UnitResult,
-    connect,
     receive,
     send,
+    start_server,
 )
 from ray_app.train.strategies.parameter_server.server import ParameterServer
 
@@ -59,13 +59,13 @@ class ServerActor(ParameterServer):
 
     def __init__(self, config: Config, total_steps: int) -> None:
         super().__init__(config, total_steps)
-        self._listener = Listener(self._answer)
+        self._listener = start_server(self._answer)
         # One thread, because each thread that computes has further threads of its own.
         self._calls = ThreadPoolExecutor(1, "calls")
         self._failure: Exception | None = None
 
     def address_and_secret(self) -> tuple[tuple[str, int], str]:
-        """Returns the address and the secret for connections, see `Listener`."""
+        """Returns the address and the secret for connections, see `ray_app.channel`."""
         return self._listener.listen(ray.util.get_node_ip_address()), self._listener.secret
 
     def well(self) -> None:

@@ -1,21 +1,16 @@
 """The messages between workers, parameter servers and their coordinator, and the connections to the servers.
 
 Gradients, parameters and state travel over connections of their own: a call of a Ray actor with half a megabyte goes
-through Ray's object store, and takes ten times the CPU of a call over one of these. A client shows a secret first,
-which it gets only by a call of Ray; received data is never unpickled.
+through Ray's object store, and takes ten times the CPU of a call over one of these, see `ray_app.channel`. A message
+is a frame of JSON, followed by the raw bytes of the arrays in it.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
-import logging
-import resource
-import secrets
+import os
 import socket
-import struct
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,56 +18,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ray_app.channel import Listener, pack_frame, receive_bytes, receive_frame, receive_into
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.step.step_stats import ReplicaStats
 from ray_app.train.strategies.parameter_server.layout import Bytes
 
-logger = logging.getLogger(__name__)
-
-_LENGTH = struct.Struct("<Q")
-_SECRET_BYTES = 32
-_INTRODUCTION_S, _PAUSE_S = 10.0, 1.0
-_MAX_UNKNOWN_CLIENTS = 256
-"""Connections at a time that have not shown the secret yet."""
 _ARRAY, _BYTES = "__array__", "__bytes__"
-_IDLE_S = 10
-"""TCP keep-alive: seconds of silence before the kernel probes the other host."""
-_AGAIN_S = 5
-"""TCP keep-alive: seconds between two probes."""
-_TRIES = 3
-"""TCP keep-alive: number of probes without an answer after which the connection is closed."""
+_MAX_RAW_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""Maximum bytes of arrays and bytes in a message: the memory of this machine."""
 
 
-def connect(address: tuple[str, int], secret: str, timeout_s: float) -> socket.socket:
-    """Returns a connection to a `Listener`.
-
-    Args:
-        address: Address of the listener.
-        secret: Secret of the listener.
-        timeout_s: Limit in seconds of each operation on the connection.
-
-    Raises:
-        OSError: No server answers.
-    """
-    line = socket.create_connection(address, timeout=timeout_s)
-    _tune(line)
-    line.sendall(secret.encode())
-    return line
-
-
-def _tune(line: socket.socket) -> None:
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, _IDLE_S),
-        (socket.TCP_KEEPINTVL, _AGAIN_S),
-        (socket.TCP_KEEPCNT, _TRIES),
-    ):
-        line.setsockopt(socket.IPPROTO_TCP, option, value)
-    # TCP_USER_TIMEOUT is not set: it would end a connection while the other end is busy with something else.
-
-
-def send(line: socket.socket, values: Any) -> None:
+def send(connection: socket.socket, values: Any) -> None:
     """Sends values that JSON supports, bytes, and NumPy arrays of bytes.
 
     Raises:
@@ -86,125 +42,54 @@ def send(line: socket.socket, values: Any) -> None:
         raw.append(value)
         return {_BYTES: len(value)} if isinstance(value, bytes) else {_ARRAY: value.nbytes}
 
-    text = json.dumps(values, default=describe).encode()
-    line.sendall(_LENGTH.pack(len(text)) + text)
+    connection.sendall(pack_frame(json.dumps(values, default=describe).encode()))
     for value in raw:
-        line.sendall(value)
+        connection.sendall(value)
 
 
-def receive(line: socket.socket) -> Any:
+def receive(connection: socket.socket) -> Any:
     """Returns the values of a `send`, with tuples as lists, and with writable arrays.
 
     Raises:
         OSError: The other end is gone.
         ValueError: The received data is not a message.
     """
+    remaining_bytes = _MAX_RAW_BYTES
 
     # JSON calls this in the order of the text, which is the order of the raw data after it.
     def read_raw(part: dict[str, Any]) -> Any:
-        if part.keys() == {_ARRAY}:
-            array = np.empty(part[_ARRAY], np.uint8)
-            _fill(line, array.data)
-            return array
-        return _read(line, part[_BYTES]) if part.keys() == {_BYTES} else part
+        nonlocal remaining_bytes
+        if part.keys() not in ({_ARRAY}, {_BYTES}):
+            return part
+        [size] = part.values()
+        if not isinstance(size, int) or not 0 <= size <= remaining_bytes:
+            raise ValueError(f"{size} bytes in a message that may have {remaining_bytes} more")
+        remaining_bytes -= size
+        if _BYTES in part:
+            return receive_bytes(connection, size)
+        array = np.empty(size, np.uint8)
+        receive_into(connection, array.data)
+        return array
 
-    [length] = _LENGTH.unpack(_read(line, _LENGTH.size))
-    return json.loads(_read(line, length), object_hook=read_raw)
-
-
-def _read(line: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    _fill(line, memoryview(data))
-    return bytes(data)
-
-
-def _fill(line: socket.socket, remaining: memoryview) -> None:
-    while remaining:
-        num_bytes = line.recv_into(remaining)
-        if not num_bytes:
-            raise ConnectionResetError("the other end is gone")
-        remaining = remaining[num_bytes:]
+    return json.loads(receive_frame(connection), object_hook=read_raw)
 
 
-def _receive_secret(line: socket.socket) -> bytes:
-    """Returns what a client sends as the secret, within a limit of time for all of it."""
-    received, until_s = b"", time.monotonic() + _INTRODUCTION_S
-    while len(received) < _SECRET_BYTES:
-        line.settimeout(max(0.001, until_s - time.monotonic()))
-        part = line.recv(_SECRET_BYTES - len(received))
-        if not part:
-            break
-        received += part
-    return received
-
-
-class Listener:
-    """Accepts the connections to a server and serves each in a thread of its own.
+def start_server(answer: Callable[[Any], Any]) -> Listener:
+    """Returns a listener that serves each connection in a thread of its own.
 
     Args:
         answer: Returns the reply to a message.
-
-    Attributes:
-        secret: The secret that clients have to show.
     """
 
-    def __init__(self, answer: Callable[[Any], Any]) -> None:
-        self._answer, self.secret = answer, secrets.token_hex(_SECRET_BYTES // 2)
-        self._door: socket.socket | None = None
-        self._unknown_clients = 0
-        self._count_lock = threading.Lock()
-
-    def listen(self, host: str) -> tuple[str, int]:
-        """Starts to listen, if it does not yet; returns host and port."""
-        if self._door is None:
-            # Each connection needs a file descriptor.
-            with suppress(OSError, ValueError):
-                limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-                resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
-            self._door = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
-            threading.Thread(target=self._accept, args=(self._door,), name="listener", daemon=True).start()
-        host, port = self._door.getsockname()[:2]
-        return host, port
-
-    def _accept(self, door: socket.socket) -> None:
-        while True:
-            try:
-                line, _ = door.accept()
-            # Too many files are open.
-            except OSError as error:
-                logger.warning("A connection cannot be taken: %s", error)
-                time.sleep(_PAUSE_S)
-                continue
-            with self._count_lock:
-                self._unknown_clients += 1
-                is_accepted = self._unknown_clients <= _MAX_UNKNOWN_CLIENTS
-            try:
-                if is_accepted:
-                    threading.Thread(target=self._serve, args=(line,), name="connection", daemon=True).start()
-                    continue
-            # Too many threads run.
-            except RuntimeError as error:
-                logger.warning("A connection cannot be served: %s", error)
-            self._end_introduction()
-            line.close()
-
-    def _end_introduction(self) -> None:
-        """Counts one unknown client less."""
-        with self._count_lock:
-            self._unknown_clients -= 1
-
-    def _serve(self, line: socket.socket) -> None:
-        with line, suppress(OSError, ValueError):
-            try:
-                secret = _receive_secret(line)
-            finally:
-                self._end_introduction()
-            if not hmac.compare_digest(secret, self.secret.encode()):
-                return
-            line.settimeout(None)
-            _tune(line)
+    def serve(connection: socket.socket) -> None:
+        with connection, suppress(OSError, ValueError):
             while True:
-                send(line, self._answer(receive(line)))
+                send(connection, answer(receive(connection)))
+
+    def start(connection: socket.socket) -> None:
+        threading.Thread(target=serve, args=(connection,), name="connection", daemon=True).start()
+
+    return Listener(start)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from ray_app.channel import connect, pack_frame
 from ray_app.cluster.rendezvous import client
 from ray_app.cluster.rendezvous.members import Member
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
@@ -128,6 +130,18 @@ def test_the_end_of_a_process_is_known_at_once(meeting: _Meeting, worker: Any) -
 
 def test_who_does_not_know_the_secret_is_not_heard(meeting: _Meeting) -> None:
     with socket.create_connection(meeting.door[0], timeout=60) as line:
-        line.sendall(b"secret\n" + encode(Heartbeat("b", "node", HERE, 1)))
-        assert line.recv(1) == b""
+        line.sendall(b"s" * 32 + pack_frame(encode(Heartbeat("b", "node", HERE, 1))))
+        with suppress(ConnectionResetError):
+            assert line.recv(1) == b""
     assert meeting.rendezvous._members.get("b") is None
+
+
+@pytest.mark.parametrize("sent", [b"no JSON", b"[1, 2]", b"{}"])
+def test_a_connection_without_heartbeats_is_closed_and_others_stay(meeting: _Meeting, worker: Any, sent: bytes) -> None:
+    with connect(*meeting.door, 60) as line:
+        line.sendall(pack_frame(sent))
+        with suppress(ConnectionResetError):
+            assert line.recv(1) == b""
+    assert [member.heartbeat.worker for member in meeting.rendezvous._members] == ["a"]
+    assert set(meeting.lines.connections) == {"a"}
+    assert worker.is_alive()

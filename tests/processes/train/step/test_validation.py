@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from ray_app import retry
 from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
 from ray_app.preflight.prepare import open_evaluation_source
+from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.paths import RunPaths
@@ -143,10 +145,10 @@ def test_a_storage_that_refuses_for_a_while_stops_no_training(
         raise OSError(f"503 {paths.name}")
 
     monkeypatch.setattr(validation_module, "put_evaluation", put)
-    monkeypatch.setattr(validation_module, "put_event", tell)
+    monkeypatch.setattr(journal, "put_event", tell)
     monkeypatch.setattr(validation_module, "evaluated_steps", unlisted)
     pauses = list[float]()
-    monkeypatch.setattr(validation_module.time, "sleep", pauses.append)
+    monkeypatch.setattr(retry.time, "sleep", pauses.append)
     train(
         job,
         SingleProcessMembership(4, lambda: False),
@@ -154,7 +156,7 @@ def test_a_storage_that_refuses_for_a_while_stops_no_training(
         torch.device("cpu"),
         load_evaluation=lambda: load_all(fetch_in_process, evaluation).arrays,
     )
-    assert (refused[8], refused[12]) == (3, validation_module._ATTEMPTS)
+    assert (refused[8], refused[12]) == (3, validation_module._RETRY.attempts)
     assert pauses == [0.5, 1.0, *([0.5, 1.0, 2.0, 4.0, 8.0] * 2)], "no pause after the last attempt"
     assert steps_in(found_in(job)) == [4, 8, 16]
     skipped = [(e.details["step"], e.details["reason"]) for e in read_events(job.paths, "evaluation_skipped")]

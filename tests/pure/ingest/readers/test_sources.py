@@ -301,9 +301,15 @@ def test_a_hostile_pickle_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> N
         b"\x80\x02cnumpy\ndtype\nU\x02O8K\x00K\x01\x87R.",
         pickle.dumps(np.array([{}], dtype=object), protocol=2),
         b"]" * 100_000 + b"a" * 99_999 + b".",
+        b"\x80\x02c_codecs\nencode\n}U\x01aK\x01sb.",
+        b"\x80\x02cnumpy\ndtype\nN}U\x0bload_buildK\x01s\x86b.",
+        b"\x80\x02}}U\x01aK\x01sb.",
+        b"\x80\x02]K\x00K\x01s.",
+        b"\x80\x02K\x01K\x02.",
     ],
 )
 def test_what_is_no_plain_data_is_no_pickle_for_us(data: bytes) -> None:
+    """Code that is named or called, attributes that are set, and damage."""
     with pytest.raises(ValueError):  # noqa: PT011 - each has its own message
         unpickle(io.BytesIO(data))
 

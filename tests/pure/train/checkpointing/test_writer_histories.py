@@ -29,8 +29,10 @@ from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import COMMIT, CheckpointStore, Commit, Pin
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
+from ray_app.retry import Retry
+from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation
-from ray_app.runlog.journal import put_event, read_events
+from ray_app.runlog.journal import PendingEvents, read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json
 from ray_app.train.checkpointing import writer as module
@@ -60,8 +62,8 @@ class Saving(RuleBasedStateMachine):
         self.pins: dict[str | None, Pin] = {}
         self.evaluated: set[tuple[int, str | None]] = set()
         self.patches = [
-            patch.object(module, "_FIRST_PAUSE_S", 0.0),
-            patch.object(module, "put_event", self._put_event),
+            patch.object(module, "_RETRY", Retry(0.0, attempts=6)),
+            patch.object(journal, "put_json", self._put_event_file),
             patch.object(store_module, "put_json", self._put_json),
         ]
         for each in self.patches:
@@ -73,8 +75,10 @@ class Saving(RuleBasedStateMachine):
             each.stop()
         shutil.rmtree(self.folder)
 
-    def _put_event(self, *arguments: Any, **details: Any) -> bool:
-        return not self.is_deaf and put_event(*arguments, **details)
+    def _put_event_file(self, *arguments: Any, **options: Any) -> bool:
+        if self.is_deaf:
+            raise OSError(errno.EIO, "refused")
+        return put_json(*arguments, **options)
 
     def _put_json(self, place: Any, *arguments: Any, **options: Any) -> bool:
         if place.name == COMMIT and self.refusals:
@@ -189,7 +193,7 @@ class Saving(RuleBasedStateMachine):
     def listen(self) -> None:
         self.is_deaf = False
         if self.fence:
-            self.saver.put_pending_events()
+            self.saver.pending_events.flush()
 
     @invariant()
     def what_could_be_written_and_is_needed_is_there(self) -> None:
@@ -228,10 +232,10 @@ def test_many_histories() -> None:
 
 
 @pytest.mark.search
-@pytest.mark.parametrize("broken", ["put_pending_events", "skipped_evaluations", "discard"])
+@pytest.mark.parametrize("broken", ["flush", "skipped_evaluations", "discard"])
 def test_a_saver_without_one_of_its_duties_would_be_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owners: dict[str, Any] = {
-        "put_pending_events": CheckpointWriter,
+        "flush": PendingEvents,
         "skipped_evaluations": module,
         "discard": CheckpointStore,
     }

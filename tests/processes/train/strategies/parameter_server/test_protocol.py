@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pickle
@@ -16,11 +17,12 @@ import numpy as np
 import pytest
 import ray
 
+from ray_app import channel
+from ray_app.channel import Listener, connect, pack_frame
 from ray_app.errors import DataError
 from ray_app.train.job import Job
-from ray_app.train.strategies.parameter_server import protocol
 from ray_app.train.strategies.parameter_server.actors import RayServers, ServerActor
-from ray_app.train.strategies.parameter_server.protocol import Listener, connect, receive, send
+from ray_app.train.strategies.parameter_server.protocol import receive, send, start_server
 from tests.support.local_world import make_job, write_images
 from tests.support.waiting import until
 
@@ -29,7 +31,7 @@ WAIT_S = 20.0
 
 @pytest.fixture
 def echo() -> tuple[Listener, tuple[str, int]]:
-    listener = Listener(lambda came: came)
+    listener = start_server(lambda came: came)
     return listener, listener.listen("127.0.0.1")
 
 
@@ -89,7 +91,7 @@ def test_more_than_the_kernel_holds_travels_both_ways_at_once(echo: tuple[Listen
 )
 def test_who_does_not_know_the_secret_is_not_heard(shown: str) -> None:
     heard: list[Any] = []
-    listener = Listener(heard.append)
+    listener = start_server(heard.append)
     with socket.create_connection(listener.listen("127.0.0.1"), timeout=WAIT_S) as line:
         line.sendall(shown.encode())
         with suppress(OSError):  # it may have hung up already
@@ -103,8 +105,8 @@ def test_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, echo: tuple[
     """They have some seconds in all to show the secret, however little they say at a time, and only so many are
     listened to.
     """
-    monkeypatch.setattr(protocol, "_INTRODUCTION_S", 0.3)
-    monkeypatch.setattr(protocol, "_MAX_UNKNOWN_CLIENTS", 2)
+    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(channel, "_MAX_UNAUTHENTICATED", 2)
     listener, address = echo
     strangers = [socket.create_connection(address, timeout=WAIT_S) for _ in range(4)]
     until(lambda: any(is_closed(each) for each in strangers), "nobody was sent away", WAIT_S)
@@ -115,11 +117,11 @@ def test_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, echo: tuple[
         for each in strangers:
             with suppress(OSError):
                 each.send(b"0")
-        return not listener._unknown_clients
+        return not listener._handshakes
 
     until(are_gone, "they are heard out", WAIT_S)
     assert len(said) < 32, "they were heard until they had shown as much as the secret has"
-    monkeypatch.setattr(protocol, "_INTRODUCTION_S", WAIT_S)
+    monkeypatch.setattr(channel, "_HANDSHAKE_S", WAIT_S)
     with connect(address, listener.secret, WAIT_S) as line:
         send(line, ["a worker"])
         assert receive(line) == ["a worker"]
@@ -172,11 +174,22 @@ def test_who_sends_something_else_is_hung_up_on_and_others_are_not(echo: tuple[L
     listener, address = echo
     with connect(address, listener.secret, WAIT_S) as good, connect(address, listener.secret, WAIT_S) as bad:
         payload = pickle.dumps(SimpleNamespace())
-        bad.sendall(len(payload).to_bytes(8, "little") + payload)
+        bad.sendall(pack_frame(payload))
         with pytest.raises(OSError, match=r"gone|reset"):
             receive(bad)
         send(good, ["still here"])
         assert receive(good) == ["still here"]
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 60, "4", None], ids=str)
+def test_a_length_that_cannot_be_is_refused_before_memory_is_taken_for_it(
+    echo: tuple[Listener, tuple[str, int]], size: Any
+) -> None:
+    listener, address = echo
+    with connect(address, listener.secret, WAIT_S) as line:
+        line.sendall(pack_frame(json.dumps([{"__array__": size}]).encode()))
+        with pytest.raises(OSError, match=r"gone|reset"):
+            receive(line)
 
 
 class Handle:

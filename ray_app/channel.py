@@ -1,0 +1,259 @@
+"""Authenticated TCP connections within a run: handshake, frames, limits, time-outs and file descriptors.
+
+The rendezvous and the parameter servers listen here; their messages are their own. A client first sends the secret of
+the listener, which it gets only through a call of Ray. From then on both ends send frames, a length and that many
+bytes. Nothing that arrives is unpickled.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import resource
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 64 << 20
+"""Maximum length of a frame; a longer one is not a message of this application."""
+_LENGTH = struct.Struct("<Q")
+_SECRET_BYTES = 32
+_HANDSHAKE_S = 10.0
+"""Seconds from the acceptance of a connection until the client must have sent the whole secret."""
+_MAX_UNAUTHENTICATED = 256
+"""Maximum number of connections in the handshake at a time."""
+_BACKLOG = 4096
+"""Connections that may wait to be accepted; all workers connect at once when the rendezvous has been restarted."""
+_ACCEPT_PAUSE_S = 1.0
+"""Pause after a connection could not be accepted, as when too many files are open."""
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""The kernel probes the other host after 10 s of silence, every 5 s, and closes the connection after 3 lost probes."""
+
+
+def connect(address: tuple[str, int], secret: str, timeout_s: float) -> socket.socket:
+    """Returns an authenticated connection to a `Listener`.
+
+    Args:
+        address: Address of the listener.
+        secret: Secret of the listener.
+        timeout_s: Limit in seconds of each operation on the connection.
+
+    Raises:
+        OSError: No server answers.
+    """
+    connection = socket.create_connection(address, timeout=timeout_s)
+    _tune(connection)
+    connection.sendall(secret.encode())
+    return connection
+
+
+def _tune(connection: socket.socket) -> None:
+    """Sends without delay, and closes the connection when the other host does not answer any more."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def pack_frame(data: bytes) -> bytes:
+    """Returns the data as a frame.
+
+    Raises:
+        ValueError: The data is longer than `MAX_FRAME_BYTES`.
+    """
+    _check_length(len(data))
+    return _LENGTH.pack(len(data)) + data
+
+
+def receive_frame(connection: socket.socket) -> bytes:
+    """Waits for a frame on a blocking connection and returns its data.
+
+    Raises:
+        OSError: The other end is gone.
+        ValueError: The frame is too long.
+    """
+    [length] = _LENGTH.unpack(receive_bytes(connection, _LENGTH.size))
+    _check_length(length)
+    return receive_bytes(connection, length)
+
+
+def receive_bytes(connection: socket.socket, size: int) -> bytes:
+    """Waits for a number of bytes and returns them, see `receive_into`."""
+    data = bytearray(size)
+    receive_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def receive_into(connection: socket.socket, buffer: memoryview) -> None:
+    """Fills a buffer with received bytes.
+
+    Raises:
+        OSError: The other end is gone.
+    """
+    while buffer:
+        num_bytes = connection.recv_into(buffer)
+        if not num_bytes:
+            raise ConnectionResetError("the other end is gone")
+        buffer = buffer[num_bytes:]
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+
+
+class FrameReader:
+    """Cuts the bytes of a connection that does not block into frames."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Takes the next received bytes and returns the data of the frames that are complete now.
+
+        Raises:
+            ValueError: A frame is too long; the connection is of no use any more.
+        """
+        data = self._rest + data
+        frames, start = [], 0
+        while len(data) - start >= _LENGTH.size:
+            [length] = _LENGTH.unpack_from(data, start)
+            _check_length(length)
+            end = start + _LENGTH.size + length
+            if len(data) < end:
+                break
+            frames.append(data[start + _LENGTH.size : end])
+            start = end
+        self._rest = data[start:]
+        return frames
+
+
+@dataclass
+class _Handshake:
+    """A connection whose client has not sent the whole secret yet."""
+
+    deadline_s: float
+    received: bytes = b""
+
+
+class Listener:
+    """Accepts connections in a thread of its own, and hands over each that sends the secret in time.
+
+    A client that sends something else or is too slow is disconnected. If too many connections are in the handshake, the
+    oldest is closed: a client of this application sends the secret at once, so the old ones are of others.
+
+    Args:
+        on_connect: Takes over an authenticated, blocking connection; called in the listener's thread.
+
+    Attributes:
+        secret: The secret that clients have to send.
+    """
+
+    def __init__(self, on_connect: Callable[[socket.socket], object]) -> None:
+        self.secret = secrets.token_hex(_SECRET_BYTES // 2)
+        self._on_connect = on_connect
+        self._server: socket.socket | None = None
+        self._is_closed = False
+        # By connection, the oldest first; all have the same time for the handshake.
+        self._handshakes: dict[socket.socket, _Handshake] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def listen(self, host: str) -> tuple[str, int]:
+        """Starts to listen on a free port of a host, unless it does already; returns host and port."""
+        if self._server is None:
+            # Each connection needs a file descriptor, and the default limit may be lower than the number of workers.
+            with suppress(OSError, ValueError):
+                limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            server = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+            server.setblocking(False)
+            threading.Thread(target=self._run, args=(server,), name="listener", daemon=True).start()
+            self._server = server
+        address: tuple[str, int] = self._server.getsockname()[:2]
+        return address
+
+    def close(self) -> None:
+        """Stops listening; connections that were handed over stay open."""
+        self._is_closed = True
+        if self._server is not None:
+            # This wakes the thread, which closes the sockets.
+            with suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)
+
+    def _run(self, server: socket.socket) -> None:
+        """Accepts connections and receives secrets; the body of the thread."""
+        with server, self._selector:
+            self._selector.register(server, selectors.EVENT_READ)
+            while not self._is_closed:
+                oldest = next(iter(self._handshakes.values()), None)
+                timeout_s = None if oldest is None else max(0.0, oldest.deadline_s - time.monotonic())
+                for key, _ in self._selector.select(timeout_s):
+                    if key.fileobj is server:
+                        self._accept(server)
+                    else:
+                        self._receive_secret(key.fileobj)  # type: ignore[arg-type]
+                now_s = time.monotonic()
+                for connection in [c for c, handshake in self._handshakes.items() if handshake.deadline_s <= now_s]:
+                    self._forget(connection).close()
+            for connection in list(self._handshakes):
+                self._forget(connection).close()
+
+    def _accept(self, server: socket.socket) -> None:
+        try:
+            connection, _ = server.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        # Too many files are open. Connections that wait in the backlog are accepted later.
+        except OSError as error:
+            if not self._is_closed:
+                logger.warning("A connection could not be accepted, will try again: %s", error)
+                time.sleep(_ACCEPT_PAUSE_S)
+            return
+        connection.setblocking(False)
+        self._handshakes[connection] = _Handshake(time.monotonic() + _HANDSHAKE_S)
+        self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._handshakes) > _MAX_UNAUTHENTICATED:
+            self._forget(next(iter(self._handshakes))).close()
+
+    def _receive_secret(self, connection: socket.socket) -> None:
+        """Receives more of the secret; hands the connection over if it is complete, or closes it if it is wrong."""
+        handshake = self._handshakes.get(connection)
+        # It was closed while earlier events of the same poll were handled.
+        if handshake is None:
+            return
+        try:
+            data = connection.recv(_SECRET_BYTES - len(handshake.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        handshake.received += data
+        if data and len(handshake.received) < _SECRET_BYTES:
+            return
+        self._forget(connection)
+        if not hmac.compare_digest(handshake.received, self.secret.encode()):
+            connection.close()
+            return
+        connection.setblocking(True)
+        try:
+            _tune(connection)
+            self._on_connect(connection)
+        # The connection may be gone by now, or too many threads may run to serve it.
+        except (OSError, RuntimeError) as error:
+            logger.warning("A connection cannot be served: %s", error)
+            connection.close()
+
+    def _forget(self, connection: socket.socket) -> socket.socket:
+        """Ends the handshake of a connection and returns the connection."""
+        self._selector.unregister(connection)
+        del self._handshakes[connection]
+        return connection

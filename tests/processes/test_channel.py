@@ -1,0 +1,240 @@
+"""Authenticated connections: who is let in, what travels, and what a limit does to others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+
+from ray_app import channel
+from ray_app.channel import MAX_FRAME_BYTES, FrameReader, Listener, connect, pack_frame, receive_frame
+from tests.support.waiting import until
+
+WAIT_S = 20.0
+
+
+class Echo:
+    """A listener whose connections return each frame."""
+
+    def __init__(self) -> None:
+        self.accepted = list[socket.socket]()
+        self.listener = Listener(self.start)
+        self.address = self.listener.listen("127.0.0.1")
+
+    def start(self, connection: socket.socket) -> None:
+        self.accepted.append(connection)
+        threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError, ValueError):
+            while True:
+                connection.sendall(pack_frame(receive_frame(connection)))
+
+    def connect(self) -> socket.socket:
+        return connect(self.address, self.listener.secret, WAIT_S)
+
+    def answers(self) -> bool:
+        """Whether a client of this application is served."""
+        with self.connect() as connection:
+            connection.sendall(pack_frame(b"here"))
+            return receive_frame(connection) == b"here"
+
+
+@pytest.fixture
+def echo() -> Iterator[Echo]:
+    made = Echo()
+    yield made
+    made.listener.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_frames_arrive_whole_however_they_are_cut(echo: Echo) -> None:
+    frames = [b"", b"a", b"b" * 100_000]
+    stream = b"".join(map(pack_frame, frames))
+    for size in (1, 7, 8, 9, len(stream)):
+        reader = FrameReader()
+        parts = [stream[i : i + size] for i in range(0, len(stream) if size > 1 else 100, size)]
+        found = [frame for part in parts for frame in reader.feed(part)]
+        assert found == (frames if size > 1 else frames[:2])
+    with echo.connect() as connection:
+        for frame in frames:
+            connection.sendall(pack_frame(frame))
+            assert receive_frame(connection) == frame
+
+
+def test_what_a_client_sends_right_after_the_secret_is_not_lost(echo: Echo) -> None:
+    with socket.create_connection(echo.address, timeout=WAIT_S) as connection:
+        connection.sendall(echo.listener.secret.encode() + pack_frame(b"first"))
+        assert receive_frame(connection) == b"first"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"0" * 32, b"", b"short", b"GET / HTTP/1.1\r\nHost: parameters\r\n\r\n", b"\xff" * 64],
+    ids=["another secret", "nothing", "less than the secret", "a browser", "bytes"],
+)
+def test_a_client_without_the_secret_is_disconnected_and_not_served(echo: Echo, sent: bytes) -> None:
+    with socket.create_connection(echo.address, timeout=WAIT_S) as connection:
+        connection.sendall(sent + pack_frame(b"serve me"))
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        with suppress(OSError):
+            assert connection.recv(1) == b"", "it was answered"
+    assert echo.accepted == []
+    assert echo.answers()
+
+
+def test_a_frame_that_is_too_long_is_refused_before_memory_is_taken_for_it(echo: Echo) -> None:
+    length = (MAX_FRAME_BYTES + 1).to_bytes(8, "little")
+    with echo.connect() as good, echo.connect() as bad:
+        bad.sendall(length)
+        assert bad.recv(1) == b"", "the connection goes on"
+        good.sendall(pack_frame(b"here"))
+        assert receive_frame(good) == b"here"
+    with pytest.raises(ValueError, match=f"a frame of {MAX_FRAME_BYTES + 1} bytes; at most {MAX_FRAME_BYTES}"):
+        FrameReader().feed(length)
+    left, right = socket.socketpair()
+    with left, right:
+        left.sendall((1 << 63).to_bytes(8, "little"))
+        with pytest.raises(ValueError, match="a frame of"):
+            receive_frame(right)
+        left.close()
+        with pytest.raises(ConnectionResetError, match="the other end is gone"):
+            receive_frame(right)
+
+
+def test_a_frame_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MAX_FRAME_BYTES", 10)
+    assert pack_frame(b"0123456789")
+    with pytest.raises(ValueError, match="a frame of 11 bytes; at most 10"):
+        pack_frame(b"0123456789a")
+
+
+def test_a_slow_handshake_ends_however_little_the_client_sends_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, echo: Echo
+) -> None:
+    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.3)
+    sent = 0
+    began_s = time.monotonic()
+    with socket.create_connection(echo.address, timeout=WAIT_S) as slow:
+        while not is_closed(slow):
+            assert time.monotonic() - began_s < WAIT_S
+            slow.setblocking(True)
+            with suppress(OSError):
+                slow.send(echo.listener.secret.encode()[sent : sent + 1])
+                sent += 1
+            time.sleep(0.05)
+    assert sent < 32
+    assert echo.accepted == []
+
+
+def test_a_half_open_connection_is_closed_and_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch, echo: Echo) -> None:
+    """Its client sends nothing at all, as that of a host that is gone."""
+    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.3)
+    with socket.create_connection(echo.address, timeout=WAIT_S) as silent:
+        assert echo.answers()
+        until(lambda: is_closed(silent), "it stays open", WAIT_S)
+
+
+def test_an_authenticated_connection_whose_other_host_is_gone_is_found_by_the_kernel(echo: Echo) -> None:
+    """By keep-alive: neither end limits how long the other may be silent, since it may be busy."""
+    with echo.connect() as connection:
+        until(lambda: bool(echo.accepted), "it is not accepted", WAIT_S)
+        for end in (connection, echo.accepted[0]):
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        assert echo.accepted[0].gettimeout() is None
+
+
+def test_of_too_many_in_the_handshake_the_oldest_goes(monkeypatch: pytest.MonkeyPatch, echo: Echo) -> None:
+    monkeypatch.setattr(channel, "_MAX_UNAUTHENTICATED", 3)
+    with ExitStack() as stack:
+        strangers = list[socket.socket]()
+        for number in range(5):
+            strangers.append(stack.enter_context(socket.create_connection(echo.address, timeout=WAIT_S)))
+            until(lambda number=number: count_handshakes(echo) == min(number + 1, 3), "not accepted", WAIT_S)  # type: ignore[misc]
+        until(lambda: is_closed(strangers[1]), "the second stays", WAIT_S)
+        assert [is_closed(stranger) for stranger in strangers] == [True, True, False, False, False]
+        assert echo.answers(), "strangers keep a worker out"
+        assert is_closed(strangers[2])
+
+
+def count_handshakes(echo: Echo) -> int:
+    return len(echo.listener._handshakes)
+
+
+def test_a_crowd_of_clients_at_once_is_served(echo: Echo) -> None:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(echo.connect()) for _ in range(600)]
+        for connection in connections:
+            connection.sendall(pack_frame(b"here"))
+        assert all(receive_frame(connection) == b"here" for connection in connections)
+
+
+def test_a_lack_of_descriptors_is_survived(monkeypatch: pytest.MonkeyPatch, echo: Echo) -> None:
+    monkeypatch.setattr(channel, "_ACCEPT_PAUSE_S", 0.05)
+    accept = socket.socket.accept
+    refusals = [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), OSError(errno.ENFILE, os.strerror(errno.ENFILE))]
+
+    def refuse_twice(server: socket.socket) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return accept(server)
+
+    monkeypatch.setattr(socket.socket, "accept", refuse_twice)
+    assert echo.answers(), "a connection that waited is accepted later"
+    assert refusals == []
+
+
+def test_a_listener_may_have_as_many_descriptors_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = list[Any]()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda name, limit: limits.append((name, limit)))
+    Echo().listener.close()
+    assert limits == [(resource.RLIMIT_NOFILE, (4096, 4096))]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), OSError("reset")])
+def test_a_connection_that_cannot_be_served_is_closed_and_the_next_one_is_served(
+    echo: Echo, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(_: socket.socket) -> None:
+        raise error
+
+    start: Callable[[socket.socket], object] = echo.listener._on_connect
+    monkeypatch.setattr(echo.listener, "_on_connect", refuse)
+    with echo.connect() as connection:
+        assert connection.recv(1) == b""
+    monkeypatch.setattr(echo.listener, "_on_connect", start)
+    assert echo.answers()
+
+
+def test_a_closed_listener_accepts_nobody_and_leaves_connections_open(echo: Echo) -> None:
+    with echo.connect() as connection, socket.create_connection(echo.address, timeout=WAIT_S) as stranger:
+        connection.sendall(pack_frame(b"here"))
+        assert receive_frame(connection) == b"here"
+        echo.listener.close()
+        until(lambda: is_closed(stranger), "the handshake goes on", WAIT_S)
+        with pytest.raises(OSError, match="refused"):
+            until(lambda: socket.create_connection(echo.address, timeout=WAIT_S).close(), "it still listens", WAIT_S)  # type: ignore[func-returns-value,arg-type,return-value]
+        connection.sendall(pack_frame(b"still"))
+        assert receive_frame(connection) == b"still"
