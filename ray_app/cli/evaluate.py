@@ -6,7 +6,7 @@ import logging
 import shlex
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from rich.console import Console
@@ -50,7 +50,6 @@ class EvaluateOptions:
             MLflow are called `eval_<name>_<metric>`. Default: the command does the work of the run's own evaluator.
         data: Folder (or file) of Parquet to evaluate on; needs a name. Default: the run's `data.eval_path`.
         follow: Continues until the run has ended; otherwise it ends after the checkpoints that are committed now.
-        every: See `evaluate.every`. Default: the value of the run.
         batch_size: Rows of one forward pass. Default: the value of the run.
         num_cpus: Logical CPUs to reserve. Default: the value of the run.
         num_gpus: GPUs to reserve. Default: the value of the run.
@@ -62,7 +61,6 @@ class EvaluateOptions:
     name: str | None = None
     data: str | None = None
     follow: bool = False
-    every: Literal["checkpoint", "latest"] | None = None
     batch_size: int | None = None
     num_cpus: float | None = None
     num_gpus: float | None = None
@@ -116,13 +114,12 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
         raise ConfigError(
             f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on."
         )
-    overrides = {name: getattr(options, name) for name in ("every", "batch_size", "num_cpus", "num_gpus", "threads")}
+    overrides = {name: getattr(options, name) for name in ("batch_size", "num_cpus", "num_gpus", "threads")}
     section = replace(config.evaluate, **{name: value for name, value in overrides.items() if value is not None})
     config = replace(config, evaluate=section, task=task or config.task)
     if options.data is not None:
         config = config.replace(data__eval_path=options.data)
-    # Early stopping depends only on the run's own evaluations.
-    check_config(config if options.name is None else config.replace(evaluate__patience=None))
+    check_config(config)
     return config.replace(
         run__ray_address=options.ray_address or config.run.ray_address, scaling__max_workers=1, scaling__min_workers=1
     )

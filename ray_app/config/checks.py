@@ -465,11 +465,6 @@ def _check_run(config: Config) -> list[str]:
             "evaluate.patience is set without data.eval_path: there is nothing to judge by. Set data.eval_path or leave"
             " patience out."
         )
-    if config.evaluate.patience is not None and config.evaluate.every != "checkpoint":
-        problems.append(
-            "evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is"
-            f" {config.evaluate.every}; set it to checkpoint, or leave patience out."
-        )
     if config.evaluate.num_gpus > 1:
         problems.append(
             f"evaluate.num_gpus is {config.evaluate.num_gpus:g}, but the evaluator computes on one GPU; set it to at"

@@ -222,12 +222,10 @@ class EvaluateSection:
         where: Process that evaluates the planned checkpoints: those of `checkpoint.every_steps`, of `every_epochs` and
             of the end. `actor`: an evaluator that runs concurrently with training and follows its checkpoints.
             `workers`: the training workers, which pause at each planned checkpoint and evaluate it together.
-        every: `checkpoint`: every committed checkpoint is evaluated. `latest`: the evaluator takes the newest
-            checkpoint whenever it is idle.
         budget: Largest share of the cluster's CPUs (with GPUs: of its GPUs) that evaluations may use on average over
             time; the evaluator pauses in between. 1: no limit.
         max_pending: Largest number of checkpoints that are kept for an evaluator that lags behind. Older ones are
-            removed and recorded as skipped.
+            removed and recorded as skipped. With 1 only the newest waits.
         patience: Planned checkpoints in a row without an improvement of `metric` after which training stops. The result
             is then the best checkpoint up to that one, and all planned checkpoints are evaluated regardless of
             `max_pending`. Default: no early stopping.
@@ -246,7 +244,6 @@ class EvaluateSection:
     """
 
     where: Literal["actor", "workers"] = "actor"
-    every: Literal["checkpoint", "latest"] = "checkpoint"
     budget: float = 1.0
     max_pending: int = 32
     patience: int | None = result_field(None)

@@ -25,7 +25,7 @@ from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
 from ray_app.data.reader import Fetch
 from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, unwrap_app_error
-from ray_app.evaluate.job import EvaluationJob, choose_next, last_evaluated, pause_s, pending_commits
+from ray_app.evaluate.job import EvaluationJob, last_evaluated, pause_s, pending_commits
 from ray_app.process import keep_freed_memory
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.runlog.journal import put_event, read_events
@@ -242,14 +242,11 @@ class Evaluator:
         self._store.put_pin(self._job.evaluator_id, self._job.make_pin(done_step, time.time() + PIN_LIFE_S))
 
     def _evaluate_next(self, waiting: list[Commit]) -> float:
-        """Evaluates one checkpoint; returns the seconds that it took."""
-        started_s = time.perf_counter()
-        commit, skipped = choose_next(waiting, self._job.section.every)
+        """Evaluates the first of the waiting checkpoints; returns the seconds that it took."""
+        started_s, commit = time.perf_counter(), waiting[0]
         self._record_start(commit)
         self._put_pin(commit.step - 1)
-        for older in skipped:
-            self._record_skipped(older, f"a newer one was there, step {commit.step}")
-        self._evaluate(commit, len(waiting) - len(skipped) - 1)
+        self._evaluate(commit, len(waiting) - 1)
         return time.perf_counter() - started_s
 
     def _evaluate(self, commit: Commit, behind: int) -> None:

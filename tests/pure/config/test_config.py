@@ -300,11 +300,6 @@ def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: di
             {"data__eval_path": None},
             "evaluate.patience is set without data.eval",
         ),
-        (
-            {"evaluate__patience": 2, "data__eval_path": "data/eval"},
-            {"evaluate__every": "latest"},
-            "evaluate.patience needs an evaluation of every planned checkpoint",
-        ),
         ({"evaluate__num_gpus": 1.0}, {"evaluate__num_gpus": 2.0}, "evaluate.num_gpus is 2"),
         (
             {"train__init_from": "a.safetensors", "train__init_digest": "0"},
@@ -422,7 +417,7 @@ def changed(**fields: Any) -> bool:
         },
         {"failure__max_failures": 1, "failure__max_preemptions": 1, "failure__step_timeout_s": 1.0},
         {"failure__heartbeat_timeout_s": 1.0, "failure__recovery": "restart", "checkpoint__snapshot_every_steps": 1},
-        {"evaluate__every": "latest", "evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1},
+        {"evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1},
         {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1, "evaluate__threads": 2},
         {"evaluate__on_error": "warn"},
         {

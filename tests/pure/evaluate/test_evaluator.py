@@ -193,16 +193,23 @@ def test_outputs_that_are_no_tensor_are_made_once(job: EvaluationJob) -> None:
     assert [m.row for m in found.mistakes] == [m.row for m in expected.mistakes]
 
 
-def test_the_latest_only(job: EvaluationJob) -> None:
+@pytest.mark.parametrize(("max_pending", "evaluated"), [(1, [3]), (2, [2, 3])])
+def test_only_so_many_checkpoints_wait_for_it(job: EvaluationJob, max_pending: int, evaluated: list[int]) -> None:
     for step in (1, 2, 3):
         commit(job, step)
-    with following(replace(job, section=replace(job.section, every="latest"))) as evaluator:
-        wait_until(lambda: bool(read_evaluations(job.paths)), "one evaluation")
-        commit(job, 4)
-        wait_until(lambda: len(read_evaluations(job.paths)) == 2, "the next one")
+    go, started = threading.Event(), threading.Event()
+
+    def slow(_: Commit) -> None:
+        started.set()
+        go.wait(30)
+
+    with following(replace(job, section=replace(job.section, max_pending=max_pending)), slow) as evaluator:
+        assert started.wait(30)
+        assert CheckpointStore(job.paths).retain(1, []) == [step for step in (1, 2, 3) if step not in evaluated]
+        go.set()
+        wait_until(lambda: not pending_commits(job), "all evaluated")
         assert evaluator.error() is None
-    assert [e.step for e in read_evaluations(job.paths)] == [3, 4]
-    assert [e.details["step"] for e in read_events(job.paths, "evaluation_skipped")] == [1, 2]
+    assert [e.step for e in read_evaluations(job.paths)] == evaluated
 
 
 def test_how_far_it_is_behind_is_recorded(job: EvaluationJob) -> None:
