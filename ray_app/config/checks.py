@@ -153,7 +153,6 @@ POSITIVE_FIELDS = (
     "train.bucket_mb",
     "failure.step_timeout_s",
     "failure.heartbeat_timeout_s",
-    "evaluate.budget",
     "tracking.system_metrics_s",
 )
 """Fields that must be greater than 0."""

@@ -222,8 +222,6 @@ class EvaluateSection:
         where: Process that evaluates the planned checkpoints: those of `checkpoint.every_steps`, of `every_epochs` and
             of the end. `actor`: an evaluator that runs concurrently with training and follows its checkpoints.
             `workers`: the training workers, which pause at each planned checkpoint and evaluate it together.
-        budget: Largest share of the cluster's CPUs (with GPUs: of its GPUs) that evaluations may use on average over
-            time; the evaluator pauses in between. 1: no limit.
         max_pending: Largest number of checkpoints that are kept for an evaluator that lags behind. Older ones are
             removed and recorded as skipped. With 1 only the newest waits.
         patience: Planned checkpoints in a row without an improvement of `metric` after which training stops. The result
@@ -244,7 +242,6 @@ class EvaluateSection:
     """
 
     where: Literal["actor", "workers"] = "actor"
-    budget: float = 1.0
     max_pending: int = 32
     patience: int | None = result_field(None)
     min_delta: float = 0.0

@@ -159,7 +159,6 @@ class EvaluatorClient:
         """
         if self._job is None:
             return True
-        self._actor.hurry.options(max_task_retries=0).remote()
         deadline_s = time.monotonic() + self._job.section.drain_timeout_s
         steps: list[int] = []
         while not is_over():

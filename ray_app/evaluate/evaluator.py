@@ -25,7 +25,7 @@ from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
 from ray_app.data.reader import Fetch
 from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, unwrap_app_error
-from ray_app.evaluate.job import EvaluationJob, last_evaluated, pause_s, pending_commits
+from ray_app.evaluate.job import EvaluationJob, last_evaluated, pending_commits
 from ray_app.process import keep_freed_memory
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.runlog.journal import put_event, read_events
@@ -74,8 +74,6 @@ class Evaluator:
         register_run_secrets(job.paths.config)
         self._store = CheckpointStore(job.paths)
         self._stopped = threading.Event()
-        # While it is set the evaluator does not pause between evaluations.
-        self._hurry = threading.Event()
         # The state of the driver's lease, as `LeaseWatch.look` returns it.
         self._driver = "held"
         self._error: DataError | str | None = None
@@ -101,14 +99,9 @@ class Evaluator:
         """Returns why the evaluator has failed, as an error if the data is the cause; None while it works."""
         return self._error
 
-    def hurry(self) -> None:
-        """Ends the pauses between evaluations, when training is over and the driver waits."""
-        self._hurry.set()
-
     def stop(self) -> None:
         """Ends the evaluator after the present evaluation."""
         self._stopped.set()
-        self._hurry.set()
         for thread in self._threads:
             thread.join()
         if self._output is not None:
@@ -158,8 +151,8 @@ class Evaluator:
                 # After a failure only the end of the driver is waited for.
                 waiting = pending_commits(self._job) if self._error is None else []
                 if waiting:
-                    wait_s, duration_s = 0.0, self._evaluate_next(waiting)
-                    self._hurry.wait(pause_s(duration_s, self._share(), self._job.section.budget))
+                    self._evaluate_next(waiting)
+                    wait_s = 0.0
                 elif self._driver == "over":
                     return self._end_of_driver()
                 else:
@@ -200,10 +193,6 @@ class Evaluator:
             except OSError as error:
                 logger.warning("The driver's lease could not be read, will try again: %s", error)
                 continue
-            if lease_state in ("over", "superseded"):
-                self._hurry.set()
-            elif self._driver == "over":
-                self._hurry.clear()
             self._driver = lease_state
 
     def _end_of_driver(self) -> None:
@@ -225,29 +214,17 @@ class Evaluator:
         if self._actor is not None:
             ray.kill(self._actor, no_restart=True)
 
-    def _share(self) -> float:
-        """Returns the share of the cluster that this evaluator reserves, 0 to 1."""
-        section = self._job.section
-        if section.budget >= 1:
-            return 0.0
-        cluster = ray.cluster_resources() if ray.is_initialized() else {"CPU": float(os.cpu_count() or 1)}
-        name, reserved = "CPU", max(section.num_cpus, section.threads)
-        if section.num_gpus:
-            name, reserved = "GPU", section.num_gpus
-        return min(1.0, reserved / max(cluster.get(name, reserved), 1e-9))
-
     def _put_pin(self, done_step: int) -> None:
         """Pins the checkpoints that are still needed, which are those after `done_step`."""
         self._done_step = done_step
         self._store.put_pin(self._job.evaluator_id, self._job.make_pin(done_step, time.time() + PIN_LIFE_S))
 
-    def _evaluate_next(self, waiting: list[Commit]) -> float:
-        """Evaluates the first of the waiting checkpoints; returns the seconds that it took."""
-        started_s, commit = time.perf_counter(), waiting[0]
+    def _evaluate_next(self, waiting: list[Commit]) -> None:
+        """Evaluates the first of the waiting checkpoints."""
+        commit = waiting[0]
         self._record_start(commit)
         self._put_pin(commit.step - 1)
         self._evaluate(commit, len(waiting) - 1)
-        return time.perf_counter() - started_s
 
     def _evaluate(self, commit: Commit, behind: int) -> None:
         job, started_s = self._job, time.perf_counter()

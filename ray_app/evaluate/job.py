@@ -72,14 +72,3 @@ def pending_commits(job: EvaluationJob) -> list[Commit]:
 def last_evaluated(done: Collection[int]) -> int:
     """Returns the newest evaluated step; -1 if there is none."""
     return max(done, default=-1)
-
-
-def pause_s(duration_s: float, share: float, budget: float) -> float:
-    """Returns the seconds to pause after an evaluation so that evaluations take at most the budget on average.
-
-    Args:
-        duration_s: Seconds that the evaluation took.
-        share: Share of the cluster that the evaluator reserves while it evaluates, 0 to 1.
-        budget: Share that the evaluator may take on average.
-    """
-    return max(0.0, duration_s * (share / budget - 1))

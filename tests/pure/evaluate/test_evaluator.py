@@ -24,7 +24,7 @@ from ray_app.data.reader import fetch_in_process
 from ray_app.errors import RunHeldError
 from ray_app.evaluate import evaluator as actor
 from ray_app.evaluate.evaluator import Evaluator, count_deaths_in_a_row
-from ray_app.evaluate.job import EvaluationJob, pause_s, pending_commits
+from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.lease import acquire_lease
@@ -224,35 +224,6 @@ def test_how_far_it_is_behind_is_recorded(job: EvaluationJob) -> None:
     assert evaluations[0].data_digest == job.data.manifest.digest
 
 
-@pytest.mark.parametrize(
-    ("duration_s", "share", "budget", "expected"),
-    [
-        (10.0, 0.5, 0.25, 10.0),
-        (10.0, 0.5, 0.5, 0.0),
-        (10.0, 0.1, 0.5, 0.0),
-        (10.0, 1.0, 0.1, 90.0),
-        (10.0, 0.0, 1.0, 0.0),
-    ],
-)
-def test_a_pause_keeps_the_budget(duration_s: float, share: float, budget: float, expected: float) -> None:
-    assert pause_s(duration_s, share, budget) == pytest.approx(expected)
-
-
-def test_the_budget_holds_the_next_evaluation_back_until_somebody_waits_for_it(job: EvaluationJob) -> None:
-    for step in (1, 2):
-        commit(job, step)
-    begun: list[int] = []
-    with following(
-        replace(job, section=replace(job.section, budget=1e-6)), lambda found: begun.append(found.step)
-    ) as evaluator:
-        wait_until(lambda: bool(read_evaluations(job.paths)), "the first evaluation")
-        assert not threading.Event().wait(0.5), "as long as many evaluations take"
-        assert begun == [1]
-        evaluator.hurry()
-        wait_until(lambda: not pending_commits(job), "all evaluated")
-    assert begun == [1, 2]
-
-
 def test_without_its_driver_it_finishes_and_has_the_run_closed(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,7 +288,6 @@ def test_a_driver_that_lives_after_all_is_followed_on(job: EvaluationJob, monkey
         commit(job, 1)
         wait_until(lambda: not pending_commits(job), "what comes then is evaluated")
         assert evaluator.error() is None
-        assert not evaluator._hurry.is_set()
         lease.release()
         wait_until(evaluator._stopped.is_set, "it ends with the driver")
     assert len(asked) == 2
