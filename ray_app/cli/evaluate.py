@@ -51,9 +51,8 @@ class EvaluateOptions:
         data: Folder (or file) of Parquet to evaluate on; needs a name. Default: the run's `data.eval_path`.
         follow: Continues until the run has ended; otherwise it ends after the checkpoints that are committed now.
         batch_size: Rows of one forward pass. Default: the value of the run.
-        num_cpus: Logical CPUs to reserve. Default: the value of the run.
+        num_cpus: Logical CPUs to reserve, and threads to compute with. Default: the value of the run.
         num_gpus: GPUs to reserve. Default: the value of the run.
-        threads: CPU threads of the computation. Default: the value of the run.
         ray_address: Address of the Ray cluster to connect to. Default: see `run.ray_address`.
     """
 
@@ -64,7 +63,6 @@ class EvaluateOptions:
     batch_size: int | None = None
     num_cpus: float | None = None
     num_gpus: float | None = None
-    threads: int | None = None
     ray_address: str | None = None
 
 
@@ -114,7 +112,7 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
         raise ConfigError(
             f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on."
         )
-    overrides = {name: getattr(options, name) for name in ("batch_size", "num_cpus", "num_gpus", "threads")}
+    overrides = {name: getattr(options, name) for name in ("batch_size", "num_cpus", "num_gpus")}
     section = replace(config.evaluate, **{name: value for name, value in overrides.items() if value is not None})
     config = replace(config, evaluate=section, task=task or config.task)
     if options.data is not None:

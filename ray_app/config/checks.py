@@ -138,7 +138,6 @@ MIN_VALUES: dict[str, float] = {
     "evaluate.batch_size": 1,
     "evaluate.num_cpus": 0,
     "evaluate.num_gpus": 0,
-    "evaluate.threads": 1,
     "evaluate.drain_timeout_s": 0,
     "tracking.every_steps": 1,
 }

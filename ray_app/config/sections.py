@@ -234,9 +234,8 @@ class EvaluateSection:
         drain_timeout_s: Seconds that the end of a run waits for the evaluator to finish pending checkpoints.
         on_error: Effect on the run if the evaluator gives up because the metrics of the task raise errors. `fail`: the
             run counts as failed (exit code 1) when training has ended. `warn`: a warning only.
-        num_cpus: Logical CPUs that the evaluator reserves.
+        num_cpus: Logical CPUs that the evaluator reserves. It computes with as many CPU threads, at least one.
         num_gpus: GPUs that the evaluator reserves: 0, a fraction of one GPU, or 1.
-        threads: CPU threads with which the evaluator computes.
         label_selector: Labels of the nodes on which the evaluator may run, as in `scaling.label_selector`. Default:
             any node.
     """
@@ -252,8 +251,12 @@ class EvaluateSection:
     on_error: Literal["fail", "warn"] = "fail"
     num_cpus: float = 1
     num_gpus: float = 0
-    threads: int = 1
     label_selector: dict[str, str] | None = None
+
+    @property
+    def threads(self) -> int:
+        """Returns the number of CPU threads with which the evaluator computes."""
+        return max(1, int(self.num_cpus))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_schema
 
 MADE_FROM = "made_from.json"
-_MIN_ONE_FIELDS = ("part_rows", "batch_size", "workers", "threads")
+_MIN_ONE_FIELDS = ("part_rows", "batch_size", "workers")
 """Fields of `PredictSection` that must be at least 1."""
 ModelSource = tuple[Model, dict[str, Any], list[dict[str, Any]]]
 """A model, its origin, and name, dtype and shape of the inputs that it needs; no inputs if they are unknown."""
@@ -63,9 +64,8 @@ class PredictSection:
         part_rows: Largest number of rows of a part, which is also limited to `data.read_task_mb` decoded megabytes.
         batch_size: Rows of one forward pass.
         workers: Largest number of actors. Each reads its own data; with GPUs all CPUs of the cluster read for them.
-        num_cpus: Logical CPUs that each actor reserves.
+        num_cpus: Logical CPUs that each actor reserves. It computes with as many CPU threads, at least one.
         num_gpus: GPUs that each actor reserves: 0 (it predicts on the CPU), a share of one, or 1.
-        threads: CPU threads of the computation in each actor.
     """
 
     data: str = ""
@@ -78,7 +78,11 @@ class PredictSection:
     workers: int = 1
     num_cpus: float = 1
     num_gpus: float = 0
-    threads: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Returns the number of CPU threads with which each actor computes."""
+        return max(1, int(self.num_cpus))
 
 
 @dataclass(frozen=True)
@@ -252,8 +256,9 @@ def _check_section(section: PredictSection) -> None:
         for n in _MIN_ONE_FIELDS
         if getattr(section, n) < 1
     ]
-    if section.num_cpus < 0 or section.num_gpus < 0:
-        problems.append("predict.num_cpus and predict.num_gpus cannot be negative.")
+    # Infinity is no number of threads.
+    if not (0 <= section.num_cpus < math.inf and section.num_gpus >= 0):
+        problems.append("predict.num_cpus and predict.num_gpus must be numbers from 0.")
     if section.num_gpus > 1:
         problems.append(
             f"predict.num_gpus is {section.num_gpus:g}, but an actor computes on one GPU and would leave the others"

@@ -104,7 +104,6 @@ def test_the_valid_one_is_accepted() -> None:
         ({"failure__max_preemptions": -2}, "failure.max_preemptions is -2; it must be at least -1."),
         ({"failure__step_timeout_s": 0.0}, "failure.step_timeout_s is 0.0; it must be greater than 0."),
         ({"evaluate__batch_size": 0}, "evaluate.batch_size is 0; it must be at least 1."),
-        ({"evaluate__threads": 0}, "evaluate.threads is 0; it must be at least 1."),
         ({"evaluate__drain_timeout_s": -1.0}, "evaluate.drain_timeout_s is -1.0; it must be at least 0."),
         ({"evaluate__drain_timeout_s": math.nan}, "evaluate.drain_timeout_s is nan; it must be at least 0."),
         (
@@ -418,7 +417,7 @@ def changed(**fields: Any) -> bool:
         {"failure__max_failures": 1, "failure__max_preemptions": 1, "failure__step_timeout_s": 1.0},
         {"failure__heartbeat_timeout_s": 1.0, "failure__recovery": "restart", "checkpoint__snapshot_every_steps": 1},
         {"evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1},
-        {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1, "evaluate__threads": 2},
+        {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1},
         {"evaluate__on_error": "warn"},
         {
             "tracking__enabled": False,

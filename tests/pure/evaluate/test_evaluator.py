@@ -329,11 +329,12 @@ def test_what_is_left_is_evaluated_also_if_somebody_else_has_closed_the_run(
     assert seen == [job.run_root]
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_it_computes_as_the_workers_do(job: EvaluationJob, exact: bool) -> None:
-    with following(dataclasses.replace(job, deterministic=exact)):
+@pytest.mark.parametrize(("exact", "num_cpus", "threads"), [(True, 0.5, 1), (False, 2.0, 2)])
+def test_it_computes_as_the_workers_do(job: EvaluationJob, exact: bool, num_cpus: float, threads: int) -> None:
+    section = replace(job.section, num_cpus=num_cpus)
+    with following(dataclasses.replace(job, deterministic=exact, section=section)):
         assert torch.are_deterministic_algorithms_enabled() is exact
-        assert torch.get_num_threads() == job.section.threads
+        assert torch.get_num_threads() == threads
 
 
 def test_the_device_is_current_where_the_model_is_made_and_where_it_evaluates(
