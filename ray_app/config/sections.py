@@ -232,8 +232,6 @@ class EvaluateSection:
         mode: Whether a higher (`max`) or a lower (`min`) value of `metric` is better. Default: as the task declares.
         batch_size: Rows of one forward pass.
         drain_timeout_s: Seconds that the end of a run waits for the evaluator to finish pending checkpoints.
-        on_error: Effect on the run if the evaluator gives up because the metrics of the task raise errors. `fail`: the
-            run counts as failed (exit code 1) when training has ended. `warn`: a warning only.
         num_cpus: Logical CPUs that the evaluator reserves. It computes with as many CPU threads, at least one.
         num_gpus: GPUs that the evaluator reserves: 0, a fraction of one GPU, or 1.
         label_selector: Labels of the nodes on which the evaluator may run, as in `scaling.label_selector`. Default:
@@ -248,7 +246,6 @@ class EvaluateSection:
     mode: Literal["max", "min"] | None = None
     batch_size: int = 256
     drain_timeout_s: float = 600.0
-    on_error: Literal["fail", "warn"] = "fail"
     num_cpus: float = 1
     num_gpus: float = 0
     label_selector: dict[str, str] | None = None

@@ -21,7 +21,6 @@ from ray_app.driver.finalize import close_orphan, newest_commit
 from ray_app.errors import ConfigError, DataError, EvaluationError
 from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.preflight.changes import fill_defaults
-from ray_app.runlog.redaction import redact
 from ray_app.track.mlflow_client import DataSet
 from ray_app.track.tensorboard import EventFileWriter
 from ray_app.track.tracker import Tracker, make_run_tags
@@ -155,7 +154,8 @@ class EvaluatorClient:
             Whether the evaluations are complete: the next start would have none to catch up.
 
         Raises:
-            EvaluationError: The evaluator failed, and `evaluate.on_error` is `fail`.
+            DataError: The evaluator failed because of the data.
+            EvaluationError: The evaluator failed for another reason.
         """
         if self._job is None:
             return True
@@ -174,26 +174,16 @@ class EvaluatorClient:
                 return False
             failure = self._failure()
             if failure is not None:
-                self._report_failure(failure, console)
-                return True
+                error_class = DataError if isinstance(failure, DataError) else EvaluationError
+                raise error_class(
+                    f"The evaluator gave up: {failure}\nAll checkpoints are there. Fix the cause, then start the run"
+                    f" again, which evaluates them, or use ray-app evaluate --run {self._job.run_root}."
+                )
             time.sleep(_POLL_S)
         try:
             return not self.waiting()
         except OSError:
             return False
-
-    def _report_failure(self, failure: DataError | str, console: SafeConsole) -> None:
-        """Prints the failure of the evaluator, or raises it with `evaluate.on_error: fail`."""
-        assert self._job is not None
-        message = f"The evaluator gave up: {failure}"
-        if self._job.section.on_error == "fail":
-            error_class = DataError if isinstance(failure, DataError) else EvaluationError
-            raise error_class(
-                f"{message}\nAll checkpoints are there. Fix the cause, then start the run again, which evaluates them,"
-                f" or use ray-app evaluate --run {self._job.run_root}. With evaluate.on_error: warn the run would count"
-                " as finished."
-            )
-        console.print(redact(message))
 
     def _failure(self) -> DataError | str | None:
         """Returns why the evaluator has failed for good; None while it works or restarts."""

@@ -418,7 +418,6 @@ def changed(**fields: Any) -> bool:
         {"failure__heartbeat_timeout_s": 1.0, "failure__recovery": "restart", "checkpoint__snapshot_every_steps": 1},
         {"evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1},
         {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1},
-        {"evaluate__on_error": "warn"},
         {
             "tracking__enabled": False,
             "tracking__every_steps": 3,
