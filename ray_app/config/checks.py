@@ -488,13 +488,13 @@ def _check_run(config: Config) -> list[str]:
 
 
 def _check_data(config: Config) -> list[str]:
-    """Returns the problems of the data, its sampling and its cache."""
+    """Returns the problems of the data, its balancing and its cache."""
     data, problems = config.data, []
-    if data.shard == "file" and data.sampling == "balanced":
+    if data.shard == "file" and data.balance_by is not None:
         problems.append(
-            "data.sampling is balanced with data.shard: file, where the steps of an epoch would differ from epoch to"
-            " epoch. Set data.shard to row or off, or data.sampling to none (task.init_args.class_weights weighs"
-            " classes without repeating rows)."
+            f"data.balance_by is {data.balance_by!r} with data.shard: file, where the steps of an epoch would differ"
+            " from epoch to epoch. Set data.shard to row or off, or leave balance_by out (task.init_args.class_weights"
+            " weighs classes without repeating rows)."
         )
     if data.cache_dir is not None and data.cache != "disk":
         problems.append(

@@ -118,10 +118,9 @@ class DataSection:
         shard: Rows of a logical worker, as in tf.data's AutoShardPolicy. `row` (DATA): an equal share of the rows, a
             different one in every epoch. `file` (FILE): whole files, the same in every epoch, shuffled among
             themselves. `off` (OFF): all rows.
-        sampling: `none`: every row is used once per epoch. `balanced`: rows of smaller classes are repeated until all
-            classes are used equally often. The driver then reads the column `balance_by` before the start, and every
-            process holds 1 or 2 bytes per row.
-        balance_by: Column with the classes (integers or text) for `sampling: balanced`.
+        balance_by: Column with classes (integers or text), such as `label`. Rows of smaller classes are repeated until
+            all classes are used equally often. The driver reads the column before the start, and every process holds 1
+            or 2 bytes per row. Default: every row is used once per epoch.
         by_length: Decoded field with rows of different lengths, such as `tokens`. Rows of a shuffle window that have
             about the same length form a micro-batch, which is padded to its longest row. Default: rows in shuffled
             order.
@@ -149,8 +148,7 @@ class DataSection:
     global_batch_size: int = result_field(32)
     shuffle_window_rows: int = result_field(10_000)
     shard: Literal["row", "file", "off"] = result_field("row")
-    sampling: Literal["none", "balanced"] = result_field("none")
-    balance_by: str = result_field("label")
+    balance_by: str | None = result_field(None)
     by_length: str | None = result_field(None)
     last_batch: Literal["keep", "drop"] = result_field("keep")
     cache: Literal["none", "memory", "disk"] = "none"

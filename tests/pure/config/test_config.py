@@ -305,8 +305,8 @@ def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: di
             {"train__init_from": None},
             "train.init_digest is given without",
         ),
-        ({"data__sampling": "balanced"}, {"data__shard": "file"}, "data.sampling is balanced with data.shard: file"),
-        ({"data__shard": "file"}, {"data__sampling": "balanced"}, "data.sampling is balanced with data.shard: file"),
+        ({"data__balance_by": "label"}, {"data__shard": "file"}, "data.balance_by is 'label' with data.shard: file"),
+        ({"data__shard": "file"}, {"data__balance_by": "label"}, "data.balance_by is 'label' with data.shard: file"),
     ],
     ids=str,
 )
@@ -456,7 +456,6 @@ def test_what_does_not_decide_the_result_may_change(fields: dict[str, Any]) -> N
         {"data__shuffle_window_rows": 99},
         {"data__last_batch": "drop"},
         {"data__shard": "file"},
-        {"data__sampling": "balanced"},
         {"data__balance_by": "kind"},
         {"data__by_length": "tokens"},
         {"train__epochs": 2},
