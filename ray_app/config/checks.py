@@ -365,18 +365,13 @@ def _check_strategy(config: Config) -> list[str]:
 
 
 def _check_reduction(config: Config) -> list[str]:
-    """Returns the problems of the gradient reduction: backend, GPUs and compression."""
+    """Returns the problems of the gradient reduction: shared GPUs and compression."""
     train, problems = config.train, []
-    if train.backend == "nccl" and not config.scaling.gpus_per_worker:
-        problems.append(
-            "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to"
-            " auto or gloo, or give the workers GPUs."
-        )
     is_gpu_shared = 0 < config.scaling.gpus_per_worker < 1 and config.scaling.max_workers != 1
-    if is_gpu_shared and train.backend != "gloo" and train.strategy not in ("single", "parameter_server"):
+    if is_gpu_shared and train.strategy == "fsdp":
         problems.append(
-            f"scaling.gpus_per_worker is {config.scaling.gpus_per_worker:g}, so workers share a GPU, which NCCL"
-            " refuses. Set train.backend to gloo, or give each worker a GPU."
+            f"scaling.gpus_per_worker is {config.scaling.gpus_per_worker:g} with train.strategy fsdp: workers that"
+            " share a GPU communicate through gloo, which fsdp cannot use. Give each worker a GPU."
         )
     if train.gradient_compression != "none" and train.reduction == "exact":
         problems.append(

@@ -322,8 +322,8 @@ class TrainSection:
         reduction: `exact`: the gradients of the logical workers are added in one fixed order, so that the result is
             bit-identical on any number of workers. `overlapped`: the network adds them during backward; rows and
             weights are the same, but the result is not bit-identical.
-        backend: Communication backend of the gradients. `auto`: NCCL between GPUs and gloo between CPUs. `gloo`: also
-            for GPUs, through host memory, where NCCL cannot be used.
+        backend: Communication backend of the gradients. `auto`: NCCL between GPUs; gloo between CPUs, and where workers
+            share a GPU, which NCCL refuses. `gloo`: always gloo, through host memory, where NCCL does not work.
         bucket_mb: Size of the gradient buckets in mebibytes, which are reduced while backward runs, as in DDP's
             `bucket_cap_mb`.
         gradient_compression: `bf16` halves the traffic of `reduction: overlapped`: sums of gradients are rounded to
@@ -366,7 +366,7 @@ class TrainSection:
     peer_replica: bool = False
     cpu_offload: bool = result_field(False)
     reduction: Literal["exact", "overlapped"] = result_field("exact")
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    backend: Literal["auto", "gloo"] = "auto"
     bucket_mb: float = 8.0
     gradient_compression: Literal["none", "bf16"] = result_field("none")
     precision: Literal["fp32", "bf16", "fp16"] = result_field("fp32")

@@ -129,18 +129,11 @@ def test_the_valid_one_is_accepted() -> None:
         ({"train__bucket_mb": 0.0}, "train.bucket_mb is 0.0; it must be greater than 0."),
         ({"train__bucket_mb": math.inf}, "train.bucket_mb is inf; it must be finite."),
         ({"data__read_task_mb": math.inf}, "data.read_task_mb is inf; it must be finite."),
-        ({"train__backend": "mpi"}, "train.backend is 'mpi'; it must be one of auto, nccl, gloo."),
+        ({"train__backend": "mpi"}, "train.backend is 'mpi'; it must be one of auto, gloo."),
         (
-            {"scaling__gpus_per_worker": 0.5, "scaling__max_workers": 2},
-            "scaling.gpus_per_worker is 0.5, so workers share a GPU, which NCCL refuses. Set train.backend to gloo, or"
-            " give each worker a"
-            " GPU.",
-        ),
-        (
-            {"train__backend": "nccl"},
-            "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to"
-            " auto or gloo, or"
-            " give the workers GPUs.",
+            {"train__strategy": "fsdp", "scaling__gpus_per_worker": 0.5, "scaling__max_workers": 2},
+            "scaling.gpus_per_worker is 0.5 with train.strategy fsdp: workers that share a GPU communicate through"
+            " gloo, which fsdp cannot use. Give each worker a GPU.",
         ),
         (
             {"train__backend": "gloo", "train__strategy": "fsdp"},
