@@ -121,7 +121,6 @@ MIN_VALUES: dict[str, float] = {
     "train.outer_momentum": 0,
     "train.servers": 1,
     "train.server_cpus": 0,
-    "train.min_shard_kb": 1,
     "train.staleness": 0,
     "train.ema_decay": 0,
     "checkpoint.every_steps": 1,
@@ -298,9 +297,7 @@ _REPLICATED_STRATEGIES = ("ddp", "single", "local_sgd", "central_storage")
 """Strategies with a full copy of the parameters in every worker."""
 _STRATEGIES_OF_FIELD: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local_sgd",)),
-    **dict.fromkeys(
-        ("servers", "server_cpus", "server_label_selector", "min_shard_kb", "staleness"), ("parameter_server",)
-    ),
+    **dict.fromkeys(("servers", "server_cpus", "server_label_selector", "staleness"), ("parameter_server",)),
     "cpu_offload": ("fsdp",),
     "peer_replica": ("fsdp", "central_storage"),
     "backend": _REPLICATED_STRATEGIES,

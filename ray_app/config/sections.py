@@ -310,7 +310,6 @@ class TrainSection:
         server_cpus: Logical CPUs that each parameter server reserves.
         server_label_selector: Labels of the nodes on which parameter servers may run, as in `scaling.label_selector`.
             Default: any node.
-        min_shard_kb: Smallest size in kilobytes of the parts into which a parameter is split over the servers.
         staleness: Steps by which a logical worker may be ahead of the slowest one with `parameter_server`. 0:
             synchronous; the gradients of all logical workers are added in one fixed order and applied once. Above 0,
             each gradient is applied when it arrives.
@@ -361,7 +360,6 @@ class TrainSection:
     servers: int = 1
     server_cpus: float = 1
     server_label_selector: dict[str, str] | None = None
-    min_shard_kb: int = 256
     staleness: int = result_field(0)
     peer_replica: bool = False
     cpu_offload: bool = result_field(False)

@@ -419,7 +419,7 @@ def changed(**fields: Any) -> bool:
         },
         {"tracking__registered_model": "m", "tracking__system_metrics_s": None, "tracking__tensorboard": True},
         {"evaluate__where": "workers", "evaluate__max_pending": 3, "evaluate__min_delta": 0.1},
-        {"train__servers": 3, "train__server_cpus": 2, "train__min_shard_kb": 64},
+        {"train__servers": 3, "train__server_cpus": 2},
         {"train__backend": "gloo", "train__bucket_mb": 1.0, "scaling__label_selector": {"zone": "a"}},
         {"train__peer_replica": True},
         {"train__capture": True},
