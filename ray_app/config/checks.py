@@ -345,12 +345,9 @@ def _check_strategy(config: Config) -> list[str]:
             f"scaling.label_selector is {config.scaling.label_selector}, but train.strategy single has no workers to"
             " place: everything happens in the calling process. Leave it out."
         )
-    steps = [1, train.profile_steps] if isinstance(train.profile_steps, int) else train.profile_steps
+    steps = train.profile_steps
     if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
-        problems.append(
-            f"train.profile_steps is {train.profile_steps}; it must be [first, last], counted from 1, or a number of"
-            f" steps."
-        )
+        problems.append(f"train.profile_steps is {train.profile_steps}; it must be [first, last], counted from 1.")
     for name in ("every_steps", "snapshot_every_steps"):
         value = getattr(config.checkpoint, name)
         if value is not None and value % train.local_steps:

@@ -344,8 +344,7 @@ class TrainSection:
             registered model (`models:/NAME@ALIAS`, `models:/NAME/VERSION`). They are read at the first start and
             stored with the run. Default: the model's own initialization, which draws from the seed.
         profile_steps: Steps that rank 0 traces with `torch.profiler` to `profile/` in the run's directory: the first
-            and the last step, counted from 1 over the run, or the number of steps to trace after the first three of
-            each start. Default: none.
+            and the last step, counted from 1 over the run. Default: none.
         init_digest: SHA-256 of the parameters of `init_from`, as `params_digest` in `summary.json`. The digest decides
             the result; the path of the file does not. Default: the digest of the parameters at the first start.
     """
@@ -375,7 +374,7 @@ class TrainSection:
     capture: bool = False
     channels_last: bool = result_field(False)
     init_from: str | None = None
-    profile_steps: list[int] | int | None = None
+    profile_steps: list[int] | None = None
     init_digest: str | None = result_field(None)
 
     def total_steps(self, pass_steps: int) -> int:
