@@ -94,7 +94,7 @@ class Submission:
             if not after.again:
                 self._say(f"Job {job_id} ended as {ended.status}: {after.reason}. Exit code {after.exit_code}.")
                 return after.exit_code
-            pause_s = wait_s(number, self._section.backoff_s)
+            pause_s = wait_s(number)
             number += 1
             self._say(f"try {number} of {self._tries} in {pause_s:g} s: {after.reason}")
             time.sleep(pause_s)

@@ -50,7 +50,7 @@ def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None
     package = list_job_files(config, section)
     findings = [
         run_check("configuration", partial(_check_config, config)),
-        run_check("package", partial(check_size, package, section)),
+        run_check("package", partial(check_size, package)),
     ]
     runtime_env: dict[str, Any] = {
         "working_dir": str(package.folder),
@@ -115,7 +115,7 @@ def check_absolute_storage(config: Config) -> list[Finding]:
 
 def _connect(section: SubmitSection, server: list[JobServer]) -> str:
     """Connects to the job server, appends it to `server`, and returns a sentence."""
-    server.append(JobServer(section.address, section.lost_contact_s))
+    server.append(JobServer(section.address))
     return f"{server[0].address} takes jobs."
 
 
