@@ -6,7 +6,6 @@ import logging
 import shlex
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 import ray
 from rich.console import Console
@@ -22,7 +21,7 @@ from ray_app.driver.finalize import newest_start, report_end
 from ray_app.driver.parsing import Parser, add_current_folder_to_path
 from ray_app.driver.trained_run import open_training_data, send_to_mlflow
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
-from ray_app.evaluate.evaluator import start_evaluator
+from ray_app.evaluate.evaluator import EvaluatorHandle, start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.preflight.prepare import check_evaluation_data, make_task, open_evaluation_source
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
@@ -92,7 +91,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
         try:
             _follow(job, evaluator, options.follow, console)
         finally:
-            ray.kill(evaluator, no_restart=True)
+            evaluator.end()
             CheckpointStore(paths).remove_pin(job.evaluator_id)
     if not is_held(paths):
         _publish(paths, config)
@@ -137,7 +136,7 @@ def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> Eval
     return EvaluationJob(config.evaluate, task, str(paths.root), newest_fence(paths), data, options.name, True, exact)
 
 
-def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) -> None:
+def _follow(job: EvaluationJob, evaluator: EvaluatorHandle, follow: bool, console: Console) -> None:
     """Shows each new evaluation until all checkpoints are evaluated and, with `follow`, the run has ended.
 
     Raises:
@@ -145,7 +144,7 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
         EvaluationError: The evaluator gave up for another reason.
     """
     shown_steps: set[int] = {e.step for e in read_evaluations(job.paths, job.name)}
-    pending_error, is_waiting = evaluator.error.remote(), False
+    is_waiting = False
     while True:
         is_last_look = not (follow and is_held(job.paths)) and not pending_commits(job)
         for evaluation in read_evaluations(job.paths, job.name):
@@ -158,18 +157,16 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
                 )
         if is_last_look:
             return
-        if ray.wait([pending_error], timeout=_PATIENCE_S)[0]:
-            try:
-                gave_up = ray.get(pending_error)
-            except ray.exceptions.RayActorError as error:
-                gave_up = str(error)
-            if gave_up is not None:
-                kind = DataError if isinstance(gave_up, DataError) else EvaluationError
-                raise kind(f"The evaluator gave up: {gave_up}")
-            pending_error = evaluator.error.remote()
-        elif not is_waiting:
-            console.print("The evaluator waits for capacity in the cluster ...")
-            is_waiting = True
+        try:
+            failure = evaluator.failure(_PATIENCE_S)
+        except TimeoutError:
+            failure = None
+            if not is_waiting:
+                console.print("The evaluator waits for capacity in the cluster ...")
+                is_waiting = True
+        if failure is not None:
+            kind = DataError if isinstance(failure, DataError) else EvaluationError
+            raise kind(f"The evaluator gave up: {failure}")
         time.sleep(poll_interval_s(job.paths.root))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -29,6 +29,9 @@ from ray_app.watch.node_sampler import NodeSampler
 from ray_app.watch.observers import Observer, Observers
 from ray_app.watch.prometheus import RunMetrics
 from ray_app.watch.terminal import SafeConsole
+
+if TYPE_CHECKING:
+    from ray_app.evaluate.evaluator import EvaluatorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -117,19 +120,19 @@ class EvaluatorClient:
         before_evaluation: Callable[[Commit], None] | None,
     ) -> None:
         self._job, self._metrics = job, RunMetrics(job.paths.name) if job is not None else None
-        self._actor: Any = None
+        self._evaluator: EvaluatorHandle | None = None
         if job is not None:
             # The module imports Ray Data, which the driver imports while the cluster starts.
             from ray_app.evaluate.evaluator import start_evaluator
 
-            self._actor = start_evaluator(job, before_evaluation, close_orphan if is_cluster_shared else None)
+            self._evaluator = start_evaluator(job, before_evaluation, close_orphan if is_cluster_shared else None)
 
     def __enter__(self) -> EvaluatorClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._actor is not None:
-            ray.kill(self._actor, no_restart=True)
+        if self._evaluator is not None:
+            self._evaluator.end()
 
     def waiting(self) -> list[Commit]:
         """Returns the checkpoints that wait for an evaluation.
@@ -157,7 +160,7 @@ class EvaluatorClient:
             DataError: The evaluator failed because of the data.
             EvaluationError: The evaluator failed for another reason.
         """
-        if self._job is None:
+        if self._job is None or self._evaluator is None:
             return True
         deadline_s = time.monotonic() + self._job.section.drain_timeout_s
         steps: list[int] = []
@@ -172,7 +175,11 @@ class EvaluatorClient:
             if time.monotonic() > deadline_s:
                 console.print(f"The evaluator did not finish in time; the next start goes on with steps {steps}.")
                 return False
-            failure = self._failure()
+            try:
+                failure = self._evaluator.failure(_POLL_S)
+            # It restarts, or waits for capacity.
+            except (ray.exceptions.RayError, TimeoutError):
+                failure = None
             if failure is not None:
                 error_class = DataError if isinstance(failure, DataError) else EvaluationError
                 raise error_class(
@@ -184,13 +191,3 @@ class EvaluatorClient:
             return not self.waiting()
         except OSError:
             return False
-
-    def _failure(self) -> DataError | str | None:
-        """Returns why the evaluator has failed for good; None while it works or restarts."""
-        try:
-            return ray.get(self._actor.error.remote(), timeout=_POLL_S)
-        # Ray has no restarts left for the actor.
-        except ray.exceptions.ActorDiedError as error:
-            return str(error)
-        except (ray.exceptions.RayError, TimeoutError):
-            return None

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.actor import ActorHandle
 
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
@@ -297,18 +298,47 @@ def count_deaths_in_a_row(starts: Sequence[Mapping[str, Any]], done_step: int, a
     return deaths
 
 
-def _this_actor() -> Any | None:
+def _this_actor() -> ActorHandle | None:
     """Returns a handle of the actor that this code runs in; None outside of an actor."""
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return None
     return ray.get_runtime_context().current_actor
 
 
+class EvaluatorHandle:
+    """The evaluator actor, as other processes use it.
+
+    Args:
+        actor: Ray's handle of the actor.
+    """
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    def failure(self, timeout_s: float) -> DataError | str | None:
+        """Returns why the evaluator has failed for good, see `Evaluator.error`; None while it works.
+
+        Raises:
+            TimeoutError: It does not answer in time, because it waits for capacity or restarts.
+            ray.exceptions.RayError: It cannot be asked now.
+        """
+        try:
+            failure: DataError | str | None = ray.get(self._actor.error.remote(), timeout=timeout_s)
+        except ray.exceptions.ActorDiedError as error:
+            # Ray has no restarts left for the actor.
+            return str(error)
+        return failure
+
+    def end(self) -> None:
+        """Ends the actor for good."""
+        ray.kill(self._actor, no_restart=True)
+
+
 def start_evaluator(
     job: EvaluationJob,
     before_evaluation: Callable[[Commit], None] | None = None,
     when_orphaned: Callable[[str], object] | None = None,
-) -> Any:
+) -> EvaluatorHandle:
     """Pins the checkpoints, starts the evaluator actor with its resources, and returns its handle.
 
     Ray restarts the actor whenever it dies; an unfinished evaluation is then repeated. It fails for good after three
@@ -332,4 +362,5 @@ def start_evaluator(
         options["label_selector"] = job.section.label_selector
     if when_orphaned is not None:
         options |= {"lifetime": "detached", "name": job.actor_name, "namespace": _NAMESPACE}
-    return ray.remote(Evaluator).options(**options).remote(job, fetch_auto, before_evaluation, when_orphaned)
+    actor = ray.remote(Evaluator).options(**options).remote(job, fetch_auto, before_evaluation, when_orphaned)
+    return EvaluatorHandle(actor)
