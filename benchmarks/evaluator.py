@@ -122,22 +122,18 @@ class Commits:
 
 def stays(job: Any) -> list[float]:
     """Seconds per checkpoint of one actor for all; the first, which starts it, counts too."""
-    import ray
-
     from ray_app.evaluate.evaluator import start_evaluator
 
     commits = Commits(job)
     commits.hide()
     evaluator = start_evaluator(job)
     found = [commits.evaluated_s(step) for step in commits.steps]
-    ray.kill(evaluator)
+    evaluator.end()
     return found
 
 
 def fresh(job: Any) -> list[float]:
     """Seconds per checkpoint of an actor for each."""
-    import ray
-
     from ray_app.evaluate.evaluator import start_evaluator
 
     commits, found = Commits(job), []
@@ -147,7 +143,7 @@ def fresh(job: Any) -> list[float]:
         evaluator = start_evaluator(job)
         commits.evaluated_s(step)
         found.append(time.perf_counter() - began)
-        ray.kill(evaluator)
+        evaluator.end()
     return found
 
 

@@ -162,7 +162,7 @@ def work(rank: int, store: Path, job: Job, size: int, port: int, device: str, ow
     del store
     place = place_of(device, rank if own_gpus else 0)
     membership = Group(
-        World(rank, size, job.plan.logical_workers), port, place, "nccl" if own_gpus and device == "cuda" else "gloo"
+        World(rank, size, job.plan.logical_workers), port, place, "auto" if own_gpus and device == "cuda" else "gloo"
     )
     evaluation = job.evaluation
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None

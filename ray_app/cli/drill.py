@@ -30,7 +30,6 @@ from ray_app.storage.files import Location, to_location
 _DESCRIPTION = (
     "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
 )
-_OTHER_NAMES = {"resize": "grow", "preempt": "shrink"}
 _FEWEST_STEPS = 20
 _CHECKPOINTS = 8
 _HEARTBEAT_S = 3.0
@@ -47,8 +46,7 @@ class DrillSection:
         scenarios: Names of scenarios, separated by commas. Default: all of them. Names: kill, kill_twice, kill_two,
             kill_all, kill_reduction, kill_saving, kill_forming, kill_joining, kill_phases, rendezvous, evaluator,
             freeze, slow, slow_storage, storage_away, full_disk, flip, partition, half_open, memory, clock_jump, node,
-            node_rank0, grow (or resize), shrink (or preempt), head, mlflow, damage, torn_write, driver,
-            evaluator_and_driver.
+            node_rank0, grow, shrink, head, mlflow, damage, torn_write, driver, evaluator_and_driver.
         max_steps: Largest number of optimizer steps of every drilled run.
         seed: Seed for the choice of the steps and the workers that are disturbed.
         out: New folder for the runs and the certificate, which every node sees under the same path. Default: a folder
@@ -73,13 +71,13 @@ def choose_scenarios(section: DrillSection) -> list[str]:
     if section.scenarios is None:
         return list(SCENARIOS)
     names = [name.strip() for name in section.scenarios.split(",") if name.strip()]
-    unknown = [name for name in names if _OTHER_NAMES.get(name, name) not in SCENARIOS]
+    unknown = [name for name in names if name not in SCENARIOS]
     if unknown or not names:
         raise ConfigError(
             f"drill.scenarios is {section.scenarios!r}; {', '.join(map(repr, unknown)) or 'nothing'} is not a scenario."
             f" There are {', '.join(SCENARIOS)}. Give some of these, separated by commas, or leave it out for all."
         )
-    return list(dict.fromkeys(_OTHER_NAMES.get(name, name) for name in names))
+    return list(dict.fromkeys(names))
 
 
 def make_drill_config(config: Config, section: DrillSection, starts_cluster: bool) -> Config:

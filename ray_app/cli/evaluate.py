@@ -6,7 +6,6 @@ import logging
 import shlex
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import ray
 from rich.console import Console
@@ -22,7 +21,7 @@ from ray_app.driver.finalize import newest_start, report_end
 from ray_app.driver.parsing import Parser, add_current_folder_to_path
 from ray_app.driver.trained_run import open_training_data, send_to_mlflow
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
-from ray_app.evaluate.evaluator import start_evaluator
+from ray_app.evaluate.evaluator import EvaluatorHandle, start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.preflight.prepare import check_evaluation_data, make_task, open_evaluation_source
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
@@ -50,11 +49,9 @@ class EvaluateOptions:
             MLflow are called `eval_<name>_<metric>`. Default: the command does the work of the run's own evaluator.
         data: Folder (or file) of Parquet to evaluate on; needs a name. Default: the run's `data.eval_path`.
         follow: Continues until the run has ended; otherwise it ends after the checkpoints that are committed now.
-        every: See `evaluate.every`. Default: the value of the run.
         batch_size: Rows of one forward pass. Default: the value of the run.
-        num_cpus: Logical CPUs to reserve. Default: the value of the run.
+        num_cpus: Logical CPUs to reserve, and threads to compute with. Default: the value of the run.
         num_gpus: GPUs to reserve. Default: the value of the run.
-        threads: CPU threads of the computation. Default: the value of the run.
         ray_address: Address of the Ray cluster to connect to. Default: see `run.ray_address`.
     """
 
@@ -62,11 +59,9 @@ class EvaluateOptions:
     name: str | None = None
     data: str | None = None
     follow: bool = False
-    every: Literal["checkpoint", "latest"] | None = None
     batch_size: int | None = None
     num_cpus: float | None = None
     num_gpus: float | None = None
-    threads: int | None = None
     ray_address: str | None = None
 
 
@@ -96,7 +91,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
         try:
             _follow(job, evaluator, options.follow, console)
         finally:
-            ray.kill(evaluator, no_restart=True)
+            evaluator.end()
             CheckpointStore(paths).remove_pin(job.evaluator_id)
     if not is_held(paths):
         _publish(paths, config)
@@ -116,13 +111,12 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
         raise ConfigError(
             f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on."
         )
-    overrides = {name: getattr(options, name) for name in ("every", "batch_size", "num_cpus", "num_gpus", "threads")}
+    overrides = {name: getattr(options, name) for name in ("batch_size", "num_cpus", "num_gpus")}
     section = replace(config.evaluate, **{name: value for name, value in overrides.items() if value is not None})
     config = replace(config, evaluate=section, task=task or config.task)
     if options.data is not None:
         config = config.replace(data__eval_path=options.data)
-    # Early stopping depends only on the run's own evaluations.
-    check_config(config if options.name is None else config.replace(evaluate__patience=None))
+    check_config(config)
     return config.replace(
         run__ray_address=options.ray_address or config.run.ray_address, scaling__max_workers=1, scaling__min_workers=1
     )
@@ -142,7 +136,7 @@ def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> Eval
     return EvaluationJob(config.evaluate, task, str(paths.root), newest_fence(paths), data, options.name, True, exact)
 
 
-def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) -> None:
+def _follow(job: EvaluationJob, evaluator: EvaluatorHandle, follow: bool, console: Console) -> None:
     """Shows each new evaluation until all checkpoints are evaluated and, with `follow`, the run has ended.
 
     Raises:
@@ -150,7 +144,7 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
         EvaluationError: The evaluator gave up for another reason.
     """
     shown_steps: set[int] = {e.step for e in read_evaluations(job.paths, job.name)}
-    pending_error, is_waiting = evaluator.error.remote(), False
+    is_waiting = False
     while True:
         is_last_look = not (follow and is_held(job.paths)) and not pending_commits(job)
         for evaluation in read_evaluations(job.paths, job.name):
@@ -163,18 +157,16 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
                 )
         if is_last_look:
             return
-        if ray.wait([pending_error], timeout=_PATIENCE_S)[0]:
-            try:
-                gave_up = ray.get(pending_error)
-            except ray.exceptions.RayActorError as error:
-                gave_up = str(error)
-            if gave_up is not None:
-                kind = DataError if isinstance(gave_up, DataError) else EvaluationError
-                raise kind(f"The evaluator gave up: {gave_up}")
-            pending_error = evaluator.error.remote()
-        elif not is_waiting:
-            console.print("The evaluator waits for capacity in the cluster ...")
-            is_waiting = True
+        try:
+            failure = evaluator.failure(_PATIENCE_S)
+        except TimeoutError:
+            failure = None
+            if not is_waiting:
+                console.print("The evaluator waits for capacity in the cluster ...")
+                is_waiting = True
+        if failure is not None:
+            kind = DataError if isinstance(failure, DataError) else EvaluationError
+            raise kind(f"The evaluator gave up: {failure}")
         time.sleep(poll_interval_s(job.paths.root))
 
 

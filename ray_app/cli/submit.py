@@ -15,7 +15,7 @@ from ray_app.preflight.prepare import make_run_name
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import to_location
-from ray_app.submit.options import SubmitSection, judge
+from ray_app.submit.options import SUBMISSION_BACKOFF, SubmitSection, judge
 from ray_app.submit.preflight import Preflight, preflight
 from ray_app.submit.server import JobServer, LostContactError
 from ray_app.watch.terminal import has_refusal, print_findings
@@ -95,7 +95,7 @@ class Submission:
             if not after.again:
                 self._say(f"Job {job_id} ended as {ended.status}: {after.reason}. Exit code {after.exit_code}.")
                 return after.exit_code
-            pause_s = self._section.backoff.pause_s(number)
+            pause_s = SUBMISSION_BACKOFF.pause_s(number)
             number += 1
             self._say(f"try {number} of {self._tries} in {pause_s:g} s: {after.reason}")
             time.sleep(pause_s)

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import ray.train
@@ -169,6 +169,11 @@ def _gpu() -> torch.device:
     return gpu_of(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+def _backend(config: Config) -> Literal["auto", "gloo"]:
+    """Returns `train.backend`, or gloo for workers that share a GPU, which NCCL refuses."""
+    return "gloo" if 0 < config.scaling.gpus_per_worker < 1 else config.train.backend
+
+
 def _run_worker(worker_config: dict[str, Any]) -> None:
     """Trains in a worker until the run ends or the worker has to leave."""
     keep_freed_memory()
@@ -179,9 +184,8 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     register_secrets(job.config.to_dict())
     device = _gpu() if job.config.scaling.gpus_per_worker else torch.device("cpu")
     recovers = _recovers_in_place(job.config)
-    backend = job.config.train.backend
     membership = RendezvousClient(
-        args.rendezvous, job.plan.logical_workers, device, backend, job.paths, job.fence, recovers
+        args.rendezvous, job.plan.logical_workers, device, _backend(job.config), job.paths, job.fence, recovers
     )
     is_run_over = False
     try:

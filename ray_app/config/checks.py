@@ -121,7 +121,6 @@ MIN_VALUES: dict[str, float] = {
     "train.outer_momentum": 0,
     "train.servers": 1,
     "train.server_cpus": 0,
-    "train.min_shard_kb": 1,
     "train.staleness": 0,
     "train.ema_decay": 0,
     "checkpoint.every_steps": 1,
@@ -138,7 +137,6 @@ MIN_VALUES: dict[str, float] = {
     "evaluate.batch_size": 1,
     "evaluate.num_cpus": 0,
     "evaluate.num_gpus": 0,
-    "evaluate.threads": 1,
     "evaluate.drain_timeout_s": 0,
     "tracking.every_steps": 1,
 }
@@ -153,7 +151,6 @@ POSITIVE_FIELDS = (
     "train.bucket_mb",
     "failure.step_timeout_s",
     "failure.heartbeat_timeout_s",
-    "evaluate.budget",
     "tracking.system_metrics_s",
 )
 """Fields that must be greater than 0."""
@@ -300,9 +297,7 @@ _REPLICATED_STRATEGIES = ("ddp", "single", "local_sgd", "central_storage")
 """Strategies with a full copy of the parameters in every worker."""
 _STRATEGIES_OF_FIELD: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local_sgd",)),
-    **dict.fromkeys(
-        ("servers", "server_cpus", "server_label_selector", "min_shard_kb", "staleness"), ("parameter_server",)
-    ),
+    **dict.fromkeys(("servers", "server_cpus", "server_label_selector", "staleness"), ("parameter_server",)),
     "cpu_offload": ("fsdp",),
     "peer_replica": ("fsdp", "central_storage"),
     "backend": _REPLICATED_STRATEGIES,
@@ -350,12 +345,9 @@ def _check_strategy(config: Config) -> list[str]:
             f"scaling.label_selector is {config.scaling.label_selector}, but train.strategy single has no workers to"
             " place: everything happens in the calling process. Leave it out."
         )
-    steps = [1, train.profile_steps] if isinstance(train.profile_steps, int) else train.profile_steps
+    steps = train.profile_steps
     if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
-        problems.append(
-            f"train.profile_steps is {train.profile_steps}; it must be [first, last], counted from 1, or a number of"
-            f" steps."
-        )
+        problems.append(f"train.profile_steps is {train.profile_steps}; it must be [first, last], counted from 1.")
     for name in ("every_steps", "snapshot_every_steps"):
         value = getattr(config.checkpoint, name)
         if value is not None and value % train.local_steps:
@@ -367,18 +359,13 @@ def _check_strategy(config: Config) -> list[str]:
 
 
 def _check_reduction(config: Config) -> list[str]:
-    """Returns the problems of the gradient reduction: backend, GPUs and compression."""
+    """Returns the problems of the gradient reduction: shared GPUs and compression."""
     train, problems = config.train, []
-    if train.backend == "nccl" and not config.scaling.gpus_per_worker:
-        problems.append(
-            "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to"
-            " auto or gloo, or give the workers GPUs."
-        )
     is_gpu_shared = 0 < config.scaling.gpus_per_worker < 1 and config.scaling.max_workers != 1
-    if is_gpu_shared and train.backend != "gloo" and train.strategy not in ("single", "parameter_server"):
+    if is_gpu_shared and train.strategy == "fsdp":
         problems.append(
-            f"scaling.gpus_per_worker is {config.scaling.gpus_per_worker:g}, so workers share a GPU, which NCCL"
-            " refuses. Set train.backend to gloo, or give each worker a GPU."
+            f"scaling.gpus_per_worker is {config.scaling.gpus_per_worker:g} with train.strategy fsdp: workers that"
+            " share a GPU communicate through gloo, which fsdp cannot use. Give each worker a GPU."
         )
     if train.gradient_compression != "none" and train.reduction == "exact":
         problems.append(
@@ -465,11 +452,6 @@ def _check_run(config: Config) -> list[str]:
             "evaluate.patience is set without data.eval_path: there is nothing to judge by. Set data.eval_path or leave"
             " patience out."
         )
-    if config.evaluate.patience is not None and config.evaluate.every != "checkpoint":
-        problems.append(
-            "evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is"
-            f" {config.evaluate.every}; set it to checkpoint, or leave patience out."
-        )
     if config.evaluate.num_gpus > 1:
         problems.append(
             f"evaluate.num_gpus is {config.evaluate.num_gpus:g}, but the evaluator computes on one GPU; set it to at"
@@ -495,13 +477,13 @@ def _check_run(config: Config) -> list[str]:
 
 
 def _check_data(config: Config) -> list[str]:
-    """Returns the problems of the data, its sampling and its cache."""
+    """Returns the problems of the data, its balancing and its cache."""
     data, problems = config.data, []
-    if data.shard == "file" and data.sampling == "balanced":
+    if data.shard == "file" and data.balance_by is not None:
         problems.append(
-            "data.sampling is balanced with data.shard: file, where the steps of an epoch would differ from epoch to"
-            " epoch. Set data.shard to row or off, or data.sampling to none (task.init_args.class_weights weighs"
-            " classes without repeating rows)."
+            f"data.balance_by is {data.balance_by!r} with data.shard: file, where the steps of an epoch would differ"
+            " from epoch to epoch. Set data.shard to row or off, or leave balance_by out (task.init_args.class_weights"
+            " weighs classes without repeating rows)."
         )
     if data.cache_dir is not None and data.cache != "disk":
         problems.append(

@@ -118,10 +118,9 @@ class DataSection:
         shard: Rows of a logical worker, as in tf.data's AutoShardPolicy. `row` (DATA): an equal share of the rows, a
             different one in every epoch. `file` (FILE): whole files, the same in every epoch, shuffled among
             themselves. `off` (OFF): all rows.
-        sampling: `none`: every row is used once per epoch. `balanced`: rows of smaller classes are repeated until all
-            classes are used equally often. The driver then reads the column `balance_by` before the start, and every
-            process holds 1 or 2 bytes per row.
-        balance_by: Column with the classes (integers or text) for `sampling: balanced`.
+        balance_by: Column with classes (integers or text), such as `label`. Rows of smaller classes are repeated until
+            all classes are used equally often. The driver reads the column before the start, and every process holds 1
+            or 2 bytes per row. Default: every row is used once per epoch.
         by_length: Decoded field with rows of different lengths, such as `tokens`. Rows of a shuffle window that have
             about the same length form a micro-batch, which is padded to its longest row. Default: rows in shuffled
             order.
@@ -149,8 +148,7 @@ class DataSection:
     global_batch_size: int = result_field(32)
     shuffle_window_rows: int = result_field(10_000)
     shard: Literal["row", "file", "off"] = result_field("row")
-    sampling: Literal["none", "balanced"] = result_field("none")
-    balance_by: str = result_field("label")
+    balance_by: str | None = result_field(None)
     by_length: str | None = result_field(None)
     last_batch: Literal["keep", "drop"] = result_field("keep")
     cache: Literal["none", "memory", "disk"] = "none"
@@ -222,12 +220,8 @@ class EvaluateSection:
         where: Process that evaluates the planned checkpoints: those of `checkpoint.every_steps`, of `every_epochs` and
             of the end. `actor`: an evaluator that runs concurrently with training and follows its checkpoints.
             `workers`: the training workers, which pause at each planned checkpoint and evaluate it together.
-        every: `checkpoint`: every committed checkpoint is evaluated. `latest`: the evaluator takes the newest
-            checkpoint whenever it is idle.
-        budget: Largest share of the cluster's CPUs (with GPUs: of its GPUs) that evaluations may use on average over
-            time; the evaluator pauses in between. 1: no limit.
         max_pending: Largest number of checkpoints that are kept for an evaluator that lags behind. Older ones are
-            removed and recorded as skipped.
+            removed and recorded as skipped. With 1 only the newest waits.
         patience: Planned checkpoints in a row without an improvement of `metric` after which training stops. The result
             is then the best checkpoint up to that one, and all planned checkpoints are evaluated regardless of
             `max_pending`. Default: no early stopping.
@@ -236,18 +230,13 @@ class EvaluateSection:
         mode: Whether a higher (`max`) or a lower (`min`) value of `metric` is better. Default: as the task declares.
         batch_size: Rows of one forward pass.
         drain_timeout_s: Seconds that the end of a run waits for the evaluator to finish pending checkpoints.
-        on_error: Effect on the run if the evaluator gives up because the metrics of the task raise errors. `fail`: the
-            run counts as failed (exit code 1) when training has ended. `warn`: a warning only.
-        num_cpus: Logical CPUs that the evaluator reserves.
+        num_cpus: Logical CPUs that the evaluator reserves. It computes with as many CPU threads, at least one.
         num_gpus: GPUs that the evaluator reserves: 0, a fraction of one GPU, or 1.
-        threads: CPU threads with which the evaluator computes.
         label_selector: Labels of the nodes on which the evaluator may run, as in `scaling.label_selector`. Default:
             any node.
     """
 
     where: Literal["actor", "workers"] = "actor"
-    every: Literal["checkpoint", "latest"] = "checkpoint"
-    budget: float = 1.0
     max_pending: int = 32
     patience: int | None = result_field(None)
     min_delta: float = 0.0
@@ -255,11 +244,14 @@ class EvaluateSection:
     mode: Literal["max", "min"] | None = None
     batch_size: int = 256
     drain_timeout_s: float = 600.0
-    on_error: Literal["fail", "warn"] = "fail"
     num_cpus: float = 1
     num_gpus: float = 0
-    threads: int = 1
     label_selector: dict[str, str] | None = None
+
+    @property
+    def threads(self) -> int:
+        """Returns the number of CPU threads with which the evaluator computes."""
+        return max(1, int(self.num_cpus))
 
 
 @dataclass(frozen=True)
@@ -318,7 +310,6 @@ class TrainSection:
         server_cpus: Logical CPUs that each parameter server reserves.
         server_label_selector: Labels of the nodes on which parameter servers may run, as in `scaling.label_selector`.
             Default: any node.
-        min_shard_kb: Smallest size in kilobytes of the parts into which a parameter is split over the servers.
         staleness: Steps by which a logical worker may be ahead of the slowest one with `parameter_server`. 0:
             synchronous; the gradients of all logical workers are added in one fixed order and applied once. Above 0,
             each gradient is applied when it arrives.
@@ -330,8 +321,8 @@ class TrainSection:
         reduction: `exact`: the gradients of the logical workers are added in one fixed order, so that the result is
             bit-identical on any number of workers. `overlapped`: the network adds them during backward; rows and
             weights are the same, but the result is not bit-identical.
-        backend: Communication backend of the gradients. `auto`: NCCL between GPUs and gloo between CPUs. `gloo`: also
-            for GPUs, through host memory, where NCCL cannot be used.
+        backend: Communication backend of the gradients. `auto`: NCCL between GPUs; gloo between CPUs, and where workers
+            share a GPU, which NCCL refuses. `gloo`: always gloo, through host memory, where NCCL does not work.
         bucket_mb: Size of the gradient buckets in mebibytes, which are reduced while backward runs, as in DDP's
             `bucket_cap_mb`.
         gradient_compression: `bf16` halves the traffic of `reduction: overlapped`: sums of gradients are rounded to
@@ -353,8 +344,7 @@ class TrainSection:
             registered model (`models:/NAME@ALIAS`, `models:/NAME/VERSION`). They are read at the first start and
             stored with the run. Default: the model's own initialization, which draws from the seed.
         profile_steps: Steps that rank 0 traces with `torch.profiler` to `profile/` in the run's directory: the first
-            and the last step, counted from 1 over the run, or the number of steps to trace after the first three of
-            each start. Default: none.
+            and the last step, counted from 1 over the run. Default: none.
         init_digest: SHA-256 of the parameters of `init_from`, as `params_digest` in `summary.json`. The digest decides
             the result; the path of the file does not. Default: the digest of the parameters at the first start.
     """
@@ -369,12 +359,11 @@ class TrainSection:
     servers: int = 1
     server_cpus: float = 1
     server_label_selector: dict[str, str] | None = None
-    min_shard_kb: int = 256
     staleness: int = result_field(0)
     peer_replica: bool = False
     cpu_offload: bool = result_field(False)
     reduction: Literal["exact", "overlapped"] = result_field("exact")
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    backend: Literal["auto", "gloo"] = "auto"
     bucket_mb: float = 8.0
     gradient_compression: Literal["none", "bf16"] = result_field("none")
     precision: Literal["fp32", "bf16", "fp16"] = result_field("fp32")
@@ -385,7 +374,7 @@ class TrainSection:
     capture: bool = False
     channels_last: bool = result_field(False)
     init_from: str | None = None
-    profile_steps: list[int] | int | None = None
+    profile_steps: list[int] | None = None
     init_digest: str | None = result_field(None)
 
     def total_steps(self, pass_steps: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -21,7 +21,6 @@ from ray_app.driver.finalize import close_orphan, newest_commit
 from ray_app.errors import ConfigError, DataError, EvaluationError
 from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.preflight.changes import fill_defaults
-from ray_app.runlog.redaction import redact
 from ray_app.track.mlflow_client import DataSet
 from ray_app.track.tensorboard import EventFileWriter
 from ray_app.track.tracker import Tracker, make_run_tags
@@ -30,6 +29,9 @@ from ray_app.watch.node_sampler import NodeSampler
 from ray_app.watch.observers import Observer, Observers
 from ray_app.watch.prometheus import RunMetrics
 from ray_app.watch.terminal import SafeConsole
+
+if TYPE_CHECKING:
+    from ray_app.evaluate.evaluator import EvaluatorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -118,19 +120,19 @@ class EvaluatorClient:
         before_evaluation: Callable[[Commit], None] | None,
     ) -> None:
         self._job, self._metrics = job, RunMetrics(job.paths.name) if job is not None else None
-        self._actor: Any = None
+        self._evaluator: EvaluatorHandle | None = None
         if job is not None:
             # The module imports Ray Data, which the driver imports while the cluster starts.
             from ray_app.evaluate.evaluator import start_evaluator
 
-            self._actor = start_evaluator(job, before_evaluation, close_orphan if is_cluster_shared else None)
+            self._evaluator = start_evaluator(job, before_evaluation, close_orphan if is_cluster_shared else None)
 
     def __enter__(self) -> EvaluatorClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._actor is not None:
-            ray.kill(self._actor, no_restart=True)
+        if self._evaluator is not None:
+            self._evaluator.end()
 
     def waiting(self) -> list[Commit]:
         """Returns the checkpoints that wait for an evaluation.
@@ -155,11 +157,11 @@ class EvaluatorClient:
             Whether the evaluations are complete: the next start would have none to catch up.
 
         Raises:
-            EvaluationError: The evaluator failed, and `evaluate.on_error` is `fail`.
+            DataError: The evaluator failed because of the data.
+            EvaluationError: The evaluator failed for another reason.
         """
-        if self._job is None:
+        if self._job is None or self._evaluator is None:
             return True
-        self._actor.hurry.options(max_task_retries=0).remote()
         deadline_s = time.monotonic() + self._job.section.drain_timeout_s
         steps: list[int] = []
         while not is_over():
@@ -173,35 +175,19 @@ class EvaluatorClient:
             if time.monotonic() > deadline_s:
                 console.print(f"The evaluator did not finish in time; the next start goes on with steps {steps}.")
                 return False
-            failure = self._failure()
+            try:
+                failure = self._evaluator.failure(_POLL_S)
+            # It restarts, or waits for capacity.
+            except (ray.exceptions.RayError, TimeoutError):
+                failure = None
             if failure is not None:
-                self._report_failure(failure, console)
-                return True
+                error_class = DataError if isinstance(failure, DataError) else EvaluationError
+                raise error_class(
+                    f"The evaluator gave up: {failure}\nAll checkpoints are there. Fix the cause, then start the run"
+                    f" again, which evaluates them, or use ray-app evaluate --run {self._job.run_root}."
+                )
             time.sleep(_POLL_S)
         try:
             return not self.waiting()
         except OSError:
             return False
-
-    def _report_failure(self, failure: DataError | str, console: SafeConsole) -> None:
-        """Prints the failure of the evaluator, or raises it with `evaluate.on_error: fail`."""
-        assert self._job is not None
-        message = f"The evaluator gave up: {failure}"
-        if self._job.section.on_error == "fail":
-            error_class = DataError if isinstance(failure, DataError) else EvaluationError
-            raise error_class(
-                f"{message}\nAll checkpoints are there. Fix the cause, then start the run again, which evaluates them,"
-                f" or use ray-app evaluate --run {self._job.run_root}. With evaluate.on_error: warn the run would count"
-                " as finished."
-            )
-        console.print(redact(message))
-
-    def _failure(self) -> DataError | str | None:
-        """Returns why the evaluator has failed for good; None while it works or restarts."""
-        try:
-            return ray.get(self._actor.error.remote(), timeout=_POLL_S)
-        # Ray has no restarts left for the actor.
-        except ray.exceptions.ActorDiedError as error:
-            return str(error)
-        except (ray.exceptions.RayError, TimeoutError):
-            return None

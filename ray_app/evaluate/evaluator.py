@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.actor import ActorHandle
 
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
@@ -25,7 +26,7 @@ from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
 from ray_app.data.reader import Fetch
 from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, unwrap_app_error
-from ray_app.evaluate.job import EvaluationJob, choose_next, last_evaluated, pause_s, pending_commits
+from ray_app.evaluate.job import EvaluationJob, last_evaluated, pending_commits
 from ray_app.process import keep_freed_memory
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.runlog.journal import PendingEvents, put_event, read_events
@@ -75,8 +76,6 @@ class Evaluator:
         self._store = CheckpointStore(job.paths)
         self._pending_events = PendingEvents(job.paths)
         self._stopped = threading.Event()
-        # While it is set the evaluator does not pause between evaluations.
-        self._hurry = threading.Event()
         # The state of the driver's lease, as `LeaseWatch.look` returns it.
         self._driver = "held"
         self._error: DataError | str | None = None
@@ -102,14 +101,9 @@ class Evaluator:
         """Returns why the evaluator has failed, as an error if the data is the cause; None while it works."""
         return self._error
 
-    def hurry(self) -> None:
-        """Ends the pauses between evaluations, when training is over and the driver waits."""
-        self._hurry.set()
-
     def stop(self) -> None:
         """Ends the evaluator after the present evaluation."""
         self._stopped.set()
-        self._hurry.set()
         for thread in self._threads:
             thread.join()
         self._pending_events.flush()
@@ -161,8 +155,8 @@ class Evaluator:
                 # After a failure only the end of the driver is waited for.
                 waiting = pending_commits(self._job) if self._error is None else []
                 if waiting:
-                    wait_s, duration_s = 0.0, self._evaluate_next(waiting)
-                    self._hurry.wait(pause_s(duration_s, self._share(), self._job.section.budget))
+                    self._evaluate_next(waiting)
+                    wait_s = 0.0
                 elif self._driver == "over":
                     return self._end_of_driver()
                 else:
@@ -203,10 +197,6 @@ class Evaluator:
             except OSError as error:
                 logger.warning("The driver's lease could not be read, will try again: %s", error)
                 continue
-            if lease_state in ("over", "superseded"):
-                self._hurry.set()
-            elif self._driver == "over":
-                self._hurry.clear()
             self._driver = lease_state
 
     def _end_of_driver(self) -> None:
@@ -228,32 +218,17 @@ class Evaluator:
         if self._actor is not None:
             ray.kill(self._actor, no_restart=True)
 
-    def _share(self) -> float:
-        """Returns the share of the cluster that this evaluator reserves, 0 to 1."""
-        section = self._job.section
-        if section.budget >= 1:
-            return 0.0
-        cluster = ray.cluster_resources() if ray.is_initialized() else {"CPU": float(os.cpu_count() or 1)}
-        name, reserved = "CPU", max(section.num_cpus, section.threads)
-        if section.num_gpus:
-            name, reserved = "GPU", section.num_gpus
-        return min(1.0, reserved / max(cluster.get(name, reserved), 1e-9))
-
     def _put_pin(self, done_step: int) -> None:
         """Pins the checkpoints that are still needed, which are those after `done_step`."""
         self._done_step = done_step
         self._store.put_pin(self._job.evaluator_id, self._job.make_pin(done_step, time.time() + PIN_LIFE_S))
 
-    def _evaluate_next(self, waiting: list[Commit]) -> float:
-        """Evaluates one checkpoint; returns the seconds that it took."""
-        started_s = time.perf_counter()
-        commit, skipped = choose_next(waiting, self._job.section.every)
+    def _evaluate_next(self, waiting: list[Commit]) -> None:
+        """Evaluates the first of the waiting checkpoints."""
+        commit = waiting[0]
         self._record_start(commit)
         self._put_pin(commit.step - 1)
-        for older in skipped:
-            self._record_skipped(older, f"a newer one was there, step {commit.step}")
-        self._evaluate(commit, len(waiting) - len(skipped) - 1)
-        return time.perf_counter() - started_s
+        self._evaluate(commit, len(waiting) - 1)
 
     def _evaluate(self, commit: Commit, behind: int) -> None:
         job, started_s = self._job, time.perf_counter()
@@ -326,18 +301,47 @@ def count_deaths_in_a_row(starts: Sequence[Mapping[str, Any]], done_step: int, a
     return deaths
 
 
-def _this_actor() -> Any | None:
+def _this_actor() -> ActorHandle | None:
     """Returns a handle of the actor that this code runs in; None outside of an actor."""
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return None
     return ray.get_runtime_context().current_actor
 
 
+class EvaluatorHandle:
+    """The evaluator actor, as other processes use it.
+
+    Args:
+        actor: Ray's handle of the actor.
+    """
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    def failure(self, timeout_s: float) -> DataError | str | None:
+        """Returns why the evaluator has failed for good, see `Evaluator.error`; None while it works.
+
+        Raises:
+            TimeoutError: It does not answer in time, because it waits for capacity or restarts.
+            ray.exceptions.RayError: It cannot be asked now.
+        """
+        try:
+            failure: DataError | str | None = ray.get(self._actor.error.remote(), timeout=timeout_s)
+        except ray.exceptions.ActorDiedError as error:
+            # Ray has no restarts left for the actor.
+            return str(error)
+        return failure
+
+    def end(self) -> None:
+        """Ends the actor for good."""
+        ray.kill(self._actor, no_restart=True)
+
+
 def start_evaluator(
     job: EvaluationJob,
     before_evaluation: Callable[[Commit], None] | None = None,
     when_orphaned: Callable[[str], object] | None = None,
-) -> Any:
+) -> EvaluatorHandle:
     """Pins the checkpoints, starts the evaluator actor with its resources, and returns its handle.
 
     Ray restarts the actor whenever it dies; an unfinished evaluation is then repeated. It fails for good after three
@@ -361,4 +365,5 @@ def start_evaluator(
         options["label_selector"] = job.section.label_selector
     if when_orphaned is not None:
         options |= {"lifetime": "detached", "name": job.actor_name, "namespace": _NAMESPACE}
-    return ray.remote(Evaluator).options(**options).remote(job, fetch_auto, before_evaluation, when_orphaned)
+    actor = ray.remote(Evaluator).options(**options).remote(job, fetch_auto, before_evaluation, when_orphaned)
+    return EvaluatorHandle(actor)

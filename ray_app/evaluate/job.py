@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
 
 from ray_app.checkpoint.store import ALL_CHECKPOINTS, CheckpointStore, Commit, Pin
 from ray_app.config.sections import EvaluateSection
@@ -60,37 +59,16 @@ class EvaluationJob:
         if self.section.patience is not None:
             # Early stopping depends on every evaluation.
             max_checkpoints = ALL_CHECKPOINTS
-        elif self.section.every == "latest":
-            max_checkpoints = 1
         return Pin(done_step, expires_s, max_checkpoints, self.name)
 
 
 def pending_commits(job: EvaluationJob) -> list[Commit]:
     """Returns the checkpoints that wait for an evaluation, in the order of their steps."""
     done = evaluated_steps(job.paths, job.name)
-    waiting = {c.step: c for c in CheckpointStore(job.paths).commits() if c.step not in done}
-    # A checkpoint that was skipped for a newer one is not evaluated later.
-    if job.section.every == "latest":
-        waiting = {step: c for step, c in waiting.items() if step > max(done, default=-1)}
-    return [waiting[step] for step in sorted(waiting)]
-
-
-def choose_next(waiting: list[Commit], every: Literal["checkpoint", "latest"]) -> tuple[Commit, list[Commit]]:
-    """Returns the checkpoint to evaluate next, and those that are skipped for it."""
-    return (waiting[-1], waiting[:-1]) if every == "latest" else (waiting[0], [])
+    waiting = [commit for commit in CheckpointStore(job.paths).commits() if commit.step not in done]
+    return sorted(waiting, key=lambda commit: commit.step)
 
 
 def last_evaluated(done: Collection[int]) -> int:
     """Returns the newest evaluated step; -1 if there is none."""
     return max(done, default=-1)
-
-
-def pause_s(duration_s: float, share: float, budget: float) -> float:
-    """Returns the seconds to pause after an evaluation so that evaluations take at most the budget on average.
-
-    Args:
-        duration_s: Seconds that the evaluation took.
-        share: Share of the cluster that the evaluator reserves while it evaluates, 0 to 1.
-        budget: Share that the evaluator may take on average.
-    """
-    return max(0.0, duration_s * (share / budget - 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,7 +42,9 @@ from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_schema
 
 MADE_FROM = "made_from.json"
-_MIN_ONE_FIELDS = ("part_rows", "batch_size", "workers", "threads")
+_MAX_PART_ROWS = 100_000
+"""Largest number of rows of a part of small rows; a part of large rows is one read task (`data.read_task_mb`)."""
+_MIN_ONE_FIELDS = ("batch_size", "workers")
 """Fields of `PredictSection` that must be at least 1."""
 ModelSource = tuple[Model, dict[str, Any], list[dict[str, Any]]]
 """A model, its origin, and name, dtype and shape of the inputs that it needs; no inputs if they are unknown."""
@@ -53,18 +56,16 @@ class PredictSection:
 
     Args:
         data: Folder (or file) of Parquet to predict on; it may lack the columns that `Task.targets` names.
-        out: Folder of the predictions, or its s3:// URI: part files in the order of the data, and `predictions.json`,
-            written last.
+        out: Folder of the predictions, or its s3:// URI: part files in the order of the data, each of at most
+            `data.read_task_mb` decoded megabytes of it, and `predictions.json`, written last.
         model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the folder of an
             export. Without it and without `run`: the champion of `tracking.registered_model`.
         run: Directory of a run, or its s3:// URI; its best checkpoint is used instead of `model`.
         columns: Columns of the data to copy to the parts, separated by commas; default: `row_id` if there is one.
-        part_rows: Largest number of rows of a part, which is also limited to `data.read_task_mb` decoded megabytes.
         batch_size: Rows of one forward pass.
         workers: Largest number of actors. Each reads its own data; with GPUs all CPUs of the cluster read for them.
-        num_cpus: Logical CPUs that each actor reserves.
+        num_cpus: Logical CPUs that each actor reserves. It computes with as many CPU threads, at least one.
         num_gpus: GPUs that each actor reserves: 0 (it predicts on the CPU), a share of one, or 1.
-        threads: CPU threads of the computation in each actor.
     """
 
     data: str = ""
@@ -72,12 +73,15 @@ class PredictSection:
     model: str | None = None
     run: str | None = None
     columns: str | None = None
-    part_rows: int = 100_000
     batch_size: int = 256
     workers: int = 1
     num_cpus: float = 1
     num_gpus: float = 0
-    threads: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Returns the number of CPU threads with which each actor computes."""
+        return max(1, int(self.num_cpus))
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
             )
     device = "cuda" if section.num_gpus else "cpu"
     manifest = dataset.manifest
-    cut = cut_parts(manifest, min(section.part_rows, rows_per_task(reader.fields, config.data.read_task_mb)))
+    cut = cut_parts(manifest, min(_MAX_PART_ROWS, rows_per_task(reader.fields, config.data.read_task_mb)))
     parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(cut)}
     made_from = {
         "model": source,
@@ -221,8 +225,9 @@ def _check_section(section: PredictSection) -> None:
     problems = [f"predict.{name} is missing." for name in ("data", "out") if not getattr(section, name)]
     counts = {name: getattr(section, name) for name in _MIN_ONE_FIELDS}
     problems += [f"predict.{name} is {n}; it must be at least 1." for name, n in counts.items() if n < 1]
-    if section.num_cpus < 0 or section.num_gpus < 0:
-        problems.append("predict.num_cpus and predict.num_gpus cannot be negative.")
+    # Infinity is no number of threads.
+    if not (0 <= section.num_cpus < math.inf and section.num_gpus >= 0):
+        problems.append("predict.num_cpus and predict.num_gpus must be numbers from 0.")
     if section.num_gpus > 1:
         problems.append(
             f"predict.num_gpus is {section.num_gpus:g}, but an actor computes on one GPU and would leave the others"

@@ -58,7 +58,7 @@ _CHECK_SETTINGS: dict[str, Any] = {
     "scaling__threads_per_worker": 1,
     "scaling__gpus_per_worker": 0,
     "data__shuffle_window_rows": 2 * _MICRO_BATCH,
-    "data__sampling": "none",
+    "data__balance_by": None,
     "data__shard": "row",
     "data__last_batch": "keep",
     "data__cache": "memory",

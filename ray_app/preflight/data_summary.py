@@ -165,7 +165,7 @@ def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
     Data that is sorted by class, or row groups that are larger than a window, leave similar rows together.
     """
     rows = dataset.manifest.rows[dataset.manifest.rows > 0]
-    window, name = plan.window_rows, config.data.balance_by
+    window, name = plan.window_rows, config.data.balance_by or "label"
     if window >= plan.manifest.num_rows:
         return []
     warnings = []

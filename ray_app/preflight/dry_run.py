@@ -128,7 +128,7 @@ def dry_run(
             state.model, config.train, workers, psutil.virtual_memory().total
         )
     if config.train.strategy == "parameter_server":
-        Layout(state.model, state.optimizer, config.train)
+        Layout(state.model, state.optimizer, config.train.servers)
         if type(task).apply_gradients is not Task.apply_gradients:
             raise ConfigError(
                 "train.strategy is parameter_server, whose servers hold parts of the model, but"

@@ -218,12 +218,12 @@ def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Pl
 
 
 def read_classes(config: Config, dataset: Dataset) -> Classes | None:
-    """Returns the classes of all rows for `data.sampling: balanced`, otherwise None.
+    """Returns the classes of all rows if `data.balance_by` names them, otherwise None.
 
     Raises:
         DataError: The column `data.balance_by` does not exist or does not hold classes.
     """
-    if config.data.sampling == "none":
+    if config.data.balance_by is None:
         return None
     return Classes.of(dataset.manifest, read_labels(dataset.root, dataset.manifest, config.data.balance_by)[1])
 

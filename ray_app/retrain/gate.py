@@ -56,6 +56,10 @@ from ray_app.task.ragged import Arrays
 
 GUARD_METRIC = "recall"
 """The metric with a value per class that must not fall; only tasks with this metric are checked."""
+_RESAMPLES = 1000
+"""Bootstrap resamples of an interval, a usual number for one of 95 %."""
+_MIN_CLASS_ROWS = 20
+"""Rows of a class in the gate's data from which its recall counts; the bound for chance is loose with fewer."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +119,14 @@ def compare_models(
 ) -> GateFigures:
     """Compares two models on the same rows, by their metric states of each block of rows.
 
-    `section` has the resamples, the confidence and the minimum rows of a class; `champion` is None without a champion.
+    `section` has the confidence; `champion` is None without a champion.
     """
     scores, rows = combine(task, challenger), sum(chunk.rows for chunk in challenger)
     if champion is None:
         return GateFigures(metric, mode, rows, scores.values[metric])
     champion_scores = combine(task, champion)
     sign = 1 if mode == "max" else -1
-    counts = bootstrap_counts(seed, section.resamples, len(challenger))
+    counts = bootstrap_counts(seed, _RESAMPLES, len(challenger))
     gains = sign * (resample(task, challenger, metric, counts) - resample(task, champion, metric, counts))
     low, high = np.quantile(gains, [(1 - section.confidence) / 2, (1 + section.confidence) / 2]).tolist()
     recalls = {
@@ -197,7 +201,7 @@ def _compare_recalls(
     # The shapes are (blocks, classes).
     new, old = (np.stack([state["tp"].numpy() for state in model_states]).astype(np.float64) for model_states in states)
     rows = np.stack([(state["tp"] + state["fn"]).numpy() for state in states[0]]).astype(np.float64)
-    watched = np.flatnonzero(rows.sum(0) >= section.min_class_rows).tolist()
+    watched = np.flatnonzero(rows.sum(0) >= _MIN_CLASS_ROWS).tolist()
     if not watched:
         return {}
     quantile = NormalDist().inv_cdf(1 - (1 - section.confidence) / 2 / len(watched))

@@ -47,14 +47,12 @@ class RetrainSection:
         max_class_shift: Largest total variation distance of the class balance, 0 to 1.
         max_disagreement: Largest relative loss of the champion's metric on the delivered rows, against its value when
             it was promoted: more means that the labels are wrong, not that the model is old.
-        sample_rows: Training rows, chosen by a keyed hash, on which that is looked at.
         min_gain: The new model is promoted if the lower bound of the interval of its gain over the champion is above
             this. 0: better beyond doubt; below 0: not worse than that (a test of non-inferiority).
         confidence: Coverage of that interval.
-        resamples: Bootstrap resamples that it is computed from.
         min_metric: Worst value of the metric that a champion may have; default: any.
-        max_recall_drop: Largest fall of the recall of a class, as far as it is no chance.
-        min_class_rows: Evaluation rows that a class needs to count for that.
+        max_recall_drop: Largest fall of the recall of a class with 20 evaluation rows or more, as far as it is no
+            chance.
     """
 
     force: str | None = None
@@ -73,13 +71,10 @@ class RetrainSection:
     max_null_increase: float = _judging_field(0.01)
     max_class_shift: float = _judging_field(0.2)
     max_disagreement: float = _judging_field(0.25)
-    sample_rows: int = _judging_field(20_000)
     min_gain: float = _judging_field(0.0)
     confidence: float = _judging_field(0.95)
-    resamples: int = _judging_field(1000)
     min_metric: float | None = _judging_field(None)
     max_recall_drop: float = _judging_field(0.1)
-    min_class_rows: int = _judging_field(20)
 
     def acceptance_settings(self) -> dict[str, Any]:
         """Returns the settings that decide whether data or a model is accepted, by name."""
@@ -94,9 +89,6 @@ _MINIMA: dict[str, float] = {
     "max_psi": 0,
     "min_eval_rows": 1,
     "max_disagreement": 0,
-    "sample_rows": 1,
-    "resamples": 100,
-    "min_class_rows": 1,
 }
 
 

@@ -35,6 +35,9 @@ from ray_app.task.metrics import combine, mode_of
 from ray_app.task.schema import refuse_other_names
 from ray_app.train.job import Job
 
+_AGREEMENT_ROWS = 20_000
+"""Training rows, chosen by a keyed hash, on which the champion's agreement with the labels is measured."""
+
 
 @dataclass(frozen=True)
 class DataInspection:
@@ -83,7 +86,7 @@ def inspect_data(
         connect()
         models = {"champion": champion.files}
         requests = [
-            ScoringRequest(job.source, sample_segments(job.plan.manifest, section.sample_rows), models),
+            ScoringRequest(job.source, sample_segments(job.plan.manifest, _AGREEMENT_ROWS), models),
             replace(gate_rows_request, models=models),
         ]
         scored = score_packages(job.task, (job.best_metric,), requests, config.evaluate)

@@ -17,7 +17,8 @@ from ray_app.errors import ConfigError
 from ray_app.retry import Retry
 from ray_app.runlog.redaction import HIDDEN, redact_value, register_secrets
 
-_STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+_STOP_WAIT = {"RAY_JOB_STOP_WAIT_TIME_S": "60"}
+"""Ray's variable with the seconds that `ray job stop` gives a run for a last checkpoint; Ray's own default is 3."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,6 @@ class SubmitSection:
         ray_app: How the nodes get this application. `send`: the installation of this machine is uploaded with the job.
             `installed`: the nodes have the same version, for instance in their image. Anything else is installed on
             them by pip: the path of a wheel that every node sees, or `ray_app==0.2.0` from an index that has it.
-        exclude: Additional patterns of files that are not uploaded, as in `.gitignore`, separated by commas.
-        max_package_mb: Largest upload in mebibytes (2^20 bytes); Ray's own limit is 512.
         env: Names of environment variables, separated by commas, that the job gets with their values on this machine.
             All users of the cluster can read the values; variables of the cluster's nodes are safer.
         python: Command of the cluster's Python.
@@ -40,45 +39,25 @@ class SubmitSection:
         follow: Shows the job's output until it ends, and submits it again after an interruption or the loss of its
             driver. Otherwise the command only submits the job.
         retries: Largest number of further submissions of a run that was interrupted or lost its driver.
-        backoff_s: Seconds before the first further submission; doubled before each next one, at most 300.
-        stop_wait_s: Seconds that `ray job stop` gives the run for a last checkpoint.
-        lost_contact_s: Seconds without an answer of the cluster after which the command gives up.
     """
 
     address: str | None = None
     working_dir: str = "."
     ray_app: str = "send"
-    exclude: str | None = None
-    max_package_mb: float = 512.0
     env: str | None = None
     python: str = "python"
     dry_run: bool = False
     follow: bool = True
     retries: int = 3
-    backoff_s: float = 5.0
-    stop_wait_s: int = 60
-    lost_contact_s: float = 300.0
-
-    @property
-    def backoff(self) -> Retry:
-        """The pauses before further submissions."""
-        return Retry(self.backoff_s, max_pause_s=_MAX_BACKOFF_S)
 
     def check(self) -> None:
-        """Refuses values out of range and a working directory that does not exist.
+        """Refuses a negative number of retries and a working directory that does not exist.
 
         Raises:
-            ConfigError: All problems of the values, one per line, or the problem of the folder.
+            ConfigError: The value, and what is allowed.
         """
-        min_values = {"retries": 0, "backoff_s": 0, "stop_wait_s": 1, "lost_contact_s": 1, "max_package_mb": 0}
-        values = {name: (getattr(self, name), limit) for name, limit in min_values.items()}
-        problems = [
-            f"submit.{name} is {value}; it must be at least {limit}."
-            for name, (value, limit) in values.items()
-            if not value >= limit
-        ]
-        if problems:
-            raise ConfigError("\n".join(problems))
+        if self.retries < 0:
+            raise ConfigError(f"submit.retries is {self.retries}; it must be at least 0.")
         if not Path(self.working_dir).is_dir():
             raise ConfigError(
                 f"submit.working_dir is {self.working_dir!r}, which is not a folder; name the one with your"
@@ -92,7 +71,7 @@ class SubmitSection:
         return {} if self.ray_app == "installed" else {"pip": [self.ray_app]}
 
     def environment(self, values: dict[str, str]) -> dict[str, str]:
-        """Returns the environment variables of the job.
+        """Returns the environment variables of the job, `RAY_JOB_STOP_WAIT_TIME_S` among them.
 
         Args:
             values: The environment variables of this process.
@@ -106,7 +85,7 @@ class SubmitSection:
             raise ConfigError(
                 f"submit.env names {', '.join(missing)}, not set here. Set the variable, or leave its name out."
             )
-        return {name: values[name] for name in names} | {_STOP_WAIT: str(self.stop_wait_s)}
+        return _STOP_WAIT | {name: values[name] for name in names}
 
     def command(self, target: list[str], config: Config) -> str:
         """Returns the shell command of a job; with `exec`, Ray sees a signal that ends the driver."""
@@ -161,7 +140,8 @@ def _changed(before: Any, after: Any, name: str = "") -> list[str]:
     return [] if before == after or (isinstance(before, list | tuple) and list(before) == list(after)) else [name]
 
 
-_MAX_BACKOFF_S = 300.0
+SUBMISSION_BACKOFF = Retry(5.0, max_pause_s=300.0)
+"""The pauses before further submissions of a run."""
 _SHELL_SIGNALS = 128
 _NOT_STARTED = "the cluster has no such command; name its Python by submit.python"
 _FINAL_CODES = {1: "the run failed", 2: "the run was refused", 126: _NOT_STARTED, 127: _NOT_STARTED}

@@ -58,7 +58,7 @@ def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None
     package = list_job_files(config, section)
     findings = [
         run_check("configuration", partial(_check_config, config)),
-        run_check("package", partial(check_size, package, section)),
+        run_check("package", partial(check_size, package)),
     ]
     runtime_env: dict[str, Any] = {
         "working_dir": str(package.folder),
@@ -123,7 +123,7 @@ def check_absolute_storage(config: Config) -> list[Finding]:
 
 def _connect(section: SubmitSection, server: list[JobServer]) -> str:
     """Connects to the job server, appends it to `server`, and returns a sentence."""
-    server.append(JobServer(section.address, section.lost_contact_s))
+    server.append(JobServer(section.address))
     return f"{server[0].address} takes jobs."
 
 
@@ -192,6 +192,8 @@ def _release(name: str, versions: dict[str, str]) -> str:
 _MB = 1 << 20
 _TABLE_ROWS = 5
 _BIG_DATA_MB = 100
+_MAX_PACKAGE_MB = 512
+"""Largest upload that Ray takes, in mebibytes."""
 _NEVER = [
     *(".git", "venv", ".venv", "mlruns", "mlartifacts", "mlflow.db*", "__pycache__", ".*_cache", ".hypothesis"),
     *(".ipynb_checkpoints", "*.egg-info", "node_modules", ".tox", ".nox", ".env", ".env.*", "*.pem", ".netrc"),
@@ -247,7 +249,7 @@ class JobFiles:
 def list_job_files(config: Config, section: SubmitSection) -> JobFiles:
     """Returns the files that would be uploaded for a run."""
     folder = Path(section.working_dir).resolve()
-    excludes = _excludes(folder, config, section)
+    excludes = _excludes(folder, config)
     files: dict[str, int] = {}
 
     def count(path: Path) -> None:
@@ -262,7 +264,7 @@ def list_job_files(config: Config, section: SubmitSection) -> JobFiles:
     return JobFiles(folder, excludes, files)
 
 
-def _excludes(folder: Path, config: Config, section: SubmitSection) -> list[str]:
+def _excludes(folder: Path, config: Config) -> list[str]:
     """Returns patterns as in `.gitignore`; of two patterns that match a file, the later one counts."""
     patterns = list(_NEVER)
     for mark_file in sorted(path for mark in _ENVIRONMENT_MARKS for path in folder.glob(f"*/{mark}")):
@@ -271,7 +273,7 @@ def _excludes(folder: Path, config: Config, section: SubmitSection) -> list[str]
     patterns += [f"!{_inside(folder, path)}/**" for path in data if not os.path.isabs(path) and _inside(folder, path)]
     read_in_place = [path for path in data if os.path.isabs(path)]
     patterns += [inside for path in (*read_in_place, config.run.storage_path) if (inside := _inside(folder, path))]
-    return [*patterns, *split(section.exclude)]
+    return patterns
 
 
 def _inside(folder: Path, path: str) -> str | None:
@@ -282,18 +284,17 @@ def _inside(folder: Path, path: str) -> str | None:
     return f"/{target.relative_to(folder).as_posix()}" if folder in target.parents else None
 
 
-def check_size(package: JobFiles, section: SubmitSection) -> str | Finding:
+def check_size(package: JobFiles) -> str | Finding:
     """Returns the size of the upload and its largest parts, as text.
 
     Raises:
-        ConfigError: The upload is larger than `submit.max_package_mb`.
+        ConfigError: The upload is larger than Ray takes.
     """
     size = package.num_bytes / _MB
-    if size > section.max_package_mb:
+    if size > _MAX_PACKAGE_MB:
         raise ConfigError(
-            f"{size:.1f} MB in {len(package.files)} files would be uploaded, more than the {section.max_package_mb:g}"
-            " MB allowed (submit.max_package_mb; Ray takes at most 512). Leave out what the job does not need: name it"
-            f" in .rayignore or in submit.exclude. The biggest:\n{package.table()}"
+            f"{size:.1f} MB in {len(package.files)} files would be uploaded, more than the {_MAX_PACKAGE_MB} MB that"
+            f" Ray takes. Leave out what the job does not need: name it in .rayignore. The biggest:\n{package.table()}"
         )
     return f"{size:.2f} MB in {len(package.files)} files:\n{package.table()}"
 

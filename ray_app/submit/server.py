@@ -46,11 +46,14 @@ _CHATTY = (
 )
 """Loggers of Ray that report every ignored file and every connection."""
 
+_LOST_CONTACT_S = 300.0
+"""Seconds without an answer of the cluster after which it is given up; a head node is replaced in less."""
+
 Show = Callable[[str], None]
 
 
 class LostContactError(Exception):
-    """The cluster has not answered for `submit.lost_contact_s`."""
+    """The cluster has not answered for five minutes."""
 
 
 class _Client(JobSubmissionClient):
@@ -74,19 +77,17 @@ class JobServer:
 
     Args:
         address: See `submit.address`.
-        lost_contact_s: See `submit.lost_contact_s`.
 
     Raises:
         ConfigError: The server does not answer, or refuses the credentials.
     """
 
-    def __init__(self, address: str | None, lost_contact_s: float) -> None:
+    def __init__(self, address: str | None) -> None:
         for name in _CHATTY:
             logging.getLogger(f"ray.{name}").setLevel(logging.ERROR)
         if address is not None:
             # Ray prefers this variable to the address that its client gets.
             os.environ["RAY_API_SERVER_ADDRESS"] = address
-        self._lost_contact_s = lost_contact_s
         configured_address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
         advice = (
             "Give the dashboard of the head node, --submit.address http://HEAD:8265, and check that it can be reached"
@@ -131,14 +132,14 @@ class JobServer:
             if not (isinstance(error, OSError) or is_busy):
                 raise ConfigError(f"the cluster does not take the job: {redact(str(error))}") from error
 
-        retry = Retry(_LOOK_S, factor=1.0, deadline_s=self._lost_contact_s)
+        retry = Retry(_LOOK_S, factor=1.0, deadline_s=_LOST_CONTACT_S)
         try:
             return retry.call(request, _REQUEST_ERRORS, "Submitting the job", raise_if_refused)
         except _REQUEST_ERRORS as error:
             raise self._lost_contact_error(error) from error
 
     def _lost_contact_error(self, error: Exception) -> LostContactError:
-        return LostContactError(f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}")
+        return LostContactError(f"{self.address} has not answered for {_LOST_CONTACT_S:g} s: {error}")
 
     def _free_id(self, name: str) -> str:
         taken = [job.submission_id for job in self._client.list_jobs() if job.submission_id]
@@ -170,7 +171,7 @@ class JobServer:
                 raise ConfigError(f"{self.address} refuses us: {str(error).splitlines()[0]} {_TOKENS}") from error
             except _LOST as error:
                 ended, trouble = None, error
-                if time.monotonic() - tail.heard_s > self._lost_contact_s:
+                if time.monotonic() - tail.heard_s > _LOST_CONTACT_S:
                     raise self._lost_contact_error(error) from error
             if ended is not None:
                 tail.rest(self._client, job_id)

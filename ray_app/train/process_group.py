@@ -75,13 +75,13 @@ class ProcessGroup:
         self.groups: tuple[Any, ...] = (None,)
         """The process group of this rank in each stage of the reduction, see `World.groups`."""
 
-    def open(self, generation: GenerationInfo, device: torch.device, backend: Literal["auto", "nccl", "gloo"]) -> None:
+    def open(self, generation: GenerationInfo, device: torch.device, backend: Literal["auto", "gloo"]) -> None:
         """Forms the group of a generation; blocks until all members have connected.
 
         Args:
             generation: The generation.
             device: Device of this rank.
-            backend: Value of `train.backend`.
+            backend: Value of `train.backend`, `gloo` if workers share a GPU.
 
         Raises:
             PeerLostError: Another thread has aborted the group before it was formed.
@@ -290,9 +290,7 @@ def backend_name(device: torch.device, backend: str) -> str:
 
     Collectives in host memory use gloo in any case.
     """
-    if backend in ("auto", "nccl"):
-        return _NCCL if device.type == "cuda" else "gloo"
-    return backend
+    return _NCCL if backend == "auto" and device.type == "cuda" else "gloo"
 
 
 def open_stage_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta, uses_collectives: bool) -> tuple[Any, ...]:

@@ -55,7 +55,7 @@ class RendezvousClient:
         rendezvous: Handle of the rendezvous actor.
         logical_workers: L.
         device: The device on which the worker computes.
-        backend: See `train.backend`.
+        backend: See `ProcessGroup.open`.
         paths: The paths of the run; the stacks of a stalled worker are recorded as one of its events.
         fence: Number of the driver's start.
         recovers: See `Membership`.
@@ -66,7 +66,7 @@ class RendezvousClient:
         rendezvous: Any,
         logical_workers: int,
         device: torch.device,
-        backend: Literal["auto", "nccl", "gloo"],
+        backend: Literal["auto", "gloo"],
         paths: RunPaths,
         fence: int,
         recovers: bool,

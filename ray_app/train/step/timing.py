@@ -22,9 +22,6 @@ from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
 
-_WARM_UP_STEPS = 3
-"""Steps that a worker runs before the trace begins, if the configuration gives only the number of steps."""
-
 
 class TimeBreakdown(NamedTuple):
     """Where one worker's time goes in a step, in seconds.
@@ -108,14 +105,14 @@ class StepProfile:
     """
 
     def __init__(self, job: Job, device: torch.device) -> None:
-        self._job, self._profile_steps = job, job.config.train.profile_steps or 0
+        self._job = job
+        # The first and the last step to trace, from 1.
+        self._first, self._last = job.config.train.profile_steps or (0, 0)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._activities = activities
         self._running: torch.profiler.profile | None = None
-        # The first and the last step to trace, from 1; 0 until this worker begins its first step.
-        self._first = self._last = 0
 
     def before(self, rank: int, step: int) -> None:
         """Starts the trace if this is rank 0 and the step is one to trace.
@@ -126,13 +123,6 @@ class StepProfile:
             rank: This rank.
             step: Number of the step that begins, from 1.
         """
-        if not self._last:
-            first = step + _WARM_UP_STEPS
-            self._first, self._last = (
-                self._profile_steps
-                if isinstance(self._profile_steps, list)
-                else (first, first + self._profile_steps - 1)
-            )
         if rank == 0 and self._running is None and self._first <= step <= self._last:
             self._first = step
             self._running = torch.profiler.profile(activities=self._activities)

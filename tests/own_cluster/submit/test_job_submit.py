@@ -106,7 +106,7 @@ def ground(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[G
     config["task"] = {"class_path": "slow_task.Slow", "init_args": {"folder": "nowhere"}}
     config["data"] |= {"path": str(digits / "train"), "eval_path": str(digits / "eval")}
     config |= {"run": {"storage_path": str(folder / "runs")}, "scaling": {"max_workers": 1, "logical_workers": 2}}
-    config |= {"train": {"epochs": _EPOCHS}, "checkpoint": {"every_epochs": 4}, "submit": {"backoff_s": 0.5}}
+    config |= {"train": {"epochs": _EPOCHS}, "checkpoint": {"every_epochs": 4}, "submit": {"retries": 3}}
     (project / "conf" / "slow.yaml").write_text(yaml.safe_dump(config))
     plain = {name: value for name, value in config.items() if name != "submit"}
     (project / "conf" / "plain.yaml").write_text(yaml.safe_dump(plain))
@@ -297,14 +297,15 @@ def test_a_job_over_rest_is_stopped_in_three_seconds_and_continues(
 
 FOLLOWER = """
 import json, sys
+from ray_app.submit import server as job_server
 from ray_app.submit.server import JobServer, LostContactError
-server = JobServer(sys.argv[1], 60)
+server = JobServer(sys.argv[1])
 job = server.submit("odd", "for i in 1 2 3 4 5 6; do echo line $i; sleep 1; done; exit 3", {}, {})
 def show(piece): print(piece, end="", flush=True)
 ended = server.follow(job, show, lambda text: print("TOLD", text, flush=True))
 print(json.dumps([job, ended.status, ended.exit_code]))
 print(server.follow("nobody-1", show, print).status)
-server = JobServer(sys.argv[1], 1)
+job_server._LOST_CONTACT_S = 1
 server.submit("left", "sleep 600", {}, {})
 print("LEFT", flush=True)
 try:

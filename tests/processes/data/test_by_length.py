@@ -23,7 +23,7 @@ from tests.support.delivered import delivered as all_delivered
 from tests.support.local_world import disk_cached, write_images
 
 FILES = [[30, 7], [1, 22], [19], [18]]
-ORDERS = [("row", "none"), ("file", "none"), ("off", "none"), ("row", "balanced"), ("off", "balanced")]
+ORDERS = [("row", None), ("file", None), ("off", None), ("row", "label"), ("off", "label")]
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +84,11 @@ def starts(job: Job) -> Iterator[Cursor]:
 
 
 @pytest.mark.parametrize("last", ["keep", pytest.param("drop", marks=pytest.mark.rest)])
-@pytest.mark.parametrize(("shard", "sampling"), ORDERS)
+@pytest.mark.parametrize(("shard", "balance_by"), ORDERS)
 def test_the_same_micro_batches_however_they_are_read(
-    tmp_path: Path, data: Path, shard: str, sampling: str, last: str
+    tmp_path: Path, data: Path, shard: str, balance_by: str | None, last: str
 ) -> None:
-    options = {"data__shard": shard, "data__sampling": sampling, "data__last_batch": last}
+    options = {"data__shard": shard, "data__balance_by": balance_by, "data__last_batch": last}
     job = texts_job(tmp_path, data, **options)
     first = delivered(job, 1, stream_windows)
     for size, windows in (
@@ -106,7 +106,7 @@ def test_the_same_micro_batches_however_they_are_read(
     for epoch in range(2):
         found = used(job, first, epoch)
         assert found == planned(job, epoch), "the rows of an epoch are those without data.by_length"
-        if last == "keep" and sampling == "none":
+        if last == "keep" and balance_by is None:
             assert found == Counter({row: 4 if shard == "off" else 1 for row in range(job.plan.manifest.num_rows)})
     plain = delivered(texts_job(tmp_path / "plain", data, **options, data__by_length=None), 1, cache_windows)
     assert keys(first) == keys(plain)
@@ -114,25 +114,25 @@ def test_the_same_micro_batches_however_they_are_read(
 
 
 def test_balanced_sampling_of_whole_files_stays_refused(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.sampling is balanced with data\.shard: file"):
-        texts_job(tmp_path, data, data__shard="file", data__sampling="balanced")
+    with pytest.raises(ConfigError, match=r"data\.balance_by is 'label' with data\.shard: file"):
+        texts_job(tmp_path, data, data__shard="file", data__balance_by="label")
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("shard", "sampling"),
+    ("shard", "balance_by"),
     [
-        ("file", "none"),
-        ("row", "balanced"),
-        ("off", "none"),
+        ("file", None),
+        ("row", "label"),
+        ("off", None),
     ],
 )
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
-    pool: WorkerPool, tmp_path: Path, data: Path, shard: str, sampling: str
+    pool: WorkerPool, tmp_path: Path, data: Path, shard: str, balance_by: str | None
 ) -> None:
     fields = {
         "data__shard": shard,
-        "data__sampling": sampling,
+        "data__balance_by": balance_by,
         "checkpoint__every_epochs": None,
         "checkpoint__every_steps": 4,
     }

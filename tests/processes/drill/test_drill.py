@@ -275,7 +275,7 @@ def test_the_conclusion_counts_what_is_left_out_and_what_is_not_reached() -> Non
 
 def test_names_of_scenarios() -> None:
     assert choose_scenarios(DrillSection()) == list(SCENARIOS)
-    assert choose_scenarios(DrillSection(scenarios="resize, kill,grow,preempt")) == ["grow", "kill", "shrink"]
+    assert choose_scenarios(DrillSection(scenarios="grow, kill,grow,shrink")) == ["grow", "kill", "shrink"]
     assert all(name in str(DrillSection.__doc__) for name in SCENARIOS)
     with pytest.raises(ConfigError, match=r"'nod' is not a scenario\. There are kill, kill_twice, .*driver"):
         choose_scenarios(DrillSection(scenarios="kill,nod"))

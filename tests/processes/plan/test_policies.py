@@ -202,8 +202,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 POLICIES: dict[str, dict[str, Any]] = {
     "file": {"data__shard": "file"},
     "off": {"data__shard": "off"},
-    "balanced": {"data__sampling": "balanced"},
-    "balanced off": {"data__sampling": "balanced", "data__shard": "off"},
+    "balanced": {"data__balance_by": "label"},
+    "balanced off": {"data__balance_by": "label", "data__shard": "off"},
 }
 
 
@@ -264,7 +264,7 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
 def test_a_bad_row_that_is_repeated_is_skipped_each_time(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     dataset = open_dataset(str(data))
     rare = np.flatnonzero(read_labels(dataset.root, dataset.manifest, "label")[1] == 2)[1:].tolist()
-    job = job_of(tmp_path / "run", data, Picky(tuple(rare)), data__sampling="balanced", train__epochs=1)
+    job = job_of(tmp_path / "run", data, Picky(tuple(rare)), data__balance_by="label", train__epochs=1)
     uses = sum(used(job.plan, 0), Counter[int]())
     assert min(uses[row] for row in rare) > 1
     pool.train_to_end(job, 2, cache_windows)
@@ -283,8 +283,8 @@ def test_too_few_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_whole_files_cannot_be_balanced(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.sampling is balanced with data.shard: file"):
-        policy_job(tmp_path / "run", data, "file", data__sampling="balanced")
+    with pytest.raises(ConfigError, match=r"data.balance_by is 'label' with data.shard: file"):
+        policy_job(tmp_path / "run", data, "file", data__balance_by="label")
 
 
 @pytest.mark.parametrize("column", ["image", "nothing"])

@@ -153,14 +153,11 @@ def test_who_cannot_be_told_is_refused_before_the_start(
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(("wanted", "name"), [([3, 4], "steps-00000003-00000004"), (2, "steps-00000004-00000005")])
-def test_the_steps_that_are_asked_for_are_traced_by_rank_0(
-    pool: WorkerPool, data: Path, tmp_path: Path, wanted: list[int] | int, name: str
-) -> None:
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=wanted)
+def test_the_steps_that_are_asked_for_are_traced_by_rank_0(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=[3, 4])
     pool.train_to_end(job, 2, cache_windows)
     [trace] = job.paths.profile.glob("*")  # type: ignore[union-attr]
-    assert trace.name == f"{name}.json.gz"
+    assert trace.name == "steps-00000003-00000004.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert any("aten::" in str(each) for each in names)
     [event] = read_events(job.paths, "profiled")
@@ -169,12 +166,9 @@ def test_the_steps_that_are_asked_for_are_traced_by_rank_0(
     assert read_trained_run(job).digests == plain.digests
 
 
-@pytest.mark.parametrize("wanted", [[3], [0, 2], [5, 4], 0, -1])
+@pytest.mark.parametrize("wanted", [[3], [0, 2], [5, 4], [-1, 2]])
 def test_steps_that_cannot_be_traced_are_refused(data: Path, tmp_path: Path, wanted: Any) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"train.profile_steps is .*; it must be \[first, last\], counted from 1, or a number of steps",
-    ):
+    with pytest.raises(ConfigError, match=r"train.profile_steps is .*; it must be \[first, last\], counted from 1"):
         make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=wanted)
 
 

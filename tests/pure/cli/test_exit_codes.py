@@ -209,9 +209,6 @@ def test_a_damaged_record_is_a_line_and_not_a_traceback(
     [
         (["--num_cpus", "-1"], "evaluate.num_cpus is -1"),
         (["--batch_size", "0"], "evaluate.batch_size is 0"),
-        (["--threads", "0"], "evaluate.threads is 0"),
-        (["--every", "latest"], "evaluate.patience needs an evaluation of every planned checkpoint"),
-        (["--name", "e", "--every", "latest"], "data path 'made' does not exist"),  # another evaluator stops nothing
     ],
 )
 def test_options_of_an_evaluation_are_refused_before_ray_starts(

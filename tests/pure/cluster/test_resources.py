@@ -117,7 +117,7 @@ def test_a_part_of_a_gpu_is_one_of_one_gpu(free: float, each: float, expected: f
 def test_workers_that_have_more_than_half_a_gpu_have_one_for_themselves(
     joined: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ALL.replace(scaling__max_workers=9, scaling__gpus_per_worker=0.6, train__backend="gloo")
+    config = ALL.replace(scaling__max_workers=9, scaling__gpus_per_worker=0.6)
     assert place.workers_that_fit(config, {"CPU": 32.0, "GPU": 2.0}, []) == 2
     assert place.workers_that_fit(config.replace(evaluate__num_gpus=0.4), {"CPU": 32.0, "GPU": 2.0}, []) == 2
     labelled = config.replace(scaling__label_selector={"zone": "a"})
@@ -139,14 +139,9 @@ def sizes(**fields: Any) -> ElasticPolicy:
 
 
 def test_a_running_job_counts_parts_of_gpus_on_each_node_as_ray_places_them() -> None:
-    policy = sizes(scaling__gpus_per_worker=0.6, train__backend="gloo")
+    policy = sizes(scaling__gpus_per_worker=0.6)
     assert policy._count_possible_workers({"1": {"CPU": 16.0, "GPU": 2.0}, "2": {"CPU": 16.0, "GPU": 1.0}}) == 3
-    assert (
-        sizes(scaling__gpus_per_worker=0.2, train__backend="gloo")._count_possible_workers(
-            {"1": {"CPU": 16.0, "GPU": 1.0}}
-        )
-        == 5
-    )
+    assert sizes(scaling__gpus_per_worker=0.2)._count_possible_workers({"1": {"CPU": 16.0, "GPU": 1.0}}) == 5
 
 
 @pytest.mark.parametrize(

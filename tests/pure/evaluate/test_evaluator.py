@@ -24,7 +24,7 @@ from ray_app.data.reader import fetch_in_process
 from ray_app.errors import RunHeldError
 from ray_app.evaluate import evaluator as actor
 from ray_app.evaluate.evaluator import Evaluator, count_deaths_in_a_row
-from ray_app.evaluate.job import EvaluationJob, pause_s, pending_commits
+from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.runlog import journal
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
@@ -214,16 +214,23 @@ def test_outputs_that_are_no_tensor_are_made_once(job: EvaluationJob) -> None:
     assert [m.row for m in found.mistakes] == [m.row for m in expected.mistakes]
 
 
-def test_the_latest_only(job: EvaluationJob) -> None:
+@pytest.mark.parametrize(("max_pending", "evaluated"), [(1, [3]), (2, [2, 3])])
+def test_only_so_many_checkpoints_wait_for_it(job: EvaluationJob, max_pending: int, evaluated: list[int]) -> None:
     for step in (1, 2, 3):
         commit(job, step)
-    with following(replace(job, section=replace(job.section, every="latest"))) as evaluator:
-        wait_until(lambda: bool(read_evaluations(job.paths)), "one evaluation")
-        commit(job, 4)
-        wait_until(lambda: len(read_evaluations(job.paths)) == 2, "the next one")
+    go, started = threading.Event(), threading.Event()
+
+    def slow(_: Commit) -> None:
+        started.set()
+        go.wait(30)
+
+    with following(replace(job, section=replace(job.section, max_pending=max_pending)), slow) as evaluator:
+        assert started.wait(30)
+        assert CheckpointStore(job.paths).retain(1, []) == [step for step in (1, 2, 3) if step not in evaluated]
+        go.set()
+        wait_until(lambda: not pending_commits(job), "all evaluated")
         assert evaluator.error() is None
-    assert [e.step for e in read_evaluations(job.paths)] == [3, 4]
-    assert [e.details["step"] for e in read_events(job.paths, "evaluation_skipped")] == [1, 2]
+    assert [e.step for e in read_evaluations(job.paths)] == evaluated
 
 
 def test_how_far_it_is_behind_is_recorded(job: EvaluationJob) -> None:
@@ -236,35 +243,6 @@ def test_how_far_it_is_behind_is_recorded(job: EvaluationJob) -> None:
     committed = {c.step: c.time_s for c in CheckpointStore(job.paths).commits()}
     assert all(e.lag_s == pytest.approx(e.time_s - committed[e.step]) for e in evaluations)
     assert evaluations[0].data_digest == job.data.manifest.digest
-
-
-@pytest.mark.parametrize(
-    ("duration_s", "share", "budget", "expected"),
-    [
-        (10.0, 0.5, 0.25, 10.0),
-        (10.0, 0.5, 0.5, 0.0),
-        (10.0, 0.1, 0.5, 0.0),
-        (10.0, 1.0, 0.1, 90.0),
-        (10.0, 0.0, 1.0, 0.0),
-    ],
-)
-def test_a_pause_keeps_the_budget(duration_s: float, share: float, budget: float, expected: float) -> None:
-    assert pause_s(duration_s, share, budget) == pytest.approx(expected)
-
-
-def test_the_budget_holds_the_next_evaluation_back_until_somebody_waits_for_it(job: EvaluationJob) -> None:
-    for step in (1, 2):
-        commit(job, step)
-    begun: list[int] = []
-    with following(
-        replace(job, section=replace(job.section, budget=1e-6)), lambda found: begun.append(found.step)
-    ) as evaluator:
-        wait_until(lambda: bool(read_evaluations(job.paths)), "the first evaluation")
-        assert not threading.Event().wait(0.5), "as long as many evaluations take"
-        assert begun == [1]
-        evaluator.hurry()
-        wait_until(lambda: not pending_commits(job), "all evaluated")
-    assert begun == [1, 2]
 
 
 def test_without_its_driver_it_finishes_and_has_the_run_closed(
@@ -331,7 +309,6 @@ def test_a_driver_that_lives_after_all_is_followed_on(job: EvaluationJob, monkey
         commit(job, 1)
         wait_until(lambda: not pending_commits(job), "what comes then is evaluated")
         assert evaluator.error() is None
-        assert not evaluator._hurry.is_set()
         lease.release()
         wait_until(evaluator._stopped.is_set, "it ends with the driver")
     assert len(asked) == 2
@@ -373,11 +350,12 @@ def test_what_is_left_is_evaluated_also_if_somebody_else_has_closed_the_run(
     assert seen == [job.run_root]
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_it_computes_as_the_workers_do(job: EvaluationJob, exact: bool) -> None:
-    with following(dataclasses.replace(job, deterministic=exact)):
+@pytest.mark.parametrize(("exact", "num_cpus", "threads"), [(True, 0.5, 1), (False, 2.0, 2)])
+def test_it_computes_as_the_workers_do(job: EvaluationJob, exact: bool, num_cpus: float, threads: int) -> None:
+    section = replace(job.section, num_cpus=num_cpus)
+    with following(dataclasses.replace(job, deterministic=exact, section=section)):
         assert torch.are_deterministic_algorithms_enabled() is exact
-        assert torch.get_num_threads() == job.section.threads
+        assert torch.get_num_threads() == threads
 
 
 def test_the_device_is_current_where_the_model_is_made_and_where_it_evaluates(

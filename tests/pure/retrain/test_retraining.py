@@ -346,7 +346,7 @@ def test_a_real_improvement_on_few_rows_passes_and_noise_does_not() -> None:
     assert better.gain == pytest.approx(29 / 359)
     assert 0.04 < better.low < better.gain < better.high < 0.12  # type: ignore[operator]
     assert compared(wrong_for(LABELS, 0.10, 1), wrong_for(LABELS, 0.02, 2))[0] == better
-    lucky = [compared(wrong_for(LABELS, 0.10, i), wrong_for(LABELS, 0.09, 100 + i), resamples=100)[1] for i in range(6)]
+    lucky = [compared(wrong_for(LABELS, 0.10, i), wrong_for(LABELS, 0.09, 100 + i))[1] for i in range(6)]
     assert sum(lucky) <= 1
     same = wrong_for(LABELS, 0.1, 1)
     assert not compared(same, same)[1]
@@ -354,7 +354,7 @@ def test_a_real_improvement_on_few_rows_passes_and_noise_does_not() -> None:
     assert not compared(wrong_for(LABELS, 0.02, 1), wrong_for(LABELS, 0.10, 2), min_gain=-0.01)[1]
 
 
-def test_a_class_that_is_given_up_is_refused_with_its_figures() -> None:
+def test_a_class_that_is_given_up_is_refused_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     champion = wrong_for(LABELS, 0.5, 3)
     challenger = np.where(LABELS == 1, 0, LABELS)  # dogs are never found, all else is right
     made, promoted = compared(champion, challenger)
@@ -369,7 +369,8 @@ def test_a_class_that_is_given_up_is_refused_with_its_figures() -> None:
         in decide_promotion(made, SECTION).reason
     )
     assert compared(champion, challenger, max_recall_drop=1.0)[1]
-    assert compared(champion, challenger, min_class_rows=121)[0].recalls == {}
+    monkeypatch.setattr("ray_app.retrain.gate._MIN_CLASS_ROWS", 121)
+    assert compared(champion, challenger)[0].recalls == {}
 
 
 @pytest.mark.parametrize(("classes", "each", "times"), [(10, 36, 40), (100, 20, 5)])
@@ -822,7 +823,7 @@ def test_what_retraining_cannot_work_with_is_refused_at_once() -> None:
         run__storage_path="s3://b",
     )
     wrong = RetrainSection(
-        force=" ", start="champion", data="new_and_sample", old_fraction=2, confidence=1.0, sample_rows=0, max_psi=-1
+        force=" ", start="champion", data="new_and_sample", old_fraction=2, confidence=1.0, max_psi=-1
     )
     with pytest.raises(ConfigError) as refused:
         check_section(bad, wrong)
@@ -830,7 +831,6 @@ def test_what_retraining_cannot_work_with_is_refused_at_once() -> None:
         "force is empty",
         "old_fraction is 2",
         "confidence is 1.0",
-        "sample_rows is 0",
         "max_psi is -1",
         "registered_model is missing",
     ]
@@ -842,7 +842,7 @@ def test_what_retraining_cannot_work_with_is_refused_at_once() -> None:
     ]
     for text in [*names, "gate_path is missing"]:
         assert text in str(refused.value)
-    assert len(str(refused.value).splitlines()) == 12
+    assert len(str(refused.value).splitlines()) == 11
 
 
 def test_a_delivery_is_equal_by_content() -> None:

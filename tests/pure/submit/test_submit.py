@@ -22,7 +22,14 @@ from ray_app.driver.parsing import parse
 from ray_app.errors import ConfigError
 from ray_app.submit import server
 from ray_app.submit.on_cluster import check_shared_storage
-from ray_app.submit.options import EndedJob, SubmitSection, check_no_secrets, judge, non_default_fields
+from ray_app.submit.options import (
+    SUBMISSION_BACKOFF,
+    EndedJob,
+    SubmitSection,
+    check_no_secrets,
+    judge,
+    non_default_fields,
+)
 from ray_app.submit.preflight import (
     check_absolute_storage,
     check_size,
@@ -75,9 +82,8 @@ def test_when_a_run_is_submitted_again(ended: EndedJob, again: bool, exit_code: 
 
 
 def test_the_pause_doubles_up_to_a_bound() -> None:
-    backoff = SubmitSection(backoff_s=5).backoff
-    assert [backoff.pause_s(done) for done in (1, 2, 3, 4)] == [5, 10, 20, 40]
-    assert backoff.pause_s(60) == 300
+    assert [SUBMISSION_BACKOFF.pause_s(done) for done in (1, 2, 3, 4)] == [5, 10, 20, 40]
+    assert SUBMISSION_BACKOFF.pause_s(60) == 300
 
 
 RUNS = sorted(path for path in (ROOT / "conf").glob("*.yaml") if not path.stem.startswith("retrain"))
@@ -106,6 +112,8 @@ def test_no_secret_stands_in_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "value" not in section.command(["-m", "ray_app", "train"], load_config(DIGITS))
     with pytest.raises(ConfigError, match=r"submit\.env names MISSING, not set here"):
         SubmitSection(env="SOME_TOKEN, MISSING").environment({"SOME_TOKEN": "value"})
+    other = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
+    assert SubmitSection(env="RAY_JOB_STOP_WAIT_TIME_S").environment(other) == other
 
 
 @pytest.fixture
@@ -132,6 +140,7 @@ def project(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x" * 1000)
     (tmp_path / ".gitignore").write_text("/ignored/\n")
+    (tmp_path / ".rayignore").write_text("left\n")
     return tmp_path
 
 
@@ -142,7 +151,7 @@ def test_what_no_job_needs_stays_at_home_as_ray_sees_it(project: Path) -> None:
         "run__storage_path": str(project / "runs"),
     }
     config = load_config(DIGITS, **paths)
-    package = list_job_files(config, SubmitSection(working_dir=str(project), exclude="left"))
+    package = list_job_files(config, SubmitSection(working_dir=str(project)))
     kept = {
         "mine/task.py",
         "runs.py",
@@ -150,6 +159,7 @@ def test_what_no_job_needs_stays_at_home_as_ray_sees_it(project: Path) -> None:
         "my data/task.py",
         "datasets/here/train/part.parquet",
         ".gitignore",
+        ".rayignore",
     }
     assert set(package.files) == kept
     assert package.by_folder()[0] == ("conf/", 1000)
@@ -162,14 +172,15 @@ def test_what_no_job_needs_stays_at_home_as_ray_sees_it(project: Path) -> None:
     assert check_uploaded_data(package, config) == []
 
 
-def test_a_package_that_is_too_big_names_what_is_big(project: Path) -> None:
+def test_a_package_that_is_too_big_names_what_is_big(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "pictures").mkdir()
     (project / "pictures" / "one.png").write_bytes(bytes(3 << 20))
-    config, section = load_config(DIGITS), SubmitSection(working_dir=str(project), max_package_mb=2)
-    package = list_job_files(config, section)
-    with pytest.raises(ConfigError, match=r"(?s)3\.0 MB.*more than the 2 MB.*submit\.exclude.*3\.00 MB  pictures/\n"):
-        check_size(package, section)
-    assert "3.00 MB  pictures/" in check_size(package, SubmitSection())
+    config = load_config(DIGITS)
+    package = list_job_files(config, SubmitSection(working_dir=str(project)))
+    assert "3.00 MB  pictures/" in check_size(package)
+    monkeypatch.setattr("ray_app.submit.package._MAX_PACKAGE_MB", 2)
+    with pytest.raises(ConfigError, match=r"(?s)3\.0 MB.*more than the 2 MB.*\.rayignore.*3\.00 MB  pictures/\n"):
+        check_size(package)
     assert [(one.level, one.topic) for one in check_uploaded_data(package, config)] == [
         ("refused", "training data"),
         ("refused", "evaluation data"),
@@ -281,7 +292,8 @@ def submitting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
     def submit(cluster: Cluster, lost_contact_s: float = 60.0) -> str:
         monkeypatch.setattr(server, "_Client", lambda: cluster)
-        return JobServer(None, lost_contact_s).submit("run", "python", {}, {})
+        monkeypatch.setattr(server, "_LOST_CONTACT_S", lost_contact_s)
+        return JobServer(None).submit("run", "python", {}, {})
 
     return submit
 
@@ -325,7 +337,7 @@ def test_a_server_that_takes_the_connection_and_does_not_answer_is_not_waited_fo
         monkeypatch.setattr(server, "_ANSWER_S", 0.05)
         monkeypatch.setattr(server, "_UPLOAD_S", 0.05)
         with pytest.raises(ConfigError, match=f"no job server answers at {address}.*timed out"):
-            JobServer(address, 60.0)
+            JobServer(address)
         monkeypatch.setattr(server._Client, "_check_connection_and_version", lambda *_, **__: None)
         for method in ("GET", "POST", "PUT"):
             with pytest.raises(requests.exceptions.ReadTimeout):

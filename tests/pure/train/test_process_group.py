@@ -50,13 +50,11 @@ def test_nccl_is_made_for_the_worker_s_device_and_told_not_to_wait_for_dumps(mon
 def test_what_a_user_has_set_of_nccl_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     formation = Formation(monkeypatch)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    init_default_group(backend_name(GPU, "nccl"), GPU, dist.HashStore(), 0, 1)
+    init_default_group(backend_name(GPU, "auto"), GPU, dist.HashStore(), 0, 1)
     assert formation.environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"), [(GPU, "gloo"), (torch.device("cpu"), "auto"), (torch.device("cpu"), "nccl")]
-)
+@pytest.mark.parametrize(("device", "backend"), [(GPU, "gloo"), (torch.device("cpu"), "auto")])
 def test_gloo_is_bound_to_no_device_and_needs_nothing_of_nccl(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str
 ) -> None:

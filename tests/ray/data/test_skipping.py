@@ -57,7 +57,7 @@ def config_of(tmp_path: Path, images: Path, name: str, workers: int, **fields: A
         scaling__max_workers=workers,
         data__path=str(images),
         data__global_batch_size=12,
-        data__sampling="balanced",
+        data__balance_by="label",
         tracking__enabled=False,
         **fields,
     )

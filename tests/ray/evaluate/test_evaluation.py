@@ -154,20 +154,13 @@ def test_a_run_whose_last_evaluations_are_not_made_is_no_finished_one(
         assert run.run().summary["status"] == "finished", "there was nothing left to do"
 
 
-@pytest.mark.parametrize("on_error", ["fail", "warn"])
 def test_a_run_whose_evaluator_gave_up_says_so(
-    ray_cluster: None, evaluated_run: Callable[..., Config], tmp_path: Path, on_error: str
+    ray_cluster: None, evaluated_run: Callable[..., Config], tmp_path: Path
 ) -> None:
     task = {"class_path": "tests.support.late_mistake.LateMistake", "init_args": {"where": "update"}}
-    config, said = evaluated_run(task=task, train__max_steps=8, evaluate__on_error=on_error), StringIO()
-    if on_error == "warn":
-        assert run_training(config, Console(file=said)).status == "finished"
-        told = said.getvalue()
-    else:
-        with pytest.raises(EvaluationError, match=r"ray-app evaluate --run") as caught:
-            run_training(config, Console(file=said))
-        told = str(caught.value)
-    assert "KeyError: 'labels' (late_mistake.py, line " in told
-    assert "in update" in told
+    with pytest.raises(EvaluationError, match=r"ray-app evaluate --run") as caught:
+        run_training(evaluated_run(task=task, train__max_steps=8), Console(file=StringIO()))
+    assert "KeyError: 'labels' (late_mistake.py, line " in str(caught.value)
+    assert "in update" in str(caught.value)
     summary = read_json(RunPaths(tmp_path / "runs" / "run").summary)
-    assert (summary["status"], summary["steps"]) == ("finished" if on_error == "warn" else "failed", 8)
+    assert (summary["status"], summary["steps"]) == ("failed", 8)

@@ -136,15 +136,11 @@ def test_a_run_that_has_ended_is_evaluated_like_by_its_own_evaluator(
     result = run_training(short_run(data__eval_path=str(digits / "eval")))
     paths = RunPaths(result.path)
     own = read_evaluations(paths)
-    for name, more in (("again", []), ("latest", ["--every", "latest"])):
-        assert main(["--run", str(result.path), "--name", name, "--data", str(digits / "eval"), *more]) == 0
+    assert main(["--run", str(result.path), "--name", "again", "--data", str(digits / "eval")]) == 0
     again = read_evaluations(paths, "again")
     assert [(e.step, e.metrics, e.tables, e.data_digest) for e in again] == [
         (e.step, e.metrics, e.tables, e.data_digest) for e in own
     ]
-    assert [e.step for e in read_evaluations(paths, "latest")] == [30]
-    skipped = [e.details["step"] for e in read_events(paths, "evaluation_skipped") if e.details["by"] == "latest"]
-    assert skipped == [8, 16, 24]
     assert {c.step for c in CheckpointStore(paths).commits()} == {8, 16, 24, 30}
     capsys.readouterr()
     for arguments, expected in (

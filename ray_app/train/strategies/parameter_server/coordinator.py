@@ -449,7 +449,7 @@ class ServedState:
     def __init__(self, job: Job, servers: Servers, state: TrainingState) -> None:
         self._servers, self._state = servers, state
         self._clips = job.config.train.grad_clip_norm is not None
-        self.layout = Layout(state.model, state.optimizer, job.config.train)
+        self.layout = Layout(state.model, state.optimizer, job.config.train.servers)
         self.era = 0
 
     def eras(self) -> list[int]:

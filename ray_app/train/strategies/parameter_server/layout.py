@@ -2,7 +2,7 @@
 
 Which server has which part of which variable is a pure function of shapes, which every process computes alike. As in
 TensorFlow's `MinSizePartitioner` a variable is split along its first dimension into at most one part per server, none
-of them smaller than a configured size. The parts then go to servers, the largest first, each to the server with the
+of them smaller than 256 KiB. The parts then go to servers, the largest first, each to the server with the
 fewest bytes.
 """
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import Snapshot
-from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
 from ray_app.train.state.parameters import ordered_parameters
 
@@ -116,19 +115,26 @@ def _aligned(part: Tensor) -> Tensor:
     return part if part.storage_offset() % 8 == 0 else part.clone()
 
 
+_MIN_PART_BYTES = 256 << 10
+"""Smallest part into which a parameter is split, the default of TensorFlow's `MinSizePartitioner`.
+
+Smaller parts cost a message each and relieve no server.
+"""
+
+
 class Layout:
     """The distribution of a model's trained parameters over servers; the optimizer numbers the parameters.
 
     Args:
         model: The model.
         optimizer: The optimizer of its trained parameters.
-        train: Number of servers and size of the smallest part.
+        servers: Number of servers.
 
     Raises:
         ConfigError: There are more servers than parts, or parameters of several types.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, train: TrainSection) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, servers: int) -> None:
         self.trained = ordered_parameters(optimizer)
         self.buffers = list(model.buffers())
         numbers = {id(p): i for i, p in enumerate(self.trained)}
@@ -143,13 +149,12 @@ class Layout:
                 f" {sorted(map(str, types))}."
             )
         shapes, item_bytes = [tuple(p.shape) for p in self.trained], self.trained[0].element_size()
-        self.parts = partition_variables(shapes, item_bytes, train.servers, train.min_shard_kb << 10)
+        self.parts = partition_variables(shapes, item_bytes, servers, _MIN_PART_BYTES)
         if not all(self.parts):
             filled = sum(bool(part) for part in self.parts)
             raise ConfigError(
-                f"train.servers is {train.servers}, but the model has no more than {filled} parts of at least"
-                f" train.min_shard_kb = {train.min_shard_kb}. Set train.servers to at most {filled}, or lower"
-                " train.min_shard_kb."
+                f"train.servers is {servers}, but the model has no more than {filled} parts, since a parameter is split"
+                f" only into parts of at least {_MIN_PART_BYTES >> 10} KiB. Set train.servers to at most {filled}."
             )
 
     def describe(self) -> list[dict[str, Any]]:

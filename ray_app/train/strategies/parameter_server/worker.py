@@ -81,7 +81,7 @@ class ParameterWorker:
         # Servers have only trained parameters, so the frozen ones are loaded here.
         if job.config.train.freeze is not None:
             state.initialize(job.read_initial())
-        self._layout = Layout(state.model, state.optimizer, job.config.train)
+        self._layout = Layout(state.model, state.optimizer, job.config.train.servers)
         self._step = _UnitStep(
             job.config,
             job.task,

@@ -104,11 +104,12 @@ def test_a_group_is_that_of_plain_torch(pool: WorkerPool, data: Path, tmp_path: 
     "fields", [{}, {"optimizer": optimizer("SGD", momentum=0.9), "schedule": ONE_CYCLE, "train__grad_clip_norm": 0.5}]
 )
 def test_parameter_servers_have_the_bits_of_ddp(
-    pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
+    pool: WorkerPool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     """With so many servers that some have nothing of some group, and a resume on fewer."""
     plain = pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
-    served = {"train__strategy": "parameter_server", "train__min_shard_kb": 1, **fields}
+    monkeypatch.setattr("ray_app.train.strategies.parameter_server.layout._MIN_PART_BYTES", 1 << 10)
+    served = {"train__strategy": "parameter_server", **fields}
     world = server_world.World(job_of(tmp_path / "servers", data, train__servers=3, **served), 2)
     world.run(turns=1)
     groups = [server._state.optimizer.param_groups for server in world.servers.servers]

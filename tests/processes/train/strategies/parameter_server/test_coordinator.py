@@ -112,23 +112,29 @@ class Wide(TinyImages):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, CLASSES))
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are split into parts of 1 KiB."""
+    monkeypatch.setattr("ray_app.train.strategies.parameter_server.layout._MIN_PART_BYTES", 1 << 10)
+
+
 @pytest.mark.parametrize("clipped", [{}, {"train__grad_clip_norm": 0.01}])
 def test_split_variables_have_the_same_bits(
-    pool: WorkerPool, data: Path, tmp_path: Path, clipped: dict[str, Any]
+    pool: WorkerPool, data: Path, tmp_path: Path, small_parts: None, clipped: dict[str, Any]
 ) -> None:
     fields = {"task": Wide(), "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}, **clipped}
     plain = pool.train_new_run(
         job_of(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cache_windows
     )
     whole = trained(job_of(tmp_path / "one", data, train__servers=1, **fields), 1)
-    split = World(job_of(tmp_path / "three", data, train__servers=3, train__min_shard_kb=1, **fields), 2)
+    split = World(job_of(tmp_path / "three", data, train__servers=3, **fields), 2)
     assert any(split.coordinator._served.layout.incomplete()), "nothing was split"
     split.run()
     assert read_trained_run(split.job).digests == whole.digests == plain.digests
 
 
-def test_the_record_says_what_each_server_holds(data: Path, tmp_path: Path) -> None:
-    job = job_of(tmp_path / "run", data, train__servers=3, train__min_shard_kb=1, train__max_steps=1, task=Wide())
+def test_the_record_says_what_each_server_holds(data: Path, tmp_path: Path, small_parts: None) -> None:
+    job = job_of(tmp_path / "run", data, train__servers=3, train__max_steps=1, task=Wide())
     World(job, 1).run()
     held = summarize(job, "finished")["parameter_servers"]
     shapes = {name: tuple(p.shape) for name, p in job.task.build_model().named_parameters()}
