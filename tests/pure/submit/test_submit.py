@@ -178,7 +178,7 @@ def test_a_package_that_is_too_big_names_what_is_big(project: Path, monkeypatch:
     config = load_config(DIGITS)
     package = list_job_files(config, SubmitSection(working_dir=str(project)))
     assert "3.00 MB  pictures/" in check_size(package)
-    monkeypatch.setattr("ray_app.submit.package._MAX_PACKAGE_MB", 2)
+    monkeypatch.setattr("ray_app.submit.preflight._MAX_PACKAGE_MB", 2)
     with pytest.raises(ConfigError, match=r"(?s)3\.0 MB.*more than the 2 MB.*\.rayignore.*3\.00 MB  pictures/\n"):
         check_size(package)
     assert [(one.level, one.topic) for one in check_uploaded_data(package, config)] == [
