@@ -23,7 +23,7 @@ from ray_app.cluster.controller.backend import ControllerContext, FailureBudget,
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.config.config import Config
 from ray_app.data.local_readers import choose_fetch
-from ray_app.data.memory_cache import read_memory_cache
+from ray_app.data.memory_cache import MemoryCacheHandle
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Fetch
@@ -64,9 +64,9 @@ class WorkerArgs:
 
     job: Job
     rendezvous: Any
-    memory_cache: Any | None = None
+    memory_cache: MemoryCacheHandle | None = None
     snapshot_actors: tuple[Any, ...] = ()
-    evaluation: Any | None = None
+    evaluation: MemoryCacheHandle | None = None
     hooks: Hooks = Hooks()
     parameters: ParameterService | None = None
 
@@ -189,7 +189,8 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     )
     is_run_over = False
     try:
-        load = (lambda: read_memory_cache(args.evaluation).arrays) if args.evaluation is not None else None
+        evaluation = args.evaluation
+        load = (lambda: evaluation.read().arrays) if evaluation is not None else None
         output = copied_output(job.paths, job.fence, membership.process_name, lambda: membership.progress)
         # Errors outside of more specific guards are attributed to the worker.
         with output, user_code(lambda: "a worker"):
@@ -243,7 +244,8 @@ def _window_opener(args: WorkerArgs) -> OpenWindows:
 
     @functools.cache
     def cached() -> CachedWindows:
-        return CachedWindows(read_memory_cache(args.memory_cache))
+        assert args.memory_cache is not None
+        return CachedWindows(args.memory_cache.read())
 
     @functools.cache
     def fetch() -> Fetch:
