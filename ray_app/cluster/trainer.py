@@ -16,6 +16,7 @@ from typing import Any, Literal
 import ray
 import ray.train
 import torch
+from ray.actor import ActorHandle
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -63,9 +64,9 @@ class WorkerArgs:
     """
 
     job: Job
-    rendezvous: Any
+    rendezvous: ActorHandle
     memory_cache: MemoryCacheHandle | None = None
-    snapshot_actors: tuple[Any, ...] = ()
+    snapshot_actors: tuple[ActorHandle, ...] = ()
     evaluation: MemoryCacheHandle | None = None
     hooks: Hooks = Hooks()
     parameters: ParameterService | None = None

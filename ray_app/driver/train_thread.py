@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from ray_app.cluster.rendezvous.server import start_rendezvous
 from ray_app.cluster.resources import reserved_cpus
@@ -74,13 +74,13 @@ def _step_timeout_s(config: Config) -> float | None:
     return config.failure.step_timeout_s or (_COMPILE_TIMEOUT_S if config.train.compile else None)
 
 
-def _end_rendezvous(rendezvous: Any) -> None:
+def _end_rendezvous(rendezvous: ActorHandle) -> None:
     with suppress(ray.exceptions.RayError):
         ray.get(rendezvous.close.remote(), timeout=_CLOSE_S)
     _end_actor(rendezvous)
 
 
-def _end_actor(actor: Any) -> None:
+def _end_actor(actor: ActorHandle) -> None:
     ray.kill(actor, no_restart=True)
 
 
