@@ -170,7 +170,7 @@ def _gpu() -> torch.device:
     return gpu_of(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _backend(config: Config) -> Literal["auto", "gloo"]:
+def _choose_backend(config: Config) -> Literal["auto", "gloo"]:
     """Returns `train.backend`, or gloo for workers that share a GPU, which NCCL refuses."""
     return "gloo" if 0 < config.scaling.gpus_per_worker < 1 else config.train.backend
 
@@ -186,7 +186,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     device = _gpu() if job.config.scaling.gpus_per_worker else torch.device("cpu")
     recovers = _recovers_in_place(job.config)
     membership = RendezvousClient(
-        args.rendezvous, job.plan.logical_workers, device, _backend(job.config), job.paths, job.fence, recovers
+        args.rendezvous, job.plan.logical_workers, device, _choose_backend(job.config), job.paths, job.fence, recovers
     )
     is_run_over = False
     try:
