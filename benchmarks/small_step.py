@@ -221,7 +221,7 @@ def main() -> None:
     """Measures all sides."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    alone = {
+    alone: dict[str, Callable[[], None]] = {
         "bare": bare,
         "lightning": lightning,
         "accelerate": accelerated,

@@ -106,7 +106,12 @@ def main() -> None:
         ingested = [sys.executable, "-m", "ray_app", "ingest", "--source", "digits", "--out", f"{folder}/digits"]
         subprocess.run(ingested, check=True, capture_output=True, cwd=ROOT)
         least = lambda: timed([sys.executable, "-c", _LEAST], float)  # noqa: E731
-        sides = {LEAST: least, RUN: lambda: run(folder, "ddp"), SINGLE: lambda: run(folder, "single"), AGAIN: least}
+        sides: dict[str, Callable[[], Sample]] = {
+            LEAST: least,
+            RUN: lambda: run(folder, "ddp"),
+            SINGLE: lambda: run(folder, "single"),
+            AGAIN: least,
+        }
         found: dict[str, list[Sample]] = {side: [] for side in sides}
         for number in range(rounds):
             for side, measure in sides.items():

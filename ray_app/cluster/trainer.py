@@ -16,6 +16,7 @@ from typing import Any, Literal
 import ray
 import ray.train
 import torch
+from ray.actor import ActorHandle
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -23,7 +24,7 @@ from ray_app.cluster.controller.backend import ControllerContext, FailureBudget,
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.config.config import Config
 from ray_app.data.local_readers import choose_fetch
-from ray_app.data.memory_cache import read_memory_cache
+from ray_app.data.memory_cache import MemoryCacheHandle
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Fetch
@@ -63,10 +64,10 @@ class WorkerArgs:
     """
 
     job: Job
-    rendezvous: Any
-    memory_cache: Any | None = None
-    snapshot_actors: tuple[Any, ...] = ()
-    evaluation: Any | None = None
+    rendezvous: ActorHandle
+    memory_cache: MemoryCacheHandle | None = None
+    snapshot_actors: tuple[ActorHandle, ...] = ()
+    evaluation: MemoryCacheHandle | None = None
     hooks: Hooks = Hooks()
     parameters: ParameterService | None = None
 
@@ -169,7 +170,7 @@ def _gpu() -> torch.device:
     return gpu_of(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _backend(config: Config) -> Literal["auto", "gloo"]:
+def _choose_backend(config: Config) -> Literal["auto", "gloo"]:
     """Returns `train.backend`, or gloo for workers that share a GPU, which NCCL refuses."""
     return "gloo" if 0 < config.scaling.gpus_per_worker < 1 else config.train.backend
 
@@ -185,11 +186,12 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     device = _gpu() if job.config.scaling.gpus_per_worker else torch.device("cpu")
     recovers = _recovers_in_place(job.config)
     membership = RendezvousClient(
-        args.rendezvous, job.plan.logical_workers, device, _backend(job.config), job.paths, job.fence, recovers
+        args.rendezvous, job.plan.logical_workers, device, _choose_backend(job.config), job.paths, job.fence, recovers
     )
     is_run_over = False
     try:
-        load = (lambda: read_memory_cache(args.evaluation).arrays) if args.evaluation is not None else None
+        evaluation = args.evaluation
+        load = (lambda: evaluation.read().arrays) if evaluation is not None else None
         output = copied_output(job.paths, job.fence, membership.process_name, lambda: membership.progress)
         # Errors outside of more specific guards are attributed to the worker.
         with output, user_code(lambda: "a worker"):
@@ -243,7 +245,8 @@ def _window_opener(args: WorkerArgs) -> OpenWindows:
 
     @functools.cache
     def cached() -> CachedWindows:
-        return CachedWindows(read_memory_cache(args.memory_cache))
+        assert args.memory_cache is not None
+        return CachedWindows(args.memory_cache.read())
 
     @functools.cache
     def fetch() -> Fetch:

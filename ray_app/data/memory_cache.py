@@ -7,11 +7,13 @@ of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import ray
+from ray.actor import ActorHandle
 
 from ray_app.data.local_readers import Decoded, load_all
 from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
@@ -44,51 +46,66 @@ class MemoryCache:
         return self._decoded
 
 
-def start_memory_cache(source: RowSource) -> Any:
-    """Decodes a small data set at once in this process; for a larger one it starts the actor, which decodes meanwhile.
+@dataclass(frozen=True)
+class MemoryCacheHandle:
+    """A decoded data set in Ray's object store, as other processes use it.
 
-    Returns the data set with object references, as `MemoryCache.decoded` does, or the actor's handle.
+    Args:
+        actor: The `MemoryCache` that decodes the data set; None for a small one.
+        decoded: A small data set, with an object reference in place of each array.
+    """
+
+    actor: ActorHandle | None = None
+    decoded: Decoded | None = None
+
+    def read(self) -> Decoded:
+        """Returns the data set with its arrays mapped from the object store of this node.
+
+        Raises:
+            BadRowError: A row cannot be decoded.
+            ProcessDiedError: The actor died again and again.
+        """
+        if self.actor is None:
+            assert self.decoded is not None
+            return _get(self.decoded)
+        try:
+            try:
+                return _get(ray.get(self.actor.decoded.remote()))
+            except ray.exceptions.ObjectLostError:
+                # The actor died after its answer; Ray has restarted it, and it decodes again.
+                return _get(ray.get(self.actor.decoded.remote()))
+        except ray.exceptions.RayTaskError as error:
+            raise unwrap_app_error(error) from error
+        except ray.exceptions.ActorDiedError as error:
+            raise process_died_error(
+                "while it decoded the data set for data.cache: memory, which may need more memory than there is", error
+            ) from error
+
+    def end(self) -> None:
+        """Ends the actor, if there is one."""
+        if self.actor is not None:
+            ray.kill(self.actor, no_restart=True)
+
+
+def start_memory_cache(source: RowSource) -> MemoryCacheHandle:
+    """Decodes a small data set at once in this process; for a larger one it starts the actor.
+
+    The actor decodes while the workers start.
+
+    Raises:
+        BadRowError: A row of a small data set cannot be decoded.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if is_small(source):
-        return _put(load_all(fetch_in_process, source))
+        return MemoryCacheHandle(decoded=_put(load_all(fetch_in_process, source)))
     # On the driver's node, so that the loss of another node does not end the actor.
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     retries = {"max_restarts": MAX_DEATHS - 1, "max_task_retries": MAX_DEATHS - 1}
     actor_class = ray.remote(MemoryCache).options(num_cpus=0, scheduling_strategy=strategy, **retries)
     actor = actor_class.remote(source)
     actor.decoded.remote()
-    return actor
-
-
-def end_memory_cache(cache: Any) -> None:
-    """Ends the actor, if there is one."""
-    if not isinstance(cache, Decoded):
-        ray.kill(cache, no_restart=True)
-
-
-def read_memory_cache(cache: Any) -> Decoded:
-    """Returns the data set with its arrays mapped from the object store of this node.
-
-    Raises:
-        BadRowError: A row cannot be decoded.
-        ProcessDiedError: The actor died again and again.
-    """
-    if isinstance(cache, Decoded):
-        return _get(cache)
-    try:
-        try:
-            return _get(ray.get(cache.decoded.remote()))
-        except ray.exceptions.ObjectLostError:
-            # The actor died after its answer; Ray has restarted it, and it decodes again.
-            return _get(ray.get(cache.decoded.remote()))
-    except ray.exceptions.RayTaskError as error:
-        raise unwrap_app_error(error) from error
-    except ray.exceptions.ActorDiedError as error:
-        raise process_died_error(
-            "while it decoded the data set for data.cache: memory, which may need more memory than there is", error
-        ) from error
+    return MemoryCacheHandle(actor)
 
 
 def _get(cached: Decoded) -> Decoded:

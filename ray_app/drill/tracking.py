@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,11 @@ from ray_app.train.job import Hooks, Job
 _START_TIMEOUT_S = 120.0
 _POLL_INTERVAL_S = 0.1
 _STEPS_WITHOUT_SERVER = 10
-_POINTS = {"loss": lambda r: r.loss, "step_ms": lambda r: r.step_ms, "workers": lambda r: float(r.workers)}
+_POINTS: dict[str, Callable[[StepRecord], float]] = {
+    "loss": lambda r: r.loss,
+    "step_ms": lambda r: r.step_ms,
+    "workers": lambda r: float(r.workers),
+}
 
 
 class MlflowServer:

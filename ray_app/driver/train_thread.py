@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from ray_app.cluster.rendezvous.server import start_rendezvous
 from ray_app.cluster.resources import reserved_cpus
 from ray_app.cluster.trainer import WorkerArgs, fit
 from ray_app.config.config import Config
-from ray_app.data.memory_cache import end_memory_cache, is_small, start_memory_cache
+from ray_app.data.memory_cache import is_small, start_memory_cache
 from ray_app.data.ray_tasks import start_shared_actors
 from ray_app.errors import unwrap_app_error
 from ray_app.train.checkpointing.snapshots import start_snapshot_actors
@@ -53,11 +53,11 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
     memory_cache = None
     if config.data.cache == "memory":
         memory_cache = start_memory_cache(job.source)
-        stack.callback(end_memory_cache, memory_cache)
+        stack.callback(memory_cache.end)
     evaluation = None
     if job.workers_evaluate and job.evaluation is not None:
         evaluation = start_memory_cache(job.evaluation)
-        stack.callback(end_memory_cache, evaluation)
+        stack.callback(evaluation.end)
     parameters = None
     if config.train.strategy == "parameter_server":
         parameters = start_parameter_service(job, snapshot_actors, hooks)
@@ -74,13 +74,13 @@ def _step_timeout_s(config: Config) -> float | None:
     return config.failure.step_timeout_s or (_COMPILE_TIMEOUT_S if config.train.compile else None)
 
 
-def _end_rendezvous(rendezvous: Any) -> None:
+def _end_rendezvous(rendezvous: ActorHandle) -> None:
     with suppress(ray.exceptions.RayError):
         ray.get(rendezvous.close.remote(), timeout=_CLOSE_S)
     _end_actor(rendezvous)
 
 
-def _end_actor(actor: Any) -> None:
+def _end_actor(actor: ActorHandle) -> None:
     ray.kill(actor, no_restart=True)
 
 

@@ -299,7 +299,7 @@ class KernelRecorder(TorchDispatchMode):
     """Records the operations in its context, backward included, that a GPU would refuse."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._refused: dict[str, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,11 +10,12 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_app.runlog.journal import MAX_SMALL_FILES
@@ -34,8 +35,8 @@ class _Node:
     """A node other than the driver's."""
 
     name: str
-    probe: Any
-    pending_reply: Any = None
+    probe: ActorHandle
+    pending_reply: ray.ObjectRef | None = None
 
 
 class NodeSampler:
@@ -72,7 +73,7 @@ class NodeSampler:
             self._log_errors(lambda: self._record_load(min(_REPLY_TIMEOUT_S, self._every_s)))
         self._log_errors(lambda: self._record_load(_LAST_REPLY_TIMEOUT_S))
 
-    def _log_errors(self, act: Any) -> None:
+    def _log_errors(self, act: Callable[[], None]) -> None:
         """Calls a function; logs its errors, which come from the cluster or the storage and may not come again."""
         try:
             act()

@@ -7,9 +7,9 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from torch import nn
 
 from ray_app.checkpoint.format import Snapshot, pack, unpack
@@ -113,7 +113,7 @@ def _state_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def start_snapshot_actors() -> list[Any]:
+def start_snapshot_actors() -> list[ActorHandle]:
     """Starts the snapshot actors, one on this node and one on another node if there is one; returns their handles."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -133,7 +133,7 @@ class SnapshotSender:
         actors: Handles of the snapshot actors; if the list is empty, nothing is sent.
     """
 
-    def __init__(self, actors: list[Any]) -> None:
+    def __init__(self, actors: list[ActorHandle]) -> None:
         self._actors = actors
         self._thread: threading.Thread | None = None
 

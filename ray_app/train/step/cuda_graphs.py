@@ -266,7 +266,7 @@ class _InputRecorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._output_addresses = set[int]()
         self._inputs = dict[int, Tensor]()
 

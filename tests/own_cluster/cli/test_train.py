@@ -37,13 +37,12 @@ def test_help_explains_the_fields_with_units_and_defaults() -> None:
     assert done.returncode == 0
     assert not done.stderr
     for expected in (
-        "--data.global_batch_size GLOBAL_BATCH_SIZE Rows of one optimizer step over all workers; divisible by the"
-        " number of logical"
-        " workers. (type: int, default: 32)",
-        "--failure.heartbeat_timeout_s HEARTBEAT_TIMEOUT_S Seconds without a sign of life after which the others go on"
-        " without a worker."
-        " (type: float, default: 5.0)",
-        "--data.read_task_mb READ_TASK_MB Most decoded megabytes of one read task. (type: float, default: 64.0)",
+        "--data.global_batch_size GLOBAL_BATCH_SIZE Rows of one optimizer step over all workers; a multiple of the"
+        " number of logical workers. (type: int, default: 32)",
+        "--failure.heartbeat_timeout_s HEARTBEAT_TIMEOUT_S Seconds without a heartbeat after which the other workers"
+        " continue without a worker. (type: float, default: 5.0)",
+        "--data.read_task_mb READ_TASK_MB Largest size of the decoded rows of one read task in megabytes. (type: float,"
+        " default: 64.0)",
         "--train.reduction {exact,overlapped}",
         "--task.help",
     ):

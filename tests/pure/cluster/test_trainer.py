@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.trainer import WorkerArgs, _backend, _recovers_in_place, fit
+from ray_app.cluster.trainer import WorkerArgs, _choose_backend, _recovers_in_place, fit
 from ray_app.config.config import Config
 from ray_app.runlog.paths import RunPaths
 
@@ -34,7 +34,7 @@ def test_with_a_ray_of_other_internals_all_workers_restart_and_it_is_said(
 
 @pytest.mark.parametrize(("gpus", "backend"), [(0, "auto"), (0.4, "gloo"), (1, "auto")])
 def test_workers_that_share_a_gpu_do_not_use_nccl(gpus: float, backend: str) -> None:
-    assert _backend(Config().replace(scaling__gpus_per_worker=gpus)) == backend
+    assert _choose_backend(Config().replace(scaling__gpus_per_worker=gpus)) == backend
 
 
 def test_every_start_of_a_run_asks_for_resources_under_one_name(

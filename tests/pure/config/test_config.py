@@ -252,9 +252,13 @@ def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: di
             {"train__reduction": "exact"},
             "optimizer is torch.optim.Adafactor",
         ),
-        ({"scaling__gpus_per_worker": 1.0}, {"scaling__gpus_per_worker": 0.5}, "scaling.gpus_per_worker is 0.5"),
         (
-            {"scaling__gpus_per_worker": 0.5, "scaling__max_workers": 1},
+            {"train__strategy": "fsdp", "scaling__gpus_per_worker": 1.0},
+            {"scaling__gpus_per_worker": 0.5},
+            "scaling.gpus_per_worker is 0.5 with train.strategy fsdp",
+        ),
+        (
+            {"train__strategy": "fsdp", "scaling__gpus_per_worker": 0.5, "scaling__max_workers": 1},
             {"scaling__max_workers": 2},
             "scaling.gpus_per_worker is 0.5",
         ),

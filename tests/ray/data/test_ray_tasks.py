@@ -17,7 +17,7 @@ import pytest
 
 from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import Dataset, open_dataset
-from ray_app.data.memory_cache import end_memory_cache, read_memory_cache, start_memory_cache
+from ray_app.data.memory_cache import start_memory_cache
 from ray_app.data.ray_tasks import ActorPool, fetch_ray, map_in_actors
 from ray_app.data.reader import POSITION, Decode, Reader, RowSource, describe_spec, plan_all_reads
 from ray_app.errors import ProcessDiedError
@@ -103,8 +103,8 @@ def test_the_actor_of_a_memory_cache_tells_of_what_its_readers_died(tmp_path: Pa
     dataset = dataset_of(tmp_path)
     cache = start_memory_cache(RowSource(reader_of(dataset, Deadly(35, 99, deaths)), dataset.manifest, 10))
     with pytest.raises(ProcessDiedError, match=r"part-0\.parquet, row group 3, rows 0 to 9"):
-        read_memory_cache(cache)
-    end_memory_cache(cache)
+        cache.read()
+    cache.end()
 
 
 def test_the_actor_of_a_memory_cache_that_dies_three_times_is_given_up(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_actor_of_a_memory_cache_that_dies_three_times_is_given_up(tmp_path:
 
     cache = start_memory_cache(RowSource(reader_of(dataset, EndsItsActor()), dataset.manifest, 10))
     with pytest.raises(ProcessDiedError, match=r"died 3 times while it decoded the data set for data\.cache: memory"):
-        read_memory_cache(cache)
+        cache.read()
 
 
 def _end_of_an_actor() -> Any:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from ray_app.channel import connect
 from ray_app.config.config import Config
@@ -99,7 +100,7 @@ class RayServers:
         handles: Handles of the servers.
     """
 
-    def __init__(self, handles: tuple[Any, ...]) -> None:
+    def __init__(self, handles: tuple[ActorHandle, ...]) -> None:
         self.handles = handles
         self._lines: list[socket.socket] = []
 
@@ -139,7 +140,7 @@ class CoordinatorActor(Coordinator):
         hooks: Callbacks for fault tests.
     """
 
-    def __init__(self, job: Job, servers: list[str], snapshot_actors: list[Any], hooks: Hooks) -> None:
+    def __init__(self, job: Job, servers: list[str], snapshot_actors: list[ActorHandle], hooks: Hooks) -> None:
         register_secrets(job.config.to_dict())
         handles = tuple(map(ray.get_actor, servers))
         super().__init__(job, RayServers(handles), SnapshotSender(snapshot_actors), hooks)
@@ -189,11 +190,11 @@ class ParameterService:
         servers: The link to the servers.
     """
 
-    coordinator: Any
+    coordinator: ActorHandle
     servers: RayServers
 
     @property
-    def actors(self) -> list[Any]:
+    def actors(self) -> list[ActorHandle]:
         """The handles of all actors."""
         return [self.coordinator, *self.servers.handles]
 
@@ -212,7 +213,7 @@ def server_names(paths: RunPaths, fence: int, servers: int) -> list[str]:
     return [f"server-{paths.unique_name}-{fence}-{i}" for i in range(servers)]
 
 
-def start_parameter_service(job: Job, snapshot_actors: list[Any], hooks: Hooks) -> ParameterService:
+def start_parameter_service(job: Job, snapshot_actors: list[ActorHandle], hooks: Hooks) -> ParameterService:
     """Starts the servers on nodes that their labels allow, and the coordinator on this node, where the driver is."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
