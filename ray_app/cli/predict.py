@@ -12,8 +12,7 @@ import ray
 from rich.console import Console
 
 from ray_app.cli.main import exit_code
-from ray_app.cluster.ray_private import max_resources
-from ray_app.cluster.resources import cluster, workers_that_fit
+from ray_app.cluster.resources import cluster, cluster_capacity, workers_that_fit
 from ray_app.config.config import Config
 from ray_app.data.ray_tasks import ActorPool, map_in_actors
 from ray_app.data.reader import ReadSpec
@@ -70,7 +69,7 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
         settings |= {"scaling__cpus_per_worker": section.num_cpus, "scaling__gpus_per_worker": section.num_gpus}
         actor_config = config.replace(**settings)
         with cluster(actor_config):
-            num_actors = workers_that_fit(actor_config, ray.cluster_resources(), ray.nodes(), max_resources())
+            num_actors = workers_that_fit(actor_config, cluster_capacity())
             if not put_json(out / MADE_FROM, prepared.made_from, if_absent=True):
                 # Another process may have started a prediction in this folder meanwhile.
                 refuse_other_prediction(prepared)

@@ -1,34 +1,50 @@
-"""The uses of Ray's private parts (Ray 2.60) that belong neither to the controller nor to job submission.
+"""The uses of Ray's private names (Ray 2.60), but for those of `cluster/controller/`, which derives from Ray Train.
 
-Each has one function or group here, with the reason why nothing public does the same:
+`controller.py`, `worker_group.py`, `scaling_policy.py` and `pending_workers.py` there name what they derive from;
+without it `cluster/trainer.py`, which names Ray Train's callbacks, falls back to `failure.recovery: restart`. A test
+holds that no other package has a private name of Ray. Each of the functions below has its reason, and what would happen
+without it:
 
-- Token authentication (`require_token`, `restore_auth_mode`): `ray._private.authentication.authentication_token_setup`
-  is what `ray.init(address="local")` calls before it starts a cluster, and `ray.cluster_utils.Cluster` does not.
-  `ray._raylet.Config` and `AuthenticationTokenLoader` are where a process keeps what it has read.
-- Labels of nodes (`nodes_with_labels`): `node_labels_match_selector` and `validate_label_selector` match as Ray does.
-- The job of a driver (`ray_job`): `ray._private.worker._global_node.webui_url` is the address of the dashboard, which
-  `ray.init` returns, but not for an existing connection. `RAY_JOB_CONFIG_JSON_ENV_VAR` is how the job server tells a
-  driver the id under which it was submitted.
-- The search path of workers (`job_config`): workers find the modules that the driver finds. By itself Ray passes only
-  the script's folder and the current one, with the private argument `_py_driver_sys_path` of `JobConfig`.
-- The limits of an autoscaler (`max_resources`), from `ray._private` and from the status that the autoscaler's process
+- `require_token`, `restore_auth_mode`: `ray._private.authentication.authentication_token_setup` is what
+  `ray.init(address="local")` calls before it starts a cluster, and `ray.cluster_utils.Cluster` does not;
+  `ray._raylet.Config` and `AuthenticationTokenLoader` are where a process keeps what it has read. Without them a local
+  cluster would accept every process of the machine, and the second cluster that a process joins could refuse it.
+- `nodes_with_labels`: `node_labels_match_selector` and `validate_label_selector` match as Ray does. Without them an own
+  implementation could count nodes on which Ray starts no worker.
+- `draining_nodes`, `free_resources`: `ray._private.state`, which the public state API reads, too, but through a
+  dashboard, which may not run. Without them a run would not leave a node before it goes away, and would not know the
+  capacity of labeled nodes.
+- `actor_id_of`: an actor's handle tells its id only as `_actor_id`. Without it a worker would have to be asked.
+- `use_stable_run_id`: Ray Train has no argument for the name under which a run asks for resources. Without it a start
+  after a killed driver could wait for 180 s, see there.
+- `ray_job`: `ray._private.worker._global_node.webui_url` is the address of the dashboard, which `ray.init` returns, but
+  not for an existing connection. `RAY_JOB_CONFIG_JSON_ENV_VAR` is how the job server tells a driver the id under which
+  it was submitted. Without them a run would not name its job and the job's page.
+- `job_config`: workers find the modules that the driver finds. By itself Ray passes only the script's folder and the
+  current one, with the private argument `_py_driver_sys_path` of `JobConfig`. Without it workers would not find modules
+  in other folders.
+- `max_resources`: the limits of an autoscaler, from `ray._private` and from the status that the autoscaler's process
   leaves with the head. Every head has such a process; one without a configuration only observes, and names each node's
-  type after the node.
+  type after the node. Without it a run that has to wait for nodes would be refused.
+- `files_to_upload`: `ray._private.runtime_env.packaging` walks the working directory of a job. Without it an own
+  implementation could list other files than Ray uploads.
+- `quiet_cluster_start`: names of loggers. Without it they would print warnings that a user cannot act on.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private import worker
@@ -39,20 +55,24 @@ from ray._private.authentication.authentication_token_setup import (
 )
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, RAY_OVERRIDE_DASHBOARD_URL
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
-from ray._private.state import state
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._private.state import available_resources_per_node, state
+from ray._raylet import RAY_NODE_ID_KEY, AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.job_config import JobConfig
 
-from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.process import set_variables
+
+if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
 
 logger = logging.getLogger(__name__)
 
 Node = dict[str, Any]
 """A node as `ray.nodes()` describes it."""
+NODE_ID_LABEL: str = RAY_NODE_ID_KEY
+"""The label of a node with its id."""
 _RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The environment variable that is set in Ray jobs."""
 _SINGLE_NODE_PREFIX = "node_"
@@ -120,38 +140,32 @@ def known_labels(nodes: Iterable[Node]) -> str:
         for node in nodes
         if node["Alive"]
         for name, value in node["Labels"].items()
-        if name != "ray.io/node-id"
+        if name != NODE_ID_LABEL
     }
     return ", ".join(sorted(labels)) or "none"
 
 
-def count_fitting(free: float, per_worker: float) -> float:
-    """Returns how many workers that need `per_worker` of a resource fit into `free` of it, whole or infinite.
+def draining_nodes() -> frozenset[str]:
+    """Returns the ids of the nodes that have been announced to go away."""
+    return frozenset(state.get_draining_nodes() or ())
 
-    5 workers of 0.2 fit into 1.0, which a division of floats rounds to 4.
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """Returns the free resources of each node by Ray's names, by the id of the node."""
+    return available_resources_per_node()
+
+
+def actor_id_of(actor: Any) -> str:
+    """Returns the id of an actor, by which the rendezvous knows the worker."""
+    return actor._actor_id.hex()
+
+
+def use_stable_run_id(trainer: TorchTrainer, run_root: str) -> None:
+    """Has every start of a run ask for resources under one name.
+
+    Ray keeps what a killed driver asked for under its name for 180 s; the next start takes it over.
     """
-    return (free + 1e-6) // per_worker if math.isfinite(free) else free
-
-
-def count_fitting_on_gpus(free: float, per_worker: float) -> float:
-    """Returns how many workers that need `per_worker` GPUs fit into `free` GPUs, whole or infinite.
-
-    Ray places a fraction of a GPU on one GPU, so two workers of 0.6 fit on two GPUs, not three.
-    """
-    if per_worker >= 1 or not math.isfinite(free):
-        return count_fitting(free, per_worker)
-    whole = math.floor(free + 1e-6)
-    return whole * count_fitting(1, per_worker) + count_fitting(max(0.0, free - whole), per_worker)
-
-
-def has_evaluator(config: Config) -> bool:
-    """Returns whether the run has an evaluator actor."""
-    return config.data.eval_path is not None and config.evaluate.where == "actor"
-
-
-def evaluator_gpus(config: Config) -> float:
-    """Returns the GPUs of the evaluator, which are not for training workers."""
-    return config.evaluate.num_gpus if has_evaluator(config) else 0.0
+    vars(trainer.train_run_context)["run_id"] = hashlib.sha256(run_root.encode()).hexdigest()
 
 
 def ray_job() -> dict[str, Any] | None:
@@ -209,6 +223,33 @@ def job_config() -> JobConfig | None:
         return None
     # The order is reversed, because workers insert each folder before the last one.
     return JobConfig(_py_driver_sys_path=search_path()[::-1])
+
+
+def files_to_upload(folder: Path, excludes: Sequence[str]) -> list[Path]:
+    """Returns the files that Ray uploads if a folder is the working directory of a job.
+
+    Args:
+        folder: The folder.
+        excludes: Patterns of files that are not uploaded, as in `.gitignore`, besides those that Ray leaves out.
+    """
+    from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE, get_runtime_env_default_excludes
+    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
+    paths: list[Path] = []
+    quiet = logging.getLogger(f"{__name__}.ignored")
+    quiet.setLevel(logging.WARNING)
+    all_excludes = [*get_runtime_env_default_excludes(), *excludes]
+    follows_git = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
+    _dir_travel(
+        folder, [_get_excludes(folder, all_excludes)], paths.append, include_gitignore=follows_git, logger=quiet
+    )
+    return [path for path in paths if path.is_file()]
+
+
+def quiet_cluster_start() -> None:
+    """Has Ray log only errors about the token and the processes of a cluster that this process starts."""
+    logging.getLogger("ray._private.utils").setLevel(logging.WARNING)
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
 
 
 def max_resources() -> dict[str, float] | None:

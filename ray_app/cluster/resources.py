@@ -13,10 +13,10 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import psutil
 import ray
@@ -26,19 +26,17 @@ from ray.util.client import ray as client
 
 from ray_app.cluster.ray_private import (
     Node,
-    count_fitting,
-    count_fitting_on_gpus,
-    evaluator_gpus,
-    has_evaluator,
     job_config,
     known_labels,
     max_resources,
     nodes_with_labels,
+    quiet_cluster_start,
     require_token,
     restore_auth_mode,
     search_path,
 )
 from ray_app.config.config import Config
+from ray_app.config.sections import ScalingSection
 from ray_app.data.reader import RowSource
 from ray_app.errors import ConfigError
 from ray_app.plan.assignment import count_passes
@@ -47,35 +45,37 @@ from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
 
-_READING_CPUS = 1
 _SOCKET_TOO_LONG = "AF_UNIX path length"
 """The text in errors of Ray and Python about a path of a socket that is longer than the system allows."""
 _SET_TOKEN = (
     "Set RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token, a file that RAY_AUTH_TOKEN_PATH"
     " names, or RAY_AUTH_TOKEN."
 )
+_READING_CPUS = 1
 _UNLIMITED_WORKERS = 1_000_000
 """A number of workers that no cluster fits, where `scaling.max_workers` must be a number."""
 
 
-class ClusterCapacity(NamedTuple):
-    """The resources of the connected cluster.
+@dataclass(frozen=True)
+class ClusterCapacity:
+    """The resources of a cluster.
 
     Args:
         resources: All resources by Ray's names.
         nodes: The nodes as `ray.nodes()` returns them.
-        max_resources: The resources to which an autoscaler may grow the cluster; None without an autoscaler.
+        max_resources: The resources to which an autoscaler may grow the cluster; None without an autoscaler. Then a run
+            waits for them, and nodes that do not exist yet may have any label.
     """
 
     resources: dict[str, float]
-    nodes: list[Node]
-    max_resources: dict[str, float] | None
+    nodes: Sequence[Node] = ()
+    max_resources: dict[str, float] | None = None
 
 
 def cluster_capacity() -> ClusterCapacity:
     """Returns the capacity of the connected cluster, which is empty if there is none."""
     if not ray.is_initialized():
-        return ClusterCapacity({}, [], None)
+        return ClusterCapacity({})
     return ClusterCapacity(ray.cluster_resources(), ray.nodes(), max_resources())
 
 
@@ -142,14 +142,14 @@ def _address(config: Config) -> str | None:
 def _start(config: Config) -> None:
     """Starts a local cluster. An interrupt is deferred until it runs, since its processes would remain otherwise."""
     # Ray warns that the cluster has a token, which `require_token` has made.
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    quiet_cluster_start()
     require_token()
-    wanted_cpus = _wanted_cpus(config, config.scaling.worker_limit + config.scaling.standby_workers)
+    num_cpus = wanted_cpus(config, config.scaling.worker_limit + config.scaling.standby_workers)
     # The search path is passed as a variable, because Ray starts no processes in advance for a `runtime_env`.
     with set_variables(PYTHONPATH=os.pathsep.join(search_path())), defer_interrupts():
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, math.ceil(wanted_cpus)),
+            num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
             include_dashboard=False,
             logging_level=logging.WARNING,
             log_to_driver=False,
@@ -233,6 +233,48 @@ def connection_errors() -> Iterator[None]:
         ) from error
 
 
+def count_fitting(free: float, per_worker: float) -> float:
+    """Returns how many workers that need `per_worker` of a resource fit into `free` of it, whole or infinite.
+
+    5 workers of 0.2 fit into 1.0, which a division of floats rounds to 4.
+    """
+    return (free + 1e-6) // per_worker if math.isfinite(free) else free
+
+
+def count_fitting_on_gpus(free: float, per_worker: float) -> float:
+    """Returns how many workers that need `per_worker` GPUs fit into `free` GPUs, whole or infinite.
+
+    Ray places a fraction of a GPU on one GPU, so two workers of 0.6 fit on two GPUs, not three.
+    """
+    if per_worker >= 1 or not math.isfinite(free):
+        return count_fitting(free, per_worker)
+    whole = math.floor(free + 1e-6)
+    return whole * count_fitting(1, per_worker) + count_fitting(max(0.0, free - whole), per_worker)
+
+
+def workers_in(resources: dict[str, float], scaling: ScalingSection) -> float:
+    """Returns how many workers fit into resources by Ray's names, such as those of a node; whole or infinite."""
+    counts = [
+        count(resources.get(name, 0.0), per_worker)
+        for name, per_worker, count in (
+            ("CPU", scaling.cpus_per_worker, count_fitting),
+            ("GPU", scaling.gpus_per_worker, count_fitting_on_gpus),
+        )
+        if per_worker
+    ]
+    return min(counts, default=math.inf)
+
+
+def has_evaluator(config: Config) -> bool:
+    """Returns whether the run has an evaluator actor."""
+    return config.data.eval_path is not None and config.evaluate.where == "actor"
+
+
+def evaluator_gpus(config: Config) -> float:
+    """Returns the GPUs of the evaluator, which are not for training workers."""
+    return config.evaluate.num_gpus if has_evaluator(config) else 0.0
+
+
 def reserved_cpus(config: Config) -> float:
     """Returns the logical CPUs that are not for training workers.
 
@@ -249,9 +291,90 @@ def _server_cpus(config: Config) -> float:
     return config.train.servers * config.train.server_cpus if config.train.strategy == "parameter_server" else 0
 
 
-def _wanted_cpus(config: Config, workers: int) -> float:
+def wanted_cpus(config: Config, workers: int) -> float:
+    """Returns the logical CPUs that a run with this many workers reserves in all."""
     cpus_per_worker = config.scaling.cpus_per_worker if config.train.strategy != "single" else 0
     return workers * cpus_per_worker + reserved_cpus(config)
+
+
+def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
+    """Returns how many workers, at most `max_workers`, fit into the cluster with the evaluator and one CPU for reading.
+
+    Raises:
+        ConfigError: Not even `min_workers` fit, so that the run would wait for ever.
+    """
+    if config.train.strategy == "single":
+        return 1
+    scaling, max_resources = config.scaling, capacity.max_resources
+    cpus, gpus = (
+        max(capacity.resources.get(name, 0.0), (max_resources or {}).get(name, 0.0)) for name in ("CPU", "GPU")
+    )
+    free = {"CPU": cpus - reserved_cpus(config), "GPU": gpus - evaluator_gpus(config)}
+    workers = min(scaling.worker_limit, 0 if min(free.values()) < 0 else workers_in(free, scaling))
+    if max_resources is None:
+        _check_selectors(config, capacity.nodes)
+        workers = min(workers, _workers_on_labeled(config, capacity.nodes))
+    if workers < scaling.min_workers:
+        has = "has" if max_resources is None else "grows to at most"
+        raise ConfigError(
+            f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g}"
+            f" CPU and {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU,"
+            f" {evaluator_gpus(config):g} GPU), parameter servers ({_server_cpus(config):g} CPU) and {_READING_CPUS}"
+            f" CPU for reading need {wanted_cpus(config, scaling.min_workers):g} CPU and"
+            f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus(config):g} GPU; the cluster {has}"
+            f" {cpus:g} CPU and {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or"
+            " what evaluate.num_cpus and evaluate.num_gpus reserve."
+        )
+    return int(workers)
+
+
+def _check_selectors(config: Config, nodes: Sequence[Node]) -> None:
+    """Checks that nodes with the labels for the evaluator and for parameter servers have what one of them reserves.
+
+    Raises:
+        ConfigError: No node has the labels and the resources, so that Ray would wait for one for ever.
+    """
+    evaluate, train = config.evaluate, config.train
+    reservations = []
+    if has_evaluator(config):
+        reservations.append(("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus))
+    if train.strategy == "parameter_server":
+        reservations.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
+    for field, selector, cpus, gpus in reservations:
+        if not selector:
+            continue
+        matching = nodes_with_labels(nodes, selector, field)
+        if not any(n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in matching):
+            raise ConfigError(
+                f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labeled so; the labels are"
+                f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
+            )
+
+
+def _workers_on_labeled(config: Config, nodes: Sequence[Node]) -> float:
+    """Returns how many workers fit on the nodes with the labels of `scaling.label_selector`; infinite without labels.
+
+    Raises:
+        ConfigError: No node has the labels, or these nodes have no capacity for `min_workers` workers.
+    """
+    scaling = config.scaling
+    if not scaling.label_selector:
+        return math.inf
+    matching = nodes_with_labels(nodes, scaling.label_selector)
+    if not matching:
+        raise ConfigError(
+            f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labeled so; its labels"
+            f" are {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
+        )
+    workers = sum(workers_in(node["Resources"], scaling) for node in matching)
+    if workers < scaling.min_workers:
+        raise ConfigError(
+            f"The run does not fit: the nodes labeled {scaling.label_selector} (scaling.label_selector) have"
+            f" capacity for {workers:g} workers of {scaling.cpus_per_worker:g} CPU and"
+            f" {scaling.gpus_per_worker:g} GPU, below scaling.min_workers = {scaling.min_workers}. Label more"
+            " nodes, or lower scaling.min_workers."
+        )
+    return workers
 
 
 def resolve_max_workers(config: Config, before: Config | None = None) -> Config:
@@ -275,7 +398,7 @@ def resolve_max_workers(config: Config, before: Config | None = None) -> Config:
     largest = config.replace(scaling__max_workers=scaling.logical_workers or _UNLIMITED_WORKERS)
     if config.train.strategy == "single" or ray.is_initialized() or _address(config):
         with cluster(config):
-            workers = workers_that_fit(largest, *cluster_capacity())
+            workers = workers_that_fit(largest, cluster_capacity())
             if workers == _UNLIMITED_WORKERS:
                 raise ConfigError(
                     "scaling.max_workers is all, and the cluster's autoscaler does not tell how many nodes it may"
@@ -288,108 +411,6 @@ def resolve_max_workers(config: Config, before: Config | None = None) -> Config:
         fitting = count_fitting(os.cpu_count() or 1, scaling.cpus_per_worker)
     return largest.replace(
         scaling__max_workers=max(scaling.min_workers, min(int(fitting), largest.scaling.worker_limit))
-    )
-
-
-def workers_that_fit(
-    config: Config,
-    resources: dict[str, float],
-    nodes: list[Node],
-    max_resources: dict[str, float] | None = None,
-) -> int:
-    """Returns how many workers, at most `max_workers`, fit into the cluster with the evaluator and one CPU for reading.
-
-    Args:
-        config: The resources that each part reserves.
-        resources: All resources of the cluster by Ray's names.
-        nodes: Its nodes, used for label selectors only.
-        max_resources: The resources to which an autoscaler may grow the cluster. Then the run waits for them, and nodes
-            that do not exist yet may have any label.
-
-    Raises:
-        ConfigError: Not even `min_workers` fit, so that the run would wait for ever.
-    """
-    if config.train.strategy == "single":
-        return 1
-    scaling = config.scaling
-    cpus, gpus = (max(resources.get(name, 0.0), (max_resources or {}).get(name, 0.0)) for name in ("CPU", "GPU"))
-    free_cpus, free_gpus = cpus - reserved_cpus(config), gpus - evaluator_gpus(config)
-    limits = [float(scaling.worker_limit)]
-    for free, per_worker, count in (
-        (free_cpus, scaling.cpus_per_worker, count_fitting),
-        (free_gpus, scaling.gpus_per_worker, count_fitting_on_gpus),
-    ):
-        limits.append(0 if free < 0 else count(free, per_worker) if per_worker else math.inf)
-    workers = int(min(limits))
-    if max_resources is None:
-        _check_selectors(config, nodes)
-    if scaling.label_selector and max_resources is None:
-        on_labeled = _workers_on_labeled(config, nodes)
-        if on_labeled < scaling.min_workers:
-            raise ConfigError(
-                f"The run does not fit: the nodes labeled {scaling.label_selector} (scaling.label_selector) have"
-                f" capacity for {on_labeled} workers of {scaling.cpus_per_worker:g} CPU and"
-                f" {scaling.gpus_per_worker:g} GPU, below scaling.min_workers = {scaling.min_workers}. Label more"
-                " nodes, or lower scaling.min_workers."
-            )
-        workers = min(workers, on_labeled)
-    if workers < scaling.min_workers:
-        has = "has" if max_resources is None else "grows to at most"
-        raise ConfigError(
-            f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g}"
-            f" CPU and {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU,"
-            f" {evaluator_gpus(config):g} GPU), parameter servers ({_server_cpus(config):g} CPU) and {_READING_CPUS}"
-            f" CPU for reading need {_wanted_cpus(config, scaling.min_workers):g} CPU and"
-            f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus(config):g} GPU; the cluster {has}"
-            f" {cpus:g} CPU and {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or"
-            " what evaluate.num_cpus and evaluate.num_gpus reserve."
-        )
-    return workers
-
-
-def _check_selectors(config: Config, nodes: list[Node]) -> None:
-    """Checks that nodes with the labels for the evaluator and for parameter servers have what one of them reserves.
-
-    Raises:
-        ConfigError: No node has the labels and the resources, so that Ray would wait for one for ever.
-    """
-    evaluate, train = config.evaluate, config.train
-    reservations = []
-    if has_evaluator(config):
-        reservations.append(("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus))
-    if train.strategy == "parameter_server":
-        reservations.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
-    for field, selector, cpus, gpus in reservations:
-        if not selector:
-            continue
-        matching = nodes_with_labels(nodes, selector, field)
-        if not any(n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in matching):
-            raise ConfigError(
-                f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labeled so; the labels are"
-                f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
-            )
-
-
-def _workers_on_labeled(config: Config, nodes: list[Node]) -> int:
-    """Returns how many workers fit on the nodes with the labels of `scaling.label_selector`.
-
-    Raises:
-        ConfigError: No node has the labels.
-    """
-    scaling = config.scaling
-    matching = nodes_with_labels(nodes, scaling.label_selector)
-    if not matching:
-        raise ConfigError(
-            f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labeled so; its labels"
-            f" are {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
-        )
-    needs = [("CPU", scaling.cpus_per_worker, count_fitting), ("GPU", scaling.gpus_per_worker, count_fitting_on_gpus)]
-    needs = [need for need in needs if need[1]]
-    if not needs:
-        return scaling.worker_limit
-    return sum(
-        int(min(count(node["Resources"].get(name, 0.0), per_worker) for name, per_worker, count in needs))
-        for node in matching
     )
 
 
@@ -406,7 +427,7 @@ def shared_bytes(job: Job) -> int:
     return train_bytes + (_decoded_bytes(evaluation) if evaluation is not None else 0)
 
 
-def check_object_stores(needed_bytes: int, nodes: list[Node]) -> str:
+def check_object_stores(needed_bytes: int, nodes: Sequence[Node]) -> str:
     """Checks that the object store of every node has capacity for the decoded data, and returns a message about it.
 
     Args:
@@ -433,7 +454,7 @@ def check_object_stores(needed_bytes: int, nodes: list[Node]) -> str:
     )
 
 
-def check_window_memory(job: Job, workers: int, nodes: list[Node]) -> None:
+def check_window_memory(job: Job, workers: int, nodes: Sequence[Node]) -> None:
     """Checks that a worker has memory for its shuffle windows, and warns if it would not with the fewest workers.
 
     Args:

@@ -1,7 +1,9 @@
 """The start of the workers through Ray Train, and the function that runs in each of them.
 
-`fit` uses `DataParallelTrainer`, or the class `ElasticTrainer` derived from it, and not Ray's `TorchTrainer`: all that
-this adds is `TorchConfig`. Its process group lives as long as the workers, where one per generation is needed.
+`fit` uses `ElasticTrainer`, which is Ray Train's `TorchTrainer` with a controller of this project, or `TorchTrainer`
+itself with `failure.recovery: restart`; both with `RendezvousTorchConfig`. Ray Train's private module
+`ray.train.v2._internal.execution.callback` has the classes of the callbacks that `RunConfig(callbacks=...)` accepts;
+without it failures could not be counted.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import functools
 import logging
 import os
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,10 +22,15 @@ import ray.train
 import torch
 from ray.actor import ActorHandle
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
-from ray_app.cluster.controller.backend import ControllerContext, FailureBudget, NoProcessGroupConfig, use_stable_run_id
+from ray_app.cluster.controller.decisions import StoppedWaitingError
+from ray_app.cluster.controller.failure_budget import FailureBudget
+from ray_app.cluster.ray_private import use_stable_run_id
 from ray_app.cluster.rendezvous.client import RendezvousClient
+from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
 from ray_app.config.config import Config
 from ray_app.data.local_readers import choose_fetch
 from ray_app.data.memory_cache import MemoryCacheHandle
@@ -72,67 +81,179 @@ class WorkerArgs:
     parameters: ParameterService | None = None
 
 
-def fit(args: WorkerArgs, max_workers: int, reserved_cpus: float, abandoned: threading.Event) -> None:
+class StartCallback(WorkerGroupCallback):
+    """Records how many workers start, and has the rendezvous expect them before they train.
+
+    Args:
+        budget: Writes the events.
+        rendezvous: The rendezvous.
+    """
+
+    def __init__(self, budget: FailureBudget, rendezvous: RendezvousHandle) -> None:
+        self._budget, self._rendezvous = budget, rendezvous
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """See `WorkerGroupCallback`."""
+        workers = len(worker_group.get_workers())
+        self._budget.record("workers", workers=workers)
+        self._rendezvous.set_expected(workers)
+
+
+class RestartCallback(StartCallback, ControllerCallback):
+    """Charges the failures of workers where Ray's controller restarts all of them. It lives in its process."""
+
+    def __init__(self, budget: FailureBudget, rendezvous: RendezvousHandle) -> None:
+        super().__init__(budget, rendezvous)
+        self._errors: dict[int, BaseException] = {}
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Remembers the errors of the workers."""
+        self._errors = dict(worker_group_status.errors) or self._errors
+        # The number is sent at every poll, because the rendezvous may have been restarted and lost it.
+        self._rendezvous.set_expected(len(worker_group_status.worker_statuses))
+
+    def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
+        """Ends the run if it must end; otherwise Ray Train goes on."""
+        del failure_decision
+        errors, self._errors = self._errors, {}
+        # Without errors of workers the controller itself has failed, for example to place workers, and tries again.
+        if errors:
+            self._budget.charge_failure(errors, self._rendezvous.status().step, left=0)
+
+
+class _RestartBackend(Backend):
+    """A backend that starts no process group: each generation has its own, see `cluster/rendezvous/client.py`."""
+
+    share_cuda_visible_devices = True
+
+
+class _InPlaceBackend(Backend):
+    """The backend of workers that come and go one by one."""
+
+    has_replica_groups = True
+    share_cuda_visible_devices = False
+    """Each worker sees only its own GPUs, also a worker that joins later.
+
+    Since CUDA 10.1 NCCL also copies between GPUs that do not see each other.
+    """
+
+
+@dataclass
+class RendezvousTorchConfig(TorchConfig):
+    """Ray Train's `TorchConfig` for workers that form their process groups at the rendezvous.
+
+    A process group of Ray Train lives as long as the workers, where one per generation is needed.
+
+    Args:
+        recovers_in_place: Whether workers come and go one by one.
+    """
+
+    recovers_in_place: bool = True
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """See `BackendConfig`."""
+        return _InPlaceBackend if self.recovers_in_place else _RestartBackend
+
+    @property
+    def train_func_context(self) -> type[nullcontext]:
+        """See `BackendConfig`: the workers choose their devices themselves."""
+        return nullcontext
+
+
+class ElasticTrainer(TorchTrainer):
+    """Ray Train's `TorchTrainer` with an `ElasticController`.
+
+    Args:
+        train_loop_per_worker: The function that runs in each worker.
+        budget: See `ElasticController`.
+        worker_args: The arguments of every worker.
+        prepare: Reference of a function without arguments that each worker calls before it joins; its errors are
+            ignored.
+        abandoned: Set when the driver does not wait for the run any more; then the controller ends its workers and
+            itself.
+        options: Keyword arguments of `TorchTrainer`.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[dict[str, Any]], None],
+        *,
+        budget: FailureBudget,
+        worker_args: WorkerArgs,
+        prepare: Any,
+        abandoned: threading.Event,
+        **options: Any,
+    ) -> None:
+        super().__init__(train_loop_per_worker, **options)
+        self._budget, self._worker_args = budget, worker_args
+        self._prepare, self._abandoned = prepare, abandoned
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        """Overrides the only method of Ray's trainers in which another controller can be chosen."""
+        from ray_app.cluster.controller.controller import run_controller
+        from ray_app.cluster.resources import reserved_cpus
+
+        config, rendezvous = self._worker_args.job.config, RendezvousHandle(self._worker_args.rendezvous)
+        return run_controller(
+            config, rendezvous, self._budget, reserved_cpus(config), self._prepare, self._abandoned, **arguments
+        )
+
+
+def fit(args: WorkerArgs, max_workers: int, abandoned: threading.Event) -> None:
     """Trains on the connected cluster; blocks until the run ends.
 
     Args:
         args: The arguments of every worker.
         max_workers: Most workers for which the cluster has capacity now.
-        reserved_cpus: Logical CPUs that are not for training workers: the evaluator's and one for reading.
         abandoned: Set when the driver does not wait for the run any more. It is regarded only where workers come and go
             one by one.
 
     Raises:
         Exception: The error that ended the run, wrapped by Ray Train.
     """
-    job = args.job
+    job, scaling = args.job, args.job.config.scaling
     in_place = _recovers_in_place(job.config)
-    context = ControllerContext(job.run_root, job.fence, job.config, args.rendezvous, reserved_cpus, in_place)
-    scaling = job.config.scaling
+    budget = FailureBudget(job.run_root, job.fence, job.config.failure)
+    callback = (StartCallback if in_place else RestartCallback)(budget, RendezvousHandle(args.rendezvous))
     resources = {"CPU": scaling.cpus_per_worker, "GPU": scaling.gpus_per_worker}
-    run_config = RunConfig(
-        name=job.paths.ray_storage(job.fence).name,
-        storage_path=str(job.paths.ray_storage(job.fence).parent),
-        failure_config=FailureConfig(max_failures=-1, max_preemption_failures=-1),
-        callbacks=[FailureBudget(context)],
-    )
-    options: dict[str, Any] = {
-        "use_gpu": scaling.gpus_per_worker > 0,
-        "resources_per_worker": {name: amount for name, amount in resources.items() if amount},
-        "label_selector": scaling.label_selector,
-    }
+    num_workers: int | tuple[int, int] = (scaling.min_workers, scaling.worker_limit + scaling.standby_workers)
+    elastic: dict[str, Any] = {}
+    if not in_place:
+        is_elastic = max_workers > scaling.min_workers
+        num_workers = (scaling.min_workers, max_workers) if is_elastic else max_workers
+        elastic = {"elastic_resize_monitor_interval_s": scaling.resize_interval_s} if is_elastic else {}
     worker_config = {"args": ray.put(args)}
+    options: dict[str, Any] = {
+        "train_loop_config": worker_config,
+        "torch_config": RendezvousTorchConfig(recovers_in_place=in_place),
+        "scaling_config": ScalingConfig(
+            num_workers=num_workers,
+            use_gpu=scaling.gpus_per_worker > 0,
+            resources_per_worker={name: amount for name, amount in resources.items() if amount},
+            label_selector=scaling.label_selector,
+            **elastic,
+        ),
+        "run_config": RunConfig(
+            name=job.paths.ray_storage(job.fence).name,
+            storage_path=str(job.paths.ray_storage(job.fence).parent),
+            failure_config=FailureConfig(max_failures=-1, max_preemption_failures=-1),
+            callbacks=[callback],
+        ),
+    }
     if in_place:
-        from ray_app.cluster.controller.controller import ElasticTrainer
-        from ray_app.cluster.controller.scaling_policy import StoppedWaitingError
-
-        sizes = ScalingConfig(
-            num_workers=(scaling.min_workers, scaling.worker_limit + scaling.standby_workers), **options
-        )
         prepare = ray.put(functools.partial(_prepare, worker_config))
-        options = {"train_loop_config": worker_config, "scaling_config": sizes, "run_config": run_config}
-        trainer = ElasticTrainer(context, prepare, abandoned, _run_worker, **options)
-        use_stable_run_id(trainer, job.run_root)
-        try:
-            trainer.fit()
-        except TrainingFailedError as error:
-            if not isinstance(unwrap_app_error(error), StoppedWaitingError):
-                raise
-        return
-    elastic = max_workers > scaling.min_workers
-    if elastic:
-        options["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
-    sizes = ScalingConfig(num_workers=(scaling.min_workers, max_workers) if elastic else max_workers, **options)
-    backend = NoProcessGroupConfig()
-    stock = DataParallelTrainer(
-        _run_worker,
-        train_loop_config=worker_config,
-        backend_config=backend,
-        scaling_config=sizes,
-        run_config=run_config,
-    )
-    use_stable_run_id(stock, job.run_root)
-    stock.fit()
+        trainer: TorchTrainer = ElasticTrainer(
+            _run_worker, budget=budget, worker_args=args, prepare=prepare, abandoned=abandoned, **options
+        )
+    else:
+        trainer = TorchTrainer(_run_worker, **options)
+    use_stable_run_id(trainer, job.run_root)
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        if not isinstance(unwrap_app_error(error), StoppedWaitingError):
+            raise
 
 
 def _recovers_in_place(config: Config) -> bool:

@@ -19,7 +19,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from ray_app.cluster.ray_private import require_token, search_path
+from ray_app.cluster.ray_private import quiet_cluster_start, require_token, search_path
 from ray_app.process import set_variables
 from ray_app.runlog.lease import LeaseHolder
 
@@ -186,8 +186,7 @@ def open_drill_cluster(workers: int, evaluates: bool) -> Iterator[DrillCluster]:
     """Starts the drill's own cluster and connects to it; the cluster ends with the context."""
     # Two messages of Ray tell the user nothing here: that this is the newest cluster of the machine, and that it has a
     # token.
-    logging.getLogger("ray._private.utils").setLevel(logging.WARNING)
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    quiet_cluster_start()
     require_token()
     # The nodes and their workers inherit these variables.
     with set_variables(PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"):

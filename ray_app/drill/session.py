@@ -14,15 +14,13 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from io import StringIO
 from typing import Any
 
-import ray
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.spinner import Spinner
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.cluster.ray_private import max_resources
-from ray_app.cluster.resources import workers_that_fit
+from ray_app.cluster.resources import cluster_capacity, workers_that_fit
 from ray_app.config.config import Config, digest, flatten
 from ray_app.drill import process_scenarios
 from ray_app.drill.certificate import (
@@ -129,7 +127,7 @@ class Drill:
         self._console = console
         self._renew = renew
         self._out = to_location(config.run.storage_path)
-        self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), max_resources())
+        self._workers = workers_that_fit(config, cluster_capacity())
         self._log = StringIO()
         job = prepare(config).job
         self._steps, self._per_epoch = job.total_steps, job.plan.steps_per_epoch

@@ -20,12 +20,13 @@ import ray
 from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.cluster.ray_private import Node, evaluator_gpus, nodes_with_labels, ray_job
+from ray_app.cluster.ray_private import Node, nodes_with_labels, ray_job
 from ray_app.cluster.resources import (
     check_object_stores,
     check_window_memory,
     cluster,
     cluster_capacity,
+    evaluator_gpus,
     import_in_background,
     shared_bytes,
     workers_that_fit,
@@ -182,7 +183,7 @@ def open_run(
     ):
         phases.end("cluster")
         capacity = cluster_capacity()
-        max_workers = workers_that_fit(config, *capacity)
+        max_workers = workers_that_fit(config, capacity)
         check_window_memory(prepared.job, 1 if config.train.strategy == "single" else max_workers, capacity.nodes)
         if needed_bytes := shared_bytes(prepared.job):
             check_object_stores(needed_bytes, capacity.nodes)

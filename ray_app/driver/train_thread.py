@@ -12,7 +12,6 @@ import ray
 from ray.actor import ActorHandle
 
 from ray_app.cluster.rendezvous.server import start_rendezvous
-from ray_app.cluster.resources import reserved_cpus
 from ray_app.cluster.trainer import WorkerArgs, fit
 from ray_app.config.config import Config
 from ray_app.data.memory_cache import is_small, start_memory_cache
@@ -106,7 +105,7 @@ class TrainThread(threading.Thread):
     def run(self) -> None:
         """Calls `fit` and keeps its error for the main thread."""
         try:
-            fit(self._worker_args, self._max_workers, reserved_cpus(self._worker_args.job.config), self._abandoned)
+            fit(self._worker_args, self._max_workers, self._abandoned)
         except BaseException as error:
             if not self._abandoned.is_set():
                 self.error = unwrap_app_error(error)

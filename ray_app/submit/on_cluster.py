@@ -25,10 +25,11 @@ import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_app.cluster.ray_private import max_resources
 from ray_app.cluster.resources import (
+    ClusterCapacity,
     check_object_stores,
     cluster,
+    cluster_capacity,
     megabytes,
     resolve_max_workers,
     shared_bytes,
@@ -364,18 +365,18 @@ def _check_resources(config: Config) -> str | Finding:
     Raises:
         ConfigError: The cluster never has the capacity for `scaling.min_workers`.
     """
-    limits = max_resources()
-    workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), limits)
-    if limits is None:
+    capacity = cluster_capacity()
+    workers = workers_that_fit(config, capacity)
+    if capacity.max_resources is None:
         _check_node_sizes(config.scaling)
     try:
-        workers_that_fit(config, ray.available_resources(), ray.nodes())
+        workers_that_fit(config, ClusterCapacity(ray.available_resources(), capacity.nodes))
     except ConfigError:
         return Finding(
             "warning",
             "resources",
-            f"The cluster is {'' if limits is None else 'or grows '}big enough, but has no capacity now; the run waits"
-            " for it.",
+            f"The cluster is {'' if capacity.max_resources is None else 'or grows '}big enough, but has no capacity"
+            " now; the run waits for it.",
         )
     if workers < config.scaling.worker_limit:
         text = (
@@ -441,8 +442,8 @@ def _find_server_problem(url: str) -> str | None:
 def _check_run(config: Config, run_figures: list[Figures]) -> str:
     """Prepares the run, appends its figures to `run_figures`, and returns a sentence."""
     prepared = prepare(config)
-    cluster_state = ray.cluster_resources(), ray.nodes(), max_resources()
-    run_figures.append(figures(prepared, workers_that_fit(config.replace(scaling__min_workers=0), *cluster_state)))
+    workers = workers_that_fit(config.replace(scaling__min_workers=0), cluster_capacity())
+    run_figures.append(figures(prepared, workers))
     verb = "continues" if prepared.resumes else "starts"
     return f"{prepared.job.paths.name} loads on the cluster and {verb}; one row went through the model and the loss."
 

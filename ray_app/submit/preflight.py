@@ -1,13 +1,7 @@
-"""The checks before a run is submitted: first on this machine, then by a small job on the cluster.
-
-The files of a job are the working directory as Ray walks it, without what no job needs. The walk uses
-`ray._private.runtime_env.packaging` (Ray 2.60), which is private, because no public function returns what Ray packs,
-and an own implementation could differ.
-"""
+"""The checks before a run is submitted: first on this machine, then by a small job on the cluster."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE, get_runtime_env_default_excludes
-from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
-
+from ray_app.cluster.ray_private import files_to_upload
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.runlog.redaction import is_secret_name, redact
@@ -250,18 +242,8 @@ def list_job_files(config: Config, section: SubmitSection) -> JobFiles:
     """Returns the files that would be uploaded for a run."""
     folder = Path(section.working_dir).resolve()
     excludes = _excludes(folder, config)
-    files: dict[str, int] = {}
-
-    def count(path: Path) -> None:
-        if path.is_file():
-            files[path.relative_to(folder).as_posix()] = path.stat().st_size
-
-    quiet = logging.getLogger(f"{__name__}.ignored")
-    quiet.setLevel(logging.WARNING)
-    all_excludes = [*get_runtime_env_default_excludes(), *excludes]
-    follows_git = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
-    _dir_travel(folder, [_get_excludes(folder, all_excludes)], count, include_gitignore=follows_git, logger=quiet)
-    return JobFiles(folder, excludes, files)
+    sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files_to_upload(folder, excludes)}
+    return JobFiles(folder, excludes, sizes)
 
 
 def _excludes(folder: Path, config: Config) -> list[str]:

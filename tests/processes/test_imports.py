@@ -26,7 +26,7 @@ print(json.dumps(list(sys.modules)))
 """
 _NEWCOMER = """
 import json, sys
-import ray_app.cluster.controller.pending_workers, ray_app.cluster.controller.backend
+import ray_app.cluster.controller.pending_workers
 print(json.dumps(list(sys.modules)))
 """
 _OPTIMIZER = """
@@ -107,7 +107,7 @@ def test_a_driver_imports_neither_metrics_nor_the_compiler(digits: Path) -> None
 
 @pytest.mark.rest
 def test_a_newcomer_imports_no_torch_before_it_prepares_itself() -> None:
-    """Nor does the controller of `failure.recovery: restart`, which is a process of its own."""
+    """Its environment is set first: what Ray Train passes to its workers."""
     imported = set(said_by(_NEWCOMER))
     assert "ray.train.v2._internal.execution.worker_group.worker" in imported
     assert "torch" not in imported

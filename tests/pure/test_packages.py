@@ -1,32 +1,40 @@
-"""Where things are, besides what import-linter holds: the committed picture is the code's, and Ray's private parts are
-in few rooms.
+"""Where things are, besides what import-linter holds: the committed picture is the code's, and Ray's private names are
+in one package.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
 from docs.picture import PICTURE, svg
 from tests.support.places import ROOT
 
-KNOW_RAY = ("cluster", "submit")
+ALLOWED = {"data/ray_tasks.py": {"ray.data._internal.progress"}}
+"""The name of a logger, in a package below `cluster`: without it Ray Data would warn that it shows no progress bars."""
 
 
-def private_imports(code: str) -> set[str]:
-    """Modules of Ray in code that its documentation does not have: a part of their name, or what is taken from them,
-    begins with `_`.
-    """
-    found = set()
+def is_private(name: str) -> bool:
+    """Whether it is a name of Ray that its documentation does not have: a part of it begins with `_`."""
+    return re.fullmatch(r"ray(\.\w+)*\._[a-z]\w*(\.\w+)*", name, re.IGNORECASE) is not None
+
+
+def private_names(code: str) -> set[str]:
+    """Private names of Ray that code imports, reaches by attributes, or has as a text."""
+    names, attributes = set[str](), set[ast.AST]()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {
-        name for name in found if name.split(".")[0] == "ray" and any(part.startswith("_") for part in name.split("."))
-    }
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and node not in attributes:
+            attributes |= set(ast.walk(node))
+            names.add(ast.unparse(node))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return set(filter(is_private, names))
 
 
 @pytest.mark.parametrize(
@@ -36,20 +44,23 @@ def private_imports(code: str) -> set[str]:
         ("def f():\n    import ray.train.v2._internal.util", {"ray.train.v2._internal.util"}),
         ("from ray import _private, get", {"ray._private"}),
         ("import ray\nfrom ray.train import RunConfig\nfrom rayon._x import y", set()),
+        ("import ray\nray._private.state.state.get_nodes()", {"ray._private.state.state.get_nodes"}),
+        ("import ray\nray.nodes()[0]._x\nray.__version__\nmine.ray._x", set()),
+        ("logger('ray._private.utils')\n'Of `ray._private.utils` nothing is used.'", {"ray._private.utils"}),
     ],
 )
-def test_private_imports_are_found(code: str, expected: set[str]) -> None:
-    assert private_imports(code) == expected
+def test_private_names_are_recognized(code: str, expected: set[str]) -> None:
+    assert private_names(code) == expected
 
 
-def test_rays_private_parts_are_in_cluster_and_submit() -> None:
-    files = (ROOT / "ray_app").rglob("*.py")
-    found = {
-        file.relative_to(ROOT / "ray_app").parts[0]: names
-        for file in files
-        if (names := private_imports(file.read_text()))
-    }
-    assert set(found) == set(KNOW_RAY), found
+def test_rays_private_names_are_in_the_package_cluster_only() -> None:
+    folder, names_of = ROOT / "ray_app", {}
+    for file in folder.rglob("*.py"):
+        if names := private_names(file.read_text()):
+            names_of[file.relative_to(folder).as_posix()] = names
+    outside = {file: names for file, names in names_of.items() if not file.startswith("cluster/")}
+    assert outside == ALLOWED
+    assert "cluster/ray_private.py" in names_of
 
 
 def test_the_picture_is_that_of_the_code() -> None:

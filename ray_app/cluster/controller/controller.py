@@ -1,17 +1,14 @@
-"""Ray Train's controller (Ray 2.60), changed so that workers come and go one by one.
+"""Ray Train's controller (Ray 2.60), changed so that single workers are replaced without restarting the others.
 
-Stock Ray Train reacts to every change in one way: it ends all workers and starts all again. Here a lost worker is
-dropped, a worker on a node that goes away leaves, and new workers, which have prepared themselves before
-(`cluster/controller/pending_workers.py`), join while the others train. This depends on internals of Ray:
+Ray Train recovers in place only with replica groups, which it can replace but not add. Here a failed worker is dropped,
+a worker on a node that goes away leaves, and new workers, which have prepared themselves before
+(`cluster/controller/pending_workers.py`), join while the others train. `cluster/controller/decisions.py` decides, and
+`ElasticController` acts. It overrides these parts of Ray's `TrainController`:
 
-- `WorkerGroup`: see `cluster/controller/worker_group.py`.
-- `TrainController`: where it would restart the group it drops the failed workers; where it would resize the group it
-  lets pending workers join.
-- `ElasticScalingPolicy`: see `cluster/controller/scaling_policy.py`.
-- `DataParallelTrainer._initialize_and_run_controller`: the only place where another controller can be put in. Ray runs
-  its controller as an actor. This one runs in the driver's process, in the thread that calls `fit`, which saves a
-  process and two seconds of every start; as an actor it ended with the driver, too. Its log goes to a file next to
-  Ray's logs, as before.
+- `_poll_workers`, which is called twice a second while workers train: it acts on the decisions about these workers.
+- `_make_and_handle_scaling_decision_for_non_running_worker_group`, which is called after a failure and without a worker
+  group: where Ray would end all workers, this controller drops the failed ones and goes on.
+- `_start_worker_group` and `_run_control_loop_iteration`.
 
 Another Ray version may lack any of these. Then importing this module fails, and `cluster/trainer.py` falls back to
 restarting all workers.
@@ -28,88 +25,94 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
-from ray.train.backend import BackendConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import ENABLE_CONTROLLER_STRUCTURED_LOGGING_ENV_VAR
 from ray.train.v2._internal.execution.controller.controller import TrainController, TrainControllerLoopIterationResult
-from ray.train.v2._internal.execution.controller.state import AbortedState, RunningState
+from ray.train.v2._internal.execution.controller.state import AbortedState, RunningState, SchedulingState
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.logging.logging import SessionFileHandler
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.controller.backend import ControllerContext, FailureBudget, NoProcessGroupBackend, reply
-from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorkers
-from ray_app.cluster.controller.scaling_policy import ElasticPolicy, StragglerEvictor, slow_workers
-from ray_app.cluster.controller.worker_group import ElasticGroup, actor_id_of
+from ray_app.cluster.controller.decisions import (
+    ControllerState,
+    Decision,
+    Drop,
+    Evict,
+    Finish,
+    Resize,
+    Restart,
+    SlowWorker,
+    Start,
+    StoppedWaitingError,
+    StopWaiting,
+    Wait,
+    WorkerState,
+    decide,
+    slow_workers,
+)
+from ray_app.cluster.controller.failure_budget import FailureBudget
+from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorkers, Slot
+from ray_app.cluster.controller.scaling_policy import CAPACITY_INTERVAL_S, ElasticPolicy
+from ray_app.cluster.controller.worker_group import ElasticGroupFactory, WorkersFailedToStartError
+from ray_app.cluster.ray_private import actor_id_of
+from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
+from ray_app.config.config import Config
 from ray_app.process import restore_setting, set_variables
-from ray_app.runlog.journal import StepRecord
+from ray_app.train.membership import Heartbeat, RendezvousStatus
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 2.0
-"""Seconds without a heartbeat after which a worker is dropped.
-
-Ray usually notices a lost worker sooner, and its error says more about the cause.
-"""
+_COALESCE_S = 2.0
+"""Seconds for which the first ready worker waits for the other pending workers, so that they join together."""
 _RETRY_S, _MAX_DOUBLINGS = 5.0, 4
 """Seconds before workers are started again after a failed start, and how often the time doubles."""
-_RAY_LOGGING_VARIABLE = ENABLE_CONTROLLER_STRUCTURED_LOGGING_ENV_VAR
 
 
-class _Backend(NoProcessGroupBackend):
-    has_replica_groups = True
-    share_cuda_visible_devices = False
-    """Each worker sees only its own GPUs, also a worker that joins later.
-
-    Since CUDA 10.1 NCCL also copies between GPUs that do not see each other.
-    """
-
-
-class _BackendConfig(BackendConfig):
-    @property
-    def backend_cls(self) -> type[_Backend]:
-        return _Backend
-
-
-class _Controller(TrainController):
+class ElasticController(TrainController):
     """A controller that changes its workers one by one.
 
     Args:
-        context: The run.
+        config: The configuration of the run.
+        rendezvous: The rendezvous.
+        budget: Charged for failures and preemptions; it ends the run by raising.
+        pending_workers: The workers that have not joined yet.
+        slot: What each worker reserves.
         abandoned: Set when the driver does not wait for the run any more.
-        callbacks: Ray Train's callbacks.
-        scaling_policy: The policy, which has the pending workers.
+        scaling_policy: Counts the workers for which there is capacity.
         arguments: The other arguments of `TrainController`.
     """
 
-    worker_group_cls = ElasticGroup
-    _unreplaced = 0
-    """Workers that were lost and not replaced yet."""
-    _recorded_ready = 0
-    """Ready pending workers in the newest event `standbys`."""
-    _is_run_over = False
-    """Whether a worker has ended in order."""
-
     def __init__(
         self,
-        context: ControllerContext,
+        config: Config,
+        rendezvous: RendezvousHandle,
+        budget: FailureBudget,
+        pending_workers: PendingWorkers,
+        slot: Slot,
         abandoned: threading.Event,
-        callbacks: list[Any],
         scaling_policy: ElasticPolicy,
         **arguments: Any,
     ) -> None:
-        self._context, self._abandoned = context, abandoned
-        self._pending_workers = scaling_policy.pending_workers
-        scaling = context.config.scaling
-        self._evictor = StragglerEvictor(
-            scaling.evict_straggler_after_s,
-            context.config.logical_workers,
-            scaling.min_workers,
-            scaling.worker_limit,
-        )
+        self._config, self._rendezvous = config, rendezvous
+        self._budget, self._pending_workers = budget, pending_workers
+        self._slot, self._abandoned = slot, abandoned
+        self._policy = scaling_policy
+        self.worker_group_cls = ElasticGroupFactory(pending_workers, slot)
+        # The newest poll of each worker by actor id, as Ray's `WorkerStatus`.
+        self._polls: dict[str, Any] = {}
+        # Since when each straggler is slow, and the stragglers that were evicted, by actor id.
+        self._slow_since_s: dict[str, float] = {}
+        self._evicted = frozenset[str]()
+        # Workers that were lost and not replaced yet, and the ready workers in the newest event `standbys`.
+        self._unreplaced = self._recorded_ready = 0
+        self._is_run_over = False
+        self._waiting_reason: str | None = None
+        # When the number of workers last became as large as it should be. A time in the past lets it grow at once.
+        self._last_change_s = time.monotonic()
+        self._no_starts_until_s = 0.0
         # Ray's structured logging would take over the logging of this process and close all other log files.
-        with set_variables(**{_RAY_LOGGING_VARIABLE: "0"}):
-            super().__init__(callbacks=[*callbacks, self._pending_workers], scaling_policy=scaling_policy, **arguments)
+        with set_variables(**{ENABLE_CONTROLLER_STRUCTURED_LOGGING_ENV_VAR: "0"}):
+            super().__init__(scaling_policy=scaling_policy, **arguments)
 
     async def _run_control_loop_iteration(self) -> None:
         if not self._abandoned.is_set():
@@ -123,217 +126,240 @@ class _Controller(TrainController):
                     self._worker_group.abort()
         self._set_state(AbortedState())
 
-    @property
-    def _budget(self) -> FailureBudget:
-        return next(c for c in self._callbacks if isinstance(c, FailureBudget))
-
-    @property
-    def _rendezvous(self) -> Any:
-        return self._context.rendezvous
-
-    @property
-    def _resize_interval_s(self) -> float:
-        return self._context.config.scaling.resize_interval_s
+    async def _poll_workers(self) -> Any:
+        status = await super()._poll_workers()
+        ids = [actor_id_of(worker.actor) for worker in self._worker_group.get_workers()]
+        self._polls = {worker: status.worker_statuses[index] for index, worker in enumerate(ids)}
+        # Ray handles errors next: it calls the method below.
+        if not status.errors:
+            self._poll_pending_workers()
+            # The number of workers is decided for those that stay.
+            while isinstance(self._decide_and_act(), Drop):
+                pass
+        return status
 
     def _make_and_handle_scaling_decision_for_non_running_worker_group(self, controller_state: Any) -> Any:
-        """After a failure drops the workers that failed or have left, and goes on with the others if there are any."""
-        group = self._worker_group
-        status = group.get_latest_poll_status() if group is not None and group.has_started() else None
-        failed = set(status.errors) if status is not None else set()
-        drained, evicted = self._ended_workers(status) if failed else (set(), set())
-        ended = failed | drained | evicted
-        if group is None or not 0 < len(ended) < len(group):
-            if group is not None:
-                self._unreplaced = 0
-                self._scaling_policy.suspect({w.metadata.node_id for w in group.get_workers()})
-                self._shutdown_worker_group()
-            return super()._make_and_handle_scaling_decision_for_non_running_worker_group(controller_state)
-        if drained:
-            step = reply(self._rendezvous.status.remote()).step
-            self._budget.budget.charge_preemption(len(drained), step, len(group) - len(ended))
-        self._drop(ended, "it failed, or it left while others failed")
-        return self._running()
+        decision = self._decide_and_act()
+        if isinstance(decision, Restart):
+            decision = self._decide_and_act()
+        next_state: Any = RunningState()
+        if isinstance(decision, Wait):
+            next_state = controller_state
+            # Ray's control loop does not pause without a worker group.
+            time.sleep(CAPACITY_INTERVAL_S / 4)
+        elif isinstance(decision, Start):
+            next_state = SchedulingState(ResizeDecision(decision.workers, self._slot.resources))
+        return TrainControllerLoopIterationResult(self._get_run_attempt_id(), controller_state, next_state)
 
-    def _ended_workers(self, status: Any) -> tuple[set[int], set[int]]:
-        """Returns the indices of workers that ended because they had to: on draining nodes, and evicted stragglers.
-
-        To Ray a worker that ends without an error looks like the end of the run.
-        """
-        workers, draining_nodes = self._worker_group.get_workers(), self._scaling_policy.draining_nodes
-        ended = {index for index, s in status.worker_statuses.items() if not s.running and s.error is None}
-        drained = {index for index in ended if workers[index].metadata.node_id in draining_nodes}
-        evicted = {index for index in ended - drained if actor_id_of(workers[index].actor) in self._evictor.evicted}
-        return drained, evicted
-
-    def _execute_resize_decision(self, decision: Any) -> Any:
-        group = self._worker_group
-        if group is None or not group.has_started():
-            return super()._execute_resize_decision(decision)
-        policy, before = self._scaling_policy, len(group)
+    def _start_worker_group(self, *arguments: Any, **options: Any) -> None:
         try:
-            joined = group.join(decision.num_workers - before)
-        except ray.exceptions.RayError as error:
-            self._record_failed_starts([str(error)])
-            return self._running()
-        if not joined:
-            return self._running()
-        if before + joined == policy.target_workers:
-            policy.last_change_s = time.monotonic()
+            super()._start_worker_group(*arguments, **options)
+        except WorkersFailedToStartError as error:
+            if failures := [reason for reason in error.reasons if reason != NO_CAPACITY]:
+                self._budget.record_failed_starts(failures)
+                if error.is_charged:
+                    # No worker goes on, so all workers are those that failed.
+                    errors = {"start": RuntimeError(failures[0])}
+                    self._budget.charge_failure(errors, self._rendezvous.status().step, left=0)
+            raise
+
+    def _decide_and_act(self) -> Decision:
+        """Makes one iteration: builds the state, decides, acts, and sends the number of workers to the rendezvous."""
+        status = self._rendezvous.status()
+        state = self._state_now(status)
+        decision = decide(state)
+        self._act(decision, state, status)
+        self._is_run_over = self._is_run_over or state.is_run_over
+        # This is sent in every iteration, because the rendezvous may have been restarted and lost it.
         self._send_expected()
-        replaced = min(joined, self._unreplaced)
-        self._unreplaced -= replaced
-        step = reply(self._rendezvous.status.remote()).step
-        kind = "resized" if joined > replaced else "replaced"
-        self._budget.budget.record(kind, before=before, after=before + joined, step=step, reason=policy.reason)
-        logger.info(
-            "The run is resized from %d to %d workers at step %d: %s.", before, before + joined, step, policy.reason
+        self._rendezvous.drain({*state.draining_nodes, *self._evicted})
+        return decision
+
+    def _state_now(self, status: RendezvousStatus) -> ControllerState:
+        workers = []
+        for worker in self._worker_group.get_workers() if self._worker_group is not None else ():
+            actor_id, node = actor_id_of(worker.actor), worker.metadata.node_id
+            # A worker that has just joined has not been polled yet.
+            poll = self._polls.get(actor_id)
+            is_running, error = (True, None) if poll is None else (poll.running, poll.error)
+            workers.append(WorkerState(actor_id, node, is_running, error, status.lost_for_s.get(actor_id, 0.0)))
+        has_failed = any(worker.error is not None for worker in workers)
+        pending, now_s = self._pending_workers, time.monotonic()
+        return ControllerState(
+            self._config,
+            self._worker_group is not None,
+            tuple(workers),
+            possible=0 if has_failed else self._policy.possible_workers(len(workers) + len(pending)),
+            pending=len(pending),
+            ready=pending.count_ready(),
+            has_waited=pending.count_ready(since_s=_COALESCE_S) > 0,
+            unreplaced=self._unreplaced,
+            since_change_s=now_s - self._last_change_s,
+            can_start=now_s >= self._no_starts_until_s,
+            is_stopping=status.stopping,
+            draining_nodes=self._policy.draining_nodes,
+            evicted=self._evicted,
+            slow=self._slow_workers(status, len(workers)),
         )
-        return self._running()
 
-    def _manage_pending_workers(self) -> None:
-        """Polls the pending workers, and starts or cancels some until there are as many as the policy wants."""
-        pending_workers, policy = self._pending_workers, self._scaling_policy
-        self._record_failed_starts(pending_workers.poll(policy.draining_nodes))
-        pending_workers.limit_to(policy.target_pending)
-        if policy.has_standbys and (ready := pending_workers.count_ready()) != self._recorded_ready:
+    def _slow_workers(self, status: RendezvousStatus, workers: int) -> tuple[SlowWorker, ...]:
+        """Returns the stragglers that have been slow for long enough, and notes since when each worker is slow."""
+        after_s, record = self._config.scaling.evict_straggler_after_s, status.record
+        if after_s is None or record is None:
+            return ()
+        heartbeats = self._rendezvous.workers() if record.slow else []
+        slowdowns, now_s = slow_workers(record, heartbeats), time.monotonic()
+        self._slow_since_s = {worker: self._slow_since_s.get(worker, now_s) for worker in slowdowns}
+        return tuple(
+            SlowWorker(h, slowdowns[h.worker], slow_s, self._policy.capacity_without(h.node, workers) > 0)
+            for h in heartbeats
+            if h.worker in slowdowns
+            and h.worker not in self._evicted
+            and (slow_s := now_s - self._slow_since_s[h.worker]) >= after_s
+        )
+
+    def _poll_pending_workers(self) -> None:
+        self._note_failed_starts(self._pending_workers.poll(self._policy.draining_nodes))
+        ready = self._pending_workers.count_ready()
+        if self._config.scaling.standby_workers and ready != self._recorded_ready:
             self._recorded_ready = ready
-            self._budget.budget.record("standbys", ready=ready)
-        if time.monotonic() >= policy.no_starts_until_s:
-            missing = policy.target_pending - len(pending_workers)
-            pending_workers.start(missing, self._worker_group.slot(policy.excluded_nodes))
+            self._budget.record("standbys", ready=ready)
 
-    def _record_failed_starts(self, reasons: list[str]) -> None:
+    def _note_failed_starts(self, reasons: list[str]) -> None:
         """Delays the next start after failed ones, and records those that did not fail for lack of capacity."""
         if reasons:
             doublings = min(self._pending_workers.failed_rounds, _MAX_DOUBLINGS)
-            self._scaling_policy.no_starts_until_s = time.monotonic() + _RETRY_S * 2**doublings
+            self._no_starts_until_s = time.monotonic() + _RETRY_S * 2**doublings
         if failures := [reason for reason in reasons if reason != NO_CAPACITY]:
-            self._budget.record_failed_starts(failures, is_charged=False)
-
-    async def _poll_workers(self) -> Any:
-        status = await super()._poll_workers()
-        if not status.errors:
-            self._update_workers(status)
-        return status
-
-    def _update_workers(self, status: Any) -> None:
-        """Handles pending workers, and drops workers that are silent or have left, and evicts stragglers."""
-        group, policy = self._worker_group, self._scaling_policy
-        workers = group.get_workers()
-        self._manage_pending_workers()
-        leaving = {*policy.draining_nodes, *self._evictor.evicted}
-        drained, evicted = self._ended_workers(status)
-        self._is_run_over = self._is_run_over or any(
-            not s.running and index not in drained | evicted for index, s in status.worker_statuses.items()
-        )
-        # The number is sent at every poll, because the rendezvous may have been restarted and lost it.
-        self._send_expected()
-        _, rendezvous_status = reply([self._rendezvous.drain.remote(leaving), self._rendezvous.status.remote()])
-        step, lost_for_s = rendezvous_status.step, rendezvous_status.lost_for_s
-        silent = {index for index, w in enumerate(workers) if lost_for_s.get(actor_id_of(w.actor), 0.0) > _GRACE_S}
-        if drained and len(drained) < len(workers):
-            self._budget.budget.charge_preemption(len(drained), step, len(workers) - len(drained))
-            self._drop(drained, "its node goes away")
-        elif evicted and len(evicted) < len(workers):
-            self._drop(evicted, "it was a straggler")
-        elif silent:
-            limit_s = self._context.config.failure.heartbeat_timeout_s
-            error = ConnectionError(f"no heartbeat for {limit_s:g} s")
-            self._budget.budget.charge_failure(dict.fromkeys(silent, error), step, len(workers) - len(silent))
-            self._drop(silent, str(error))
-        elif self._evictor.is_enabled and rendezvous_status.record is not None:
-            self._evict_straggler(rendezvous_status.record)
-
-    def _evict_straggler(self, record: StepRecord) -> None:
-        """Has a worker leave that stays slow, if that makes the others faster.
-
-        Args:
-            record: The newest record, with the stragglers by rank.
-        """
-        group, policy = self._worker_group, self._scaling_policy
-        heartbeats = reply(self._rendezvous.workers.remote()) if record.slow else []
-        slowdowns = slow_workers(record, heartbeats)
-        nodes = {actor_id_of(worker.actor): worker.metadata.node_id for worker in group.get_workers()}
-        eviction = self._evictor.decide(
-            slowdowns,
-            len(group),
-            self._pending_workers.count_ready(),
-            lambda worker: policy.capacity_without(nodes.get(worker, ""), len(group)),
-        )
-        if eviction is None:
-            return
-        policy.exclude_node(nodes.get(eviction.worker, ""))
-        worker, step = next(h for h in heartbeats if h.worker == eviction.worker), record.step
-        self._budget.budget.record(
-            "evicted", rank=worker.rank, host=worker.host, pid=worker.pid, step=step, reason=eviction.reason
-        )
-        logger.info("Rank %d on %s is evicted at step %d: %s.", worker.rank, worker.host, step, eviction.reason)
-
-    def _drop(self, indices: set[int], reason: str) -> None:
-        group = self._worker_group
-        dropped = [w for index, w in enumerate(group.get_workers()) if index in indices]
-        self._scaling_policy.suspect({w.metadata.node_id for w in dropped})
-        actor_ids = {actor_id_of(w.actor) for w in dropped}
-        for actor_id in sorted(actor_ids):
-            logger.info("Worker %s is dropped: %s.", actor_id, reason)
-        reply(self._rendezvous.evict.remote(actor_ids))
-        group.drop(indices)
-        self._unreplaced += len(indices)
-        self._send_expected()
-        # Lost workers are replaced at once: without the minimal time between changes, and in the slots that are free
-        # now.
-        self._scaling_policy.last_change_s = time.monotonic() - self._resize_interval_s
-        self._scaling_policy.no_starts_until_s = 0.0
+            self._budget.record_failed_starts(failures)
 
     def _send_expected(self) -> None:
-        workers, reason = len(self._worker_group), self._scaling_policy.waiting_reason
-        reply(self._rendezvous.set_expected.remote(workers, reason, self._is_run_over))
+        workers = 0 if self._worker_group is None else len(self._worker_group)
+        self._rendezvous.set_expected(workers, self._waiting_reason, self._is_run_over)
 
-    def _running(self) -> Any:
-        return TrainControllerLoopIterationResult(self._get_run_attempt_id(), self._state, RunningState())
+    # Acting on decisions.
+
+    def _act(self, decision: Decision, state: ControllerState, status: RendezvousStatus) -> None:
+        match decision:
+            case Finish():
+                pass
+            case StopWaiting():
+                raise StoppedWaitingError("stopped while there were no workers")
+            case Start():
+                # All workers start again, and none of them is known to be slow.
+                self._policy.include_all_nodes()
+                self._waiting_reason = None
+                interval_s = self._config.scaling.resize_interval_s if decision.may_grow else 0.0
+                self._last_change_s = time.monotonic() - interval_s
+            case Wait():
+                self._waiting_reason = decision.reason
+            case Restart():
+                self._budget.charge_failure(decision.errors, status.step, len(state.workers) - len(decision.errors))
+                self._policy.suspect(worker.node for worker in state.workers)
+                self._unreplaced = 0
+                self._shutdown_worker_group()
+            case Drop():
+                self._drop(decision, state, status.step)
+            case Evict():
+                self._evict(decision.slow.heartbeat, decision.reason, status.record.step if status.record else 0)
+            case Resize():
+                self._waiting_reason = decision.waiting_reason
+                self._join(decision, status.step)
+                pending_workers = self._pending_workers
+                pending_workers.limit_to(decision.pending)
+                if time.monotonic() >= self._no_starts_until_s:
+                    slot = self._slot.without(self._policy.excluded_nodes)
+                    pending_workers.start(decision.pending - len(pending_workers), slot)
+
+    def _drop(self, decision: Drop, state: ControllerState, step: int) -> None:
+        if decision.errors:
+            self._budget.charge_failure(decision.errors, step, len(state.workers) - len(decision.errors))
+        if decision.preempted:
+            self._budget.charge_preemption(decision.preempted, step, len(state.workers) - len(decision.workers))
+        self._policy.suspect(worker.node for worker in state.workers if worker.worker in decision.workers)
+        for actor_id in sorted(decision.workers):
+            logger.info("Worker %s is dropped: %s.", actor_id, decision.reason)
+        self._rendezvous.evict(decision.workers)
+        self._worker_group.drop(decision.workers)
+        self._unreplaced += len(decision.workers)
+        # Lost workers are replaced at once: without the minimal time between changes, and in the slots that are free
+        # now.
+        self._last_change_s = time.monotonic() - self._config.scaling.resize_interval_s
+        self._no_starts_until_s = 0.0
+
+    def _evict(self, worker: Heartbeat, reason: str, step: int) -> None:
+        self._evicted |= {worker.worker}
+        self._policy.exclude_node(worker.node)
+        self._budget.record("evicted", rank=worker.rank, host=worker.host, pid=worker.pid, step=step, reason=reason)
+        logger.info("Rank %d on %s is evicted at step %d: %s.", worker.rank, worker.host, step, reason)
+
+    def _join(self, decision: Resize, step: int) -> None:
+        before = len(self._worker_group)
+        try:
+            joined = self._worker_group.join(decision.joining)
+        except ray.exceptions.RayError as error:
+            self._note_failed_starts([str(error)])
+            return
+        if not joined:
+            return
+        after = before + joined
+        if after == decision.workers:
+            self._last_change_s = time.monotonic()
+        # The workers wait for this number, and the event is written to the storage.
+        self._send_expected()
+        kind = "replaced" if joined <= self._unreplaced else "resized"
+        self._unreplaced -= min(joined, self._unreplaced)
+        self._budget.record(kind, before=before, after=after, step=step, reason=decision.reason)
+        logger.info("The run is resized from %d to %d workers at step %d: %s.", before, after, step, decision.reason)
 
 
-class ElasticTrainer(DataParallelTrainer):
-    """Ray Train's trainer with the controller and the scaling policy of this package.
+def run_controller(
+    config: Config,
+    rendezvous: RendezvousHandle,
+    budget: FailureBudget,
+    reading_cpus: float,
+    prepare: Any,
+    abandoned: threading.Event,
+    callbacks: list[Any],
+    **arguments: Any,
+) -> Any:
+    """Runs an `ElasticController` until the run ends, and returns Ray Train's `Result`.
+
+    Ray runs its controller as an actor. This one runs in the driver's process, in the thread that calls `fit`, which
+    saves a process and two seconds of every start; as an actor it ended with the driver, too. Its log goes to a file
+    next to Ray's logs, as before.
 
     Args:
-        context: The run.
-        prepare: Reference of a function without arguments that each worker calls before it joins; its errors are
-            ignored.
-        abandoned: Set when the driver does not wait for the run any more; then the controller ends its workers and
-            itself.
-        arguments: Positional arguments of `DataParallelTrainer`.
-        options: Keyword arguments of `DataParallelTrainer`.
+        config: See `ElasticController`.
+        rendezvous: See `ElasticController`.
+        budget: See `ElasticController`.
+        reading_cpus: See `ElasticPolicy`.
+        prepare: See `PendingWorkers`.
+        abandoned: See `ElasticController`.
+        callbacks: Ray Train's callbacks.
+        arguments: The other arguments that Ray's trainer gives its controller.
     """
-
-    def __init__(
-        self, context: ControllerContext, prepare: Any, abandoned: threading.Event, *arguments: Any, **options: Any
-    ) -> None:
-        super().__init__(*arguments, backend_config=_BackendConfig(), **options)
-        self._context, self._abandoned = context, abandoned
-        self._prepare = prepare
-
-    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        # Ray's placement group cleaner knows one placement group per run and waits for a dashboard, which may not run;
-        # the placement groups here go with the job. Its callback for data sets starts a process, and no data set of Ray
-        # Data is passed.
-        unused = (PlacementGroupCleanerCallback, DatasetsCallback)
-        arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unused)]
-        context, abandoned = self._context, self._abandoned
-        policy = arguments["scaling_policy"] = ElasticPolicy(self.scaling_config, context)
-        pending_workers = PendingWorkers(
-            self._prepare, context.config.scaling.min_workers, lambda: abandoned.is_set() or policy.is_stopping()
-        )
-        policy.pending_workers = pending_workers
-        # The workers start before the controller's first decision, for which it waits for answers of others.
-        pending_workers.start(policy.free_slots(), policy.slot())
-        try:
-            with _logged(f"ray-train-controller-{self.train_run_context.run_id}.log"):
-                controller = _Controller(context, abandoned, **arguments)
-                asyncio.run(controller.run())
-                return controller.get_result()
-        finally:
-            pending_workers.limit_to(0)
+    # Ray's placement group cleaner knows one placement group per run and waits for a dashboard, which may not run; the
+    # placement groups here go with the job. Its callback for data sets starts a process, and no data set of Ray Data is
+    # passed.
+    unused = (PlacementGroupCleanerCallback, DatasetsCallback)
+    callbacks = [callback for callback in callbacks if not isinstance(callback, unused)]
+    run_context, scaling = arguments["train_run_context"], config.scaling
+    policy = ElasticPolicy(run_context.scaling_config, config, reading_cpus)
+    slot = Slot(scaling.cpus_per_worker, scaling.gpus_per_worker, dict(scaling.label_selector or {}))
+    pending_workers = PendingWorkers(
+        prepare, scaling.min_workers, lambda: abandoned.is_set() or rendezvous.status().stopping
+    )
+    # The workers start before the controller's first decision, for which it waits for answers of others.
+    pending_workers.start(policy.free_slots(), slot)
+    try:
+        with _logged(f"ray-train-controller-{run_context.run_id}.log"):
+            arguments |= {"scaling_policy": policy, "callbacks": callbacks}
+            controller = ElasticController(config, rendezvous, budget, pending_workers, slot, abandoned, **arguments)
+            asyncio.run(controller.run())
+            return controller.get_result()
+    finally:
+        pending_workers.limit_to(0)
 
 
 @contextmanager

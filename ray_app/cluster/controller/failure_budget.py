@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -27,7 +28,7 @@ _MAX_STORAGE_REPETITIONS = 20
 """Times that the storage may fail at the same step. Each time workers have retried for about half a minute."""
 
 
-class Budget:
+class FailureBudget:
     """Counts failures, records them as events of the run, and raises when a budget is spent or a retry is pointless.
 
     Args:
@@ -50,7 +51,7 @@ class Budget:
         """The run directory."""
         return RunPaths(to_location(self._run_root))
 
-    def charge_failure(self, errors: dict[Any, BaseException], step: int, left: int) -> None:
+    def charge_failure(self, errors: Mapping[Any, BaseException], step: int, left: int) -> None:
         """Charges a failure of workers.
 
         Args:
@@ -123,6 +124,10 @@ class Budget:
     def record(self, kind: str, **details: Any) -> None:
         """Records an event that is not charged."""
         put_event(self.paths, kind, self._fence, **details)
+
+    def record_failed_starts(self, reasons: list[str]) -> None:
+        """Records that workers could not start, each for one of the reasons; this is not charged."""
+        self.record("start_failed", workers=len(reasons), reason="\n".join(dict.fromkeys(reasons))[:2000])
 
     def _check_repetition(self, step: int, reason: str, workers: int) -> None:
         """Counts how often the same failure has occurred in a row.

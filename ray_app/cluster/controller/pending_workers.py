@@ -12,17 +12,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
-from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ray_app.cluster.ray_private import NODE_ID_LABEL
 from ray_app.process import without_gc
 
 _PLACEMENT_TIMEOUT_S = 5.0
@@ -41,14 +40,24 @@ class Slot:
     """The resources that each worker reserves, and where.
 
     Args:
-        resources: By Ray's names.
-        strategy: Ray's placement strategy.
-        labels: Labels of the node: those of `scaling.label_selector`, and Ray's.
+        cpus: Logical CPUs.
+        gpus: GPUs.
+        labels: Labels of the node.
     """
 
-    resources: dict[str, float]
-    strategy: str
+    cpus: float
+    gpus: float
     labels: dict[str, str]
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """The resources by Ray's names."""
+        return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
+
+    def without(self, nodes: Collection[str]) -> Slot:
+        """Returns the same slot on other nodes than those with these ids."""
+        excluded = {NODE_ID_LABEL: f"!in({','.join(sorted(nodes))})"} if nodes else {}
+        return replace(self, labels=self.labels | excluded)
 
 
 @dataclass(eq=False)
@@ -95,7 +104,7 @@ class PendingWorker:
         remove_placement_group(self.group)
 
 
-class PendingWorkers(ControllerCallback, WorkerGroupCallback):
+class PendingWorkers:
     """All pending workers of a run. They live in the controller's process, longer than its worker groups.
 
     When several in a row have died while they prepared themselves, the next ones skip the preparation: what kills them
@@ -131,13 +140,11 @@ class PendingWorkers(ControllerCallback, WorkerGroupCallback):
         if count <= 0:
             return
         # Without a `runtime_env` Ray can use worker processes that exist already.
-        actor_class = ray.remote(**bundle_to_remote_args(slot.resources))(RayTrainWorker)
+        actor_class = ray.remote(num_cpus=slot.cpus, num_gpus=slot.gpus)(RayTrainWorker)
         env, now = get_env_vars_to_propagate(), time.monotonic()
         placement_deadline_s = now + _PLACEMENT_TIMEOUT_S + count * _PLACEMENT_PER_WORKER_S
         for _ in range(count):
-            group = placement_group(
-                [slot.resources], strategy=slot.strategy, bundle_label_selector=[slot.labels] if slot.labels else None
-            )
+            group = placement_group([slot.resources], bundle_label_selector=[slot.labels] if slot.labels else None)
             actor = actor_class.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
             ).remote()
@@ -244,10 +251,6 @@ class PendingWorkers(ControllerCallback, WorkerGroupCallback):
     def _cancel(self, pending: PendingWorker) -> None:
         pending.cancel()
         self._pending.remove(pending)
-
-    async def before_controller_shutdown(self) -> None:
-        """Cancels all pending workers."""
-        self.limit_to(0)
 
 
 def _prepare(env: dict[str, str], prepare: list[Any]) -> None:

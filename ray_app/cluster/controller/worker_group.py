@@ -9,7 +9,7 @@ the group, see `cluster/controller/pending_workers.py`. `WorkerGroup`, `ReplicaG
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ray
@@ -20,11 +20,44 @@ from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from ray_app.cluster.controller.backend import FailureBudget
-from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorker, PendingWorkers, Slot
+from ray_app.cluster.controller.pending_workers import PendingWorker, PendingWorkers, Slot
+from ray_app.cluster.ray_private import actor_id_of
 
 _REPLY_TIMEOUT_S = 120.0
 """Seconds for which a worker that has been ready may take to initialize its context."""
+
+
+class WorkersFailedToStartError(WorkerGroupStartupFailedError):
+    """A worker group did not start; Ray's controller tries again.
+
+    Args:
+        message: For the log.
+        reasons: The reason of each worker that could not start.
+        is_charged: Whether this counts as a failure of the run.
+    """
+
+    def __init__(self, message: str, reasons: Sequence[str] = (), is_charged: bool = False) -> None:
+        super().__init__(message)
+        self.reasons, self.is_charged = reasons, is_charged
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticGroupFactory:
+    """Creates the worker groups of a run; it takes the place of the class in `TrainController.worker_group_cls`.
+
+    Args:
+        pending_workers: See `ElasticGroup`.
+        slot: See `ElasticGroup`.
+    """
+
+    pending_workers: PendingWorkers
+    slot: Slot
+
+    def create(self, **options: Any) -> ElasticGroup:
+        """Creates and starts a worker group, see `WorkerGroup.create`."""
+        group = ElasticGroup(self.pending_workers, self.slot, **options)
+        group._start()
+        return group
 
 
 class _Slots(PlacementGroupHandle):
@@ -60,7 +93,13 @@ class _Slots(PlacementGroupHandle):
 
 
 class ElasticGroup(WorkerGroup):
-    """A worker group that drops single workers, and lets pending workers join while the others train."""
+    """A worker group that drops single workers, and lets pending workers join while the others train.
+
+    Args:
+        pending_workers: The workers that have not joined yet.
+        slot: What each of them reserves.
+        arguments: Arguments of `WorkerGroup`.
+    """
 
     _slots: _Slots
     _next_rank = 0
@@ -68,31 +107,15 @@ class ElasticGroup(WorkerGroup):
     _worker_group_state: Any
     _state_builder: Any = None
 
-    @property
-    def _pending_workers(self) -> PendingWorkers:
-        return next(c for c in self._callbacks if isinstance(c, PendingWorkers))
-
-    @property
-    def _budget(self) -> FailureBudget:
-        return next(c for c in self._callbacks if isinstance(c, FailureBudget))
-
-    def slot(self, excluded_nodes: Collection[str] = ()) -> Slot:
-        """Returns the resources that a worker of this group reserves, and on which nodes.
-
-        Args:
-            excluded_nodes: Ids of nodes on which the worker must not run.
-        """
-        context = self._worker_group_context
-        labels = dict((context.label_selector or [{}])[0])
-        if excluded_nodes:
-            labels[ray._raylet.RAY_NODE_ID_KEY] = f"!in({','.join(sorted(excluded_nodes))})"
-        return Slot(context.resources_per_worker, context.placement_strategy, labels)
+    def __init__(self, pending_workers: PendingWorkers, slot: Slot, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._pending_workers, self._slot = pending_workers, slot
 
     def _start(self) -> None:
-        """Starts the group. The loss of a worker during the start is charged to the failure budget.
+        """Starts the group.
 
         Raises:
-            WorkerGroupStartupFailedError: The group did not start; none of its workers remains.
+            WorkersFailedToStartError: The group did not start, because a worker was lost; none of its workers remains.
         """
         try:
             super()._start()
@@ -104,8 +127,7 @@ class ElasticGroup(WorkerGroup):
             if not isinstance(cause, ray.exceptions.RayActorError):
                 raise
             # Ray's controller retries after this error, while it would end the run after a `RayActorError`.
-            self._budget.record_failed_starts([str(cause)], is_charged=True)
-            raise WorkerGroupStartupFailedError(str(cause)) from cause
+            raise WorkersFailedToStartError(str(cause), [str(cause)], is_charged=True) from cause
 
     def _start_impl(self, builder: Any) -> None:
         self._state_builder = builder
@@ -115,15 +137,14 @@ class ElasticGroup(WorkerGroup):
         """Starts the missing pending workers, and returns the slots of this group, of which there are none yet."""
         del scaling_config
         self._slots = _Slots()
-        # The policy has cleared its excluded nodes before it decided to start a group.
-        self._pending_workers.start(worker_group_context.num_workers - len(self._pending_workers), self.slot())
+        self._pending_workers.start(worker_group_context.num_workers - len(self._pending_workers), self._slot)
         return self._slots
 
     def _create_workers(self, num_workers: int, *unused: Any, **also_unused: Any) -> list:
         """Waits for pending workers, instead of creating workers, and returns Ray's workers for them.
 
         Raises:
-            WorkerGroupStartupFailedError: Fewer than `num_workers` became ready.
+            WorkersFailedToStartError: Fewer than `num_workers` became ready.
         """
         del unused, also_unused
         if self._state_builder is not None:
@@ -132,10 +153,10 @@ class ElasticGroup(WorkerGroup):
             ray.kill(self._state_builder.sync_actor)
         reasons = self._pending_workers.wait_until_ready(num_workers)
         if self._pending_workers.count_ready() < num_workers:
-            if failures := [reason for reason in reasons if reason != NO_CAPACITY]:
-                self._budget.record_failed_starts(failures, is_charged=self._pending_workers.failed_rounds > 0)
             summary = f"{self._pending_workers.count_ready()} of {num_workers} workers are ready"
-            raise WorkerGroupStartupFailedError("\n".join([summary, *dict.fromkeys(reasons)]))
+            raise WorkersFailedToStartError(
+                "\n".join([summary, *dict.fromkeys(reasons)]), reasons, self._pending_workers.failed_rounds > 0
+            )
         return self._adopt_workers(self._pending_workers.take_ready(num_workers))
 
     def _adopt_workers(self, ready: list[PendingWorker]) -> list:
@@ -182,11 +203,11 @@ class ElasticGroup(WorkerGroup):
         ray.get(refs)
         self._decorate_worker_log_file_paths(workers)
 
-    def drop(self, indices: set[int]) -> None:
-        """Kills the workers at these indices of `get_workers()`, and frees their slots."""
+    def drop(self, actor_ids: Collection[str]) -> None:
+        """Kills the workers with these actor ids, and frees their slots."""
         workers = self.get_workers()
-        self._kill_workers([workers[index] for index in indices])
-        self._set_workers([worker for index, worker in enumerate(workers) if index not in indices])
+        self._kill_workers([worker for worker in workers if actor_id_of(worker.actor) in actor_ids])
+        self._set_workers([worker for worker in workers if actor_id_of(worker.actor) not in actor_ids])
 
     def _kill_workers(self, workers: list) -> None:
         for worker in workers:
@@ -224,8 +245,3 @@ class ElasticGroup(WorkerGroup):
         # Polls that are in progress would be taken for those of the workers that have these indices now.
         self._world_rank_to_ongoing_poll.clear()
         self._latest_poll_status = None
-
-
-def actor_id_of(actor: Any) -> str:
-    """Returns the id of a worker's actor, by which the rendezvous knows the worker."""
-    return actor._actor_id.hex()

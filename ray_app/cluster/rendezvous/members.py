@@ -1,4 +1,4 @@
-"""The workers that the rendezvous knows, counted by kind.
+"""The workers that the rendezvous knows: their states, and how many of them there are of each kind.
 
 Whether a generation can form depends on questions about all workers ("does a worker that stays have the training
 state?"), which are asked at every heartbeat. They are answered from the number of workers of each kind. There are few
@@ -10,27 +10,72 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum, auto
 from typing import NamedTuple
 
 from ray_app.train.membership import GenerationInfo, Heartbeat, Phase
+
+
+class MemberState(IntEnum):
+    """The state of a worker at the rendezvous; docs/architecture.md has a table of them. Any member may be draining."""
+
+    CONNECTED = auto()
+    """It has been in no generation yet."""
+    WAITING = auto()
+    """It waits for a generation."""
+    STEPPING = auto()
+    """It is in the newest generation."""
+    STALE = auto()
+    """It is in an older generation."""
+    LOST = auto()
+    """Its connection has closed, or its heartbeats are missing."""
+    EVICTED = auto()
+    """The controller has dropped it."""
+    LEFT = auto()
+    """It has ended as planned."""
+
+
+_ENDINGS = [MemberState.LOST, MemberState.LEFT]
+MEMBER_TRANSITIONS = {
+    # A worker of parameter servers steps without a generation.
+    MemberState.CONNECTED: [MemberState.WAITING, MemberState.STEPPING, *_ENDINGS],
+    MemberState.WAITING: [MemberState.STEPPING, *_ENDINGS],
+    MemberState.STEPPING: [MemberState.WAITING, MemberState.STALE, *_ENDINGS],
+    MemberState.STALE: [MemberState.WAITING, *_ENDINGS],
+    # A heartbeat that comes later shows the state; a worker that waits asks for a generation again.
+    MemberState.LOST: [MemberState.CONNECTED, MemberState.STEPPING, MemberState.STALE, MemberState.EVICTED],
+    MemberState.EVICTED: [],
+    MemberState.LEFT: [],
+}
+"""The states that may follow each state; docs/architecture.md says what triggers them."""
 
 
 class Kind(NamedTuple):
     """The properties of a member on which the forming of a generation depends.
 
     Args:
-        leaving: Whether the member has to leave.
+        state: Its state.
+        draining: Whether it has to leave.
         current: Whether it is in the newest generation, or was in it last and waits for the next one.
-        waits: Whether it waits for the next generation.
         has_state: Whether it has a training state.
         phase: The phase of its newest heartbeat.
     """
 
-    leaving: bool
+    state: MemberState
+    draining: bool
     current: bool
-    waits: bool
     has_state: bool
     phase: Phase
+
+    @property
+    def steps(self) -> bool:
+        """Whether it is in the newest generation and does not wait for the next."""
+        return self.state is MemberState.STEPPING
+
+    @property
+    def stays_waiting(self) -> bool:
+        """Whether it waits for the next generation and does not have to leave."""
+        return self.state is MemberState.WAITING and not self.draining
 
 
 @dataclass(eq=False)
@@ -103,17 +148,19 @@ class Members:
 
     def recount(self, member: Member) -> None:
         """Counts a member under its present kind, and updates `waiting`."""
-        heartbeat, waits = member.heartbeat, member.waiting_since_s is not None
-        kind = Kind(
-            leaving=self.is_leaving(member),
-            current=heartbeat.generation == self.newest_generation > 0,
-            waits=waits,
-            has_state=_has_state(heartbeat),
-            phase=heartbeat.phase,
-        )
+        heartbeat = member.heartbeat
+        current = heartbeat.generation == self.newest_generation > 0
+        if member.waiting_since_s is not None:
+            state = MemberState.WAITING
+        elif not heartbeat.generation:
+            state = MemberState.CONNECTED
+        else:
+            is_stale = heartbeat.generation < self.newest_generation
+            state = MemberState.STALE if is_stale else MemberState.STEPPING
+        kind = Kind(state, self.is_leaving(member), current, _has_state(heartbeat), heartbeat.phase)
         if kind == member.kind:
             return
-        if not waits:
+        if state is not MemberState.WAITING:
             self.waiting.pop(heartbeat.worker, None)
         elif heartbeat.worker not in self.waiting:
             self.waiting[heartbeat.worker] = member

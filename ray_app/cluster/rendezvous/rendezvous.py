@@ -6,7 +6,8 @@ waits for the next generation; no process restarts.
 
 This module contains the decisions. They run in one thread, by a clock that is passed in, and no method blocks.
 `cluster/rendezvous/server.py` puts them into a small Ray actor, which may itself be killed: every heartbeat carries all
-that the rendezvous has to know about its worker, so a new instance knows all workers after one heartbeat period.
+that the rendezvous has to know about its worker, so a new instance knows all workers after one heartbeat period. The
+controller calls this actor through a `RendezvousHandle`.
 
 The cost of a heartbeat does not depend on the number of workers (`cluster/rendezvous/members.py`), and the heartbeat
 period grows with that number. Changes that cannot wait for the next heartbeat are pushed to all workers at once.
@@ -16,10 +17,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from enum import Enum
+from typing import Any
 
-from ray_app.cluster.rendezvous.members import Kind, Member, Members
+import ray
+
+from ray_app.cluster.rendezvous.members import Member, Members, MemberState
+from ray_app.errors import SilentActorError
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.membership import (
     HEARTBEAT_S,
@@ -35,8 +41,26 @@ logger = logging.getLogger(__name__)
 
 _COALESCE_S = 2.0
 """Seconds that a joining worker waits for other joining workers, so that one new generation admits all of them."""
+_REPLY_TIMEOUT_S = 120.0
 HEARTBEATS_PER_S = 1000
 """Maximum number of heartbeats per second that the workers are asked to send, all of them together."""
+
+
+class GenerationState(Enum):
+    """The state of the newest generation; docs/architecture.md has a table with what triggers the transitions."""
+
+    GATHERING = "gathering"
+    """Workers wait for the next one, and one of `FORMING_CONDITIONS` does not hold yet."""
+    PAUSED = "paused"
+    """The controller gives a reason why no next one may form."""
+    FORMING = "forming"
+    """It has formed; its workers open their process group."""
+    STEPPING = "stepping"
+    """Its workers run steps."""
+    BROKEN = "broken"
+    """A worker of it was lost, or its collectives are stuck; its workers leave it at once."""
+    OVER = "over"
+    """The run has ended, or the driver has asked to stop it."""
 
 
 class Rendezvous:
@@ -75,7 +99,7 @@ class Rendezvous:
         # The lost workers, with the time at which each was declared lost. A lost worker may come back.
         self._lost: dict[str, float] = {}
         # The workers that have left or were evicted. If one of them sends a heartbeat, the reply asks it to exit.
-        self._departed: set[str] = set()
+        self._departed: dict[str, MemberState] = {}
         # Whether the newest generation is broken, so that its members must leave it at once.
         self._is_broken = False
         # The number of workers that the next generation waits for; 0 before the controller has set it.
@@ -186,7 +210,7 @@ class Rendezvous:
     def _start_wait(self, member: Member, heartbeat: Heartbeat) -> None:
         """Notes that a worker waits for the next generation from now on, which may complete that generation."""
         member.ticket, member.formed = heartbeat.wait_number, None
-        was_stepping = member.kind is not None and is_stepping(member.kind)
+        was_stepping = member.kind is not None and member.kind.steps
         if was_stepping and (heartbeat.lost or heartbeat.generation < self._members.newest_generation):
             # The worker left the newest generation in the middle of a step, or never entered it. The other workers
             # would wait for it in their next collective.
@@ -210,7 +234,7 @@ class Rendezvous:
         # wait for it while their process group forms.
         if member is not None and heartbeat.generation < member.heartbeat.generation == self._members.newest_generation:
             self._is_broken = True
-        self._departed.add(heartbeat.worker)
+        self._departed[heartbeat.worker] = MemberState.LEFT
         self._is_run_over = self._is_run_over or over
         self._try_form()
         self._broadcast_changes()
@@ -259,7 +283,7 @@ class Rendezvous:
         for worker in workers:
             self.on_disconnect(worker, "the controller has evicted it")
             self._lost.pop(worker, None)
-            self._departed.add(worker)
+            self._departed[worker] = MemberState.EVICTED
 
     async def status(self) -> RendezvousStatus:
         """Returns the state of the group for the controller and the console."""
@@ -271,7 +295,7 @@ class Rendezvous:
             live=live,
             leaving=leaving,
             lost_for_s={worker: self._clock() - since_s for worker, since_s in self._lost.items()},
-            stepping=self._members.count(is_stepping),
+            stepping=self._members.count(lambda k: k.steps),
             step=max(0, self._watchdog.step),
             record=self._newest_record,
             waiting=self._waiting_reason or shortage,
@@ -322,38 +346,78 @@ class Rendezvous:
 
     def _wants_reform(self) -> bool:
         """Returns whether the current generation should end at its next step boundary."""
-        if self._is_broken or self._is_paused() or self._members.any(lambda k: k.leaving and k.current):
+        if self._is_broken or self._is_paused() or self._members.any(lambda k: k.draining and k.current):
             return True
-        oldest = next((m for m in self._members.waiting.values() if m.kind is not None and not m.kind.leaving), None)
+        oldest = next((m for m in self._members.waiting.values() if m.kind is not None and not m.kind.draining), None)
         if oldest is None or oldest.waiting_since_s is None:
             return False
         return (
-            self._members.count(lambda k: not k.leaving) >= self._expected
+            self._members.count(lambda k: not k.draining) >= self._expected
             or self._clock() - oldest.waiting_since_s > _COALESCE_S
         )
 
+    @property
+    def generation_state(self) -> GenerationState:
+        """The state of the newest generation."""
+        if self._is_paused():
+            return GenerationState.PAUSED
+        if self._is_broken:
+            return GenerationState.BROKEN
+        if self._members.any(lambda k: k.steps and k.phase == "forming"):
+            return GenerationState.FORMING
+        if self._members.any(lambda k: k.steps):
+            return GenerationState.STEPPING
+        is_over = self._is_run_over or self._flags & Flags.STOP
+        return GenerationState.OVER if is_over else GenerationState.GATHERING
+
     def _try_form(self) -> None:
-        """Forms the next generation if all conditions hold that `docs/architecture.md` lists."""
-        if not self._members.waiting or self._is_paused() or not have_all_returned(self._members, self._is_broken):
-            return
-        leavers = self._leavers_ahead()
-        num_ready = self._members.count(lambda k: k.waits and not k.leaving) + len(leavers)
+        """Forms the next generation if all `FORMING_CONDITIONS` hold."""
+        if all(holds(self) for holds in FORMING_CONDITIONS):
+            staying = [m for m in self._members.waiting.values() if m.kind is not None and m.kind.stays_waiting]
+            self._form(staying + self._leavers_ahead())
+
+    def is_awaited(self) -> bool:
+        """Returns whether a worker waits and the controller gives no reason against a generation."""
+        return bool(self._members.waiting) and self.generation_state is not GenerationState.PAUSED
+
+    def have_all_returned(self) -> bool:
+        """Returns whether every member that the next generation needs has left the newest one.
+
+        If the newest generation is broken, the members that have to leave must have left it, too, since one of them may
+        have finished a step that no staying member has; a member that already saves or is done does not come back.
+        Otherwise all members finished the same step, and the draining ones do not count.
+        """
+        is_broken = self._is_broken
+        return not self._members.any(
+            lambda k: k.steps and (not k.draining or (is_broken and k.phase not in ("saving", "done")))
+        )
+
+    def are_enough_ready(self) -> bool:
+        """Returns whether as many workers wait as are expected, or fewer may continue without the others."""
+        num_ready, has_leavers = self._num_ready(), bool(self._leavers_ahead())
         # After this time an instance that has replaced another one has received a heartbeat of every live worker.
         knows_all_workers = self._clock() - self._started_s > self._silence_s + self._period_s
         is_complete = self._is_run_over or num_ready >= self._expected > 0
         # Members of the newest generation continue without the other expected workers, which join later.
-        has_incumbents = leavers or self._members.any(lambda k: k.current and not k.leaving)
-        if not num_ready or (not is_complete and not (has_incumbents and knows_all_workers)):
-            return
-        if num_ready < self._min_workers and not (self._is_run_over or self._flags & Flags.STOP):
-            return
-        has_state = leavers or self._members.any(lambda k: k.has_state and k.waits and not k.leaving)
-        if not has_state and self._members.any(lambda k: k.has_state or is_stepping(k)):
-            # A worker that is not ready has the state, or steps and may have it by now. It saves the state before it
-            # leaves, or it comes back; a generation without it would repeat steps.
-            return
-        staying = [m for m in self._members.waiting.values() if m.kind is not None and not m.kind.leaving]
-        self._form(staying + leavers)
+        has_incumbents = has_leavers or self._members.any(lambda k: k.current and not k.draining)
+        return num_ready > 0 and (is_complete or (has_incumbents and knows_all_workers))
+
+    def has_min_workers(self) -> bool:
+        """Returns whether the minimum number of workers wait, or the run ends."""
+        return self._num_ready() >= self._min_workers or self._is_run_over or bool(self._flags & Flags.STOP)
+
+    def is_state_ready(self) -> bool:
+        """Returns whether a waiting worker has the training state, or no member has or may have it.
+
+        A worker that is not ready saves the state before it leaves, or it comes back; a generation without it would
+        repeat steps. A worker that steps may have a state by now.
+        """
+        if self._leavers_ahead() or self._members.any(lambda k: k.has_state and k.stays_waiting):
+            return True
+        return not self._members.any(lambda k: k.has_state or k.steps)
+
+    def _num_ready(self) -> int:
+        return self._members.count(lambda k: k.stays_waiting) + len(self._leavers_ahead())
 
     def _form(self, ready: list[Member]) -> None:
         """Forms the next generation of these members; the replies to them carry it."""
@@ -388,9 +452,9 @@ class Rendezvous:
 
         If all still wait for each other at the next stall of the same step, all of them are ended.
         """
-        if not self._members.any(lambda k: is_stepping(k) and k.phase != "done"):
+        if not self._members.any(lambda k: k.steps and k.phase != "done"):
             return
-        if self._members.any(lambda k: is_stepping(k) and k.phase == "saving"):
+        if self._members.any(lambda k: k.steps and k.phase == "saving"):
             # The others wait for this member, which waits for the storage.
             self._watchdog.restart_limit()
             return
@@ -420,14 +484,19 @@ class Rendezvous:
         self.on_change()
 
 
-def is_stepping(kind: Kind) -> bool:
-    """Returns whether members of this kind are in the newest generation and do not wait for the next."""
-    return kind.current and not kind.waits
+FORMING_CONDITIONS = (
+    Rendezvous.is_awaited,
+    Rendezvous.have_all_returned,
+    Rendezvous.are_enough_ready,
+    Rendezvous.has_min_workers,
+    Rendezvous.is_state_ready,
+)
+"""A generation forms when all of these hold; docs/architecture.md explains them in the same order."""
 
 
 def is_state_staying(members: Members) -> bool:
     """Returns whether at least one member with the training state does not have to leave."""
-    return members.any(lambda k: k.has_state and not k.leaving)
+    return members.any(lambda k: k.has_state and not k.draining)
 
 
 def leavers_ahead(members: Members) -> list[Member]:
@@ -436,24 +505,12 @@ def leavers_ahead(members: Members) -> list[Member]:
     They take part in the next generation, so that the staying members receive the state after this step from them.
     There are none if no staying member has a state; the leaving members then save theirs.
     """
-    if not members.any(lambda k: k.leaving and k.waits and k.has_state) or not is_state_staying(members):
+    if not members.any(lambda k: k.draining and k.state is MemberState.WAITING and k.has_state):
+        return []
+    if not is_state_staying(members):
         return []
     newest = max(m.heartbeat.step for m in members if not members.is_leaving(m))
     return [m for m in members.waiting.values() if members.is_leaving(m) and m.heartbeat.step > newest]
-
-
-def have_all_returned(members: Members, is_broken: bool) -> bool:
-    """Returns whether every member that the next generation needs has left the newest one.
-
-    Args:
-        members: All known members.
-        is_broken: Whether the newest generation is broken. Then the members that have to leave must have left it, too,
-            since one of them may have finished a step that no staying member has; a member that already saves or is
-            done does not come back. Otherwise all members finished the same step, and the leaving ones do not count.
-    """
-    return not members.any(
-        lambda k: k.current and not k.waits and (not k.leaving or (is_broken and k.phase not in ("saving", "done")))
-    )
 
 
 def sort_by_rank(ready: list[Member]) -> list[Member]:
@@ -470,3 +527,46 @@ def sort_by_rank(ready: list[Member]) -> list[Member]:
     host_order = {host: index for index, host in enumerate(dict.fromkeys(m.heartbeat.host for m in ordered))}
     # The sort is stable, so the first member, which has the state if any has, stays the first and becomes rank 0.
     return sorted(ordered, key=lambda m: host_order[m.heartbeat.host])
+
+
+class RendezvousHandle:
+    """Calls the rendezvous actor and waits for its replies; see `Rendezvous` for the methods.
+
+    Every method raises `SilentActorError` if the rendezvous has not replied for two minutes.
+
+    Args:
+        actor: Ray's handle of the actor.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def status(self) -> RendezvousStatus:
+        """Returns the state of the group."""
+        return _reply(self._actor.status.remote())
+
+    def workers(self) -> list[Heartbeat]:
+        """Returns the newest heartbeat of each worker of the current generation, by rank."""
+        return _reply(self._actor.workers.remote())
+
+    def set_expected(self, workers: int, waiting: str | None = None, over: bool = False) -> None:
+        """Sets the number of workers that the next generation waits for."""
+        _reply(self._actor.set_expected.remote(workers, waiting, over))
+
+    def drain(self, leaving: Collection[str]) -> None:
+        """Sets the nodes and the workers that have to leave."""
+        _reply(self._actor.drain.remote(set(leaving)))
+
+    def evict(self, workers: Collection[str]) -> None:
+        """Removes workers for good."""
+        _reply(self._actor.evict.remote(set(workers)))
+
+
+def _reply(ref: Any) -> Any:
+    try:
+        return ray.get(ref, timeout=_REPLY_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise SilentActorError(
+            f"The controller has waited {_REPLY_TIMEOUT_S:g} s for the rendezvous, which does not answer. Look at the"
+            " load and the open files of the driver's node, then start the same run again."
+        ) from error

@@ -28,7 +28,6 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Hooks
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy
-from ray_app.cluster.controller.backend import ControllerContext
 from tests.support.injector import Linger
 from tests.support.injector import NoteNode
 
@@ -44,8 +43,7 @@ config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).
 
 
 def possible(config):
-    policy = ElasticPolicy(ScalingConfig(num_workers=(1, 2), label_selector=config.scaling.label_selector),
-        ControllerContext(str(out), 1, config, None, 1.0, True))
+    policy = ElasticPolicy(ScalingConfig(num_workers=(1, 2), label_selector=config.scaling.label_selector), config, 1.0)
     policy.after_controller_start(SimpleNamespace(run_id="probe"))
     asked = ray.get(policy._autoscaling_coordinator.__ray_call__.remote(
         lambda self: [len(request.requested_resources) for request in self._ongoing_reqs.values()]))

@@ -18,7 +18,7 @@ import yaml
 
 from ray_app import __version__, load_config
 from ray_app.cli.main import main
-from ray_app.cluster.resources import reserved_cpus, workers_that_fit
+from ray_app.cluster.resources import ClusterCapacity, reserved_cpus, workers_that_fit
 from ray_app.config.config import Config
 from tests.support.places import ROOT, SUPPORT
 
@@ -139,7 +139,8 @@ def test_a_manifest_offers_what_the_run_reserves(
     assert (workers["minReplicas"], workers["maxReplicas"]) == (scaling.min_workers, scaling.max_workers)
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     assert [
-        workers_that_fit(config, {"CPU": head + each * pods}, []) for pods in (scaling.min_workers, scaling.max_workers)
+        workers_that_fit(config, ClusterCapacity({"CPU": head + each * pods}))
+        for pods in (scaling.min_workers, scaling.max_workers)
     ] == [
         scaling.min_workers,
         scaling.max_workers,

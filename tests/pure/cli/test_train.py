@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ray_app import load_config
-from ray_app.cluster.resources import workers_that_fit
+from ray_app.cluster.resources import ClusterCapacity, workers_that_fit
 from ray_app.driver.parsing import parse
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import claim, prepare
@@ -147,7 +147,10 @@ def test_a_run_name_of_another_configuration_is_refused(
     ],
 )
 def test_as_many_workers_as_fit(fields: dict[str, Any], resources: dict[str, float], expected: int) -> None:
-    assert workers_that_fit(load_config(ROOT / "conf" / "digits.yaml").replace(**fields), resources, []) == expected
+    assert (
+        workers_that_fit(load_config(ROOT / "conf" / "digits.yaml").replace(**fields), ClusterCapacity(resources))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("resources", [{"CPU": 3.0}, {}])
@@ -157,7 +160,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_the_numbers(resources: dict
         ConfigError,
         match=rf"need 4 CPU and 0 GPU; the cluster has {resources.get('CPU', 0):g} CPU and 0 GPU\. Add nodes",
     ):
-        workers_that_fit(config, resources, [])
+        workers_that_fit(config, ClusterCapacity(resources))
 
 
 def test_null_switches_a_default_off(command: Callable[..., list[str]]) -> None:

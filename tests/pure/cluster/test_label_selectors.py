@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ray_app.cluster.ray_private import known_labels, nodes_with_labels
-from ray_app.cluster.resources import workers_that_fit
+from ray_app.cluster.resources import ClusterCapacity, workers_that_fit
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 
@@ -47,7 +47,7 @@ def test_only_labelled_nodes_count_when_the_run_must_fit() -> None:
     config = Config().replace(scaling__max_workers=8, scaling__cpus_per_worker=2, data__global_batch_size=64)
 
     def fit(**fields: Any) -> int:
-        return workers_that_fit(config.replace(**fields), {"CPU": 100.0}, NODES)
+        return workers_that_fit(config.replace(**fields), ClusterCapacity({"CPU": 100.0}, NODES))
 
     assert fit() == 8
     assert fit(scaling__label_selector={"zone": "a"}) == 2, "a worker is on one node, and the third is dead"

@@ -16,10 +16,8 @@ from ray.train import ScalingConfig
 
 from ray_app import load_config
 from ray_app.cluster import resources as place
-from ray_app.cluster.controller.backend import ControllerContext
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy
-from ray_app.cluster.ray_private import count_fitting_on_gpus
-from ray_app.cluster.resources import resolve_max_workers, workers_that_fit
+from ray_app.cluster.resources import ClusterCapacity, count_fitting_on_gpus, resolve_max_workers, workers_that_fit
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, from_yaml
 from ray_app.driver.run import idle_gpus
@@ -82,8 +80,9 @@ def test_all_of_a_cluster_that_grows_nobody_knows_how_far_are_refused(
         resolve_max_workers(ALL)
     assert resolve_max_workers(ALL.replace(scaling__logical_workers=6)).scaling.max_workers == 6
     assert (
-        place.workers_that_fit(
-            ALL.replace(scaling__max_workers=4, scaling__min_workers=4), {}, [], place.max_resources()
+        workers_that_fit(
+            ALL.replace(scaling__max_workers=4, scaling__min_workers=4),
+            ClusterCapacity({}, max_resources=place.max_resources()),
         )
         == 4
     )
@@ -91,9 +90,9 @@ def test_all_of_a_cluster_that_grows_nobody_knows_how_far_are_refused(
 
 def test_parts_of_a_gpu_add_up(joined: None) -> None:
     config = ALL.replace(scaling__max_workers=9, scaling__gpus_per_worker=0.2)
-    assert place.workers_that_fit(config, {"CPU": 32.0, "GPU": 1.0}, []) == 5
+    assert workers_that_fit(config, ClusterCapacity({"CPU": 32.0, "GPU": 1.0})) == 5
     labelled = config.replace(scaling__label_selector={"zone": "a"})
-    assert place.workers_that_fit(labelled, {"CPU": 64.0, "GPU": 1.0}, [node("1", 64, 1, zone="a")]) == 5
+    assert workers_that_fit(labelled, ClusterCapacity({"CPU": 64.0, "GPU": 1.0}, [node("1", 64, 1, zone="a")])) == 5
 
 
 @pytest.mark.parametrize(
@@ -118,10 +117,10 @@ def test_workers_that_have_more_than_half_a_gpu_have_one_for_themselves(
     joined: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ALL.replace(scaling__max_workers=9, scaling__gpus_per_worker=0.6)
-    assert place.workers_that_fit(config, {"CPU": 32.0, "GPU": 2.0}, []) == 2
-    assert place.workers_that_fit(config.replace(evaluate__num_gpus=0.4), {"CPU": 32.0, "GPU": 2.0}, []) == 2
+    assert workers_that_fit(config, ClusterCapacity({"CPU": 32.0, "GPU": 2.0})) == 2
+    assert workers_that_fit(config.replace(evaluate__num_gpus=0.4), ClusterCapacity({"CPU": 32.0, "GPU": 2.0})) == 2
     labelled = config.replace(scaling__label_selector={"zone": "a"})
-    assert place.workers_that_fit(labelled, {"CPU": 64.0, "GPU": 8.0}, [node("1", 64, 3, zone="a")]) == 3
+    assert workers_that_fit(labelled, ClusterCapacity({"CPU": 64.0, "GPU": 8.0}, [node("1", 64, 3, zone="a")])) == 3
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert (
@@ -135,13 +134,15 @@ def sizes(**fields: Any) -> ElasticPolicy:
     config = ALL.replace(scaling__max_workers=9, **fields)
     resources = {"CPU": config.scaling.cpus_per_worker, "GPU": config.scaling.gpus_per_worker}
     scaling = ScalingConfig(num_workers=(1, 9), use_gpu=True, resources_per_worker=resources)
-    return ElasticPolicy(scaling, ControllerContext("/runs/this", 1, config, None, 2.0, True))
+    return ElasticPolicy(scaling, config, 2.0)
 
 
 def test_a_running_job_counts_parts_of_gpus_on_each_node_as_ray_places_them() -> None:
     policy = sizes(scaling__gpus_per_worker=0.6)
-    assert policy._count_possible_workers({"1": {"CPU": 16.0, "GPU": 2.0}, "2": {"CPU": 16.0, "GPU": 1.0}}) == 3
-    assert sizes(scaling__gpus_per_worker=0.2)._count_possible_workers({"1": {"CPU": 16.0, "GPU": 1.0}}) == 5
+    assert policy._count_in([{"CPU": 16.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 1.0}]) == 3
+    fifths = sizes(scaling__gpus_per_worker=0.2)
+    assert fifths._count_in([{"CPU": 16.0, "GPU": 1.0}]) == 5
+    assert fifths._count_in([{"CPU": 16.0, "GPU": 2.0}]) == 9, "as many as the run may have"
 
 
 @pytest.mark.parametrize(
@@ -255,9 +256,9 @@ def test_a_place_that_no_node_has_is_refused(fields: dict[str, Any], said: str) 
         {"evaluate__label_selector": {"zone": "in(a,b)"}},
         fields | {"data__eval_path": None, "train__strategy": "ddp"},
     ):
-        assert workers_that_fit(config.replace(**allowed), {"CPU": 64.0}, NODES) == 2
+        assert workers_that_fit(config.replace(**allowed), ClusterCapacity({"CPU": 64.0}, NODES)) == 2
     with pytest.raises(ConfigError, match=said):
-        workers_that_fit(config.replace(**fields), {"CPU": 64.0}, NODES)
+        workers_that_fit(config.replace(**fields), ClusterCapacity({"CPU": 64.0}, NODES))
 
 
 def test_what_nobody_looks_at_is_refused() -> None:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train import TrainingFailedError
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2.api.exceptions import ControllerError
 
-from ray_app.cluster.trainer import WorkerArgs, _choose_backend, _recovers_in_place, fit
+from ray_app.cluster.controller.decisions import StoppedWaitingError
+from ray_app.cluster.trainer import (
+    ElasticTrainer,
+    RendezvousTorchConfig,
+    WorkerArgs,
+    _choose_backend,
+    _recovers_in_place,
+    fit,
+)
 from ray_app.config.config import Config
 from ray_app.runlog.paths import RunPaths
 
@@ -42,7 +54,7 @@ def test_every_start_of_a_run_asks_for_resources_under_one_name(
 ) -> None:
     """However it recovers, and whatever its number: what a killed start asked for is taken over."""
     names: list[str] = []
-    monkeypatch.setattr(DataParallelTrainer, "fit", lambda trainer: names.append(trainer.train_run_context.run_id))
+    monkeypatch.setattr(TorchTrainer, "fit", lambda trainer: names.append(trainer.train_run_context.run_id))
     monkeypatch.setattr(ray, "put", lambda value: value)
 
     def start(run: str, fence: int, recovery: str) -> None:
@@ -50,7 +62,7 @@ def test_every_start_of_a_run_asks_for_resources_under_one_name(
         job: Any = SimpleNamespace(
             paths=paths, run_root=str(paths.root), fence=fence, config=Config().replace(failure__recovery=recovery)
         )
-        fit(WorkerArgs(job, None), 2, 1.0, threading.Event())
+        fit(WorkerArgs(job, None), 2, threading.Event())
 
     for recovery in ("in_place", "restart"):
         start("one", 1, recovery)
@@ -58,3 +70,32 @@ def test_every_start_of_a_run_asks_for_resources_under_one_name(
         start("other", 1, recovery)
     assert names[0] == names[1] == names[3] == names[4]
     assert names[2] == names[5] != names[0]
+
+
+@pytest.mark.parametrize("recovery", ["in_place", "restart"])
+def test_the_trainer_is_ray_trains_torch_trainer_without_its_process_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recovery: str
+) -> None:
+    trainers = list[Any]()
+    monkeypatch.setattr(TorchTrainer, "fit", trainers.append)
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    config: Any = Config().replace(failure__recovery=recovery)
+    job: Any = SimpleNamespace(paths=RunPaths(tmp_path / "run"), run_root=str(tmp_path), fence=1, config=config)
+    fit(WorkerArgs(job, None), 2, threading.Event())
+    [trainer] = trainers
+    assert type(trainer) is (ElasticTrainer if recovery == "in_place" else TorchTrainer)
+    assert isinstance(trainer.backend_config, RendezvousTorchConfig)
+    assert isinstance(trainer.backend_config, TorchConfig)
+    backend = trainer.backend_config.backend_cls
+    assert backend.on_start is Backend.on_start, "it opens no process group"
+    assert backend.has_replica_groups == (recovery == "in_place")
+    assert trainer.backend_config.train_func_context is nullcontext, "the device is the worker's choice"
+    monkeypatch.setattr(TorchTrainer, "fit", lambda trainer: _raise(ControllerError(ValueError("wrong"))))
+    with pytest.raises(TrainingFailedError):
+        fit(WorkerArgs(job, None), 2, threading.Event())
+    monkeypatch.setattr(TorchTrainer, "fit", lambda trainer: _raise(ControllerError(StoppedWaitingError("stopped"))))
+    fit(WorkerArgs(job, None), 2, threading.Event())
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cluster.controller.failure_budget import failure_summary
-from ray_app.cluster.resources import workers_that_fit
+from ray_app.cluster.resources import ClusterCapacity, workers_that_fit
 from ray_app.config.config import Config
 from ray_app.config.sections import FailureSection
 from ray_app.driver.finalize import summarize
@@ -191,14 +191,24 @@ def test_epochs_are_those_of_the_configuration(
 
 def test_workers_leave_room_for_reading_and_evaluation() -> None:
     config = Config().replace(scaling__min_workers=2, scaling__max_workers=8, data__eval_path="x")
-    assert workers_that_fit(config, {"CPU": 64.0}, []) == 8
-    assert workers_that_fit(config, {"CPU": 5.0}, []) == 3
+    assert workers_that_fit(config, ClusterCapacity({"CPU": 64.0})) == 8
+    assert workers_that_fit(config, ClusterCapacity({"CPU": 5.0})) == 3
     with pytest.raises(ConfigError, match=r"need 4 CPU and 0 GPU; the cluster has 3 CPU and 0 GPU"):
-        workers_that_fit(config, {"CPU": 3.0}, [])
-    assert workers_that_fit(config, {"CPU": 1.0}, [], {"CPU": 6.0, "memory": 1.0}) == 4, "an autoscaler adds nodes"
-    assert workers_that_fit(config.replace(scaling__label_selector={"pool": "a"}), {"CPU": 1.0}, [], {"CPU": 6.0}) == 4
+        workers_that_fit(config, ClusterCapacity({"CPU": 3.0}))
+    assert workers_that_fit(config, ClusterCapacity({"CPU": 1.0}, max_resources={"CPU": 6.0, "memory": 1.0})) == 4, (
+        "an autoscaler adds nodes"
+    )
+    assert (
+        workers_that_fit(
+            config.replace(scaling__label_selector={"pool": "a"}),
+            ClusterCapacity({"CPU": 1.0}, max_resources={"CPU": 6.0}),
+        )
+        == 4
+    )
     with pytest.raises(ConfigError, match="the cluster grows to at most 3 CPU"):
-        workers_that_fit(config, {"CPU": 1.0}, [], {"CPU": 3.0})
-    assert workers_that_fit(config.replace(evaluate__where="workers"), {"CPU": 3.0}, []) == 2, "there is no evaluator"
+        workers_that_fit(config, ClusterCapacity({"CPU": 1.0}, max_resources={"CPU": 3.0}))
+    assert workers_that_fit(config.replace(evaluate__where="workers"), ClusterCapacity({"CPU": 3.0})) == 2, (
+        "there is no evaluator"
+    )
     with pytest.raises(ConfigError, match=r"2 GPU; the cluster has 16 CPU and 1 GPU"):
-        workers_that_fit(config.replace(scaling__gpus_per_worker=1), {"CPU": 16.0, "GPU": 1.0}, [])
+        workers_that_fit(config.replace(scaling__gpus_per_worker=1), ClusterCapacity({"CPU": 16.0, "GPU": 1.0}))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ray_app.cluster.resources import workers_that_fit
+from ray_app.cluster.resources import ClusterCapacity, workers_that_fit
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.preflight.prepare import prepare
 from ray_app.retrain.options import RetrainSection
@@ -59,4 +59,4 @@ def test_a_shipped_configuration_starts_on_gpus(
     assert job.workers_evaluate == (fields.get("evaluate__where") == "workers")
     assert (prepared.evaluation is None) == job.workers_evaluate
     most = 1 if fields.get("train__strategy") == "single" else config.scaling.worker_limit
-    assert workers_that_fit(job.config, {"CPU": 128.0, "GPU": most + 1.0}, []) == most
+    assert workers_that_fit(job.config, ClusterCapacity({"CPU": 128.0, "GPU": most + 1.0})) == most

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from ray_app.checkpoint.store import Commit
-from ray_app.cluster.controller.scaling_policy import ElasticPolicy
 from ray_app.runlog.evaluations import Evaluation, put_evaluation
 from ray_app.runlog.journal import StepRecord, put_event
 from ray_app.watch import terminal as module
@@ -78,121 +76,3 @@ def test_what_is_waited_for_is_said_once_and_again_when_it_is_something_else(
     assert lines[:2] == [start[1], room[1]]
     assert len(lines) == 3
     assert lines[2].startswith("epoch 1/2 step 3/8 ")
-
-
-class Ready:
-    """Newcomers that are all ready."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def count_ready(self, since_s: float = 0.0) -> int:
-        return self.count
-
-
-def decided(
-    monkeypatch: pytest.MonkeyPatch, now: int, possible: int, ready: int = 0
-) -> tuple[str | None, int | None, int]:
-    """What `ElasticPolicy` waits for with this many workers, room for this many and at least two wanted, how many are
-    to train, if that is to change, and how many are to be on their way.
-    """
-    waits: list[str | None] = []
-    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=2, worker_limit=4, standby_workers=1)
-    config = SimpleNamespace(logical_workers=4, scaling=scaling)
-    control = SimpleNamespace(config=config)
-    policy: Any = SimpleNamespace(
-        context=control,
-        pending_workers=Ready(ready),
-        target_pending=0,
-        is_stopping=lambda: False,
-        _maybe_send_resource_request=lambda: None,
-        _get_resize_decision=lambda workers: workers,
-        possible_workers=lambda *_: possible,
-        set_waiting_reason=lambda reason, *_: waits.append(reason),
-        no_starts_until_s=0.0,
-        last_change_s=0.0,
-    )
-    if now:
-        found: Any = ElasticPolicy.make_decision_for_running_worker_group(
-            policy, SimpleNamespace(num_workers=now), None
-        )
-    else:
-        found = ElasticPolicy.make_decision_for_non_running_worker_group(policy)
-    [reason] = waits
-    return reason, found if isinstance(found, int) else None, policy.target_pending
-
-
-def test_below_the_minimum_it_waits_and_goes_on_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decided(monkeypatch, 0, 1) == ("nodes for 1 of at least 2 workers; waiting for capacity", None, 0)
-    assert decided(monkeypatch, 0, 3) == (None, 3, 0)
-    assert decided(monkeypatch, 1, 1) == ("1 of at least 2 workers; waiting for capacity", None, 0)
-    assert decided(monkeypatch, 1, 2) == (None, None, 1), "one begins"
-    assert decided(monkeypatch, 1, 2, ready=1) == (None, 2, 1), "and joins once it is ready"
-
-
-def test_spares_are_begun_where_there_is_room_and_start_alone_if_all_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decided(monkeypatch, 4, 4) == (None, None, 0)
-    assert decided(monkeypatch, 4, 5) == (None, None, 1)
-    assert decided(monkeypatch, 4, 9) == (None, None, 1)
-    assert decided(monkeypatch, 0, 5, ready=1) == (None, 4, 1), "one is fewer than there must be"
-    assert decided(monkeypatch, 0, 5, ready=2) == (None, 2, 3), "two begin at once, the others are kept and join"
-
-
-class Late(Ready):
-    """Pending workers, of which some have been ready for a while."""
-
-    def __init__(self, count: int, since: int) -> None:
-        super().__init__(count)
-        self.since = since
-
-    def count_ready(self, since_s: float = 0.0) -> int:
-        return self.since if since_s else self.count
-
-
-def decision_of(changed_s: float, now: int, possible: int, ready: int, ready_since: int = 0) -> tuple[Any, Any, int]:
-    """The policy, its decision, and how often it asked the autoscaler for nodes."""
-    requests: list[None] = []
-    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=1, worker_limit=4, standby_workers=0)
-    policy: Any = SimpleNamespace(
-        context=SimpleNamespace(config=SimpleNamespace(logical_workers=4, scaling=scaling)),
-        pending_workers=Late(ready, ready_since),
-        target_pending=0,
-        is_stopping=lambda: False,
-        _maybe_send_resource_request=lambda: requests.append(None),
-        _get_resize_decision=lambda workers: workers,
-        possible_workers=lambda *_: possible,
-        set_waiting_reason=lambda *_: None,
-        no_starts_until_s=0.0,
-        last_change_s=changed_s,
-    )
-    if now:
-        decision: Any = ElasticPolicy.make_decision_for_running_worker_group(
-            policy, SimpleNamespace(num_workers=now), None
-        )
-    else:
-        decision = ElasticPolicy.make_decision_for_non_running_worker_group(policy)
-    return policy, decision, len(requests)
-
-
-def test_the_autoscaler_is_asked_for_nodes_before_and_while_workers_run() -> None:
-    assert decision_of(0.0, now=0, possible=4, ready=0)[2] == 1
-    assert decision_of(0.0, now=2, possible=4, ready=0)[2] == 1
-
-
-def test_a_start_with_fewer_workers_than_possible_may_grow_at_once() -> None:
-    began = time.monotonic()
-    policy, decision, _ = decision_of(0.0, now=0, possible=4, ready=2)
-    assert decision == 2
-    assert policy.last_change_s <= time.monotonic() - 30.0
-    policy, decision, _ = decision_of(0.0, now=0, possible=4, ready=4)
-    assert decision == 4
-    assert policy.last_change_s >= began
-
-
-@pytest.mark.parametrize(("ready", "ready_since", "workers"), [(1, 0, None), (1, 1, 3), (2, 0, 4)])
-def test_a_worker_that_is_ready_waits_a_while_for_the_others(ready: int, ready_since: int, workers: int | None) -> None:
-    _, decision, _ = decision_of(0.0, now=2, possible=4, ready=ready, ready_since=ready_since)
-    assert (decision if isinstance(decision, int) else None) == workers

@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 import ray
 from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.scaling_policy import create_scaling_policy
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.controller.backend import ControllerContext, use_stable_run_id
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy
+from ray_app.cluster.ray_private import use_stable_run_id
 from ray_app.config.config import Config
 
 
 def started(run_root: str, config: Config, workers: int) -> Any:
     """The policy of a start that has asked for all CPUs of the cluster."""
     scaling = ScalingConfig(num_workers=(1, workers))
-    control = ControllerContext(run_root, 1, config, None, 0, True)
-    made = ElasticPolicy(scaling, control) if config.failure.recovery == "in_place" else create_scaling_policy(scaling)
-    trainer = DataParallelTrainer(lambda: None, scaling_config=scaling)
+    made = (
+        ElasticPolicy(scaling, config, 0) if config.failure.recovery == "in_place" else create_scaling_policy(scaling)
+    )
+    trainer = TorchTrainer(lambda: None, scaling_config=scaling)
     use_stable_run_id(trainer, run_root)
     made.after_controller_start(trainer.train_run_context)
     return made
@@ -74,12 +75,8 @@ def test_a_start_begins_as_many_workers_as_are_sure_to_fit_before_it_asks(
     )
 
     def free(reading_cpus: float, least: int = 2) -> int:
-        control = ControllerContext(
-            "/runs/this", 1, config.replace(scaling__min_workers=least), None, reading_cpus, True
-        )
-        return ElasticPolicy(
-            ScalingConfig(num_workers=(least, cpus), resources_per_worker={"CPU": 1}), control
-        ).free_slots()
+        scaling = ScalingConfig(num_workers=(least, cpus), resources_per_worker={"CPU": 1})
+        return ElasticPolicy(scaling, config.replace(scaling__min_workers=least), reading_cpus).free_slots()
 
     assert (free(0), free(1), free(cpus - 2)) == (cpus, cpus - 1, 2)
     assert free(cpus - 1) == 0, "the run could not start"

@@ -152,7 +152,7 @@ def test_nobody_trains_on_when_the_driver_gives_a_run_up(short_run: ShortRun) ->
     result = run_training(short_run(train__max_steps=20_000), observe=leave)
     assert result.status == "interrupted"
     assert "RayTrainWorker" in alive
-    assert not {"_Controller", "TrainController", "SynchronizationActor"} & alive, (
+    assert not {"ElasticController", "TrainController", "SynchronizationActor"} & alive, (
         "a process that every start would wait for"
     )
     assert not [thread for thread in threading.enumerate() if thread.name == "fit"]

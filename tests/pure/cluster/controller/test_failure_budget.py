@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.cluster.controller.failure_budget import Budget, failure_summary
+from ray_app.cluster.controller.failure_budget import FailureBudget, failure_summary
 from ray_app.config.sections import FailureSection
 from ray_app.errors import BudgetSpentError, DataError, PreemptedError, RepeatedFailureError, StorageError, TaskError
 from ray_app.runlog.journal import put_event, read_events
@@ -14,8 +14,8 @@ from ray_app.runlog.journal import put_event, read_events
 DIED = "A worker health check failed. Worker exit detail: killed by signal 9. Some common causes include: (1) and so on"
 
 
-def budget(folder: Path, **limits: int) -> Budget:
-    return Budget(str(folder), 1, FailureSection(**limits))
+def budget(folder: Path, **limits: int) -> FailureBudget:
+    return FailureBudget(str(folder), 1, FailureSection(**limits))
 
 
 def test_failures_and_preemptions_have_budgets_of_their_own(tmp_path: Path) -> None:

@@ -6,12 +6,10 @@ And those that die, again and again.
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import time
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,16 +18,9 @@ import ray
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 
-from ray_app import load_config
-from ray_app.cluster.controller import backend
-from ray_app.cluster.controller import controller as elastic
 from ray_app.cluster.controller import pending_workers as module
-from ray_app.cluster.controller.backend import ControllerContext, FailureBudget
 from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorker, PendingWorkers, Slot
-from ray_app.cluster.controller.worker_group import ElasticGroup
-from ray_app.errors import RepeatedFailureError
-from ray_app.runlog.journal import read_events
-from tests.support.places import ROOT
+from ray_app.cluster.controller.worker_group import ElasticGroup, WorkersFailedToStartError
 
 
 @pytest.fixture
@@ -120,7 +111,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Node:
     return found
 
 
-SLOT = Slot({"CPU": 1.0}, "PACK", {})
+SLOT = Slot(1.0, 0.0, {})
 
 
 def test_who_is_ready_does_not_hide_that_others_die_while_they_prepare_themselves(node: Node) -> None:
@@ -143,95 +134,45 @@ def test_who_is_ready_does_not_hide_that_others_die_while_they_prepare_themselve
     assert (ours.count_ready(), ours.failed_rounds) == (2, 0)
 
 
-@pytest.fixture
-def control(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FailureBudget:
-    """The budget of a run that has made no step."""
-    config = load_config(ROOT / "conf" / "digits.yaml").replace(
-        run__storage_path=str(tmp_path), scaling__min_workers=2, scaling__max_workers=2
-    )
-    monkeypatch.setattr(backend, "ray", SimpleNamespace(get=lambda found, timeout: found))
-    rendezvous = SimpleNamespace(
-        status=SimpleNamespace(remote=lambda: SimpleNamespace(step=0)),
-        set_expected=SimpleNamespace(remote=lambda _: None),
-    )
-    return FailureBudget(ControllerContext(str(tmp_path), 1, config, rendezvous, 1.0, in_place=True))
-
-
-def group_of(control: FailureBudget, newcomers: PendingWorkers) -> Any:
+def group_of(newcomers: PendingWorkers) -> Any:
     """A worker group that begins."""
     group = ElasticGroup.__new__(ElasticGroup)
-    vars(group).update(_callbacks=[control, newcomers], _worker_group_state=None)
-    context = SimpleNamespace(
-        label_selector=None, resources_per_worker={"CPU": 1.0}, placement_strategy="PACK", num_workers=2
-    )
+    context = SimpleNamespace(num_workers=2, resources_per_worker={"CPU": 1.0})
+    vars(group).update(_pending_workers=newcomers, _slot=SLOT, _callbacks=[], _worker_group_state=None)
     vars(group)["_worker_group_context"] = context
     return group
 
 
-def test_a_start_at_which_workers_die_again_and_again_is_recorded_and_ends(node: Node, control: FailureBudget) -> None:
-    """What Ray Train does: it tries again without end, unless the hook raises."""
+def test_a_start_at_which_workers_die_again_and_again_counts_as_a_failure_at_last(node: Node) -> None:
+    """The first deaths may be those of the preparation, which the next workers skip."""
     ours = PendingWorkers("prepare", 2, bool)
-    group = group_of(control, ours)
-
-    def fail_to_start() -> None:
+    group, charged = group_of(ours), list[bool]()
+    for _ in range(6):
         ours.start(1, SLOT)
-        with pytest.raises(WorkerGroupStartupFailedError):
+        with pytest.raises(WorkersFailedToStartError, match="0 of 2 workers are ready") as caught:
             group._create_workers(2)
-        control.before_controller_execute_failure_decision(None)
-
-    for _ in range(5):
-        fail_to_start()
-    with pytest.raises(RepeatedFailureError, match="3 times in a row after step 0"):
-        fail_to_start()
-    noted = read_events(control.budget.paths, "start_failed", "failed")
-    assert Counter(event.kind for event in noted) == {"start_failed": 6, "failed": 3}
-    assert noted[0].details["reason"] == "the node kills who comes"
+        assert caught.value.reasons == ["the node kills who comes"]
+        charged.append(caught.value.is_charged)
+    assert charged == [False, False, False, True, True, True]
 
 
-def test_a_node_without_room_is_no_failure(node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_room_is_no_failure(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "placement_group_table", lambda group: {"state": "PENDING"})
     monkeypatch.setattr(module, "_PLACEMENT_TIMEOUT_S", -60.0)
     node.now, ours = "slow", PendingWorkers("prepare", 2, bool)
-    group = group_of(control, ours)
+    group = group_of(ours)
     for _ in range(9):
         ours.start(2, SLOT)
-        with pytest.raises(WorkerGroupStartupFailedError):
+        with pytest.raises(WorkersFailedToStartError) as caught:
             group._create_workers(2)
-        control.before_controller_execute_failure_decision(None)
-    assert not read_events(control.budget.paths, "start_failed", "failed")
-
-
-def test_while_others_train_it_is_tried_less_and_less_often(
-    node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = {"s": 0.0}
-    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: now["s"]))
-    ours, begun = PendingWorkers("prepare", 2, bool), list[float]()
-    policy = SimpleNamespace(
-        draining_nodes={}, target_pending=1, has_standbys=False, excluded_nodes=(), no_starts_until_s=0.0
-    )
-    group = SimpleNamespace(slot=lambda excluded_nodes: SLOT)
-    controller: Any = SimpleNamespace(
-        _pending_workers=ours, _scaling_policy=policy, _budget=control, _worker_group=group
-    )
-    controller._record_failed_starts = functools.partial(elastic._Controller._record_failed_starts, controller)
-    while now["s"] < 400:
-        before = node.number
-        elastic._Controller._manage_pending_workers(controller)
-        begun += [now["s"]] * (node.number - before)
-        now["s"] += 1
-    pauses = [later - earlier for earlier, later in itertools.pairwise(begun)]
-    assert pauses[:6] == [6, 6, 6, 11, 21, 41]
-    assert set(pauses[6:]) == {81}
-    assert len(read_events(control.budget.paths, "start_failed")) == len(begun)
-    assert not read_events(control.budget.paths, "failed")
+        assert (caught.value.reasons, caught.value.is_charged) == ([NO_CAPACITY] * 2, False)
 
 
 @pytest.mark.parametrize(
     ("least", "took_s", "waited_s"), [(2, 1.0, 10.0), (2, 30.0, 30.0), (1, 1.0, 10.0), (3, 1.0, 600.0)]
 )
 def test_who_is_not_ready_holds_a_start_up_for_a_while_only(
-    node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch, least: int, took_s: float, waited_s: float
+    node: Node, monkeypatch: pytest.MonkeyPatch, least: int, took_s: float, waited_s: float
 ) -> None:
     """Of three two are ready, and the third prepares itself for ever: the run starts with two if that is enough."""
     now = {"s": 1000.0}
@@ -250,11 +191,11 @@ def test_who_is_not_ready_holds_a_start_up_for_a_while_only(
         newcomer.started_s = now["s"] + 1 - took_s
     node.now = "slow"
     ours.start(1, SLOT)
-    with pytest.raises(WorkerGroupStartupFailedError, match="2 of 3 workers are ready"):
-        group_of(control, ours)._create_workers(3)
+    with pytest.raises(WorkersFailedToStartError, match="2 of 3 workers are ready") as caught:
+        group_of(ours)._create_workers(3)
     assert now["s"] - 1001 == waited_s
     assert (ours.count_ready(), len(ours)) == (2, 3 if waited_s < 600 else 2)
-    assert not read_events(control.budget.paths, "failed")
+    assert not caught.value.is_charged
 
 
 def test_who_waits_for_newcomers_heeds_a_stop(node: Node) -> None:
@@ -276,34 +217,31 @@ class Died(ray.exceptions.RayActorError):
 @pytest.mark.parametrize("raised", [Died(), ray.exceptions.RayTaskError("run", "wrong", ValueError("wrong"))])
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_a_worker_lost_while_the_group_starts_is_a_failure_and_it_starts_again(
-    control: FailureBudget, monkeypatch: pytest.MonkeyPatch, raised: Exception, has_begun: bool
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, has_begun: bool
 ) -> None:
     """Ray launches the training outside of where it looks for lost workers; before that it names no cause."""
-    group, ended = group_of(control, PendingWorkers("prepare", 2, bool)), list[Any]()
+    group, ended = group_of(PendingWorkers("prepare", 2, bool)), list[Any]()
 
     def start(self: Any, builder: Any) -> None:
         if has_begun:
             vars(self)["_worker_group_state"] = SimpleNamespace(shutdown=lambda: ended.append(self))
-            control.after_worker_group_start(SimpleNamespace(get_workers=lambda: ["a", "b"]))
             raise raised
         raise WorkerGroupStartupFailedError("At least one of the worker actors failed to initialize.") from raised
 
     is_lost = isinstance(raised, Died)
     monkeypatch.setattr(WorkerGroup, "_start_impl", start)
     vars(group).update(_replica_groups=None, _worker_rank_to_replica_group_rank=None, _world_rank_to_ongoing_poll={})
-    with pytest.raises(WorkerGroupStartupFailedError if is_lost or not has_begun else type(raised)):
+    with pytest.raises(WorkerGroupStartupFailedError if is_lost or not has_begun else type(raised)) as caught:
         group._start()
     assert (ended, group.has_started()) == ([group] if has_begun else [], False)
-    control.before_controller_execute_failure_decision(None)
-    told = [event.details["errors"] for event in read_events(control.budget.paths, "failed")]
-    assert told == ([{"start": "RuntimeError: the node is gone"}] if is_lost else [])
+    assert (type(caught.value) is WorkersFailedToStartError) == is_lost
+    if is_lost:
+        assert (caught.value.reasons, caught.value.is_charged) == (["the node is gone"], True)
 
 
-def test_a_worker_that_does_not_answer_at_the_start_is_a_lost_worker(
-    control: FailureBudget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_does_not_answer_at_the_start_is_a_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """A time-out of Ray's would end the run, and does not say who was asked."""
-    group, ids = group_of(control, PendingWorkers("prepare", 2, bool)), [ray.ActorID.from_random() for _ in range(2)]
+    group, ids = group_of(PendingWorkers("prepare", 2, bool)), [ray.ActorID.from_random() for _ in range(2)]
     actors = [
         SimpleNamespace(_actor_id=each, init_train_context=SimpleNamespace(remote=lambda _id=each, **_: _id))
         for each in ids
@@ -317,12 +255,10 @@ def test_a_worker_that_does_not_answer_at_the_start_is_a_lost_worker(
         group._init_train_context_on_workers(workers, None, {})
 
 
-def test_the_unused_collectives_actor_is_ended_before_the_workers_are_awaited(
-    control: FailureBudget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_unused_collectives_actor_is_ended_before_the_workers_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take a worker's time to import what it needs."""
     group, builder, done = (
-        group_of(control, PendingWorkers(None, 1, bool)),
+        group_of(PendingWorkers(None, 1, bool)),
         SimpleNamespace(sync_actor=None),
         list[Any](),
     )

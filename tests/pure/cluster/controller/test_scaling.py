@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ray_app.cluster.controller.scaling_policy import choose_size
+from ray_app.cluster.controller.decisions import ControllerState, WorkerState, choose_size
+from ray_app.config.config import Config
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
 from ray_app.train.checkpointing.snapshots import check_snapshot_memory, page_locked_memory_warnings
@@ -29,9 +30,11 @@ from ray_app.train.checkpointing.snapshots import check_snapshot_memory, page_lo
 def test_growing_where_it_pays(
     now: int, possible: int, logical: int, least: int, most: int, since_s: float, workers: int, reason: str
 ) -> None:
-    decided = choose_size(now, possible, logical, least, most, since_s, min_interval_s=10.0)
-    assert decided.workers == workers
-    assert reason in decided.reason
+    config = Config().replace(scaling__logical_workers=logical, scaling__min_workers=least, scaling__max_workers=most)
+    group = tuple(WorkerState(f"w{index}", "node") for index in range(now))
+    decided, why = choose_size(ControllerState(config, True, group, since_change_s=since_s), possible)
+    assert decided == workers
+    assert reason in why
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,19 @@
-"""In which order members rank when a generation forms."""
+"""The states of members and generations, and in which order members rank when a generation forms."""
 
 from __future__ import annotations
 
-from ray_app.cluster.rendezvous.members import Members
-from ray_app.cluster.rendezvous.rendezvous import sort_by_rank
-from ray_app.train.membership import Heartbeat
+import random
+import re
+
+import pytest
+
+from ray_app.cluster.rendezvous.members import MEMBER_TRANSITIONS, Kind, Member, Members, MemberState
+from ray_app.cluster.rendezvous.rendezvous import FORMING_CONDITIONS, GenerationState, Rendezvous, sort_by_rank
+from ray_app.train.membership import Flags, Heartbeat
+from tests.support.places import ROOT
+from tests.support.rendezvous_world import PARTED, World
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
 def test_workers_of_one_host_rank_side_by_side_behind_the_first_who_has_the_state() -> None:
@@ -16,3 +25,120 @@ def test_workers_of_one_host_rank_side_by_side_behind_the_first_who_has_the_stat
         )
         member.waiting_since_s = float(place)
     assert [m.heartbeat.worker for m in sort_by_rank(list(members))] == ["b", "d", "c", "a"]
+
+
+def rows(head: str) -> dict[str, list[str]]:
+    """The rows of a table of the page: the states of the third column, by the state of the first."""
+    lines = PAGE.split(f"| {head} | when | ")[1].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    parts = {name: [part.split(":")[0] for part in then.split("; ")] for name, _, then in cells}
+    states = {name: re.findall(r"\w+", " ".join(p for p in then if p != "none")) for name, then in parts.items()}
+    return {name: [word for word in then if word in parts] for name, then in states.items()}
+
+
+def test_the_page_has_the_transitions_of_the_code() -> None:
+    code = {state.name.lower(): [then.name.lower() for then in to] for state, to in MEMBER_TRANSITIONS.items()}
+    page = rows("a member is")
+    assert list(page) == list(code)
+    assert {name: sorted(then) for name, then in page.items()} == {name: sorted(then) for name, then in code.items()}
+
+
+def test_the_page_has_the_states_of_a_generation_and_the_conditions_of_the_code() -> None:
+    assert list(rows("a generation is")) == [state.value for state in GenerationState]
+    conditions = PAGE.split("The conditions for the next generation")[1].split("The rendezvous raises REFORM")[0]
+    assert re.findall(r"^\d\. `(\w+)`", conditions, re.MULTILINE) == [holds.__name__ for holds in FORMING_CONDITIONS]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[MemberState, MemberState]]:
+    """The transitions of members that happen."""
+    found, lost = set[tuple[MemberState, MemberState]](), set[str]()
+    change = Members._change_kind
+
+    def watched(self: Members, member: Member, kind: Kind | None) -> None:
+        worker, before = member.heartbeat.worker, member.kind
+        if kind is None and before is not None:
+            gone = MemberState.LEFT if worker in leaving else MemberState.LOST
+            found.add((before.state, gone))
+            lost.add(worker)
+        elif kind is not None and before is None and worker in lost:
+            found.add((MemberState.LOST, kind.state))
+            lost.discard(worker)
+        elif kind is not None and before is not None and kind.state is not before.state:
+            found.add((before.state, kind.state))
+        change(self, member, kind)
+
+    leaving, leave, evict, start = set[str](), Rendezvous.leave, Rendezvous.evict, Rendezvous.__init__
+
+    async def watched_leave(self: Rendezvous, heartbeat: Heartbeat, over: bool = False) -> None:
+        leaving.add(heartbeat.worker)
+        await leave(self, heartbeat, over)
+        lost.discard(heartbeat.worker)
+
+    async def watched_evict(self: Rendezvous, workers: set[str]) -> None:
+        await evict(self, workers)
+        found.update((MemberState.LOST, MemberState.EVICTED) for worker in workers if worker in lost)
+
+    def watched_start(self: Rendezvous, *arguments: object, **options: object) -> None:
+        lost.clear()
+        leaving.clear()
+        start(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Members, "_change_kind", watched)
+    monkeypatch.setattr(Rendezvous, "leave", watched_leave)
+    monkeypatch.setattr(Rendezvous, "evict", watched_evict)
+    monkeypatch.setattr(Rendezvous, "__init__", watched_start)
+    return found
+
+
+def test_members_make_the_transitions_of_the_table_and_no_others(seen: set[tuple[MemberState, MemberState]]) -> None:
+    """In random schedules of all that happens to workers, and in what these seldom or never have."""
+    for seed in range(600):
+        shape = random.Random(seed)
+        World(seed, shape.randint(2, 5), shape.randint(4, 12), shape.randint(1, 6), PARTED).run()
+    server_worker = Rendezvous(5.0, None, lambda: 0.0)
+    for generation in (0, 1):
+        server_worker.handle_heartbeat(Heartbeat("a", "node", "host", 1, generation=generation))
+    late = Rendezvous(5.0, None, lambda: 0.0)
+    for heartbeat in (
+        Heartbeat("a", "node", "host", 1, generation=1, step=1),
+        Heartbeat("b", "node", "host", 1, generation=2, step=1),
+    ):
+        late.handle_heartbeat(heartbeat)
+        late.on_disconnect(heartbeat.worker)
+    late.handle_heartbeat(Heartbeat("a", "node", "host", 1, generation=1, step=1))
+    late.on_disconnect("a")
+    assert seen == {(state, then) for state, to in MEMBER_TRANSITIONS.items() for then in to}
+
+
+def test_the_states_of_a_generation() -> None:
+    now = [0.0]
+    meeting = Rendezvous(5.0, None, lambda: now[0], min_workers=1)
+
+    def beat(name: str, **fields: object) -> None:
+        meeting.handle_heartbeat(Heartbeat(name, "node", "host", 1, **fields))  # type: ignore[arg-type]
+
+    def call(coroutine: object) -> None:
+        with pytest.raises(StopIteration):
+            coroutine.send(None)  # type: ignore[attr-defined]
+
+    states = [meeting.generation_state]
+    call(meeting.set_expected(2, "1 of at least 2 workers"))
+    states.append(meeting.generation_state)
+    call(meeting.set_expected(2))
+    for name in "ab":
+        beat(name, wait_number=1)
+        states.append(meeting.generation_state)
+    for name, rank in (("a", 0), ("b", 1)):
+        beat(name, generation=1, rank=rank, step=0, phase="forming")
+    states.append(meeting.generation_state)
+    for name, rank in (("a", 0), ("b", 1)):
+        beat(name, generation=1, rank=rank, step=1, phase="compute")
+    states.append(meeting.generation_state)
+    meeting.on_disconnect("b")
+    states.append(meeting.generation_state)
+    call(meeting.leave(Heartbeat("a", "node", "host", 1, generation=1, step=1), over=True))
+    call(meeting.raise_flags(Flags.STOP))
+    assert [state.value for state in states] == [
+        *("gathering", "paused", "gathering", "stepping", "forming", "stepping", "broken")
+    ]

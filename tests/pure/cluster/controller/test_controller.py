@@ -1,0 +1,342 @@
+"""What the controller does about its decisions, with fakes of Ray and of the rendezvous."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.train.v2._internal.execution.controller.controller import TrainController
+from ray.train.v2._internal.execution.controller.state import RestartingState, RunningState, SchedulingState
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+
+from ray_app.cluster.controller import controller as module
+from ray_app.cluster.controller.controller import ElasticController
+from ray_app.cluster.controller.decisions import StoppedWaitingError
+from ray_app.cluster.controller.failure_budget import FailureBudget
+from ray_app.cluster.controller.pending_workers import Slot
+from ray_app.cluster.controller.worker_group import WorkersFailedToStartError
+from ray_app.config.config import Config
+from ray_app.config.sections import FailureSection
+from ray_app.errors import BudgetSpentError, RepeatedFailureError
+from ray_app.runlog.journal import StepRecord, read_events
+from ray_app.train.membership import Heartbeat, RendezvousStatus
+
+TRAINS, LEFT = WorkerStatus(running=True), WorkerStatus(running=False)
+FAILED = WorkerStatus(running=False, error=OSError("lost"))
+
+
+class Group:
+    """A worker group; each worker is its own node."""
+
+    pending: Pending
+
+    def __init__(self, **workers: WorkerStatus) -> None:
+        self.polls, self.workers = workers, list(workers)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def get_workers(self) -> list[Any]:
+        return [SimpleNamespace(actor=name, metadata=SimpleNamespace(node_id=name)) for name in self.workers]
+
+    def drop(self, actor_ids: frozenset[str]) -> None:
+        self.workers = [name for name in self.workers if name not in actor_ids]
+
+    def join(self, max_workers: int) -> int:
+        self.workers += [f"new{index}" for index in range(max_workers)]
+        self.pending.count -= max_workers
+        return max_workers
+
+
+class Pending:
+    """Pending workers that are ready."""
+
+    def __init__(self) -> None:
+        self.count = self.failed_rounds = 0
+        self.started, self.reasons = list[int](), list[str]()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def count_ready(self, since_s: float = 0.0) -> int:
+        return self.count
+
+    def poll(self, draining_nodes: frozenset[str]) -> list[str]:
+        reasons, self.reasons = self.reasons, []
+        self.count -= len(reasons)
+        return reasons
+
+    def limit_to(self, max_pending: int) -> None:
+        self.count = min(self.count, max_pending)
+
+    def start(self, count: int, slot: Slot) -> None:
+        if count > 0:
+            self.started.append(count)
+            self.count += count
+
+
+class Meeting:
+    """A rendezvous that notes the calls."""
+
+    def __init__(self) -> None:
+        self.calls, self.heartbeats = list[Any](), list[Heartbeat]()
+        self.now = RendezvousStatus(set(), set(), {}, 0, 7, None, None, False, 60.0)
+
+    def status(self) -> RendezvousStatus:
+        return self.now
+
+    def workers(self) -> list[Heartbeat]:
+        return self.heartbeats
+
+    def set_expected(self, *expected: Any) -> None:
+        self.calls.append(expected)
+
+    def drain(self, leaving: set[str]) -> None:
+        self.leaving = leaving
+
+    def evict(self, workers: frozenset[str]) -> None:
+        self.calls.append(sorted(workers))
+
+
+class Driven:
+    """A controller of at least 1 and at most 3 workers, without Ray; a test moves its clock."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+        shape = {"scaling__max_workers": 3, "scaling__logical_workers": 3} | fields
+        config = Config().replace(**shape)
+        self.budget, self.pending, self.meeting = FailureBudget(str(folder), 1, config.failure), Pending(), Meeting()
+        self.policy: Any = SimpleNamespace(
+            draining_nodes=frozenset(), excluded_nodes=(), suspected=set(), include_all_nodes=lambda: None
+        )
+        self.policy.suspect = self.policy.suspected.update
+        self.policy.possible_workers = lambda current: self.possible
+        self.policy.exclude_node = lambda node: setattr(self.policy, "excluded_nodes", (node,))
+        self.policy.capacity_without = lambda node, current: 1
+        self.possible, self.now_s, self.group = 3, 1000.0, None
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=lambda s: None))
+        monkeypatch.setattr(module, "actor_id_of", lambda actor: actor)
+        monkeypatch.setattr(TrainController, "__init__", lambda self, **_: None)
+        monkeypatch.setattr(TrainController, "_poll_workers", Driven._poll)
+        monkeypatch.setattr(
+            TrainController, "_shutdown_worker_group", lambda ours: setattr(ours, "_worker_group", None)
+        )
+        self.abandoned, slot = threading.Event(), Slot(1.0, 0.0, {})
+        collaborators: Any = (config, self.meeting, self.budget, self.pending, slot, self.abandoned, self.policy)
+        self.controller: Any = ElasticController(*collaborators)
+        self.controller._worker_group, self.controller._run_attempt_id = None, "attempt"
+
+    @staticmethod
+    async def _poll(controller: Any) -> WorkerGroupPollStatus:
+        group = controller._worker_group
+        return WorkerGroupPollStatus(dict(enumerate(group.polls.get(name, TRAINS) for name in group.workers)), {})
+
+    def poll(self, group: Group | None = None) -> list[str]:
+        """Polls a group of workers as Ray does while they train; returns those that are in it then."""
+        if group is not None:
+            self.controller._worker_group = group
+        self.controller._worker_group.pending = self.pending
+        status = asyncio.run(self.controller._poll_workers())
+        if status.errors:
+            self.decide()
+        group = self.controller._worker_group
+        return [] if group is None else group.workers
+
+    def decide(self) -> Any:
+        """Returns Ray's next state after a failure, or without workers."""
+        decide = self.controller._make_and_handle_scaling_decision_for_non_running_worker_group
+        return decide(RestartingState(training_failed_error=None)).next_state
+
+    def events(self, *kinds: str) -> list[Any]:
+        return [(event.kind, event.details) for event in read_events(self.budget.paths, *kinds)]
+
+
+@pytest.fixture
+def driven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driven:
+    return Driven(tmp_path, monkeypatch)
+
+
+def test_a_failed_worker_is_charged_and_dropped_and_replaced_at_the_next_poll(driven: Driven) -> None:
+    assert driven.poll(Group(a=TRAINS, b=FAILED, c=TRAINS)) == ["a", "c"]
+    [(_, failed)] = driven.events("failed")
+    assert (failed["errors"], failed["step"], failed["left"]) == ({"1": "OSError: lost"}, 7, 2)
+    assert driven.policy.suspected == {"b"}
+    assert driven.meeting.calls == [["b"], (2, None, False)]
+    assert driven.pending.started == []
+    assert driven.poll() == ["a", "c"]
+    assert driven.pending.started == [1], "in the same iteration in which its start is decided"
+    assert driven.poll() == ["a", "c", "new0"]
+    assert [event.details for event in read_events(driven.budget.paths, "replaced")] == [
+        {"before": 2, "after": 3, "step": 7, "reason": "a worker would run 1 logical workers instead of 2"}
+    ]
+    assert driven.meeting.calls[-1] == (3, None, False)
+
+
+def test_a_standby_worker_joins_at_the_first_poll_after_a_failure(tmp_path: Path, monkeypatch: Any) -> None:
+    driven = Driven(tmp_path, monkeypatch, scaling__standby_workers=1)
+    driven.pending.count, driven.possible = 1, 4
+    driven.poll(Group(a=TRAINS, b=FAILED, c=TRAINS))
+    assert driven.poll() == ["a", "c", "new0"]
+    assert driven.pending.started == [1], "another standby worker starts for the one that has joined"
+
+
+def test_a_worker_that_left_a_draining_node_is_dropped_and_replaced_in_the_same_poll(driven: Driven) -> None:
+    driven.policy.draining_nodes, driven.pending.count = frozenset("b"), 1
+    assert driven.poll(Group(a=TRAINS, b=LEFT, c=TRAINS)) == ["a", "c", "new0"]
+    assert driven.events("failed", "preempted") == [("preempted", {"number": 1, "workers": 1, "step": 7, "left": 2})]
+    assert driven.meeting.leaving == {"b"}
+
+
+def test_a_worker_that_left_while_another_failed_is_charged_as_a_preemption(driven: Driven) -> None:
+    driven.policy.draining_nodes = frozenset("a")
+    assert driven.poll(Group(a=LEFT, b=FAILED, c=TRAINS)) == ["c"]
+    charged = [(kind, details["left"]) for kind, details in driven.events("failed", "preempted")]
+    assert charged == [("failed", 2), ("preempted", 1)]
+
+
+def test_after_the_loss_of_all_workers_they_start_again(driven: Driven) -> None:
+    driven.controller._worker_group, driven.controller._polls = Group(a=FAILED, b=FAILED), {"a": FAILED, "b": FAILED}
+    state = driven.decide()
+    assert isinstance(state, SchedulingState)
+    decision = state.scaling_decision
+    assert (decision.num_workers, decision.resources_per_worker) == (3, {"CPU": 1.0})
+    assert driven.controller._worker_group is None
+    assert driven.policy.suspected == {"a", "b"}
+    assert driven.events("failed")[0][1]["left"] == 0
+
+
+def test_without_capacity_the_controller_waits_and_says_why_and_a_stop_ends_it(driven: Driven) -> None:
+    driven.possible = 0
+    assert isinstance(driven.decide(), RestartingState)
+    assert driven.meeting.calls == [(0, "nodes for 0 of at least 1 workers; waiting for capacity", False)]
+    driven.meeting.now = RendezvousStatus(set(), set(), {}, 0, 7, None, None, True, 60.0)
+    with pytest.raises(StoppedWaitingError):
+        driven.decide()
+
+
+def test_a_worker_that_is_declared_lost_is_charged_and_a_spent_budget_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven = Driven(tmp_path, monkeypatch, failure__max_failures=0)
+    driven.meeting.now = RendezvousStatus(set(), set(), {"b": 3.0}, 0, 7, None, None, False, 60.0)
+    with pytest.raises(BudgetSpentError):
+        driven.poll(Group(a=TRAINS, b=TRAINS))
+    assert driven.events("failed")[0][1]["errors"] == {"1": "ConnectionError: no heartbeat for 5 s"}
+
+
+def test_the_only_worker_that_is_declared_lost_is_replaced(driven: Driven) -> None:
+    lost = RendezvousStatus(set(), set(), {"a": 3.0}, 0, 7, None, None, False, 60.0)
+    driven.meeting.now, driven.possible = lost, 1
+    assert driven.poll(Group(a=TRAINS)) == []
+    assert (driven.pending.started, driven.meeting.calls[-1]) == ([1], (0, None, False))
+    assert driven.poll() == ["new0"]
+
+
+def test_at_the_end_of_a_run_no_worker_joins_and_the_rendezvous_knows(driven: Driven) -> None:
+    driven.pending.count, driven.now_s = 1, driven.now_s + 60
+    assert driven.poll(Group(a=LEFT, b=TRAINS)) == ["a", "b", "new0"]
+    assert driven.meeting.calls[-1] == (3, None, True)
+    driven.pending.count = 1
+    assert driven.poll(Group(a=LEFT, b=LEFT)) == ["a", "b"]
+    assert driven.pending.started == []
+
+
+def record(slow: dict[str, float]) -> StepRecord:
+    return StepRecord(8, 0, 0.0, 0.5, 0.1, 1.0, 1.0, 0.0, 3, [4], [0], "1.1", slow=slow)
+
+
+def test_a_worker_that_stays_slow_is_evicted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Driven(tmp_path, monkeypatch, scaling__evict_straggler_after_s=60.0)
+    driven.controller._worker_group = Group(a=TRAINS, b=TRAINS, c=TRAINS)
+    driven.meeting.heartbeats = [Heartbeat(n, n, "host", 1, 5, generation=1, rank=r) for r, n in enumerate("abc")]
+
+    def poll(slow: dict[str, float], seconds: float) -> None:
+        driven.meeting.now = RendezvousStatus(set(), set(), {}, 0, 9, record(slow), None, False, 60.0)
+        driven.poll()
+        driven.now_s += seconds
+
+    poll({"1": 3.0}, 59)
+    poll({}, 1)  # it keeps up again
+    poll({"1": 3.0}, 59)
+    poll({"1": 3.0}, 2)
+    assert driven.events("evicted") == []
+    poll({"1": 3.0}, 100)
+    [(_, details)] = driven.events("evicted")
+    assert (details["rank"], details["pid"], details["step"]) == (1, 5, 8)
+    assert (driven.meeting.leaving, driven.policy.excluded_nodes) == ({"b"}, ("b",))
+    poll({"1": 3.0}, 100)
+    assert len(driven.events("evicted")) == 1
+
+
+def test_while_others_train_failed_starts_are_tried_less_and_less_often(driven: Driven) -> None:
+    start_s, driven.now_s = driven.now_s, driven.now_s
+    driven.controller._worker_group, started_s = Group(a=TRAINS, b=TRAINS), list[float]()
+    rounds = itertools.count(-2)
+    while driven.now_s - start_s < 400:
+        before = len(driven.pending.started)
+        driven.poll()
+        if len(driven.pending.started) > before:
+            started_s.append(driven.now_s)
+            driven.pending.reasons, driven.pending.failed_rounds = ["the node kills it"], max(0, next(rounds))
+        driven.now_s += 1
+    pauses = [later - earlier for earlier, later in itertools.pairwise(started_s)]
+    assert pauses[:6] == [6, 6, 6, 11, 21, 41]
+    assert set(pauses[6:]) == {81}
+    assert len(driven.events("start_failed")) in (len(started_s), len(started_s) - 1)
+    assert not driven.events("failed")
+
+
+@pytest.mark.parametrize("is_charged", [True, False])
+def test_a_start_at_which_workers_fail_again_and_again_ends_the_run(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch, is_charged: bool
+) -> None:
+    """Ray Train tries again without end, unless the controller raises another error."""
+    reasons = ["the node kills it", "there is no capacity"]
+
+    def start(controller: Any, **_: Any) -> None:
+        raise WorkersFailedToStartError("1 of 2 workers are ready", reasons, is_charged)
+
+    monkeypatch.setattr(TrainController, "_start_worker_group", start)
+    for _ in range(2):
+        with pytest.raises(WorkersFailedToStartError):
+            driven.controller._start_worker_group(num_workers=2)
+    with pytest.raises(RepeatedFailureError if is_charged else WorkersFailedToStartError):
+        driven.controller._start_worker_group(num_workers=2)
+    assert [details["reason"] for _, details in driven.events("start_failed")] == ["the node kills it"] * 3
+    charged = [details["errors"] for _, details in driven.events("failed")]
+    assert charged == [{"start": "RuntimeError: the node kills it"}] * (3 if is_charged else 0)
+    reasons[:] = ["there is no capacity"]
+    with pytest.raises(WorkersFailedToStartError):
+        driven.controller._start_worker_group(num_workers=2)
+    assert len(driven.events("start_failed")) == 3
+
+
+def test_an_abandoned_run_ends_its_workers_and_its_pending_workers(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = list[Any]()
+
+    async def iterate(self: Any) -> None:
+        ended.append("iterated")
+        driven.abandoned.set()
+
+    monkeypatch.setattr(TrainController, "_run_control_loop_iteration", iterate)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    controller, driven.pending.count = driven.controller, 2
+    controller._worker_group = SimpleNamespace(abort=lambda: ended.append("aborted"))
+    controller._set_state = lambda state: ended.append(state.is_terminal())
+    asyncio.run(controller._run_control_loop_iteration())
+    assert ended == ["iterated"]
+    asyncio.run(controller._run_control_loop_iteration())
+    assert (ended, driven.pending.count) == (["iterated", "aborted", True], 0)
+
+
+def test_the_others_go_on_in_the_state_that_ray_polls(driven: Driven) -> None:
+    driven.controller._worker_group, driven.controller._polls = Group(a=TRAINS, b=FAILED), {"b": FAILED}
+    assert isinstance(driven.decide(), RunningState)
+    assert FailureSection().max_failures == 5, "so that the charge above ended nothing"

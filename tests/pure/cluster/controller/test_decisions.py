@@ -1,0 +1,242 @@
+"""The decisions of the controller: every row of its table, and which row a state reaches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ray_app.cluster.controller.decisions import (
+    TRANSITIONS,
+    ControllerState,
+    Decision,
+    Drop,
+    Evict,
+    Finish,
+    Resize,
+    Restart,
+    SlowWorker,
+    Start,
+    StopWaiting,
+    Wait,
+    WorkerState,
+    decide,
+    slow_workers,
+)
+from ray_app.config.config import Config
+from ray_app.errors import PreemptedError
+from ray_app.runlog.journal import StepRecord
+from ray_app.train.membership import Heartbeat
+from tests.support.places import ROOT
+
+ERROR = PreemptedError("all leave")
+TRAINS, LEFT, FAILED = {}, {"is_running": False}, {"is_running": False, "error": ERROR}
+
+
+def state_of(workers: dict[str, dict[str, Any]] | int = 0, config: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """A state with workers that are their own nodes; of at least 2 and at most 4 workers, with 4 logical workers."""
+    shape: dict[str, Any] = {"min_workers": 2, "max_workers": 4, "logical_workers": 4, "resize_interval_s": 30.0}
+    settings = {f"scaling__{name}": value for name, value in (shape | (config or {})).items()}
+    if isinstance(workers, int):
+        workers = dict.fromkeys("abcdefgh"[:workers], TRAINS)
+    states = tuple(WorkerState(name, name, **of) for name, of in workers.items())
+    fields = {"has_group": bool(workers), "since_change_s": 60.0} | fields
+    return ControllerState(Config().replace(**settings), workers=states, **fields)
+
+
+def slow(worker: str, slowdown: float, is_replaceable: bool = True) -> SlowWorker:
+    return SlowWorker(Heartbeat(worker, worker, "host", 1), slowdown, 61.0, is_replaceable)
+
+
+def name_of(state: ControllerState) -> str:
+    return next(row.name for row in TRANSITIONS if row.guard(state))
+
+
+STATES: list[tuple[str, ControllerState, Decision]] = [
+    ("stop", state_of(possible=4, is_stopping=True), StopWaiting()),
+    ("start", state_of(possible=3), Start(3, may_grow=False)),
+    ("wait", state_of(possible=1), Wait("nodes for 1 of at least 2 workers; waiting for capacity")),
+    ("restart", state_of({"a": FAILED, "b": FAILED}), Restart({0: ERROR, 1: ERROR})),
+    (
+        "drop failed",
+        state_of({"a": TRAINS, "b": FAILED}),
+        Drop(frozenset("b"), "it failed, or it left while others failed", {1: ERROR}),
+    ),
+    (
+        "drop drained",
+        state_of({"a": LEFT, "b": TRAINS}, draining_nodes=frozenset("a")),
+        Drop(frozenset("a"), "its node goes away", preempted=1),
+    ),
+    (
+        "drop evicted",
+        state_of({"a": LEFT, "b": TRAINS}, evicted=frozenset("a")),
+        Drop(frozenset("a"), "it was a straggler"),
+    ),
+    ("finish", state_of({"a": LEFT, "b": LEFT}, possible=4, ready=2), Finish()),
+    (
+        "evict",
+        state_of(4, slow=(slow("a", 1.5),)),
+        Evict(slow("a", 1.5), "1.5 times as slow as the others for 61 s; another takes its place"),
+    ),
+    (
+        "hold",
+        state_of(1, possible=1),
+        Resize(1, 0, 0, "no capacity for more", "1 of at least 2 workers; waiting for capacity"),
+    ),
+    (
+        "replace",
+        state_of(3, possible=4, pending=1, ready=1, unreplaced=1),
+        Resize(4, 1, 0, "a worker would run 1 logical workers instead of 2"),
+    ),
+    (
+        "grow",
+        state_of(2, possible=4, pending=2, ready=2),
+        Resize(4, 2, 0, "a worker would run 1 logical workers instead of 2"),
+    ),
+    ("keep", state_of(4, possible=4), Resize(4, 0, 0, "as many as configured")),
+]
+
+
+@pytest.mark.parametrize(("name", "state", "decision"), STATES)
+def test_each_row_of_the_table_is_reached(name: str, state: ControllerState, decision: Decision) -> None:
+    assert (name_of(state), decide(state)) == (name, decision)
+
+
+def test_a_worker_that_was_declared_lost_is_dropped_after_a_while() -> None:
+    silent = state_of({"a": TRAINS, "b": {"lost_for_s": 2.1}})
+    decision = decide(silent)
+    assert isinstance(decision, Drop)
+    assert (name_of(silent), decision.workers, decision.reason) == ("drop silent", {"b"}, "no heartbeat for 5 s")
+    [(position, error)] = decision.errors.items()
+    assert (position, type(error)) == (1, ConnectionError)
+    assert name_of(state_of({"a": TRAINS, "b": {"lost_for_s": 1.9}}, possible=2)) == "keep"
+
+
+def test_the_table_has_no_other_rows_and_the_page_names_them_all() -> None:
+    names = [row.name for row in TRANSITIONS]
+    assert {name for name, *_ in STATES} | {"drop silent"} == set(names)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.split("| the controller | when | ")[1].split("\n\n")[0]
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == names
+
+
+@pytest.mark.parametrize(
+    ("workers", "draining", "evicted", "stay", "preempted"),
+    [
+        ({"a": LEFT, "b": FAILED}, {"a", "b"}, set(), None, 0),
+        ({"a": LEFT, "b": FAILED}, set(), {"a"}, None, 0),
+        ({"a": LEFT, "b": FAILED, "c": TRAINS}, {"a"}, set(), ["c"], 1),
+        ({"a": LEFT, "b": FAILED, "c": TRAINS}, set(), {"a"}, ["c"], 0),
+        ({"a": TRAINS, "b": FAILED}, {"a"}, set(), ["a"], 0),
+        ({"a": LEFT, "b": FAILED}, set(), set(), ["a"], 0),  # it has done all steps
+    ],
+)
+def test_a_worker_that_has_left_does_not_count_as_going_on(
+    workers: dict[str, dict[str, Any]], draining: set[str], evicted: set[str], stay: list[str] | None, preempted: int
+) -> None:
+    """None: the others restart. Where all have ended without an error the run ends at the next poll."""
+    state = state_of(workers, draining_nodes=frozenset(draining), evicted=frozenset(evicted))
+    decision = decide(state)
+    if stay is None:
+        assert decision == Restart({1: ERROR})
+    else:
+        assert isinstance(decision, Drop)
+        assert [name for name in workers if name not in decision.workers] == stay
+        assert (decision.errors, decision.preempted) == ({1: ERROR}, preempted)
+
+
+def test_only_a_worker_that_has_left_for_no_other_reason_shows_that_the_run_is_over() -> None:
+    state = state_of({"a": LEFT, "b": LEFT, "c": TRAINS}, draining_nodes=frozenset("a"), evicted=frozenset("b"))
+    assert not state.is_run_over
+    assert replace(state, evicted=frozenset()).is_run_over
+
+
+def resized(workers: int, possible: int, config: dict[str, Any] | None = None, **fields: Any) -> Resize:
+    decision = decide(state_of(workers, config, possible=possible, **fields))
+    assert isinstance(decision, Resize)
+    return decision
+
+
+def test_below_the_minimum_the_run_waits_and_goes_on_when_there_is_capacity() -> None:
+    one_starts = resized(1, 2)
+    assert (one_starts.joining, one_starts.pending, one_starts.waiting_reason) == (0, 1, None)
+    it_joins = resized(1, 2, pending=1, ready=1)
+    assert (it_joins.joining, it_joins.pending, it_joins.waiting_reason) == (1, 0, None)
+
+
+def test_a_group_without_workers_is_filled() -> None:
+    """All of its workers were declared lost."""
+    joins = resized(0, 2, has_group=True, pending=2, ready=2, unreplaced=2)
+    assert (joins.workers, joins.joining, joins.waiting_reason) == (2, 2, None)
+    holds = resized(0, 1, has_group=True)
+    assert (holds.joining, holds.waiting_reason) == (0, "0 of at least 2 workers; waiting for capacity")
+
+
+def test_standby_workers_start_where_there_is_capacity_and_start_alone_if_all_others_are_lost() -> None:
+    standby = {"standby_workers": 1}
+    assert [resized(4, possible, standby).pending for possible in (4, 5, 9)] == [0, 1, 1]
+    assert decide(state_of(config=standby, possible=5, ready=1)) == Start(4, may_grow=False), "1 is too few"
+    assert decide(state_of(config=standby, possible=5, ready=2)) == Start(2, may_grow=True)
+    joins = resized(3, 5, standby, pending=1, ready=1, unreplaced=1)
+    assert (joins.joining, joins.pending) == (1, 1), "another standby worker starts for the one that joins"
+
+
+@pytest.mark.parametrize(("ready", "has_waited", "joining"), [(1, False, 0), (1, True, 1), (2, False, 2)])
+def test_a_worker_that_is_ready_waits_a_while_for_the_others(ready: int, has_waited: bool, joining: int) -> None:
+    decision = resized(2, 4, pending=2, ready=ready, has_waited=has_waited)
+    assert (decision.joining, decision.pending) == (joining, 2 - joining)
+
+
+def test_after_failed_starts_only_pending_workers_join() -> None:
+    assert resized(2, 4, can_start=False).pending == 0
+    assert resized(2, 4, can_start=False, pending=2, ready=2).joining == 2
+
+
+STRAGGLERS = {"min_workers": 1, "evict_straggler_after_s": 60.0}
+
+
+def evicted(
+    *stragglers: SlowWorker, workers: int = 4, config: dict[str, Any] | None = None, **fields: Any
+) -> Evict | None:
+    decision = decide(state_of(workers, STRAGGLERS | (config or {}), slow=stragglers, possible=workers, **fields))
+    return decision if isinstance(decision, Evict) else None
+
+
+@pytest.mark.parametrize(("slowdown", "leaves"), [(2.1, False), (2.3, True)])
+def test_without_a_replacement_a_straggler_leaves_if_the_others_are_faster(slowdown: float, leaves: bool) -> None:
+    """Of four workers with one logical worker each, three have one with two: a step takes twice as long."""
+    decision = evicted(slow("a", slowdown, is_replaceable=False))
+    assert (decision is not None) == leaves
+    assert decision is None or decision.reason.endswith("without it a step takes 0.87 of the time")
+
+
+def test_enough_workers_stay() -> None:
+    fast, four = slow("a", 9.0), {"min_workers": 4}
+    assert evicted(fast, config=four) is None, "the capacity may be gone when a replacement would take it"
+    assert evicted(replace(fast, is_replaceable=False), config=four, pending=1, ready=1) is not None
+    assert evicted(replace(fast, is_replaceable=False), config=four) is None
+    assert evicted(replace(fast, is_replaceable=False), workers=1) is None
+
+
+def test_the_slowest_straggler_leaves_first_and_so_many_at_most() -> None:
+    stragglers, two = [slow("a", 2.0), slow("b", 3.0), slow("c", 2.5)], {"max_workers": 2}
+    decision = evicted(*stragglers, config=two)
+    assert decision is not None
+    assert decision.slow == stragglers[1]
+    second = evicted(stragglers[0], stragglers[2], config=two, evicted=frozenset("b"))
+    assert second is not None
+    assert second.slow == stragglers[2]
+    assert evicted(stragglers[0], config=two, evicted=frozenset("bc")) is None
+
+
+def record_of(generation: str, slow: dict[str, float]) -> StepRecord:
+    return StepRecord(8, 0, 0.0, 0.5, 0.1, 1.0, 1.0, 0.0, 3, [4], [0], generation, slow=slow)
+
+
+def test_a_rank_is_that_of_the_workers_in_the_generation_of_the_record() -> None:
+    """Rank 1 waits already, so that rank 2 is the second of the workers that step."""
+    heartbeats = [Heartbeat(name, "n", "h", 1, generation=7, rank=rank) for name, rank in (("a", 0), ("c", 2))]
+    assert slow_workers(record_of("1.7", {"2": 3.0, "1": 2.0}), heartbeats) == {"c": 3.0}
+    assert slow_workers(record_of("1.6", {"2": 3.0}), heartbeats) == {}, "ranks of an earlier generation"
+    assert slow_workers(record_of("1.17", {"2": 3.0}), heartbeats) == {}
