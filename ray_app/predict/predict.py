@@ -35,7 +35,6 @@ from ray_app.preflight.data_summary import describe_prediction_columns
 from ray_app.preflight.prepare import make_task
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.data_files import locate_data
 from ray_app.storage.files import Location, list_files, list_folders, read_json, to_location
 from ray_app.task.base import Task, WithoutTargets
 from ray_app.task.ragged import LENGTHS
@@ -54,11 +53,11 @@ class PredictSection:
 
     Args:
         data: Folder (or file) of Parquet to predict on; it may lack the columns that `Task.targets` names.
-        out: Folder of the predictions, or its s3:// URI: part files in the order of the data, and `predictions.json`,
-            written last.
+        out: Folder of the predictions, or its URI in a bucket: part files in the order of the data, and
+            `predictions.json`, written last.
         model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the folder of an
             export. Without it and without `run`: the champion of `tracking.registered_model`.
-        run: Directory of a run, or its s3:// URI; its best checkpoint is used instead of `model`.
+        run: Directory of a run, or its URI in a bucket; its best checkpoint is used instead of `model`.
         columns: Columns of the data to copy to the parts, separated by commas; default: `row_id` if there is one.
         part_rows: Largest number of rows of a part, which is also limited to `data.read_task_mb` decoded megabytes.
         batch_size: Rows of one forward pass.
@@ -157,7 +156,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "code": _code_digest(source_files(class_path(model.task))),
         "manifest_digest": manifest.digest,
         "content_digest": hashlib.sha256(
-            json.dumps(hash_files(locate_data(dataset.root), manifest.paths)).encode()
+            json.dumps(hash_files(to_location(dataset.root), manifest.paths)).encode()
         ).hexdigest(),
         "columns": carried,
         "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),

@@ -19,16 +19,8 @@ import pyarrow as pa
 
 from ray_app.data.arrays import Array, to_column
 from ray_app.errors import DataError
-from ray_app.storage.data_files import (
-    HEAD_BYTES,
-    DataLocation,
-    File,
-    files_in,
-    find_file,
-    is_folder,
-    locate_data,
-    name_foreign_file,
-)
+from ray_app.storage.data_files import HEAD_BYTES, File, files_in, find_file, is_folder, name_foreign_file
+from ray_app.storage.files import Location, to_location
 from ray_app.task.images import decode_image
 
 BLOCK_BYTES = 16 << 20
@@ -219,7 +211,7 @@ def match_files(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[
 
 
 def _match_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
-    path = locate_data(name)
+    path = to_location(name)
     if "*" in path.name:
         folder = path.parent
         return [f for f in files_in(folder) if fnmatchcase(f.location.name, path.name)] if is_folder(folder) else []
@@ -253,7 +245,7 @@ def sort_classes(where: str, values: set[str], skip: bool) -> tuple[str, ...]:
 _BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
-def list_text_files(path: DataLocation, suffixes: tuple[str, ...], kind: str) -> list[File]:
+def list_text_files(path: Location, suffixes: tuple[str, ...], kind: str) -> list[File]:
     """Returns one text file, or those in a folder, sorted by name.
 
     Raises:

@@ -25,7 +25,8 @@ from pyarrow import csv as arrow_csv
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
-from ray_app.storage.data_files import DataLocation, File, parser_errors
+from ray_app.storage.data_files import File, parser_errors
+from ray_app.storage.files import Location
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
@@ -246,7 +247,7 @@ class Csv:
         column_names: Names of the columns of files without a header line; None: all files have one.
     """
 
-    path: DataLocation
+    path: Location
     label: str | None
     skip: bool
     split_bytes: int

@@ -21,7 +21,8 @@ import pyarrow.json as pj
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
-from ray_app.storage.data_files import DataLocation, File, parser_errors
+from ray_app.storage.data_files import File, parser_errors
+from ray_app.storage.files import Location
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 32
@@ -54,7 +55,7 @@ class JsonLines:
         split_bytes: Maximum bytes of files that one task reads.
     """
 
-    path: DataLocation
+    path: Location
     label: str | None
     columns: list[str] | None
     ragged: list[str]
