@@ -24,7 +24,7 @@ nitpick_ignore_regex = [
     # Names of other projects are not resolved, so that the build needs no network.
     ("py:.*", r"(?!ray_app).*"),
     # Classes that appear in signatures and that users do not construct.
-    ("py:class", r"ray_app\.(driver\.run\.(Run|Faults)|storage\.object_stores\.S3Path)"),
+    ("py:class", r"ray_app\.(driver\.run\.(Run|Faults)|storage\.object_stores\.ObjectPath)"),
     (
         "py:class",
         r"ray_app\.config\.(sections|import_paths)\.\w+",

@@ -9,7 +9,7 @@
     ├── DataError            the data set cannot be used (exit code 2 before the start)
     │   ├── BadRowError      one row cannot be used: file, row group and row
     │   ├── ProcessDiedError the process that read some rows died again and again
-    │   └── StorageError     a disk, the network or S3 failed; the contents of the files are not to blame
+    │   └── StorageError     a disk, the network or an object store failed; the contents of the files are not to blame
     ├── CheckpointError      no checkpoint can be returned to
     │   └── DamagedError     the files of a checkpoint differ from those that were committed
     ├── TrackingError        MLflow did not accept everything that was sent
@@ -84,7 +84,7 @@ class ProcessDiedError(DataError):
 
 
 class StorageError(DataError):
-    """A disk, the network or S3 failed while data was read or written; another attempt may succeed."""
+    """A disk, the network or an object store failed while data was read or written; another attempt may succeed."""
 
     retryable = True
 

@@ -16,8 +16,10 @@ TESTS = Path(__file__).parent
 pytest_plugins = ["tests.support.cluster", "tests.support.train_command"]
 
 if TYPE_CHECKING:
-    from ray_app.storage.object_stores import S3Path
+    from ray_app.storage.object_stores import ObjectPath
     from ray_app.testing import WorkerPool
+    from tests.support.azure_server import AzureServer
+    from tests.support.gcs_server import GoogleServer
     from tests.support.s3_server import S3Server
 
 
@@ -94,11 +96,47 @@ def s3_server() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def s3_folder(s3_server: S3Server) -> Iterator[S3Path]:
+def s3_folder(s3_server: S3Server) -> Iterator[ObjectPath]:
     """A place on it for one test, which begins and ends without faults."""
     s3_server.reset()
     yield s3_server.path(uuid.uuid4().hex)
     s3_server.reset()
+
+
+@pytest.fixture(scope="session")
+def gs_server() -> Iterator[GoogleServer]:
+    """A server that speaks as Google Cloud Storage, with one empty bucket."""
+    from tests.support.gcs_server import TOKEN, GoogleServer
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("GOOGLE_BEARER_TOKEN", TOKEN)
+        server = GoogleServer()
+        yield server
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def az_server() -> Iterator[AzureServer]:
+    """An emulator of Azure Blob Storage, with one empty container."""
+    from tests.support.azure_server import KEY, AzureServer
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("AZURE_STORAGE_KEY", KEY)
+        server = AzureServer()
+        yield server
+        server.close()
+
+
+@pytest.fixture
+def gs_folder(gs_server: GoogleServer) -> ObjectPath:
+    """A place on it for one test."""
+    return gs_server.path(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def az_folder(az_server: AzureServer) -> ObjectPath:
+    """A place on it for one test."""
+    return az_server.path(uuid.uuid4().hex)
 
 
 @pytest.fixture(autouse=True)

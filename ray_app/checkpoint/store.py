@@ -540,7 +540,7 @@ class CheckpointStore:
         (self._paths.pins / f"{evaluator_id}.json").unlink(missing_ok=True)
 
     def _folders(self, temporary: bool = False) -> _Folders:
-        """Returns the files of all checkpoint directories, by one request on S3.
+        """Returns the files of all checkpoint directories, by one listing of a bucket.
 
         Args:
             temporary: Whether to return the temporary files instead, which a writer leaves that is stopped in the

@@ -44,7 +44,7 @@ class EvaluateOptions:
     """What the command evaluates, and the resources of its evaluator.
 
     Args:
-        run: Directory of the run, or its s3:// URI.
+        run: Directory of the run, or its URI in a bucket.
         name: Name of this evaluator. Its evaluations are stored separately from the run's own, and its metrics in
             MLflow are called `eval_<name>_<metric>`. Default: the command does the work of the run's own evaluator.
         data: Folder (or file) of Parquet to evaluate on; needs a name. Default: the run's `data.eval_path`.

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> in
     parser.add_argument(
         "--run",
         required=True,
-        help="directory of the run, <run.storage_path>/<run.name>, on a disk or s3://bucket/prefix",
+        help="directory of the run, <run.storage_path>/<run.name>, on a disk or in a bucket",
     )
     parser.add_argument("--out", help="file to write instead of report.html in the run's directory")
     options = parser.parse_args(arguments)

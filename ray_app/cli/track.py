@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int
     parser = argparse.ArgumentParser(
         prog=prog, description="Sends what MLflow lacks of a run that has ended.", allow_abbrev=False
     )
-    parser.add_argument("--replay", metavar="RUN", required=True, help="Directory of the run, or its s3:// URI.")
+    parser.add_argument("--replay", metavar="RUN", required=True, help="Directory of the run, or its URI in a bucket.")
     parser.add_argument("--uri", help="MLflow tracking URI; default: the run's own. Another one gets the whole record.")
     parser.add_argument(
         "--experiment", help="Experiment for a run that MLflow does not know yet; default: the run's own."

@@ -24,11 +24,14 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int
     """
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Shows runs as they are now, on a disk or S3, also after their end. It reads their files and costs"
-        " them nothing.",
+        description="Shows runs as they are now, on a disk or in a bucket, also after their end. It reads their files"
+        " and costs them nothing.",
     )
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="directory of a run, <run.storage_path>/<run.name>, on a disk or s3://"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="directory of a run, <run.storage_path>/<run.name>, on a disk or in a bucket",
     )
     parser.add_argument("--port", type=int, help="serve a page there, too, until Ctrl-C; 0: any port that is free")
     parser.add_argument("--host", default="127.0.0.1", help="where the page listens; by default this machine alone")

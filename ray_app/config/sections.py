@@ -35,16 +35,16 @@ class RunSection:
     Args:
         name: Name of the run's directory below `storage_path` and of its run in MLflow. A start with the name of an
             existing run resumes that run. Default: a name is generated.
-        storage_path: Folder that every node of the cluster sees under the same path, or `s3://bucket/prefix`. Access to
-            S3 is configured by the usual `AWS_*` variables on every node, or in the path:
-            `?endpoint_override=host:port&scheme=http&region=...`.
+        storage_path: Folder that every node of the cluster sees under the same path, or `s3://bucket/prefix`,
+            `gs://bucket/prefix` or `az://container/prefix`, with `?endpoint_override=host:port&scheme=http` for other
+            servers than the provider's. Each node needs the credentials, see the page on runs.
         ray_address: Address of the Ray cluster to connect to, or `auto`. Default: the value of `RAY_ADDRESS` if it is
             set (as in a Ray job), otherwise a local cluster that is stopped when the run ends.
         changed_code: Reaction to changed code when a run is resumed: the source files of the task, optimizer or
             schedule, or versions of the libraries that they import, differ from those at the last start. `warn` names
             the changes and resumes; `refuse` does not start.
         changed_data: Reaction to changed data when a run is resumed: files of the training or evaluation data differ in
-            size or modification time (on S3: in ETag) from those at the last start. `warn` names the changes and
+            size or modification time (in a bucket: in ETag) from those at the last start. `warn` names the changes and
             resumes; `refuse` does not start.
     """
 

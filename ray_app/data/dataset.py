@@ -25,24 +25,15 @@ from ray_app.data.arrays import is_bytes, is_number, is_numbers, is_text, spec_o
 from ray_app.data.parquet_files import DataFile, Footers, Range, load_footers, read_footers
 from ray_app.errors import DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, parse_partition_value, parse_partitions
-from ray_app.storage.data_files import (
-    DataLocation,
-    file_versions,
-    files_below,
-    find_file,
-    folders_in,
-    is_folder,
-    locate_data,
-    open_data_file,
-)
-from ray_app.storage.files import Location, put_json, read_json
+from ray_app.storage.data_files import file_versions, files_below, find_file, folders_in, is_folder, open_data_file
+from ray_app.storage.files import Location, put_json, read_json, to_location
 
 _THREADS = 8
 _MIN_AGE_NS = 5_000_000_000
 """Age from which a file on a disk has a reliable version, see `_is_reliable`."""
 
 
-def hash_files(root: DataLocation, paths: Iterable[str], digest_cache: Location | None = None) -> dict[str, str]:
+def hash_files(root: Location, paths: Iterable[str], digest_cache: Location | None = None) -> dict[str, str]:
     """Returns the SHA-256 of files below a folder, by their relative path.
 
     Where `digest_cache`, a file, keeps their digests, files that did not change since are not read again.
@@ -63,7 +54,7 @@ def hash_files(root: DataLocation, paths: Iterable[str], digest_cache: Location 
     return {path: digests[path] for path in all_paths}
 
 
-def _versions(root: DataLocation, paths: list[str]) -> list[Any]:
+def _versions(root: Location, paths: list[str]) -> list[Any]:
     """Returns a value for each file that changes with its content; a copy cannot restore all of it."""
     if not isinstance(root, Path):
         return file_versions(root, paths)
@@ -76,7 +67,7 @@ def _is_reliable(version: Any, now_ns: int) -> bool:
     return isinstance(version, str) or now_ns - version[2] > _MIN_AGE_NS
 
 
-def _load_digests(digest_cache: Location, root: DataLocation) -> dict[str, Any]:
+def _load_digests(digest_cache: Location, root: Location) -> dict[str, Any]:
     try:
         values = read_json(digest_cache) or {}
         return dict(values["files"]) if values.get("root") == str(root) else {}
@@ -85,7 +76,7 @@ def _load_digests(digest_cache: Location, root: DataLocation) -> dict[str, Any]:
         return {}
 
 
-def sha256(file: DataLocation) -> str:
+def sha256(file: Location) -> str:
     """Returns the SHA-256 of a file."""
     with open_data_file(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -131,7 +122,7 @@ def count_labels(root: str, manifest: Manifest, column: str) -> dict[int, int]:
 
 
 UNFINISHED_MARKER = "_ingest.json"
-"""File in a data set on S3 that an ingest is writing; the ingest writes `dataset.json` last."""
+"""File in a data set in a bucket that an ingest is writing; the ingest writes `dataset.json` last."""
 _INDEX_NAMES = re.compile(r"|__index_level_\d+__|Unnamed: \d+")
 
 
@@ -153,7 +144,7 @@ def open_dataset(path: str) -> Dataset:
         DataError: The path does not exist, a file is not Parquet, the files have different columns, or there are no
             rows.
     """
-    target = locate_data(path)
+    target = to_location(path)
     is_file = not is_folder(target)
     if is_file and not find_file(target):
         raise DataError(
@@ -180,7 +171,7 @@ def open_dataset(path: str) -> Dataset:
     return Dataset(str(root), manifest, facts)
 
 
-def _check_finished(path: str, root: DataLocation) -> None:
+def _check_finished(path: str, root: Location) -> None:
     """Refuses a folder on S3 that an ingest has begun and not finished; on a disk an ingest creates the folder last."""
     if find_file(root / UNFINISHED_MARKER) and not find_file(root / "dataset.json"):
         raise DataError(
@@ -189,7 +180,7 @@ def _check_finished(path: str, root: DataLocation) -> None:
         )
 
 
-def _facts(path: str, root: DataLocation, footers: Footers, manifest: Manifest) -> DataFacts:
+def _facts(path: str, root: Location, footers: Footers, manifest: Manifest) -> DataFacts:
     columns = {field.name: _column_facts(field, footers.range_of(field)) for field in footers.schema}
     columns |= {name: facts for name, facts in _partition_facts(manifest).items() if name not in columns}
     described: dict[str, Any] = read_json(root / "dataset.json") or {}

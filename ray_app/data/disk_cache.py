@@ -38,7 +38,8 @@ from ray_app.data.arrays import ArraySpec, from_column, to_column
 from ray_app.data.bad_rows import REASON, Decode, read_reasons
 from ray_app.data.reader import POSITION, Fetch, Reader, ReadSpec, RowSource, RowStream, Span, check_positions
 from ray_app.plan.hashing import UInt64, hash_array, key, mix_array
-from ray_app.storage.data_files import file_versions, locate_data
+from ray_app.storage.data_files import file_versions
+from ray_app.storage.files import to_location
 from ray_app.task.ragged import Field, Ragged, concat_fields
 
 logger = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ def cache_key(source: RowSource, settings: str) -> str:
     manifest, reader = source.manifest, source.reader
     facts = {
         "manifest": manifest.digest,
-        "files": file_versions(locate_data(reader.root), manifest.paths),
+        "files": file_versions(to_location(reader.root), manifest.paths),
         "fields": {name: asdict(spec) for name, spec in source.fields.items()},
         "columns": reader.columns,
         "settings": settings,

@@ -38,17 +38,14 @@ from ray_app.data.arrays import is_number, is_numbers, spec_of_field
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.manifest import Manifest, PartitionType, PartitionValue, parse_partition_value, parse_partitions
 from ray_app.storage.data_files import (
-    CONNECTIONS,
-    DataLocation,
     bucket_errors,
-    locate_data,
-    make_fragment,
     open_parquet,
     parser_errors,
     relative_path,
     to_read_error,
 )
-from ray_app.storage.files import Location, put_atomic
+from ray_app.storage.files import Location, put_atomic, to_location
+from ray_app.storage.object_stores import CONNECTIONS
 
 Partitions = Mapping[str, PartitionType]
 """Type of each partition column: a column with its values in the names of folders, as in `year=2024/`."""
@@ -66,8 +63,8 @@ def partition_fields(partitions: Partitions) -> list[pa.Field]:
 class DataFile:
     """An open Parquet file, also a context manager; with `buffer_bytes` 0 row groups are fetched as a whole."""
 
-    def __init__(self, root: str | DataLocation, path: str, partitions: Partitions, buffer_bytes: int = 0) -> None:
-        self._location = (locate_data(root) if isinstance(root, str) else root) / path
+    def __init__(self, root: str | Location, path: str, partitions: Partitions, buffer_bytes: int = 0) -> None:
+        self._location = (to_location(root) if isinstance(root, str) else root) / path
         self._path = path
         self._file = open_parquet(self._location, buffer_bytes)
         self._stored_columns = set(self._file.schema_arrow.names)
@@ -191,7 +188,7 @@ class OpenFiles:
     """The files of a data set that were read last, of which at most `_MAX_OPEN` are open at a time; see `DataFile`."""
 
     def __init__(self, root: str, partitions: Partitions) -> None:
-        self._root, self._partitions = locate_data(root), partitions
+        self._root, self._partitions = to_location(root), partitions
         self._open: OrderedDict[str, DataFile] = OrderedDict()
 
     def get(self, path: str) -> DataFile:
@@ -271,7 +268,7 @@ _footer_checker = _FooterChecker()
 atexit.register(_footer_checker.close)
 
 
-def check_footers(files: Sequence[DataLocation], tails: Sequence[bytes]) -> None:
+def check_footers(files: Sequence[Location], tails: Sequence[bytes]) -> None:
     """Raises DataError for a footer that makes the Parquet library abort its process.
 
     Its columns are encrypted, or it contradicts itself. `tails` has the end of each file from its footer on.
@@ -357,7 +354,7 @@ class Footers:
         put_atomic(folder / FOOTERS_FILE, sink.getvalue().to_pybytes())
 
 
-def load_footers(root: DataLocation) -> Footers | None:
+def load_footers(root: Location) -> Footers | None:
     """Returns the `Footers` that an ingest has stored in a data set; None if they are missing or damaged."""
     with bucket_errors(root):
         try:
@@ -374,7 +371,7 @@ def load_footers(root: DataLocation) -> Footers | None:
 
 
 def read_footers(
-    root: DataLocation, files: Sequence[DataLocation], kept: Footers | None = None, trusted: bool = False
+    root: Location, files: Sequence[Location], kept: Footers | None = None, trusted: bool = False
 ) -> Footers:
     """Reads the footers of files, many at a time, and returns their facts.
 
@@ -420,13 +417,13 @@ def read_footers(
 class _SharedColumns:
     """The columns that all files of a data set have."""
 
-    def __init__(self, schema: pa.Schema, example: DataLocation) -> None:
+    def __init__(self, schema: pa.Schema, example: Location) -> None:
         self.schema, self._example = schema, example
         self.leaves = _leaves(schema)
         self._last: tuple[Any, list[int | None]] | None = None
 
     def leaf_indices(
-        self, file: DataLocation, footer: pq.FileMetaData, schema: Callable[[], pa.Schema]
+        self, file: Location, footer: pq.FileMetaData, schema: Callable[[], pa.Schema]
     ) -> list[int | None]:
         """Returns the index of each column of numbers in the row groups of a file, or None where it has none.
 
@@ -464,7 +461,7 @@ def _leaf(field: pa.Field) -> str | None:
     return f"{field.name}.list.element" if is_numbers(kind) else None
 
 
-def _read_group(columns: _SharedColumns, trusted: bool, files: list[DataLocation]) -> list[_FileFacts]:
+def _read_group(columns: _SharedColumns, trusted: bool, files: list[Location]) -> list[_FileFacts]:
     """Returns the facts of the footers of some files."""
     facts, tails = [], list[bytes]()
     for file in files:
@@ -482,20 +479,20 @@ def _read_group(columns: _SharedColumns, trusted: bool, files: list[DataLocation
     return facts
 
 
-def _schema_of(file: DataLocation) -> pa.Schema:
+def _schema_of(file: Location) -> pa.Schema:
     with _as_parquet(file):
         return pq.ParquetFile(pa.BufferReader(_tail(file))).schema_arrow
 
 
-def _as_parquet(file: DataLocation) -> Any:
+def _as_parquet(file: Location) -> Any:
     return parser_errors(file, "It cannot be read as Parquet; remove it or ingest the data again.")
 
 
-def _tail(file: DataLocation) -> bytes:
+def _tail(file: Location) -> bytes:
     """Returns the end of a Parquet file from its footer on, in a bucket by two requests: for the size and the bytes."""
     if not isinstance(file, Path):
-        with make_fragment(file).open() as stream:
-            return _tail_of(stream.size(), stream.read_at)
+        reader = file.open()
+        return _tail_of(reader.size, lambda count, offset: reader.read_at(offset, count))
     descriptor = os.open(file, os.O_RDONLY)
     try:
         return _tail_of(os.fstat(descriptor).st_size, lambda count, offset: os.pread(descriptor, count, offset))
@@ -513,7 +510,7 @@ def _tail_of(size: int, read: Callable[[int, int], bytes]) -> bytes:
     return tail[-footer:] if footer <= len(tail) else read(footer, size - footer)
 
 
-def _version(file: DataLocation) -> str:
+def _version(file: Location) -> str:
     """Returns a text that changes with the content of a file: size and time on a disk, the listed ETag in a bucket."""
     if not isinstance(file, Path):
         return file.etag

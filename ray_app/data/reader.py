@@ -9,6 +9,7 @@ task once, from its beginning to its end and in slices, in the process that fetc
 
 from __future__ import annotations
 
+import errno
 import logging
 import resource
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +49,8 @@ from ray_app.plan.hashing import hash_array
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.retry import Retry
-from ray_app.storage.data_files import DataLocation, locate_data, to_read_error
+from ray_app.storage.data_files import to_read_error
+from ray_app.storage.files import Location, to_location
 from ray_app.task.user_code import row_error_reason
 
 logger = logging.getLogger(__name__)
@@ -129,7 +131,7 @@ class Reader:
                 if span.group_rows and read_slice is not None:
                     table = read_slice(span)
                 else:
-                    table = read_with_retries(locate_data(self.root) / span.path, partial(self._read_span, files, span))
+                    table = read_with_retries(to_location(self.root) / span.path, partial(self._read_span, files, span))
                 yield from self._decode_span(span, table, block_rows)
 
     def _read_span(self, files: OpenFiles, span: Span) -> pa.Table:
@@ -344,7 +346,7 @@ class SliceReader:
     """Reads large row groups in slices, each from its beginning to its end, once for every reading position."""
 
     def __init__(self, root: str, columns: list[str], partitions: Partitions) -> None:
-        self._root = locate_data(root)
+        self._root = to_location(root)
         self._columns = columns
         self._partitions = partitions
         self._max_open = min(_MAX_OPEN, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
@@ -421,20 +423,20 @@ class RowStream:
 
 _RETRY = Retry(0.5, attempts=7)
 """The attempts to read; each includes retries of the storage client itself."""
-_LASTING_ERRORS = ("ACCESS_DENIED", "NO_SUCH_", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH")
+_LASTING_ERRORS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENXIO)
+"""Errors of files and objects that do not exist or may not be read, and of buckets that do not exist."""
 
 
-def read_with_retries(file: DataLocation, read: Callable[[], T]) -> T:
+def read_with_retries(file: Location, read: Callable[[], T]) -> T:
     """Returns the result of `read`, which reads `file`, and retries for half a minute if the storage fails temporarily.
 
     Raises:
-        StorageError: The disk, the network or S3 still fails.
+        StorageError: The disk, the network or an object store still fails.
         DataError: The stored data is damaged or gone, or may not be read.
     """
 
     def to_error(error: Exception) -> DataError:
-        is_lasting = any(code in str(error) for code in _LASTING_ERRORS)
-        if isinstance(error, FileNotFoundError | PermissionError) or is_lasting:
+        if isinstance(error, OSError) and error.errno in _LASTING_ERRORS:
             return DataError(f"{file} is gone or may not be read: {error}. Restore it, or allow it.")
         return to_read_error(file, error, "It cannot be read as Parquet; restore it or ingest the data again.")
 

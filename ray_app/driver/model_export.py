@@ -33,8 +33,7 @@ from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.files import Location, read_json, to_location
-from ray_app.storage.object_stores import S3Path
+from ray_app.storage.files import read_json, to_location
 from ray_app.track.mlflow_client import connect
 from ray_app.track.tracker import check_available
 from ray_app.train.job import Job
@@ -220,7 +219,7 @@ def _config_of(paths: RunPaths, options: RegisterOptions) -> Config:
     stored_uri = tracked if tracked and "***" not in tracked else config.tracking.uri
     config = config.replace(
         run__name=paths.name,
-        run__storage_path=str(_parent(paths.root)),
+        run__storage_path=str(paths.root.parent),
         tracking__enabled=True,
         tracking__uri=options.uri or stored_uri,
         tracking__registered_model=options.name or config.tracking.registered_model,
@@ -235,16 +234,12 @@ def _config_of(paths: RunPaths, options: RegisterOptions) -> Config:
     return config
 
 
-def _parent(root: Location) -> Location:
-    return root.parent if isinstance(root, Path) else S3Path(root.bucket, root.key.rpartition("/")[0], root.query)
-
-
 @dataclass(frozen=True)
 class ExportOptions:
     """The options of `ray-app export`.
 
     Args:
-        run: Directory of a run, or its s3:// URI; it may still train.
+        run: Directory of a run, or its URI in a bucket; it may still train.
         out: Folder of the export, on this machine.
         checkpoint: `best` by the evaluation metric, `newest`, or the name of a checkpoint below `checkpoints`, such as
             `step-00000120-0003` or `step-120`.

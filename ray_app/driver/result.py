@@ -192,7 +192,7 @@ def compare_runs(runs: Sequence[Result | str | os.PathLike[str]]) -> Comparison:
     """Returns a comparison of runs, which may be in any state.
 
     Args:
-        runs: Results of `run_training`, or directories of runs, also on s3://.
+        runs: Results of `run_training`, or directories of runs, also in a bucket.
 
     Raises:
         ConfigError: The list is empty, or an element is not a run.

@@ -56,7 +56,7 @@ from ray_app.ingest.shards import (
 from ray_app.ingest.shuffle import make_bucket_tasks, write_bucket
 from ray_app.ingest.splits import InputSplitTask, check_refused_count, write_input_split
 from ray_app.ingest.tokenize import Texts
-from ray_app.storage.data_files import DataLocation, files_below, is_within, locate_data, relative_path
+from ray_app.storage.data_files import files_below, is_within, relative_path
 from ray_app.storage.files import Location, put_atomic, put_json, to_location
 
 _TASKS_PER_CPU = 4
@@ -127,8 +127,8 @@ READERS: dict[str, Callable[[str, IngestOptions], base.FormatReader]] = {
     "csv": Csv,
     "jsonl": JsonLines,
     "numpy": Numpy,
-    "idx": lambda path, options: Idx(locate_data(path), options.shard_rows),
-    "cifar": lambda path, options: Cifar(locate_data(path)),
+    "idx": lambda path, options: Idx(to_location(path), options.shard_rows),
+    "cifar": lambda path, options: Cifar(to_location(path)),
     "webdataset": WebDataset,
     "tfrecord": TFRecord,
     "hf": HuggingFace,
@@ -187,7 +187,7 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     Raises:
         ConfigError: The options are refused, or the target folder holds something else.
         DataError: The input is missing, empty, damaged or inconsistent; nothing that was written is left then.
-        StorageError: A disk, the network or S3 failed; what is finished is kept.
+        StorageError: A disk, the network or an object store failed; what is finished is kept.
     """
     checks.check_options(options, [*READERS, "parquet"])
     if options.source == "parquet":
@@ -252,9 +252,9 @@ def _made_from(options: IngestOptions, reader: base.FormatReader) -> dict[str, A
     return {"options": chosen, "source_digest": sha.hexdigest(), "layout": LAYOUT}
 
 
-def _relative_name(file: DataLocation, options: IngestOptions) -> str:
+def _relative_name(file: Location, options: IngestOptions) -> str:
     """Returns a file's name below the input: "." for the input itself, its last part for a pattern."""
-    root = locate_data(str(options.input))
+    root = to_location(str(options.input))
     if file == root:
         return "."
     return relative_path(file, root) if is_within(file, root) else file.name
@@ -365,8 +365,8 @@ def ingest_arrays(
     folder.
 
     Args:
-        folder: Folder to create, on a disk or on s3://; it holds the data set, or the data sets `train` and `eval` and
-            possibly `test`.
+        folder: Folder to create, on a disk or in a bucket; it holds the data set, or the data sets `train` and `eval`
+            and possibly `test`.
         eval_fraction: See `IngestOptions.eval_fraction`.
         seed: See `IngestOptions.seed`.
         **arrays: Arrays of shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the

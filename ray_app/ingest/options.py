@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ray_app.errors import ConfigError
-from ray_app.storage.data_files import is_within, locate_data
+from ray_app.storage.data_files import is_within
 from ray_app.storage.files import to_location
 
 Source = Literal["images", "csv", "jsonl", "numpy", "idx", "cifar", "webdataset", "tfrecord", "hf", "parquet", "digits"]
@@ -28,9 +28,9 @@ class IngestOptions:
             `tf.train.Example`, as for webdataset. hf: what Hugging Face `datasets` saved with save_to_disk, or its
             .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits: scikit-learn's
             bundled 8x8 images.
-        out: Folder to create, on a disk or on s3://. One that was made with the same options from the same files is
+        out: Folder to create, on a disk or in a bucket. One that was made with the same options from the same files is
             returned as it is; anything else that is not empty is refused. Not for parquet.
-        input: File or folder to read, on a disk or on s3://; not for digits.
+        input: File or folder to read, on a disk or in a bucket; not for digits.
         label: For csv, jsonl and hf: the column that becomes `label`; strings become class indices in sorted order. For
             tfrecord: the feature of one integer. For hf and tfrecord not needed if it is called label. For webdataset:
             the key of an integer in each .json; not needed with .cls.
@@ -45,7 +45,7 @@ class IngestOptions:
             boxes. Default: lists have one shape in all rows.
         rename: New name by the name that a column would have, such as {"y": "target"}.
         tokenizer: For csv, jsonl, hf and webdataset: a JSON file of the library `tokenizers` (tokenizer.json), on a
-            disk or on s3://, by which texts become the column `tokens`, lists of int32. What it says of padding and
+            disk or in a bucket, by which texts become the column `tokens`, lists of int32. What it says of padding and
             truncation is not done.
         text: With a tokenizer: the column of texts, by the name that it would have; `tokens` stands in its place.
         end_of_text: With a tokenizer: the token that is added at the end of each text, such as <|endoftext|>.
@@ -148,7 +148,7 @@ def check_options(options: IngestOptions, sources: list[str]) -> None:
     if (options.source == "parquet") == bool(options.out):
         needs = "is trained on as it is; leave out away" if options.source == "parquet" else "needs a folder to create"
         raise ConfigError(f"out is {options.out!r}: source {options.source!r} {needs}.")
-    if options.input and options.out and is_within(to_location(options.out), locate_data(options.input)):
+    if options.input and options.out and is_within(to_location(options.out), to_location(options.input)):
         raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; give a folder beside it.")
     for name, allowed in _ONLY_FOR.items():
         value = getattr(options, name)

@@ -26,7 +26,6 @@ from ray_app.errors import ConfigError
 from ray_app.ingest.options import IngestOptions
 from ray_app.storage.data_files import find_file
 from ray_app.storage.files import Location, list_files, list_folders, put_json, read_json, remove_temporary, remove_tree
-from ray_app.storage.object_stores import S3Path
 
 RECORDS = "_pieces"
 """Sub-folder with the records of the finished input splits and buckets."""
@@ -44,7 +43,7 @@ def side_folder(folder: Location, side: str) -> Location:
 
 
 def make_scratch(folder: Location) -> tempfile.TemporaryDirectory[str]:
-    """Creates a folder for files that are being written, on the target's disk unless the target is on S3."""
+    """Creates a folder for files that are being written, on the target's disk unless the target is in a bucket."""
     return tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder if isinstance(folder, Path) else None)
 
 
@@ -114,7 +113,7 @@ def work_folder(out: Location, made_from: dict[str, Any], sides: list[str]) -> I
 
     On a disk one process at a time has the folder, and folders that other options or files have left are removed.
     """
-    if isinstance(out, S3Path):
+    if not isinstance(out, Path):
         for side in sides:
             put_json(side_folder(out, side) / UNFINISHED_MARKER, made_from)
         yield out

@@ -28,8 +28,8 @@ from ray_app.data.parquet_files import DataFile
 from ray_app.errors import DataError
 from ray_app.ingest.readers.base import Part
 from ray_app.plan.manifest import ColumnFacts
-from ray_app.storage.data_files import locate_data, parser_errors, publish
-from ray_app.storage.files import Location
+from ray_app.storage.data_files import parser_errors, publish
+from ray_app.storage.files import Location, to_location
 
 MAX_COUNTED_LABELS = 100_000
 
@@ -319,7 +319,7 @@ def _count_missing(dataset: Dataset) -> dict[str, int]:
     for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
         path = manifest.paths[number]
         with (
-            parser_errors(locate_data(dataset.root) / path, "It cannot be read as Parquet; restore it."),
+            parser_errors(to_location(dataset.root) / path, "It cannot be read as Parquet; restore it."),
             DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
         ):
             for index in map(int, manifest.index_in_file[list(groups)]):

@@ -151,7 +151,7 @@ def read_rows(task: Task, path: str) -> Batch:
 
     Args:
         task: A prepared task.
-        path: Folder or file of Parquet with the columns of the training data, on a disk or S3.
+        path: Folder or file of Parquet with the columns of the training data, on a disk or in a bucket.
 
     Returns:
         A tensor for each decoded field, its first axis the rows.

@@ -35,7 +35,6 @@ from ray_app.preflight.data_summary import describe_prediction_columns
 from ray_app.preflight.prepare import make_task
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.data_files import locate_data
 from ray_app.storage.files import Location, list_files, list_folders, read_json, to_location
 from ray_app.task.base import Task, WithoutTargets
 from ray_app.task.ragged import LENGTHS
@@ -60,7 +59,7 @@ class PredictSection:
             `data.read_task_mb` decoded megabytes of it, and `predictions.json`, written last.
         model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the folder of an
             export. Without it and without `run`: the champion of `tracking.registered_model`.
-        run: Directory of a run, or its s3:// URI; its best checkpoint is used instead of `model`.
+        run: Directory of a run, or its URI in a bucket; its best checkpoint is used instead of `model`.
         columns: Columns of the data to copy to the parts, separated by commas; default: `row_id` if there is one.
         batch_size: Rows of one forward pass.
         workers: Largest number of actors. Each reads its own data; with GPUs all CPUs of the cluster read for them.
@@ -146,7 +145,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "task": class_path(model.task),
         "code": _digest_json({name: sha256(file) for name, file in source_files(class_path(model.task)).items()}),
         "manifest_digest": manifest.digest,
-        "content_digest": _digest_json(hash_files(locate_data(dataset.root), manifest.paths)),
+        "content_digest": _digest_json(hash_files(to_location(dataset.root), manifest.paths)),
         "columns": carried,
         "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
         "batch_size": section.batch_size,

@@ -1,7 +1,7 @@
 """Changes between two starts of a run: its code and library versions, the defaults of its classes, and its data files.
 
 `code.json` stores what the result depends on besides configuration and data. `data.json` stores the size and the
-modification time of each data file (on S3 its ETag), so that data that was changed in place is noticed.
+modification time of each data file (in a bucket its ETag), so that data that was changed in place is noticed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ray_app.errors import RegistryError, RunExistsError
 from ray_app.models.package import follow_imports, sources_of
 from ray_app.runlog.paths import RunPaths, add_version, from_known_fields
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.data_files import file_versions, locate_data
-from ray_app.storage.files import put_json, read_json
+from ray_app.storage.data_files import file_versions
+from ray_app.storage.files import put_json, read_json, to_location
 from ray_app.version import __version__
 
 _CLASSES = ("task", "optimizer", "optimizers", "schedule")
@@ -270,7 +270,7 @@ def _file_versions(root: str, paths: tuple[str, ...]) -> dict[str, Any]:
     # JSON has no tuples, and `is_stored` compares with the content of the file.
     file_entries = {
         path: list(version) if isinstance(version, tuple) else version
-        for path, version in zip(paths, file_versions(locate_data(root), paths), strict=True)
+        for path, version in zip(paths, file_versions(to_location(root), paths), strict=True)
     }
     return {"root": root, "files": file_entries}
 

@@ -14,7 +14,8 @@ from ray_app.errors import DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, find_similar_names
 from ray_app.plan.order import Plan
 from ray_app.preflight.metric_checks import MAX_ROWS
-from ray_app.storage.data_files import locate_data, open_parquet
+from ray_app.storage.data_files import open_parquet
+from ray_app.storage.files import to_location
 from ray_app.task.base import Task
 
 _ROW_ID = "row_id"
@@ -126,7 +127,7 @@ def _find_odd_values(dataset: Dataset, names: list[str]) -> dict[str, str]:
     path, _, _ = dataset.manifest.locate(0)
     with (
         suppress(DataError, OSError, pa.ArrowException),
-        open_parquet(locate_data(dataset.root) / path) as file,
+        open_parquet(to_location(dataset.root) / path) as file,
     ):
         rows = next(file.iter_batches(_READ_ROWS, columns=names[:_MAX_READ], use_threads=False), None)
         notes = {name: _find_odd_value(rows.column(name)) for name in rows.schema.names} if rows is not None else {}

@@ -588,5 +588,5 @@ def check_storage(config: Config) -> None:
         why = f"{error.strerror or error} ({error.filename or folder})"
     raise ConfigError(
         f"run.storage_path is {config.run.storage_path!r}, where no run can be stored: {why}. Give a folder that you"
-        " may write to, which all nodes see under the same path, or s3://bucket/prefix."
+        " may write to, which all nodes see under the same path, or a prefix in a bucket."
     )

@@ -29,7 +29,8 @@ from ray_app.data.dataset import Dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.plan.hashing import hash_array, key
 from ray_app.retrain.options import RetrainSection
-from ray_app.storage.data_files import locate_data, to_read_error
+from ray_app.storage.data_files import to_read_error
+from ray_app.storage.files import to_location
 
 _BINS = 10
 _SAMPLE_ROWS = 50_000
@@ -136,7 +137,7 @@ def class_shift(now: dict[str, int], before: dict[str, int]) -> float:
 
 def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
     """Yields each row group with the position of its first row."""
-    manifest, root = dataset.manifest, locate_data(dataset.root)
+    manifest, root = dataset.manifest, to_location(dataset.root)
     for index, path in enumerate(manifest.paths):
         try:
             with DataFile(root, path, manifest.partitions) as file:

@@ -23,7 +23,7 @@ from ray_app.errors import DataError
 from ray_app.preflight.changes import iter_import_paths, source_files
 from ray_app.preflight.initial_parameters import load_initial_parameters
 from ray_app.retrain.options import RetrainSection
-from ray_app.storage.data_files import files_below, find_file, is_folder, locate_data, relative_path
+from ray_app.storage.data_files import files_below, find_file, is_folder, relative_path
 from ray_app.storage.files import (
     Location,
     list_files,
@@ -200,7 +200,7 @@ def digest_json(value: Any) -> str:
 
 
 def _digest_files(path: str, memory: Location | None) -> dict[str, str]:
-    target = locate_data(path)
+    target = to_location(path)
     is_file = find_file(target) is not None
     files = [target] if is_file else files_below(target, ".parquet") if is_folder(target) else []
     if not files:

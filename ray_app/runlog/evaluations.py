@@ -19,8 +19,7 @@ from typing import Any
 from ray_app.config.sections import EvaluateSection
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths, add_version, from_known_fields
-from ray_app.storage.files import Location, list_files, list_tree, put_json, read_all, restore_nan
-from ray_app.storage.object_stores import S3Path
+from ray_app.storage.files import Location, file_version, list_files, list_tree, put_json, read_all, restore_nan
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
     """
     folder = paths.evaluations_of(name)
     files = [file for path, file in list_tree(folder).items() if _is_evaluation(path)]
-    keys = [(str(file), _version(file)) for file in files]
+    keys = [(str(file), file_version(file)) for file in files]
     cached = _scores.get(str(folder), {})
     scores = {key: cached[key] for key in keys if key in cached}
     new = [(key, file) for key, file in zip(keys, files, strict=True) if key not in scores]
@@ -120,14 +119,6 @@ def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
         while len(_scores) > _MAX_FOLDERS:
             del _scores[next(iter(_scores))]
     return [evaluation for key in keys if (evaluation := scores[key]) is not None]
-
-
-def _version(file: Location) -> str:
-    """Returns a text that changes with the content of a file."""
-    if isinstance(file, S3Path):
-        return str(file.etag)
-    stat = file.stat()
-    return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
 
 
 def _parse_evaluation(file: Location, data: bytes) -> Evaluation | None:

@@ -178,7 +178,7 @@ class RunPaths:
     def ray_storage(self, fence: int) -> Path:
         """Returns the folder for the files of Ray Train during one `fit()`.
 
-        For a run on S3 it is a temporary folder of the driver's machine.
+        For a run in a bucket it is a temporary folder of the driver's machine.
         """
         if isinstance(self.root, Path):
             return self.root / f"ray-{fence}"

@@ -37,7 +37,7 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
         near = ", ".join(sorted(list_folders(paths.root))[:10])
         raise ConfigError(
             f"{paths.root} is not a run: it has no config.yaml. Give the directory of a run,"
-            f" <run.storage_path>/<run.name>, on a disk or on s3://."
+            f" <run.storage_path>/<run.name>, on a disk or in a bucket."
             f" {f'Folders in it: {near}.' if near else 'There are no folders in it either.'}"
         ) from None
     except UnicodeDecodeError as error:

@@ -1,33 +1,29 @@
 """Data files on a disk or in a bucket: finding, opening and reading them, and recognizing files that are not data.
 
-Buckets are read through pyarrow, which fetches Parquet by ranges; `storage/object_stores.py` says where S3 is and which
-credentials are used.
+Locations and their listings are those of `storage/files.py`; Parquet in a bucket is fetched by ranges.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import gzip
 import io
+import mmap
 import os
 import re
 import resource
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
-from urllib.parse import parse_qsl, urlsplit
 
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from ray_app.errors import DataError, RayAppError, StorageError, remove_addresses
-from ray_app.storage.files import Location, to_location
-from ray_app.storage.object_stores import AzurePath, CloudPath, GooglePath, ObjectPath
+from ray_app.storage.files import Location, list_folders
+from ray_app.storage.object_stores import ObjectPath, ObjectReader
 
 HEAD_BYTES = 512
 """The number of bytes that `name_foreign_file` needs."""
@@ -97,27 +93,9 @@ def name_other_format(head: bytes) -> str | None:
     return next((name for magic, name in _OTHER_FORMATS.items() if head.startswith(magic)), None)
 
 
-DataLocation = Location | CloudPath
-"""A location from which data can be read."""
 _BUFFER_BYTES = 1 << 20
 _MAX_MESSAGE_CHARS = 500
 """Longer messages of parsers are cut off here."""
-CONNECTIONS = 64
-"""The number of simultaneous requests of a process to a bucket."""
-_BUCKET_ERRORS = ("AWS Error", "google::cloud::Status", "Azure")
-"""Parts of pyarrow's messages for errors of a bucket, as opposed to errors in a file."""
-
-
-def locate_data(text: str) -> DataLocation:
-    """Returns the location of data that a path or a URI names, see `to_location`.
-
-    Raises:
-        ConfigError: The text is neither a path nor a URI of S3, Google Cloud Storage or Azure Blob Storage.
-    """
-    for kind in (GooglePath, AzurePath):
-        if text.startswith(f"{kind.scheme}://"):
-            return kind.parse(text)
-    return to_location(text)
 
 
 @dataclass(frozen=True)
@@ -130,7 +108,7 @@ class File:
         changed_ns: Time of the last change, nanoseconds since 1970 (in a bucket whole seconds).
     """
 
-    location: DataLocation
+    location: Location
     size: int
     changed_ns: int
 
@@ -178,7 +156,7 @@ def printable_name(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def relative_path(location: DataLocation, root: DataLocation) -> str:
+def relative_path(location: Location, root: Location) -> str:
     """Returns the path of a location relative to `root`."""
     if isinstance(location, ObjectPath):
         return location.key.removeprefix(cast(ObjectPath, root).key).lstrip("/")
@@ -188,40 +166,14 @@ def relative_path(location: DataLocation, root: DataLocation) -> str:
     return location.relative_to(cast(Path, root)).as_posix()
 
 
-def is_within(location: DataLocation, root: DataLocation) -> bool:
+def is_within(location: Location, root: Location) -> bool:
     """Returns whether a location is `root` or below it."""
-    if isinstance(location, Path) or isinstance(root, Path):
-        return isinstance(location, Path) and isinstance(root, Path) and location.is_relative_to(root)
-    return (location.scheme, location.bucket) == (root.scheme, root.bucket) and f"{location.key}/".startswith(
-        root.below
-    )
-
-
-def to_arrow(location: DataLocation) -> tuple[pafs.FileSystem, str]:
-    """Returns the file system and the path by which pyarrow reads a location."""
     if isinstance(location, Path):
-        return pafs.LocalFileSystem(), str(location)
-    if isinstance(location, CloudPath):
-        return location.filesystem, location.path
-    return _s3(location.query), f"{location.bucket}/{location.key}".rstrip("/")
+        return isinstance(root, Path) and location.is_relative_to(root)
+    return isinstance(root, ObjectPath) and location.is_relative_to(root)
 
 
-@functools.cache
-def _s3(query: str) -> pafs.FileSystem:
-    """Returns the client for a server, one per process."""
-    options = dict(parse_qsl(query))
-    endpoint = (
-        options.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    )
-    scheme = options.get("scheme", "https")
-    if endpoint and "://" in endpoint:
-        scheme, endpoint = urlsplit(endpoint).scheme, urlsplit(endpoint).netloc
-    # A client of S3 has as many simultaneous requests as there are threads.
-    pa.set_io_thread_count(max(pa.io_thread_count(), CONNECTIONS))
-    return pafs.S3FileSystem(endpoint_override=endpoint, scheme=scheme, region=options.get("region"))
-
-
-def find_file(location: DataLocation) -> File | None:
+def find_file(location: Location) -> File | None:
     """Returns the file at a location, or None."""
     if isinstance(location, Path):
         if not location.is_file():
@@ -229,56 +181,50 @@ def find_file(location: DataLocation) -> File | None:
         stat = location.stat()
         return File(location, stat.st_size, stat.st_mtime_ns)
     with bucket_errors(location):
-        filesystem, path = to_arrow(location)
-        return _file(location, filesystem.get_file_info(path))
+        try:
+            return _to_file(location.stat())
+        except FileNotFoundError:
+            return None
 
 
-def is_folder(location: DataLocation) -> bool:
+def is_folder(location: Location) -> bool:
     """Returns whether a location is a folder; in a bucket, whether an object lies below it."""
     if isinstance(location, Path):
         return location.is_dir()
     with bucket_errors(location):
-        filesystem, path = to_arrow(location)
-        return bool(filesystem.get_file_info(path).type == pafs.FileType.Directory)
+        return location.is_folder()
 
 
-def files_in(folder: DataLocation) -> list[File]:
+def files_in(folder: Location) -> list[File]:
     """Returns the files directly in a folder that are not hidden, sorted by name."""
     if isinstance(folder, Path):
         with os.scandir(folder) as entries:
             names = sorted(e.name for e in entries if not e.is_dir() and not e.name.startswith("."))
         return [file for name in names if (file := find_file(folder / name))]
     with bucket_errors(folder):
-        filesystem, path = to_arrow(folder)
-        entries = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
-        files = [_file(folder / info.base_name, info) for info in entries if not info.base_name.startswith(".")]
-    return sorted((file for file in files if file), key=lambda file: file.location.name)
+        objects, _ = folder.entries()
+    visible = [_to_file(path) for path in objects if not path.name.startswith(".")]
+    return sorted(visible, key=lambda file: file.location.name)
 
 
-def entries_in(folder: DataLocation) -> list[DataLocation]:
+def entries_in(folder: Location) -> list[Location]:
     """Returns all entries of a folder, sorted by name: files, folders and links, hidden ones included."""
     if isinstance(folder, Path):
         names = os.listdir(folder)
     else:
         with bucket_errors(folder):
-            filesystem, path = to_arrow(folder)
-            entries = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
-            names = [info.base_name for info in entries if info.base_name]
+            objects, folders = folder.entries()
+        names = [*(path.name for path in objects), *folders]
     return [folder / name for name in sorted(names)]
 
 
-def folders_in(folder: DataLocation) -> list[DataLocation]:
+def folders_in(folder: Location) -> list[Location]:
     """Returns the folders directly in a folder that are not hidden, sorted by name."""
-    if isinstance(folder, Path):
-        with os.scandir(folder) as entries:
-            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
-    else:
-        with bucket_errors(folder):
-            names = [name for name in folder.folders() if not name.startswith(".")]
-    return [folder / name for name in sorted(names)]
+    with bucket_errors(folder):
+        return [folder / name for name in sorted(list_folders(folder)) if not name.startswith(".")]
 
 
-def file_versions(root: DataLocation, paths: Iterable[str]) -> list[Any]:
+def file_versions(root: Location, paths: Iterable[str]) -> list[Any]:
     """Returns a value for each of some files that changes with its content.
 
     On a disk these are size and time; in a bucket ETags or the like, by one listing.
@@ -295,15 +241,12 @@ def file_versions(root: DataLocation, paths: Iterable[str]) -> list[Any]:
         raise FileNotFoundError(errno.ENOENT, "No such object", str(root / error.args[0])) from error
 
 
-def open_data_file(location: DataLocation) -> IO[bytes]:
+def open_data_file(location: Location) -> IO[bytes]:
     """Opens a file for reading; the result is seekable."""
-    if isinstance(location, Path):
-        return location.open("rb")
-    filesystem, path = to_arrow(location)
-    return cast(IO[bytes], filesystem.open_input_file(path))
+    return location.open("rb") if isinstance(location, Path) else cast(IO[bytes], location.open())
 
 
-def open_parquet(location: DataLocation, buffer_bytes: int = 0) -> pq.ParquetFile:
+def open_parquet(location: Location, buffer_bytes: int = 0) -> pq.ParquetFile:
     """Opens a Parquet file; pages with a checksum are verified.
 
     Args:
@@ -311,43 +254,66 @@ def open_parquet(location: DataLocation, buffer_bytes: int = 0) -> pq.ParquetFil
         buffer_bytes: Read row groups in buffers of this size; 0 reads each as a whole, in a bucket all its column
             chunks at once.
     """
-    pre_buffer = not buffer_bytes and not isinstance(location, Path)
-    source = str(location) if isinstance(location, Path) else open_data_file(location)
-    return pq.ParquetFile(source, buffer_size=buffer_bytes, pre_buffer=pre_buffer, page_checksum_verification=True)
+    if isinstance(location, Path):
+        return pq.ParquetFile(str(location), buffer_size=buffer_bytes, page_checksum_verification=True)
+    return _ObjectParquetFile(location.open(), buffer_bytes)
 
 
-def make_fragment(location: ObjectPath) -> Any:
-    """Returns a Parquet file in a bucket as a fragment; one request fetches its footer if the file was listed."""
-    import pyarrow.dataset
+class _ObjectParquetFile(pq.ParquetFile):
+    """A Parquet file in a bucket. pyarrow asks a Python file for one range after the other, which takes a request each.
 
-    filesystem, path = to_arrow(cast(DataLocation, location))
-    return pyarrow.dataset.ParquetFileFormat().make_fragment(path, filesystem, file_size=location.size)
+    Args:
+        reader: The open object.
+        buffer_bytes: See `open_parquet`.
+    """
+
+    def __init__(self, reader: ObjectReader, buffer_bytes: int) -> None:
+        super().__init__(reader, buffer_size=buffer_bytes, pre_buffer=not buffer_bytes, page_checksum_verification=True)
+        self._object, self._is_buffered = reader, bool(buffer_bytes)
+
+    def read_row_group(
+        self, i: int, columns: list[str] | None = None, use_threads: bool = True, use_pandas_metadata: bool = False
+    ) -> pa.Table:
+        """Returns a row group, see `pyarrow.parquet.ParquetFile`; its column chunks are fetched concurrently."""
+        if not self._is_buffered:
+            self._object.prefetch(self._ranges(i, columns))
+        try:
+            return super().read_row_group(i, columns, use_threads, use_pandas_metadata)
+        finally:
+            self._object.prefetch([])
+
+    def _ranges(self, index: int, columns: list[str] | None) -> Iterator[tuple[int, int]]:
+        """Yields the first byte and the end of each column chunk of a row group."""
+        group = self.metadata.row_group(index)
+        prefixes = tuple(f"{name}." for name in columns or ())
+        for chunk in map(group.column, range(group.num_columns)):
+            if columns is None or f"{chunk.path_in_schema}.".startswith(prefixes):
+                begin = chunk.dictionary_page_offset or chunk.data_page_offset
+                yield begin, begin + chunk.total_compressed_size
 
 
 def publish(finished: Path, target: Location) -> None:
     """Moves a finished local file to its target atomically; a target on a disk must be on the same file system."""
-    if isinstance(target, Path):
-        with finished.open("rb") as file:
+    with finished.open("rb") as file:
+        if isinstance(target, Path):
             os.fsync(file.fileno())
-        os.replace(finished, target)
-        return
-    filesystem, path = to_arrow(target)
-    with finished.open("rb") as source, filesystem.open_output_stream(path) as stream:
-        shutil.copyfileobj(source, stream, 16 << 20)
+            os.replace(finished, target)
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            target.put(data, if_absent=False)
     finished.unlink()
 
 
-def _file(location: DataLocation, info: Any) -> File | None:
-    if info.type != pafs.FileType.File:
-        return None
-    return File(location, int(info.size), int(info.mtime_ns or 0))
+def _to_file(path: ObjectPath) -> File:
+    """Returns a listed object as a file."""
+    return File(path, cast(int, path.size), path.changed_s * 10**9)
 
 
-def to_read_error(file: File | DataLocation | str, error: Exception, advice: str) -> DataError:
+def to_read_error(file: File | Location | str, error: Exception, advice: str) -> DataError:
     """Returns the error for a file that cannot be read: a DataError with advice if its contents are to blame.
 
-    Otherwise it is a StorageError. Python and pyarrow raise OSError in both cases; one of the system has a number, and
-    one of a bucket is recognized by its message.
+    Otherwise it is a StorageError. Python and pyarrow raise OSError in both cases; one of the system or of an object
+    store has a number.
     """
     if foreign := _foreign_file_at(file):
         return DataError(f"{file}: it is {foreign}.")
@@ -359,9 +325,7 @@ def to_read_error(file: File | DataLocation | str, error: Exception, advice: str
             f"{file} cannot be opened: {error}. A process may have {limit} files open here (ulimit -n). Raise that; on"
             " a cluster of `ray start` raise it where that is called."
         )
-    if isinstance(error, OSError) and (
-        error.errno not in content_errors or any(part in str(error) for part in _BUCKET_ERRORS)
-    ):
+    if isinstance(error, OSError) and error.errno not in content_errors:
         return StorageError(f"{file} cannot be read: {error}.")
     message = remove_addresses(str(error)) or type(error).__name__
     # Parsers quote the text that they could not read, which may be the rest of the file.
@@ -370,7 +334,7 @@ def to_read_error(file: File | DataLocation | str, error: Exception, advice: str
     return DataError(f"{file}: {message}. {advice}")
 
 
-def _foreign_file_at(file: File | DataLocation | str) -> str | None:
+def _foreign_file_at(file: File | Location | str) -> str | None:
     """Returns `name_foreign_file` of a file; None also if it is empty or cannot be read."""
     if isinstance(file, str):
         return None
@@ -383,7 +347,7 @@ def _foreign_file_at(file: File | DataLocation | str) -> str | None:
 
 
 @contextmanager
-def parser_errors(file: File | DataLocation | str, advice: str) -> Iterator[None]:
+def parser_errors(file: File | Location | str, advice: str) -> Iterator[None]:
     """Turns any error of a parser into one of the application, since parsers raise errors of all kinds.
 
     Raises:
@@ -399,7 +363,7 @@ def parser_errors(file: File | DataLocation | str, advice: str) -> Iterator[None
 
 
 @contextmanager
-def bucket_errors(location: DataLocation) -> Iterator[None]:
+def bucket_errors(location: Location) -> Iterator[None]:
     """Turns the errors of a bucket into one of the application.
 
     Raises:
@@ -407,11 +371,8 @@ def bucket_errors(location: DataLocation) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
-        credentials = location.credentials if isinstance(location, ObjectPath) else ""
-        raise StorageError(
-            f"{location} cannot be read: {error}. Check the address, the bucket and the credentials ({credentials})."
-        ) from error
+    except OSError as error:
+        raise StorageError(f"{location} cannot be read: {error.strerror or error}") from error
 
 
 _LOST_AND_FOUND = "lost+found"
@@ -427,7 +388,7 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
-def files_below(folder: DataLocation, suffix: str) -> list[DataLocation]:
+def files_below(folder: Location, suffix: str) -> list[Location]:
     """Returns all files below a folder with a suffix, sorted by path. Links are followed.
 
     Hidden files and files in hidden folders are left out.
@@ -438,7 +399,7 @@ def files_below(folder: DataLocation, suffix: str) -> list[DataLocation]:
         StorageError: The bucket does not answer.
     """
     if isinstance(folder, Path):
-        files: dict[str, DataLocation] = {
+        files: dict[str, Location] = {
             relative_path(path, folder): path for path in _check_links(_walk(folder, frozenset()), suffix)
         }
     else:
@@ -451,7 +412,7 @@ def files_below(folder: DataLocation, suffix: str) -> list[DataLocation]:
     ]
 
 
-def _check_no_table(folder: DataLocation, *parts: str) -> None:
+def _check_no_table(folder: Location, *parts: str) -> None:
     """Refuses a table with a log, since rows that the log has dropped are still in the files.
 
     Args:

@@ -1,7 +1,8 @@
-"""Files of a run, on a disk or in S3, and the one primitive for writing them: a file is complete or absent.
+"""Files on a disk or in a bucket, and the one primitive for writing them: a file is complete or absent.
 
-Nothing here renames a folder, appends, or needs a folder to exist. A path is a `pathlib.Path` or an `S3Path`; both have
-`/`, `name`, `exists`, `read_bytes`, `read_text` and `unlink`, and the functions below do the rest.
+Nothing here renames a folder, appends, or needs a folder to exist. A location is a `pathlib.Path` or an `ObjectPath`;
+both have `/`, `name`, `parent`, `exists`, `read_bytes`, `read_text`, `unlink` and `is_relative_to`, and the functions
+here and in `storage/data_files.py` do the rest. No other module distinguishes object stores.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-from ray_app.errors import ConfigError
-from ray_app.storage.object_stores import S3Path
+from ray_app.storage.object_stores import ObjectPath
 
-Location = Path | S3Path
-"""A file or a folder, on a disk or on S3."""
+Location = Path | ObjectPath
+"""A file or a folder, on a disk or in a bucket."""
 
 Content = bytes | Callable[[IO[bytes]], object]
 """The content of a file: the bytes, or a function that writes them to the open file, once from beginning to end."""
@@ -34,21 +34,13 @@ def to_location(text: str) -> Location:
     `to_location(str(x))` is the same location as `x`, in every process.
 
     Raises:
-        ConfigError: The text is neither a path nor an S3 URI.
+        ConfigError: The text is neither a path nor a URI of an object store, see `ObjectPath.parse`.
     """
-    scheme, is_uri, _ = text.partition("://")
-    if not is_uri:
-        return Path(os.path.expanduser(text)).resolve()
-    if scheme != "s3":
-        raise ConfigError(
-            f"{text!r} is on {scheme}://; runs and data sets are written to a folder that all nodes see, or to"
-            f" s3://bucket/prefix."
-        )
-    return S3Path.parse(text)
+    return ObjectPath.parse(text) if "://" in text else Path(os.path.expanduser(text)).resolve()
 
 
 def poll_interval_s(path: Location) -> float:
-    """Returns the seconds between two polls of a location; each poll of S3 costs time and money."""
+    """Returns the seconds between two polls of a location; each poll of a bucket costs time and money."""
     return 0.5 if isinstance(path, Path) else 5.0
 
 
@@ -68,7 +60,7 @@ def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: 
     """Writes a file atomically: every reader sees the old file, the new one, or none.
 
     This holds also if the writer is stopped in the middle. On a disk a temporary file is synced, then renamed or linked
-    into place; on S3 it is one put, or one upload in parts if it is large.
+    into place; in a bucket it is one put, or on S3 one upload in parts if it is large.
 
     Args:
         path: The file; its folder is created.
@@ -82,7 +74,7 @@ def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: 
     Raises:
         OSError: The storage refused; the temporary file is removed.
     """
-    if isinstance(path, S3Path):
+    if isinstance(path, ObjectPath):
         return path.put(render_content(data), if_absent)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
@@ -135,14 +127,7 @@ def restore_nan(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-class Readable(Protocol):
-    """A file that can be read as a whole."""
-
-    def read_bytes(self) -> bytes:
-        """Returns the whole content."""
-
-
-def read_json(path: Readable) -> Any:
+def read_json(path: Location) -> Any:
     """Returns the JSON value of a file, or None if there is no such file.
 
     Raises:
@@ -154,7 +139,7 @@ def read_json(path: Readable) -> Any:
         return None
 
 
-def _parse_json(path: Readable, data: bytes) -> Any:
+def _parse_json(path: Location, data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError as error:
@@ -163,8 +148,8 @@ def _parse_json(path: Readable, data: bytes) -> Any:
 
 def list_files(folder: Location) -> list[str]:
     """Returns the names of the files in a folder, unordered, without temporary ones; none for a missing folder."""
-    if isinstance(folder, S3Path):
-        return [name for name in folder.listing() if "/" not in name]
+    if isinstance(folder, ObjectPath):
+        return [file.name for file in folder.entries()[0]]
     try:
         return [name for name in os.listdir(folder) if not name.startswith(".")]
     except FileNotFoundError:
@@ -173,8 +158,8 @@ def list_files(folder: Location) -> list[str]:
 
 def list_folders(folder: Location) -> list[str]:
     """Returns the names of the folders in a folder, unordered; none for a missing folder."""
-    if isinstance(folder, S3Path):
-        return folder.folders()
+    if isinstance(folder, ObjectPath):
+        return folder.entries()[1]
     try:
         with os.scandir(folder) as entries:
             return [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
@@ -183,13 +168,13 @@ def list_folders(folder: Location) -> list[str]:
 
 
 def list_tree(folder: Location, *, temporary: bool = False) -> dict[str, Location]:
-    """Returns all files below a folder, by their relative paths and in the order of these; on S3 by one request.
+    """Returns all files below a folder, by their relative paths and in the order of these.
 
     Args:
         folder: The folder; it need not exist.
         temporary: Return the temporary files instead, which writers leave that are stopped in the middle.
     """
-    if isinstance(folder, S3Path):
+    if isinstance(folder, ObjectPath):
         return dict(sorted(folder.listing(temporary).items()))
     start = len(str(folder)) + 1
     relative_paths = [
@@ -202,7 +187,7 @@ def list_tree(folder: Location, *, temporary: bool = False) -> dict[str, Locatio
 
 
 def read_all(paths: Iterable[Location], missing: bytes | None = None, denied: bytes | None = None) -> list[bytes]:
-    """Returns the contents of many small files, which are read in parallel from S3.
+    """Returns the contents of many small files, which are read concurrently from a bucket.
 
     Args:
         paths: The files.
@@ -227,7 +212,7 @@ def read_all(paths: Iterable[Location], missing: bytes | None = None, denied: by
             return denied
 
     files = list(paths)
-    if not any(isinstance(file, S3Path) for file in files):
+    if not any(isinstance(file, ObjectPath) for file in files):
         return [read(file) for file in files]
     with ThreadPoolExecutor(_READERS) as pool:
         return list(pool.map(read, files))
@@ -239,9 +224,20 @@ def read_all_json(paths: Iterable[Location], missing: bytes | None = None) -> li
     return [_parse_json(file, data) for file, data in zip(files, read_all(files, missing), strict=True)]
 
 
+def file_version(file: Location) -> str:
+    """Returns a text that changes with the content of a file: facts of the file on a disk, or the listed ETag.
+
+    The file in a bucket must come from a listing.
+    """
+    if isinstance(file, ObjectPath):
+        return file.etag
+    stat = file.stat()
+    return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
+
+
 def remove_temporary(folder: Location) -> None:
     """Removes the temporary files in a folder, which writers leave that are stopped in the middle."""
-    if isinstance(folder, S3Path):
+    if isinstance(folder, ObjectPath):
         folder.end_uploads()
         return
     for file in list_tree(folder, temporary=True).values():
@@ -250,7 +246,7 @@ def remove_temporary(folder: Location) -> None:
 
 def remove_tree(folder: Location) -> None:
     """Removes a folder with its contents, in any order and as far as the storage permits it."""
-    if isinstance(folder, S3Path):
+    if isinstance(folder, ObjectPath):
         folder.remove_tree()
     else:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,84 +1,155 @@
-"""Objects in buckets: S3 for run directories and data, Google Cloud Storage and Azure Blob Storage for data only.
+"""Objects in buckets of S3, Google Cloud Storage and Azure Blob Storage, for runs, exports and data.
 
-- `S3Path` has what a run directory needs: whole objects, conditional puts, and multipart uploads that are ended after
-  an error. It works with every server that implements the protocol. botocore is imported at the first use, so that a
-  run on local storage does not pay for it.
-- `GooglePath` and `AzurePath` are read through pyarrow and never written.
+`ObjectPath` is a location in a bucket. All stores are reached through obstore, with time limits and retries; what it
+cannot do on S3 is in `storage/s3_uploads.py`. Every failure is an `OSError`, whose number says the kind: `_classify`.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
-import logging
+import io
+import mmap
 import os
+import re
 import threading
 import time
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
-import pyarrow.fs as pafs
-
-from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError
+from ray_app.storage import s3_uploads
+
+PART_BYTES = 16 << 20
+"""Larger objects are read by concurrent requests of this size, and uploaded to S3 in parts of it."""
+CONNECTIONS = 64
+"""The number of simultaneous requests of a process to a bucket."""
+_PARALLEL_READS = 16
+_CONNECT_TIMEOUT_S = 5
+_TIMEOUT_S = 30
+"""The time limit of a request, for each `PART_BYTES` that it carries."""
+_ATTEMPTS = 3
+_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Pauses before a conditional put is tried again."""
+_CACHED_BYTES = 1 << 16
+"""Larger objects are fetched by each read."""
+_GAP_BYTES = 8192
+"""Ranges that are closer to each other are read by one request."""
+
+
+def _endpoint(options: dict[str, str]) -> str | None:
+    """Returns the URL of the server that the query of a URI names; None for the provider's own."""
+    endpoint = options.get("endpoint_override")
+    return endpoint if not endpoint or "://" in endpoint else f"{options.get('scheme', 'https')}://{endpoint}"
+
+
+def _azure_config(options: dict[str, str]) -> dict[str, Any]:
+    account = options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT")
+    if not account:
+        raise OSError(
+            errno.ENXIO, "az:// needs the name of the storage account, as ?account_name=... or AZURE_STORAGE_ACCOUNT"
+        )
+    key, token = os.environ.get("AZURE_STORAGE_KEY"), os.environ.get("AZURE_STORAGE_SAS_TOKEN")
+    return {"account_name": account, "account_key": key, "sas_key": token, "endpoint": _endpoint(options)}
+
+
+@dataclass(frozen=True)
+class _ObjectStore:
+    """A class of obstore, its configuration, the parameters of a URI that decide it, and the source of credentials."""
+
+    store: str
+    config: Callable[[dict[str, str]], dict[str, Any]]
+    options: Sequence[str]
+    credentials: str
+
+
+_OBJECT_STORES = {
+    "s3": _ObjectStore(
+        "S3Store",
+        lambda options: s3_uploads.store_config(_endpoint(options), options.get("region"), "anonymous" in options),
+        ("endpoint_override", "region", "scheme", "anonymous"),
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine",
+    ),
+    "gs": _ObjectStore(
+        "GCSStore",
+        lambda options: {"base_url": _endpoint(options)},
+        ("endpoint_override", "scheme", "anonymous"),
+        "GOOGLE_APPLICATION_CREDENTIALS, the login of gcloud, or the account of the machine",
+    ),
+    "az": _ObjectStore(
+        "AzureStore",
+        _azure_config,
+        ("account_name", "endpoint_override", "scheme", "anonymous"),
+        "AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, AZURE_CLIENT_ID with its secret or token, or the identity of the"
+        " machine",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """A location in a bucket, with those methods of `pathlib.Path` that need no server.
+    """A location in a bucket, with those methods of `pathlib.Path` that a run directory needs.
+
+    A small object that was listed is fetched once: a second read of the same version needs no request.
 
     Args:
+        scheme: `s3`, `gs` or `az`.
         bucket: The bucket; Azure calls it a container.
         key: The object's key, or a prefix without its last slash.
         query: The query of the URI, which says how to connect to the server.
         etag: Version of the object, if a listing returned it.
         size: Size of the object in bytes, if a listing returned it.
+        changed_s: Time of the last change, seconds since 1970, if a listing returned it.
     """
 
+    scheme: str
     bucket: str
     key: str
     query: str = ""
     etag: str = field(default="", compare=False, repr=False)
     size: int | None = field(default=None, compare=False, repr=False)
-    scheme: ClassVar[str]
-    options: ClassVar[Sequence[str]]
-    """The parameters that the query may have."""
-    credentials: ClassVar[str]
-    """The source of the credentials, for messages."""
+    changed_s: int = field(default=0, compare=False, repr=False)
 
     @classmethod
     def parse(cls, uri: str) -> Self:
         """Returns the location that a URI names: `SCHEME://bucket/prefix?option=...`.
 
         Raises:
-            ConfigError: There is no bucket, an option is unknown, or the URI contains credentials.
+            ConfigError: The scheme or an option is unknown, there is no bucket, or the URI contains credentials.
         """
-        parts = urlsplit(uri)
+        scheme = uri.partition("://")[0]
+        if scheme not in _OBJECT_STORES:
+            raise ConfigError(
+                f"{uri!r} is on {scheme}://; allowed are folders that all nodes see, and s3://bucket/prefix,"
+                " gs://bucket/prefix and az://container/prefix."
+            )
+        kind, parts = _OBJECT_STORES[scheme], urlsplit(uri)
         if "@" in parts.netloc:
             raise ConfigError(
                 f"A path must not hold credentials (got"
-                f" {cls.scheme}://***@{parts.netloc.rpartition('@')[2]}{parts.path}), as it is stored"
-                f" with the run. Use {cls.credentials}, on every node."
+                f" {scheme}://***@{parts.netloc.rpartition('@')[2]}{parts.path}), as it is stored"
+                f" with the run. Use {kind.credentials}, on every node."
             )
-        unknown = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if name not in cls.options]
-        if unknown or not parts.netloc or parts.fragment:
+        unknown = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if name not in kind.options]
+        key = parts.path.strip("/")
+        is_key = not key or not {"", ".", ".."} & set(key.split("/"))
+        if unknown or not parts.netloc or parts.fragment or not is_key:
             raise ConfigError(
-                f"{uri!r} names no place on {cls.scheme}://{f', {unknown[0]!r} is unknown' if unknown else ''}. Write"
-                f" {cls.scheme}://bucket/prefix, with ?{'=...&'.join(cls.options)}=... as far as needed."
+                f"{uri!r} names no place on {scheme}://{f', {unknown[0]!r} is unknown' if unknown else ''}. Write"
+                f" {scheme}://bucket/prefix, with ?{'=...&'.join(kind.options)}=... as far as needed."
             )
-        return cls(parts.netloc, parts.path.strip("/"), parts.query)
+        return cls(scheme, parts.netloc, key, parts.query)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}" + (f"?{self.query}" if self.query else "")
 
     def __truediv__(self, name: str) -> Self:
-        return replace(self, key=f"{self.key}/{name}".lstrip("/"), etag="", size=None)
+        return self._at(f"{self._prefix}{name}")
 
     @property
     def name(self) -> str:
@@ -88,383 +159,353 @@ class ObjectPath:
     @property
     def parent(self) -> Self:
         """The prefix that contains this location."""
-        return replace(self, key=self.key.rpartition("/")[0], etag="", size=None)
+        return self._at(self.key.rpartition("/")[0])
 
-    @property
-    def below(self) -> str:
-        """The prefix of the keys below this location; empty if it is the whole bucket."""
-        return f"{self.key}/".lstrip("/")
-
-
-logger = logging.getLogger(__name__)
-
-PART_BYTES = 16 << 20
-"""Larger files are uploaded in parts of this size; an upload needs memory for a few parts."""
-_PARALLEL_PARTS = 4
-_MAX_PARTS = 10_000
-_DELETED_PER_CALL = 1000
-_CONNECT_TIMEOUT_S = 5
-_READ_TIMEOUT_S = 30
-_ATTEMPTS = 3
-_CONFLICT_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-
-
-@dataclass(frozen=True)
-class S3Path(ObjectPath):
-    """A location in S3, with those methods of `pathlib.Path` that a run directory needs.
-
-    `s3://bucket/prefix` has the query parameters `endpoint_override`, `scheme` and `region`, as in pyarrow. Every
-    failure is an `OSError`, as on a disk; a missing object is a `FileNotFoundError`. A version that was listed is
-    fetched once: a second read of it needs no request.
-    """
-
-    scheme: ClassVar[str] = "s3"
-    options: ClassVar[Sequence[str]] = ("endpoint_override", "region", "scheme")
-    credentials: ClassVar[str] = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine"
+    def is_relative_to(self, root: ObjectPath) -> bool:
+        """Returns whether this location is `root` or below it."""
+        return (self.scheme, self.bucket) == (root.scheme, root.bucket) and f"{self.key}/".startswith(root._prefix)
 
     def exists(self) -> bool:
         """Returns whether the object exists."""
         try:
-            with self._errors():
-                self._client.head_object(**self._object)
+            self.stat()
         except FileNotFoundError:
             return False
         return True
 
+    def stat(self) -> Self:
+        """Returns this location with the version, size and time of the object."""
+        with self._errors() as store:
+            return self._listed(store.head(self.key))
+
     def read_bytes(self) -> bytes:
-        """Returns the content of the object."""
-        return _read_version(self, self.etag) if self.etag else self._read()
+        """Returns the content of the object, which concurrent requests fetch if it is large."""
+        is_small = self.size is not None and self.size <= _CACHED_BYTES
+        return _read_version(self, self.etag) if self.etag and is_small else self._read()
 
     def read_text(self) -> str:
         """Returns the content of the object as UTF-8."""
         return self.read_bytes().decode()
 
-    def unlink(self, missing_ok: bool = False) -> None:
-        """Removes the object; S3 does not say whether it existed."""
-        del missing_ok
-        with self._errors():
-            self._client.delete_object(**self._object)
+    def read_ranges(self, ranges: Sequence[tuple[int, int]], etag: str = "") -> list[bytes]:
+        """Returns the bytes of ranges of the object, which concurrent requests fetch.
 
-    def put(self, data: bytes, if_absent: bool) -> bool:
+        Args:
+            ranges: First byte and end of each range.
+            etag: Version of the object; if it is given, another one is an error.
+        """
+        parts = [
+            (i, low, min(low + PART_BYTES, end))
+            for i, (begin, end) in enumerate(ranges)
+            for low in range(begin, end, PART_BYTES)
+        ]
+
+        def fetch(part: tuple[int, int, int]) -> bytes:
+            options = {"range": part[1:]} | ({"if_match": etag} if etag else {})
+            with self._errors() as store:
+                return bytes(store.get(self.key, options=options).bytes())
+
+        contents: list[list[bytes]] = [[] for _ in ranges]
+        with ThreadPoolExecutor(max(1, min(len(parts), _PARALLEL_READS))) as pool:
+            for (i, _, _), content in zip(parts, pool.map(fetch, parts), strict=True):
+                contents[i].append(content)
+        return [b"".join(pieces) for pieces in contents]
+
+    def open(self) -> ObjectReader:
+        """Opens the object for reading by ranges."""
+        return ObjectReader(self if self.size is not None else self.stat())
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Removes the object; whether it existed is not said by all stores."""
+        del missing_ok
+        with suppress(FileNotFoundError), self._errors() as store:
+            store.delete(self.key)
+
+    def put(self, data: bytes | mmap.mmap, if_absent: bool) -> bool:
         """Writes the object, see `storage.files.put_atomic`; returns whether it was written.
 
-        With `if_absent` an existing object with the same content counts as written: if the answer to a put is lost, the
-        repeated put finds the object of the first.
+        It is one request, except for large objects on S3. With `if_absent` an existing object with the same content
+        counts as written: if the answer to a put is lost, the repeated put finds the object of the first.
         """
-        with self._errors():
-            if len(data) <= PART_BYTES and not if_absent:
-                self._client.put_object(**self._object, Body=data)
-                return True
-            written = self._put_absent(data) if len(data) <= PART_BYTES else self._put_parts(data, if_absent)
-            return written or self._read() == data
+        if self.scheme == "s3" and len(data) > PART_BYTES:
+            with self._errors():
+                written = s3_uploads.put_parts(self._s3, self.bucket, self.key, data, PART_BYTES, if_absent)
+        elif if_absent:
+            written = self._put_absent(data)
+        else:
+            with self._errors(len(data)) as store:
+                store.put(self.key, data, use_multipart=False)
+            return True
+        return written or (self.stat().size == len(data) and self._read() == data[:])
 
-    def listing(self, temporary: bool = False) -> dict[str, S3Path]:
+    def listing(self, temporary: bool = False) -> dict[str, Self]:
         """Returns the objects below this prefix, see `storage.files.list_tree`.
 
         Args:
-            temporary: Return the unfinished uploads instead.
+            temporary: Return the unfinished uploads to S3 instead; the other stores have none.
         """
-        prefix = self.below
-        paths: dict[str, S3Path] = {}
-        with self._errors():
-            if temporary:
-                for upload in self._uploads():
-                    paths[upload["Key"].removeprefix(prefix)] = S3Path(self.bucket, upload["Key"], self.query)
-                return paths
-            for entry in self._entries():
-                name = entry["Key"].removeprefix(prefix)
-                # Consoles create objects with a slash at the end to show folders.
-                if name and not name.endswith("/"):
-                    paths[name] = replace(self / name, etag=entry["ETag"], size=entry["Size"])
-        return paths
+        paths = map(self._at, self._uploads()) if temporary else self._scan()[0]
+        return {path.key.removeprefix(self._prefix): path for path in paths}
 
-    def _entries(self) -> Iterator[Any]:
-        """Yields the entry of every object below this prefix in the listing of S3."""
-        for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.below):
-            yield from page.get("Contents", ())
+    def entries(self) -> tuple[list[Self], list[str]]:
+        """Returns the objects directly below this prefix, and the names of the folders there."""
+        with self._errors() as store:
+            answer = store.list_with_delimiter(self.key or None)
+        objects = [self._listed(meta) for meta in answer["objects"] if meta["path"] != self.key]
+        return objects, [prefix.rpartition("/")[2] for prefix in answer["common_prefixes"]]
 
-    def folders(self) -> list[str]:
-        """Returns the names of the folders, see `storage.files.list_folders`; one request per thousand folders."""
-        with self._errors():
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.bucket, Prefix=self.below, Delimiter="/"
-            )
-            return [
-                entry["Prefix"].rstrip("/").rpartition("/")[2]
-                for page in pages
-                for entry in page.get("CommonPrefixes", ())
-            ]
+    def is_folder(self) -> bool:
+        """Returns whether an object lies below this prefix."""
+        with self._errors() as store:
+            return any(meta["path"] != self.key for chunk in store.list(self.key or None) for meta in chunk)
 
     def end_uploads(self) -> None:
         """Ends the unfinished uploads below this prefix, so that their parts use no storage."""
-        with self._errors():
-            for upload in self._uploads():
-                _abort(self._client, {"Bucket": self.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]})
+        for key, upload_id in self._uploads().items():
+            s3_uploads.end_upload(self._s3, self.bucket, key, upload_id)
 
     def remove_tree(self) -> None:
         """Removes all objects below this prefix, and ends the uploads."""
-        with self._errors():
-            keys = [{"Key": entry["Key"]} for entry in self._entries()]
-            for first in range(0, len(keys), _DELETED_PER_CALL):
-                some = {"Objects": keys[first : first + _DELETED_PER_CALL], "Quiet": True}
-                refused = self._client.delete_objects(Bucket=self.bucket, Delete=some).get("Errors")
-                if refused:
-                    raise OSError(f"{self}: {len(refused)} objects could not be removed, the first: {refused[0]}")
+        objects, markers = self._scan()
+        while objects:
+            # Google and Azure raise this for an object that another process has removed meanwhile.
+            with suppress(FileNotFoundError), self._errors() as store:
+                store.delete([path.key for path in objects])
+                break
+            objects, _ = self._scan()
+        if markers and self.scheme == "s3":
+            with self._errors():
+                for key in markers:
+                    self._s3.delete_object(Bucket=self.bucket, Key=f"{key}/")
         self.end_uploads()
 
     @property
-    def _object(self) -> dict[str, str]:
-        return {"Bucket": self.bucket, "Key": self.key}
+    def _prefix(self) -> str:
+        """The prefix of the keys below this location; empty if it is the whole bucket."""
+        return f"{self.key}/".lstrip("/")
 
     @property
-    def _client(self) -> Any:
-        return _client(self.query)
+    def _s3(self) -> Any:
+        options = dict(parse_qsl(self.query))
+        with _opening:
+            return s3_uploads.make_client(_endpoint(options), options.get("region"), _TIMEOUT_S, _ATTEMPTS)
+
+    def _at(self, key: str) -> Self:
+        return replace(self, key=key, etag="", size=None, changed_s=0)
+
+    def _listed(self, meta: Any) -> Self:
+        """Returns the location of an object that the store describes."""
+        changed_s = int(meta["last_modified"].timestamp())
+        return replace(self, key=meta["path"], etag=meta["e_tag"] or "", size=meta["size"], changed_s=changed_s)
+
+    def _scan(self) -> tuple[list[Self], list[str]]:
+        """Returns the objects below this prefix, and the keys of those by which consoles show folders.
+
+        obstore lists the second ones without the slash at the end; only a request distinguishes them from empty files.
+        """
+        with self._errors() as store:
+            listed = [self._listed(meta) for chunk in store.list(self.key or None) for meta in chunk]
+        markers = {path.key for path in listed if path.size == 0 and not path.exists()}
+        return [path for path in listed if path.key not in markers and path.key != self.key], sorted(markers)
+
+    def _uploads(self) -> dict[str, str]:
+        """Returns the unfinished uploads below this prefix: the id by the key."""
+        if self.scheme != "s3":
+            return {}
+        with self._errors():
+            return s3_uploads.unfinished_uploads(self._s3, self.bucket, self._prefix)
 
     def _read(self) -> bytes:
-        """Reads the object, and tries again if the connection breaks in the middle, which botocore does not do."""
-        from botocore.exceptions import BotoCoreError
+        with self._errors() as store:
+            answer = store.get(self.key)
+            size, etag = answer.meta["size"], answer.meta["e_tag"] or ""
+            if size <= PART_BYTES:
+                return bytes(answer.bytes())
+        return self.read_ranges([(0, size)], etag)[0]
 
-        with self._errors():
-            for attempt in range(1, _ATTEMPTS + 1):
-                body = self._client.get_object(**self._object)["Body"]
-                try:
-                    return bytes(body.read())
-                except BotoCoreError:
-                    if attempt == _ATTEMPTS:
-                        raise
-        raise AssertionError
+    def _put_absent(self, data: bytes | mmap.mmap) -> bool:
+        """Puts the object by one request unless it exists; returns whether it did.
 
-    def _put_absent(self, data: bytes) -> bool:
-        """Puts the object unless it exists; returns whether it did. Waits while another conditional put is running."""
-        from botocore.exceptions import ClientError
-
-        for pause_s in (*_CONFLICT_PAUSES_S, None):
-            try:
-                self._client.put_object(**self._object, Body=data, IfNoneMatch="*")
-                return True
-            except ClientError as error:
-                code = error.response["Error"]["Code"]
-                if code == "PreconditionFailed":
-                    return False
-                if code != "ConditionalRequestConflict" or pause_s is None:
-                    raise
-                time.sleep(pause_s)
-        raise AssertionError
-
-    def _put_parts(self, data: bytes, if_absent: bool) -> bool:
-        """Uploads the object in parts; it appears with the last call, or not at all.
-
-        Returns:
-            Whether it was written; False only with `if_absent`, if the object existed.
+        An answer that does not come does not say whether the object was written, so the put is tried again. S3 also
+        refuses a put while another conditional one is running; then there is no object yet.
         """
-        from botocore.exceptions import ClientError
-
-        client = self._client
-        size = max(PART_BYTES, -(-len(data) // _MAX_PARTS))
-        view = memoryview(data)
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
-        upload = self._object | {"UploadId": client.create_multipart_upload(**self._object)["UploadId"]}
-
-        def put_part(number: int) -> dict[str, Any]:
-            answer = client.upload_part(
-                **upload, PartNumber=number, Body=bytes(view[(number - 1) * size : number * size])
-            )
-            checksum = {name: answer[name] for name in ("ChecksumCRC32", "ChecksumCRC64NVME") if name in answer}
-            return {"PartNumber": number, "ETag": answer["ETag"], **checksum}
-
-        try:
-            with ThreadPoolExecutor(_PARALLEL_PARTS) as pool:
-                parts = list(pool.map(put_part, range(1, -(-len(data) // size) + 1)))
-            client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, **condition)
-        except BaseException as error:
-            _abort(client, upload)
-            if isinstance(error, ClientError) and error.response["Error"]["Code"] == "PreconditionFailed":
-                return False
-            raise
-        return True
-
-    def _uploads(self) -> Iterator[dict[str, Any]]:
-        for page in self._client.get_paginator("list_multipart_uploads").paginate(
-            Bucket=self.bucket, Prefix=self.below
-        ):
-            yield from page.get("Uploads", ())
+        failures = 0
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                with self._errors(len(data)) as store:
+                    store.put(self.key, data, mode="create", use_multipart=False)
+                return True
+            except FileExistsError:
+                if self.exists():
+                    return False
+                if pause_s is None:
+                    raise
+            except TimeoutError:
+                failures += 1
+                if failures == _ATTEMPTS or pause_s is None:
+                    raise
+            time.sleep(pause_s)
+        raise AssertionError
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Turns the errors of botocore into those that a disk would raise."""
-        from botocore.exceptions import BotoCoreError, ClientError
+    def _errors(self, num_bytes: int = 0) -> Iterator[Any]:
+        """Gives the store for a request with so many bytes, and turns its errors into those that a disk would raise."""
+        from obstore.exceptions import BaseError
 
+        raised: tuple[type[Exception], ...] = (OSError, ValueError, BaseError)
+        if self.scheme == "s3":
+            raised += s3_uploads.client_errors()
         try:
-            yield
-        except ClientError as error:
-            if error.response["Error"]["Code"] in ("NoSuchKey", "404"):
-                raise FileNotFoundError(errno.ENOENT, "No such object", str(self)) from error
-            raise OSError(f"{self}: {error}") from error
-        except BotoCoreError as error:
-            raise OSError(f"{self}: {error}") from error
+            with _opening:
+                store = _open_store(self.scheme, self.bucket, self.query, _TIMEOUT_S * (1 + num_bytes // PART_BYTES))
+            yield store
+        except raised as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            number, reason = _classify(error, _OBJECT_STORES[self.scheme].credentials)
+            if number == errno.ENOENT:
+                raise FileNotFoundError(number, reason, str(self)) from error
+            raise OSError(number, f"{self}: {reason}") from error
 
 
-_making_client = threading.Lock()
+class ObjectReader(io.RawIOBase):
+    """An open object, which is read by ranges.
 
-
-def _client(query: str) -> Any:
-    with _making_client:
-        return _make_client(query)
-
-
-@functools.cache
-def _make_client(query: str) -> Any:
-    """Returns the client for a server, one per process; many threads may use it.
-
-    Importing botocore and reading its models takes half a second.
+    Args:
+        path: The object, with its size.
     """
-    require("botocore", "s3://")
-    import botocore.session
-    from botocore.config import Config
 
-    options = dict(parse_qsl(query))
-    endpoint = options.get("endpoint_override")
-    if endpoint and "://" not in endpoint:
-        endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
-    is_custom_server = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    config = Config(
-        connect_timeout=_CONNECT_TIMEOUT_S,
-        read_timeout=_READ_TIMEOUT_S,
-        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
-        max_pool_connections=32,
-        s3={"addressing_style": "path"} if is_custom_server else {},
-    )
-    return botocore.session.get_session().create_client(
-        "s3", region_name=options.get("region"), endpoint_url=endpoint, config=config
-    )
+    def __init__(self, path: ObjectPath) -> None:
+        assert path.size is not None
+        self._path, self.size = path, path.size
+        self._position = 0
+        self._prefetched: list[tuple[int, bytes]] = []
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves the position, and returns it."""
+        position = (0, self._position, self.size)[whence] + offset
+        if position < 0:
+            raise OSError(errno.EINVAL, f"{self._path}: {position} is before the beginning")
+        self._position = position
+        return position
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Returns the next `size` bytes, fewer at the end; all that are left if it is negative."""
+        left = max(0, self.size - self._position)
+        data = self.read_at(self._position, left if size is None or size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+    def readall(self) -> bytes:
+        """Returns the bytes from the position to the end."""
+        return self.read()
+
+    def readinto(self, buffer: Any) -> int:
+        """Reads into a buffer; returns the number of bytes."""
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def read_at(self, begin: int, count: int) -> bytes:
+        """Returns `count` bytes from a position on, by a request unless they are prefetched."""
+        for start, data in self._prefetched:
+            if start <= begin and begin + count <= start + len(data):
+                return data[begin - start : begin - start + count]
+        return self._path.read_ranges([(begin, begin + count)])[0]
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Reads ranges concurrently; they stay in memory until the next call."""
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted(ranges):
+            is_close = merged and begin <= merged[-1][1] + _GAP_BYTES
+            merged.append((merged[-1][0], max(end, merged.pop()[1])) if is_close else (begin, end))
+        self._prefetched = []
+        starts = [begin for begin, _ in merged]
+        self._prefetched = list(zip(starts, self._path.read_ranges(merged), strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
-def _read_version(path: S3Path, etag: str) -> bytes:
+def _read_version(path: ObjectPath, etag: str) -> bytes:
     del etag
     return path._read()
 
 
-def _abort(client: Any, upload: dict[str, str]) -> None:
-    """Ends an upload, so that its parts use no storage. If that fails, `listing(temporary=True)` still returns it."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        client.abort_multipart_upload(**upload)
-    except (BotoCoreError, ClientError) as error:
-        logger.warning("The upload of s3://%s/%s could not be ended: %s", upload["Bucket"], upload["Key"], error)
+_opening = threading.Lock()
 
 
-_RETRY_TIME = timedelta(seconds=60)
-"""How long pyarrow retries requests to Google; its own default is a quarter of an hour."""
+@functools.lru_cache(maxsize=256)
+def _open_store(scheme: str, bucket: str, query: str, timeout_s: int) -> Any:
+    """Returns the store of a bucket, one per process; many threads may use it."""
+    import obstore.store
+
+    options = dict(parse_qsl(query))
+    config = _OBJECT_STORES[scheme].config(options) | {"skip_signature": "anonymous" in options or None}
+    is_http = (config.get("endpoint") or config.get("base_url") or "").startswith("http://")
+    return getattr(obstore.store, _OBJECT_STORES[scheme].store)(
+        bucket,
+        client_options={
+            "allow_http": is_http,
+            "connect_timeout": timedelta(seconds=_CONNECT_TIMEOUT_S),
+            "timeout": timedelta(seconds=timeout_s),
+        },
+        retry_config={"max_retries": _ATTEMPTS - 1, "retry_timeout": timedelta(seconds=_ATTEMPTS * timeout_s)},
+        **{name: value for name, value in config.items() if value is not None},
+    )
 
 
-@dataclass(frozen=True)
-class CloudPath(ObjectPath):
-    """A location that is only read. Every failure is an `OSError`; a missing object is a `FileNotFoundError`."""
-
-    @property
-    @abstractmethod
-    def filesystem(self) -> pafs.FileSystem:
-        """The file system of pyarrow that reads it, one per server and process."""
-
-    @property
-    def path(self) -> str:
-        """The path on that file system."""
-        return f"{self.bucket}/{self.key}".rstrip("/")
-
-    def exists(self) -> bool:
-        """Returns whether the object exists."""
-        return bool(self.filesystem.get_file_info(self.path).type == pafs.FileType.File)
-
-    def read_bytes(self) -> bytes:
-        """Returns the content of the object."""
-        with self.filesystem.open_input_file(self.path) as file:
-            return bytes(file.read())
-
-    def read_text(self) -> str:
-        """Returns the content of the object as UTF-8."""
-        return self.read_bytes().decode()
-
-    def listing(self) -> dict[str, CloudPath]:
-        """Returns all objects below this prefix by their relative paths, in the order of these.
-
-        Their `etag` is made of size and time, which change with the content.
-        """
-        entries = self.filesystem.get_file_info(pafs.FileSelector(self.path, recursive=True, allow_not_found=True))
-        files = {info.path.removeprefix(f"{self.path}/"): info for info in entries if info.type == pafs.FileType.File}
-        return {
-            name: replace(self / name, etag=f"{info.size}-{info.mtime_ns}", size=info.size)
-            for name, info in sorted(files.items())
-        }
-
-    def folders(self) -> list[str]:
-        """Returns the names of the folders directly below this one.
-
-        They are computed from the objects, since pyarrow does not list prefixes of Google, which are not objects.
-        """
-        return list(dict.fromkeys(name.partition("/")[0] for name in self.listing() if "/" in name))
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+_DENIED = {"401", "403", "AccessDenied", "ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
+_NO_CREDENTIALS = re.compile(
+    r"token request|//169\.254\.169\.254|credential provider|locate credentials|config profile|SSO (token|session)",
+    re.IGNORECASE,
+)
 
 
-@dataclass(frozen=True)
-class GooglePath(CloudPath):
-    """A location in Google Cloud Storage: `gs://bucket/prefix`."""
+def _classify(error: Exception, credentials: str) -> tuple[int, str]:
+    """Returns the number of the system's error that an error of an object store is like, and what to say.
 
-    scheme: ClassVar[str] = "gs"
-    options: ClassVar[Sequence[str]] = ("anonymous", "endpoint_override", "scheme")
-    credentials: ClassVar[str] = "GOOGLE_APPLICATION_CREDENTIALS, or the account of the machine"
-
-    @property
-    def filesystem(self) -> pafs.FileSystem:
-        """See `CloudPath`."""
-        return _google(self.query)
-
-
-@dataclass(frozen=True)
-class AzurePath(CloudPath):
-    """A location in Azure Blob Storage: `az://container/prefix?account_name=...`.
-
-    Without that parameter the account is the one of `AZURE_STORAGE_ACCOUNT`.
+    This is the one place that distinguishes the errors of object stores: `ENOENT` there is no such object, `ENXIO` no
+    such bucket, `EACCES` the credentials are missing or do not suffice, `EEXIST` the object exists, `ESTALE` it was
+    changed meanwhile, `ETIMEDOUT` the server does not answer, `EIO` anything else. obstore has classes for some of
+    them and for some requests only, so the status and the code in its text count.
     """
+    from obstore import exceptions as kinds
 
-    scheme: ClassVar[str] = "az"
-    options: ClassVar[Sequence[str]] = (
-        "account_name",
-        "blob_storage_authority",
-        "blob_storage_scheme",
-        "dfs_storage_authority",
-        "dfs_storage_scheme",
-    )
-    credentials: ClassVar[str] = (
-        "AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, or an identity that Azure's default credential finds"
-    )
-
-    @property
-    def filesystem(self) -> pafs.FileSystem:
-        """See `CloudPath`."""
-        return _azure(self.query)
-
-
-@functools.cache
-def _google(query: str) -> pafs.FileSystem:
-    options = dict(parse_qsl(query))
-    return pafs.GcsFileSystem(
-        anonymous=options.get("anonymous") == "true",
-        scheme=options.get("scheme"),
-        endpoint_override=options.get("endpoint_override"),
-        retry_time_limit=_RETRY_TIME,
-    )
-
-
-@functools.cache
-def _azure(query: str) -> pafs.FileSystem:
-    options = dict(parse_qsl(query))
-    account = options.pop("account_name", None) or os.environ.get("AZURE_STORAGE_ACCOUNT")
-    if not account:
-        raise OSError("az:// needs the name of the storage account, as ?account_name=... or AZURE_STORAGE_ACCOUNT")
-    return pafs.AzureFileSystem(
-        account,
-        account_key=os.environ.get("AZURE_STORAGE_KEY"),
-        sas_token=os.environ.get("AZURE_STORAGE_SAS_TOKEN"),
-        **options,
-    )
+    text, _, debug = str(error).partition("\n\nDebug source")
+    status = re.search(r"status code: (\d{3})", text)
+    code = re.search(r"<Code>(\w+)</Code>", text) or re.search(r"An error occurred \((\w+)\)", text)
+    message = re.search(r"<Message>\s*([^<\n]*)", text) or re.search(r"operation(?: \(.*?\))?: (.*)", text)
+    text = " ".join(text.split())
+    answer = " ".join(match[1] for match in (status, code, message) if match)
+    cause, codes = answer or text.rpartition(" - ")[2], {match[1] for match in (status, code) if match}
+    if codes & _NO_BUCKET:
+        result = errno.ENXIO, f"there is no such bucket ({cause}). Create it, or correct the path."
+    elif isinstance(error, kinds.AlreadyExistsError):
+        result = errno.EEXIST, f"it exists, or is being written ({cause})."
+    elif isinstance(error, kinds.PreconditionError | kinds.NotModifiedError):
+        result = errno.ESTALE, "it was changed while it was read."
+    elif _NO_CREDENTIALS.search(text):
+        result = errno.EACCES, f"no credentials were found or renewed ({text}). Give them: {credentials}."
+    elif isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError) or codes & _DENIED:
+        result = errno.EACCES, f"access is refused ({cause}). Check the credentials ({credentials}) and their rights."
+    elif isinstance(error, FileNotFoundError):
+        result = errno.ENOENT, "No such object"
+    elif "redirect without LOCATION" in text:
+        result = errno.EIO, "the bucket is in another region. Give it as ?region=... or AWS_REGION."
+    elif isinstance(error, kinds.InvalidPathError | ValueError):
+        result = errno.EIO, f"{text}."
+    elif answer:
+        result = errno.EIO, f"the server refused or failed ({answer})."
+    else:
+        kind = "time-out" if "Timeout" in debug else "".join(re.findall(r'message: "([^"]+)"', debug)[-1:])
+        advice = "Check the address and the network."
+        result = errno.ETIMEDOUT, f"the server does not answer ({cause}{kind and f', {kind}'}). {advice}"
+    return result

@@ -45,7 +45,7 @@ from ray_app.preflight.prepare import Prepared, prepare
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import stored_config
-from ray_app.storage.data_files import find_file, is_folder, locate_data
+from ray_app.storage.data_files import find_file, is_folder
 from ray_app.storage.files import Location, put_atomic, to_location
 from ray_app.track.tensorboard import check_board
 from ray_app.track.tracker import check_available
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 90.0
 _COPY_MARKS = ("_ray_pkg_", "runtime_resources")
-_SHARED = "Give a folder that is mounted on every node under the same path, or s3://bucket/prefix."
+_SHARED = "Give a folder that is mounted on every node under the same path, or a prefix in a bucket."
 
 
 def check_shared_storage(path: str, data: list[str]) -> Finding:
@@ -65,7 +65,7 @@ def check_shared_storage(path: str, data: list[str]) -> Finding:
 
     Args:
         path: `run.storage_path`.
-        data: Folders or files of the training and the evaluation data, absolute or on S3.
+        data: Folders or files of the training and the evaluation data, absolute or in object stores.
 
     Raises:
         ConfigError: The storage cannot be used.
@@ -142,7 +142,7 @@ def _find_problem(probe: str, data: list[str]) -> str | None:
     except OSError as error:
         return f"the storage cannot be written ({error})"
     try:
-        missing = [path for path in data if not (find_file(locate_data(path)) or is_folder(locate_data(path)))]
+        missing = [path for path in data if not (find_file(to_location(path)) or is_folder(to_location(path)))]
     except DataError as error:
         return f"{error}"
     return f"data is not there: {', '.join(missing)}" if missing else None
@@ -336,7 +336,7 @@ def inspect(config: Config) -> Report:
     topics = [("training data", config.data.path), ("evaluation data", config.data.eval_path)]
     findings = [run_check(topic, partial(_describe_data, path)) for topic, path in topics if path]
     readable = all(finding.level == "ok" for finding in findings)
-    shared = [str(locate_data(path)) for path in data] if readable else []
+    shared = [str(to_location(path)) for path in data] if readable else []
     findings.append(run_check("storage", partial(check_shared_storage, config.run.storage_path, shared)))
     findings.append(run_check("resources", partial(_check_resources, config)))
     findings.append(run_check("MLflow", partial(_check_mlflow, config)))

@@ -108,7 +108,7 @@ def check_absolute_storage(config: Config) -> list[Finding]:
     text = (
         f"run.storage_path is {path!r}, relative: in a job that is a copy of the working directory, which Ray removes"
         " and other nodes do not see. Give an absolute folder that all nodes share, --run.storage_path /shared/runs,"
-        " or s3://bucket/prefix."
+        " or a prefix in a bucket."
     )
     return [Finding("refused", "storage", text)]
 

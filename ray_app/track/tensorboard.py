@@ -31,7 +31,7 @@ _RETRY_S, _LONGEST_PAUSE_S = 0.5, 60.0
 _PAUSE_PER_SWEEP = 20
 """Pause after a sweep, in durations of the sweep, so that sweeps take at most a twentieth of the time.
 
-A sweep reads the record and, on S3, uploads the whole file again.
+A sweep reads the record and, in a bucket, uploads the whole file again.
 """
 
 

@@ -313,7 +313,7 @@ def _read_artifacts(paths: RunPaths) -> dict[str, str]:
 def _artifact_folder(paths: RunPaths, uri: str) -> Path | None:
     """Returns the folder for the artifacts of an MLflow without a server: next to the run, or next to the SQLite file.
 
-    If the run is on S3, it is next to the SQLite file; None if MLflow has no SQLite file either.
+    If the run is in a bucket, it is next to the SQLite file; None if MLflow has no SQLite file either.
     """
     if isinstance(paths.root, Path):
         return paths.root.resolve().parent / "mlartifacts"

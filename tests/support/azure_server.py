@@ -6,9 +6,10 @@ import re
 import shutil
 import subprocess
 
+import pyarrow.fs as pafs
 import pytest
 
-from ray_app.storage.object_stores import AzurePath
+from ray_app.storage.object_stores import ObjectPath
 
 PROGRAM = "azurite-blob"
 CONTAINER, ACCOUNT = "data", "devstoreaccount1"
@@ -34,20 +35,18 @@ class AzureServer:
         )
         assert listens is not None, "Azurite did not start"
         self.address = listens[1]
-        self.path("").filesystem.create_dir(CONTAINER)
+        addresses = {f"{part}_storage_authority": self.address for part in ("blob", "dfs")}
+        schemes = {f"{part}_storage_scheme": "http" for part in ("blob", "dfs")}
+        pafs.AzureFileSystem(ACCOUNT, account_key=KEY, **addresses, **schemes).create_dir(CONTAINER)
 
-    def path(self, prefix: str) -> AzurePath:
+    def path(self, prefix: str) -> ObjectPath:
         """A place on the server, which carries the server's address."""
-        server = "&".join(
-            f"{part}_storage_authority={self.address}&{part}_storage_scheme=http" for part in ("blob", "dfs")
-        )
-        return AzurePath.parse(f"az://{CONTAINER}/{prefix}?account_name={ACCOUNT}&{server}")
+        server = f"account_name={ACCOUNT}&endpoint_override={self.address}/{ACCOUNT}&scheme=http"
+        return ObjectPath.parse(f"az://{CONTAINER}/{prefix}?{server}")
 
     def put(self, prefix: str, content: bytes) -> None:
         """Writes an object."""
-        place = self.path(prefix)
-        with place.filesystem.open_output_stream(place.path) as stream:
-            stream.write(content)
+        self.path(prefix).put(content, if_absent=False)
 
     def close(self) -> None:
         """Ends the process."""

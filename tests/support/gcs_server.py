@@ -1,61 +1,49 @@
-"""An emulator of Google Cloud Storage on loopback; as a script it serves until its parent is gone. pyarrow holds
-Python's lock while it reads, so it is a process of its own.
+"""Google Cloud Storage's XML interface on loopback, which obstore speaks: moto's S3 server with Google's conditions.
+
+Google designed that interface after the one of S3: objects, listings and errors look alike. What differs is the header
+of a conditional put, and the generation of an object in the answer. Emulators of Google's other interface
+(gcp-storage-emulator) have neither its listing nor its deletion.
 """
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from ray_app.storage.object_stores import GooglePath
-from tests.support.places import ROOT
+from ray_app.storage.files import to_location
+from ray_app.storage.object_stores import ObjectPath
+from tests.support.s3_server import S3Server, serve
 
-BUCKET = "data"
+BUCKET = "runs"
+TOKEN = "test"
+"""What is expected in GOOGLE_BEARER_TOKEN: without it obstore asks the machine for one."""
 
 
-class GoogleServer:
+class GoogleServer(S3Server):
     """The emulator's process."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.gcs_server"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        self.address = f"127.0.0.1:{int(self._process.stdout.readline())}"
+    module = "tests.support.gcs_server"
 
-    def path(self, prefix: str) -> GooglePath:
+    def path(self, prefix: str) -> ObjectPath:
         """A place on the server, which carries the server's address."""
-        return GooglePath.parse(f"gs://{BUCKET}/{prefix}?anonymous=true&endpoint_override={self.address}&scheme=http")
-
-    def put(self, prefix: str, content: bytes) -> None:
-        """Writes an object."""
-        place = self.path(prefix)
-        with place.filesystem.open_output_stream(place.path) as stream:
-            stream.write(content)
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.wait()
+        place = to_location(f"gs://{BUCKET}/{prefix}?endpoint_override={self.address}&scheme=http")
+        assert isinstance(place, ObjectPath)
+        return place
 
 
-def main() -> None:
-    """Serves on a free port, which it prints."""
-    from gcp_storage_emulator.server import create_server
+def as_google(application: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """Returns an application of S3 that takes Google's requests."""
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
-    server.start()
-    print(port, flush=True)
-    sys.stdin.read()  # ends with the parent
-    server.stop()
+    def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":
+            environ["HTTP_IF_NONE_MATCH"] = "*"
+        return application(
+            environ,
+            lambda status, headers, *more: start_response(status, [*headers, ("x-goog-generation", "1")], *more),
+        )
+
+    return call
 
 
 if __name__ == "__main__":
-    main()
+    serve(as_google)

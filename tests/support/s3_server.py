@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ray_app.storage.files import to_location
-from ray_app.storage.object_stores import S3Path
+from ray_app.storage.object_stores import ObjectPath
 from tests.support.places import ROOT
 
 BUCKET = "runs"
@@ -34,6 +34,7 @@ class Rule:
         status: Answer with this instead; 0: the true answer.
         delay_s: Seconds to wait before that.
         done: Whether the server does first what was asked, so that only the answer is lost.
+        cut: Whether half of the true answer comes, and then the connection breaks.
     """
 
     match: str
@@ -41,23 +42,27 @@ class Rule:
     status: int = 503
     delay_s: float = 0.0
     done: bool = False
+    cut: bool = False
 
 
 class S3Server:
     """The server's process and its control."""
 
+    module = "tests.support.s3_server"
+
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.s3_server"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", self.module], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         assert self._process.stdout is not None
         self.address = f"127.0.0.1:{int(self._process.stdout.readline())}"
-        self.path("")._client.create_bucket(Bucket=BUCKET)
+        request = urllib.request.Request(f"http://{self.address}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(request, timeout=10).close()
 
-    def path(self, prefix: str) -> S3Path:
+    def path(self, prefix: str) -> ObjectPath:
         """A place on the server, which carries the server's address."""
         place = to_location(f"s3://{BUCKET}/{prefix}?endpoint_override={self.address}&scheme=http")
-        assert isinstance(place, S3Path)
+        assert isinstance(place, ObjectPath)
         return place
 
     def fail(self, match: str, **how: Any) -> None:
@@ -73,6 +78,10 @@ class S3Server:
         they came.
         """
         return [request for request in self._control("requests") if re.search(match, request)]
+
+    def put(self, prefix: str, content: bytes) -> None:
+        """Writes an object."""
+        self.path(prefix).put(content, if_absent=False)
 
     def close(self) -> None:
         """Ends the process."""
@@ -108,6 +117,8 @@ class _Faulty:
                 rule.times -= 1
         if rule is None:
             return self._ask(environ, start_response)
+        if rule.cut:
+            return self._halve(self._ask(environ, start_response))
         if rule.done:
             list(self._ask(environ, lambda *_: None))
         time.sleep(rule.delay_s)
@@ -117,6 +128,11 @@ class _Faulty:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         start_response(f"{rule.status} Injected", [("Content-Length", "0")])
         return [b""]
+
+    def _halve(self, answer: Iterable[bytes]) -> Iterator[bytes]:
+        data = b"".join(answer)
+        yield data[: len(data) // 2]
+        raise ConnectionError("injected")
 
     def _ask(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ.get("HTTP_IF_NONE_MATCH"):  # moto looks and then writes
@@ -138,8 +154,12 @@ class _Faulty:
         return [data]
 
 
-def main() -> None:
-    """Serves on a free port, which it prints, until it is killed or its parent is gone."""
+def serve(adapt: Callable[[Callable[..., Iterable[bytes]]], Callable[..., Iterable[bytes]]] = lambda s3: s3) -> None:
+    """Serves on a free port, which it prints, until it is killed or its parent is gone.
+
+    Args:
+        adapt: What makes another server of moto's.
+    """
     import logging
     import os
 
@@ -147,7 +167,7 @@ def main() -> None:
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    application = _Faulty(DomainDispatcherApplication(create_backend_app))
+    application = _Faulty(adapt(DomainDispatcherApplication(create_backend_app)))
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
     print(server.server_port, flush=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -157,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()

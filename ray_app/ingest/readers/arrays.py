@@ -23,7 +23,8 @@ from ray_app.config.import_paths import require
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.storage.data_files import DataLocation, File, files_in, find_file, is_folder, parser_errors
+from ray_app.storage.data_files import File, files_in, find_file, is_folder, parser_errors
+from ray_app.storage.files import Location
 
 Header = tuple[np.dtype, tuple[int, ...]]
 
@@ -285,7 +286,7 @@ class Idx:
         split_rows: Rows that one task reads; a gzipped file is read by one.
     """
 
-    root: DataLocation
+    root: Location
     split_rows: int
 
     def files(self) -> Iterator[File]:

@@ -23,14 +23,13 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import IngestOptions
 from ray_app.storage.data_files import (
     HEAD_BYTES,
-    DataLocation,
     File,
     files_in,
     find_file,
     is_folder,
-    locate_data,
     name_foreign_file,
 )
+from ray_app.storage.files import Location, to_location
 from ray_app.task.images import decode_image
 
 BLOCK_BYTES = 16 << 20
@@ -96,9 +95,9 @@ class SourceReader:
     options: IngestOptions
 
     @property
-    def path(self) -> DataLocation:
+    def path(self) -> Location:
         """The file or folder."""
-        return locate_data(self.pattern)
+        return to_location(self.pattern)
 
     @property
     def skips(self) -> bool:
@@ -234,7 +233,7 @@ def match_files(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[
 
 
 def _match_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
-    path = locate_data(name)
+    path = to_location(name)
     if "*" in path.name:
         folder = path.parent
         return [f for f in files_in(folder) if fnmatchcase(f.location.name, path.name)] if is_folder(folder) else []
@@ -262,7 +261,7 @@ def sort_classes(where: str, values: set[str], skip: bool) -> tuple[str, ...]:
 _BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
-def list_text_files(path: DataLocation, suffixes: tuple[str, ...], kind: str) -> list[File]:
+def list_text_files(path: Location, suffixes: tuple[str, ...], kind: str) -> list[File]:
     """Returns one text file, or those in a folder, sorted by name; raises DataError if there is none."""
     allowed = " and ".join(suffixes)
     if file := find_file(path):

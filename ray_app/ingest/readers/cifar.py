@@ -19,7 +19,8 @@ import pyarrow as pa
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.storage.data_files import DataLocation, File, files_in, find_file, is_folder
+from ray_app.storage.data_files import File, files_in, find_file, is_folder
+from ray_app.storage.files import Location
 
 _PART_BYTES = 1 << 20
 _IN_PROGRESS = object()
@@ -258,7 +259,7 @@ class Cifar:
         root: The folder.
     """
 
-    root: DataLocation
+    root: Location
 
     def files(self) -> list[File]:
         """Returns the files with images, the training data first, and the file with the names of the classes."""

@@ -25,8 +25,8 @@ from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.base import sort_classes
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
-from ray_app.storage.data_files import DataLocation, File, files_in, find_file, is_folder, open_parquet, parser_errors
-from ray_app.storage.files import read_json
+from ray_app.storage.data_files import File, files_in, find_file, is_folder, open_parquet, parser_errors
+from ray_app.storage.files import Location, read_json
 
 _UNWRAPPED = (pa.UuidType, pa.JsonType)
 """Extension types that are stored as bytes or text and are read as such."""
@@ -254,7 +254,7 @@ class HuggingFace(base.SourceReader):
         return Form(kept, shapes, label, tuple(names) if names else None, self.options.check)
 
 
-def _list_saved_files(folder: DataLocation) -> list[File]:
+def _list_saved_files(folder: Location) -> list[File]:
     """Returns the files of a folder of `Dataset.save_to_disk`, in their order."""
     with parser_errors(folder / "state.json", _SAVE_AGAIN):
         state = read_json(folder / "state.json")
@@ -272,7 +272,7 @@ def _list_saved_files(folder: DataLocation) -> list[File]:
         return [file for file in files if file]
 
 
-def need_all_numbers(folder: DataLocation | str, files: list[File]) -> None:
+def need_all_numbers(folder: Location | str, files: list[File]) -> None:
     """Raises DataError unless files numbered as `NAME-00000-of-00003` are complete, each of them once."""
     numbers_of: dict[str, dict[int, list[int]]] = {}
     for file in files:
@@ -291,7 +291,7 @@ def need_all_numbers(folder: DataLocation | str, files: list[File]) -> None:
             raise DataError(f"{folder}: {lost} is missing, {len(numbers)} of {total} are there. Copy it again.")
 
 
-def _group_by_split(root: DataLocation, files: list[File]) -> dict[str, list[File]]:
+def _group_by_split(root: Location, files: list[File]) -> dict[str, list[File]]:
     """Returns the files by the splits in their names; all under "" where no name has a usual split."""
     stems = {file: _NUMBER.sub("", _NUMBERED.sub("", file.name.rpartition(".")[0])) for file in files}
     if not any(_SPLIT.search(stem) for stem in stems.values()):

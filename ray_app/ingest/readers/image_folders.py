@@ -17,9 +17,7 @@ import pyarrow as pa
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
 from ray_app.storage.data_files import (
-    CONNECTIONS,
     HEAD_BYTES,
-    DataLocation,
     File,
     entries_in,
     files_in,
@@ -32,6 +30,8 @@ from ray_app.storage.data_files import (
     printable_name,
     relative_path,
 )
+from ray_app.storage.files import Location
+from ray_app.storage.object_stores import CONNECTIONS
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp")
 """Suffixes by which a file is a row, even if it cannot be decoded and is refused."""
@@ -75,26 +75,26 @@ class Images(base.SourceReader):
         return tuple((printable_name(relative_path(path, self.path)), self._explain_skip(path)) for path in skipped)
 
     @cached_property
-    def _files(self) -> dict[DataLocation, list[File]]:
+    def _files(self) -> dict[Location, list[File]]:
         """The visible files of the folder itself and of each folder in it."""
         return {folder: files_in(folder) for folder in [self.path, *folders_in(self.path)]}
 
     @cached_property
-    def _heads(self) -> dict[DataLocation, bytes]:
+    def _heads(self) -> dict[Location, bytes]:
         """The first bytes of files without the suffix of an image, by many concurrent requests for a bucket."""
         files = [file for group in self._files.values() for file in group if not _has_image_suffix(file)]
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             return dict(zip((file.location for file in files), pool.map(_head, files), strict=True))
 
     @cached_property
-    def _visible(self) -> dict[DataLocation, File]:
+    def _visible(self) -> dict[Location, File]:
         return {file.location: file for group in self._files.values() for file in group}
 
     def _is_row(self, file: File) -> bool:
         """Returns whether a file is an image by its suffix or by its first bytes."""
         return _has_image_suffix(file) or has_image_signature(self._heads[file.location])
 
-    def _explain_skip(self, path: DataLocation) -> str:
+    def _explain_skip(self, path: Location) -> str:
         """Returns the reason why a file or folder does not become a row, the same text every time."""
         if path.name.startswith("."):
             return "left out: hidden, since its name begins with a dot"
@@ -109,7 +109,7 @@ class Images(base.SourceReader):
         )
 
     @cached_property
-    def _classes(self) -> dict[DataLocation, list[File]]:
+    def _classes(self) -> dict[Location, list[File]]:
         """The folder of each class, and the images in it."""
         expected = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
         if not is_folder(self.path):
@@ -146,14 +146,14 @@ def _head(file: File) -> bytes:
         return stream.read(HEAD_BYTES)
 
 
-def _tables(root: DataLocation, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
+def _tables(root: Location, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
     for block in base.batch_rows(_read(root, check, rows, refuse), lambda row: len(row[1])):
         ids, images, labels = zip(*block, strict=True)
         yield base.make_table(ids, {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())})
 
 
 def _read(
-    root: DataLocation, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse
+    root: Location, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse
 ) -> Iterator[tuple[str, bytes, int]]:
     for file, label in rows:
         row_id = printable_name(relative_path(file.location, root))

@@ -208,7 +208,7 @@ def read_parameters(path: str, digest: str | None) -> dict[str, Tensor]:
     """Returns the parameters in a file, by name.
 
     Args:
-        path: Path or s3:// URI of a safetensors file.
+        path: Path or URI of a safetensors file.
         digest: The `params_digest` that the parameters must have; None accepts any parameters.
 
     Raises:

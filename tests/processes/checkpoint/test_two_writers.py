@@ -32,10 +32,14 @@ VALUES = 3 << 19
 """Of a model of 6 MiB, which S3 takes in parts here."""
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(
+    params=["local", "s3", *(pytest.param(scheme, marks=pytest.mark.rest) for scheme in ("gs", "az"))], ids=str
+)
 def paths(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     monkeypatch.setattr(object_stores, "PART_BYTES", 5 << 20)
-    return RunPaths((tmp_path if request.param == "local" else request.getfixturevalue("s3_folder")) / "run")
+    return RunPaths(
+        (tmp_path if request.param == "local" else request.getfixturevalue(f"{request.param}_folder")) / "run"
+    )
 
 
 class Stops:

@@ -17,7 +17,7 @@ from ray_app.data import disk_cache as disk_folder
 from ray_app.data.disk_cache import SUMS, DiskCache, cache_key, cached_fetch, open_cache
 from ray_app.data.reader import fetch_in_process
 from ray_app.storage.files import put_atomic
-from ray_app.storage.object_stores import S3Path
+from ray_app.storage.object_stores import ObjectPath
 from ray_app.testing import DieAfter, WorkerPool, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from tests.support.bad_rows import BAD, Picky, job_of
@@ -141,7 +141,7 @@ def test_other_data_settings_or_code_have_another_cache(
 
 
 def test_data_on_s3_is_cached_until_an_object_changes(
-    job: Job, data: Path, s3_folder: S3Path, s3_server: S3Server
+    job: Job, data: Path, s3_folder: ObjectPath, s3_server: S3Server
 ) -> None:
     def upload() -> None:
         for path in data.iterdir():

@@ -15,13 +15,13 @@ from ray_app.data.reader import Reader, fetch_in_process, plan_all_reads
 from ray_app.errors import DataError, StorageError
 from ray_app.retry import Retry
 from ray_app.storage.files import put_atomic
-from ray_app.storage.object_stores import S3Path
+from ray_app.storage.object_stores import ObjectPath
 from tests.support.s3_server import S3Server
 
 
 @pytest.mark.parametrize("task_rows", [100, 2], ids=["whole row groups", "slices"])
 def test_s3_that_fails_for_a_while_is_read_all_the_same(
-    s3_folder: S3Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, task_rows: int
+    s3_folder: ObjectPath, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, task_rows: int
 ) -> None:
     monkeypatch.setattr(patience, "_RETRY", Retry(0.01, factor=1.0, attempts=4))
     stream = pa.BufferOutputStream()

@@ -236,7 +236,7 @@ def test_rows_that_vanish_while_reading_are_noticed(tmp_path: Path, monkeypatch:
         ({"source": "csv"}, "needs an input"),
         ({"source": "csv", "input": ""}, "needs an input"),
         ({"source": "digits", "input": "a"}, "reads no input"),
-        ({"source": "csv", "input": "a", "out": "gs://b/c"}, "s3://bucket/prefix"),
+        ({"source": "csv", "input": "a", "out": "ftp://b/c"}, "s3://bucket/prefix"),
         ({"source": "csv", "input": "s3://b/c", "out": "s3://b/c/d"}, "lies in the input"),
         ({"source": "csv", "input": "a", "out": ""}, "needs a folder to create"),
         ({"source": "parquet", "input": "a"}, "trained on as it is"),

@@ -34,7 +34,7 @@ from ray_app.ingest.ingest import IngestOptions, ingest, run_in_threads
 from ray_app.ingest.output_folder import RECORDS, RUNS
 from ray_app.ingest.splits import write_input_split
 from ray_app.storage.files import list_files, list_tree, put_atomic, read_all
-from ray_app.storage.object_stores import S3Path
+from ray_app.storage.object_stores import ObjectPath
 from tests.support.ingest_inputs import RNG, read, write_cifar, write_idx, write_images, write_tar
 from tests.support.places import ROOT, SUPPORT
 from tests.support.s3_server import S3Server
@@ -52,7 +52,7 @@ def options_for(folder: Path, out: Any, **more: Any) -> IngestOptions:
     return IngestOptions("csv", str(out), str(folder), label="y", split_bytes=1, **more)
 
 
-def content(folder: Path | S3Path) -> dict[str, bytes]:
+def content(folder: Path | ObjectPath) -> dict[str, bytes]:
     """The bytes of every file by relative path, but of the one in which times and ETags of the others stand."""
     found = {name: place for name, place in list_tree(folder).items() if not name.endswith(FOOTERS_FILE)}
     return dict(zip(found, read_all(found.values()), strict=True))
@@ -172,7 +172,7 @@ def test_what_another_version_has_begun_is_not_gone_on_with(tmp_path: Path, monk
 
 
 def test_links_are_followed_and_the_order_is_that_of_s3(
-    tmp_path: Path, s3_folder: S3Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3_folder: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["a-b/x.parquet", "a/x.parquet", "a/z.parquet", "linked/x.parquet", "tables.parquet/part.parquet"]
     for i, name in enumerate(names):
@@ -242,7 +242,7 @@ def test_more_bad_rows_than_allowed_end_an_ingest(tmp_path: Path, split_bytes: i
     assert sorted(listed) == ["cat/1.png", "dog/2.png"]
 
 
-def upload(folder: Path, target: S3Path) -> None:
+def upload(folder: Path, target: ObjectPath) -> None:
     for name, data in content(folder).items():
         put_atomic(target / name, data)
 
@@ -291,7 +291,9 @@ QUICK = ("images", "hf", "webdataset, braces")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in SOURCES]
 )
-def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, name: str) -> None:
+def test_s3_in_and_out_give_the_same_bytes(
+    tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server, name: str
+) -> None:
     source: Any = name.partition(",")[0]
     write, given, more = SOURCES[name]
     options = {"split_bytes": 1000, "shard_rows": 3, **more}
@@ -315,7 +317,7 @@ def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, s3
 
 @pytest.mark.rest
 def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(
-    tmp_path: Path, s3_folder: S3Path, s3_server: S3Server
+    tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server
 ) -> None:
     folder, out = write_csvs(tmp_path / "in"), s3_folder / "out"
     kill_midway(folder, out)
@@ -332,7 +334,7 @@ def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(
 @pytest.mark.rest
 @pytest.mark.parametrize("target", ["disk", "s3"])
 def test_what_is_finished_outlives_an_error_of_the_storage(
-    tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, target: str
+    tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server, target: str
 ) -> None:
     upload(write_csvs(tmp_path / "in"), s3_folder / "in")
     out = tmp_path / "out" if target == "disk" else s3_folder / "out"
@@ -359,7 +361,7 @@ def test_what_is_finished_outlives_an_error_of_the_storage(
     assert read_all([out / "part-00000.parquet"]) == read_all([tmp_path / "undisturbed" / "part-00000.parquet"])
 
 
-def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) -> None:
+def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: ObjectPath) -> None:
     folder = write_csvs(tmp_path / "in")
     ingest(options_for(folder, tmp_path / "out", row_group_rows=7, shard_rows=40))
     upload(tmp_path / "out", s3_folder / "data")
@@ -397,7 +399,9 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) ->
             open_dataset(str(s3_folder / name if name else s3_folder))
 
 
-def test_footers_on_s3_cost_two_requests_each_or_none(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server) -> None:
+def test_footers_on_s3_cost_two_requests_each_or_none(
+    tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server
+) -> None:
     out = s3_folder / "out"
     ingest(options_for(write_csvs(tmp_path / "in"), out, row_group_rows=7, shard_rows=40))
     s3_server.reset()
@@ -413,7 +417,7 @@ def test_footers_on_s3_cost_two_requests_each_or_none(tmp_path: Path, s3_folder:
     assert (warm.manifest.digest, warm.facts.columns) == (cold.manifest.digest, cold.facts.columns)
 
 
-def test_s3_that_refuses_is_a_data_error(s3_folder: S3Path, s3_server: S3Server) -> None:
+def test_s3_that_refuses_is_a_data_error(s3_folder: ObjectPath, s3_server: S3Server) -> None:
     s3_server.fail(".*", times=-1, status=403)
     with pytest.raises(
         DataError, match=r"s3://runs/.* cannot be read: .*Check the address, the bucket and the credentials"

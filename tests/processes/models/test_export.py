@@ -28,7 +28,7 @@ from ray_app.models import export
 from ray_app.models.export import write_export
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_tree, put_atomic
-from ray_app.storage.object_stores import S3Path
+from ray_app.storage.object_stores import ObjectPath
 from ray_app.task.tabular import TabularClassification
 from tests.support.places import ROOT
 
@@ -151,7 +151,7 @@ def test_an_export_predicts_and_trains_on_without_ray_and_mlflow(
 
 @pytest.mark.rest
 def test_any_checkpoint_of_a_run_is_exported_from_s3_too(
-    trained: tuple[Path, dict[str, Any]], s3_folder: S3Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: tuple[Path, dict[str, Any]], s3_folder: ObjectPath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained[0] / "runs" / "run"
     there = s3_folder / "runs" / "run"

@@ -20,7 +20,7 @@ from ray_app.errors import ConfigError
 from ray_app.runlog.journal import MetricsWriter
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_tree
-from ray_app.storage.object_stores import S3Path
+from ray_app.storage.object_stores import ObjectPath
 from ray_app.track.mlflow_client import Backlog, SentState
 from ray_app.track.tensorboard import EventFileWriter
 from tests.support.places import ROOT
@@ -136,7 +136,7 @@ def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..
     )
 
 
-def test_a_run_on_s3_gets_one_whole_file(s3_server: S3Server, s3_folder: S3Path, tmp_path: Path) -> None:
+def test_a_run_on_s3_gets_one_whole_file(s3_server: S3Server, s3_folder: ObjectPath, tmp_path: Path) -> None:
     paths = RunPaths(s3_folder / "run")
     local = Run(tmp_path / "run", "sqlite:///unused.db")
     local.record(1, 20)

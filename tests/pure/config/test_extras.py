@@ -16,7 +16,7 @@ from ray_app.errors import ConfigError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.tokenize import Texts
 from ray_app.plan.manifest import DataFacts
-from ray_app.storage.object_stores import S3Path
+from ray_app.storage.object_stores import ObjectPath
 from ray_app.task.detection import ObjectDetection
 from ray_app.task.image import ImageClassification
 from ray_app.track.mlflow_client import connect
@@ -37,7 +37,7 @@ _DIGITS = ROOT / "conf" / "digits.yaml"
         (lambda out: ObjectDetection({"class_path": "none"}).prepare(DataFacts("data", 0, {})), "detection"),
         (lambda out: ingest(IngestOptions(source="digits", out=str(out / "digits"))), "digits"),
         (lambda out: Texts(IngestOptions("jsonl", tokenizer="tokenizer.json")), "text"),
-        (lambda out: S3Path("bucket", "key", f"region={out.name}").read_bytes(), "s3"),
+        (lambda out: ObjectPath("s3", "bucket", "key", f"region={out.name}").read_bytes(), "s3"),
     ],
     ids=["run", "registry", "tensorboard", "vision", "detection", "digits", "text", "s3"],
 )

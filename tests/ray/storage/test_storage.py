@@ -24,7 +24,7 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.lease import LeaseHolder, LeaseRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_files, list_tree, put_atomic, put_json, read_json
-from ray_app.storage.object_stores import S3Path
+from ray_app.storage.object_stores import ObjectPath
 from ray_app.train.job import Hooks, Job
 from tests.support.injector import Break
 from tests.support.mlflow_server import database
@@ -37,7 +37,12 @@ ShortRun = Callable[..., Config]
 
 @pytest.mark.rest
 def test_a_run_on_s3_is_the_same(
-    short_run: ShortRun, reference: dict[str, Any], digits: Path, s3_folder: S3Path, s3_server: S3Server, tmp_path: Path
+    short_run: ShortRun,
+    reference: dict[str, Any],
+    digits: Path,
+    s3_folder: ObjectPath,
+    s3_server: S3Server,
+    tmp_path: Path,
 ) -> None:
     """With its data there, an end, a damaged newest checkpoint, other workers afterwards, an evaluator, and a server
     that fails.

@@ -1,0 +1,147 @@
+"""What is wrong with an object store is said by one clear message, soon: what, what came, what to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ray_app.storage import object_stores
+from ray_app.storage.files import list_files, put_atomic
+from ray_app.storage.object_stores import ObjectPath
+from tests.support.azure_server import KEY, AzureServer
+from tests.support.gcs_server import GoogleServer
+from tests.support.s3_server import S3Server
+
+MAX_S = 30
+STORES = ("s3", "gs", "az")
+REQUESTS: dict[str, Callable[[ObjectPath], object]] = {
+    "read": lambda folder: (folder / "a").read_bytes(),
+    "list": list_files,
+    "put": lambda folder: put_atomic(folder / "a", b"1"),
+    "create": lambda folder: put_atomic(folder / "a", b"1", if_absent=True),
+}
+
+
+@pytest.fixture(params=STORES)
+def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectPath]:
+    monkeypatch.setattr(object_stores, "_TIMEOUT_S", 1)
+    object_stores._open_store.cache_clear()
+    yield request.getfixturevalue(f"{request.param}_folder")
+    object_stores._open_store.cache_clear()
+
+
+@contextmanager
+def refused(kind: type[OSError], pattern: str) -> Iterator[None]:
+    start_s = time.monotonic()
+    with pytest.raises(OSError, match=pattern) as caught:
+        yield
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - start_s < MAX_S
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_bucket_that_does_not_exist(folder: ObjectPath, request_: str) -> None:
+    with refused(OSError, r"//nothing-here/.*: there is no such bucket \(404 \w+ .*\)\. Create it, or correct"):
+        REQUESTS[request_](replace(folder, bucket="nothing-here"))
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_server_that_is_gone(folder: ObjectPath, request_: str) -> None:
+    gone = replace(folder, query=["endpoint_override=127.0.0.1:9&scheme=http", "_name=one"][0])
+    if folder.scheme == "az":
+        gone = replace(gone, query=f"{gone.query}&account_name=one")
+    with refused(TimeoutError, r"the server does not answer \(.*\)\. Check the address and the network"):
+        REQUESTS[request_](gone)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("server", ["s3", "gs"])
+def test_a_server_that_does_not_answer_in_time(
+    request: pytest.FixtureRequest, server: str, request_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_stores, "_TIMEOUT_S", 1)
+    process: S3Server | GoogleServer = request.getfixturevalue(f"{server}_server")
+    process.fail(".*", times=-1, delay_s=4)
+    try:
+        with refused(TimeoutError, r"the server does not answer \(.*time-out\)\. Check the address"):
+            REQUESTS[request_](process.path("folder"))
+    finally:
+        process.reset()
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_key_that_is_refused(s3_server: S3Server, s3_folder: ObjectPath, request_: str) -> None:
+    s3_server.fail(".*", times=-1, status=403)
+    with refused(PermissionError, r"access is refused \(403\)\. Check the credentials \(AWS_ACCESS_KEY_ID and"):
+        REQUESTS[request_](s3_folder)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_wrong_key_of_azure(az_server: AzureServer, request_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_KEY", KEY.replace("E", "F"))
+    object_stores._open_store.cache_clear()
+    with refused(PermissionError, r"access is refused \(403 AuthorizationFailure Server failed to authenticate"):
+        REQUESTS[request_](az_server.path("wrong"))
+    object_stores._open_store.cache_clear()
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_no_credentials(folder: ObjectPath, request_: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing in the environment, no profile, and a machine whose role gives none."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "GOOGLE_BEARER_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("AZURE_STORAGE_KEY", raising=False)
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with refused(PermissionError, r"no credentials (for s3:// )?were found.* (AWS_|GOOGLE_|AZURE_)"):
+        REQUESTS[request_](folder)
+
+
+def test_credentials_of_a_profile(
+    s3_server: S3Server, s3_folder: ObjectPath, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also of a program, which botocore runs."""
+    program = tmp_path / "keys.sh"
+    program.write_text('#!/bin/sh\necho \'{"Version": 1, "AccessKeyId": "test", "SecretAccessKey": "test"}\'\n')
+    program.chmod(0o755)
+    (tmp_path / "config").write_text(f"[profile mine]\nregion = eu-west-1\ncredential_process = {program}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    object_stores._open_store.cache_clear()
+    assert put_atomic(s3_folder / "a", b"1")
+    object_stores._open_store.cache_clear()
+    config = object_stores._OBJECT_STORES["s3"].config({})
+    assert config["region"] == "eu-west-1"
+    assert config["credential_provider"]()["access_key_id"] == "test"
+
+
+def test_a_profile_that_does_not_exist(s3_folder: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "absent")
+    object_stores._open_store.cache_clear()
+    with refused(PermissionError, r"no credentials were found .*The config profile \(absent\) could not be found"):
+        list_files(s3_folder)
+
+
+@pytest.mark.parametrize("scheme", STORES)
+def test_what_is_public_needs_no_credentials(
+    request: pytest.FixtureRequest, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder: ObjectPath = request.getfixturevalue(f"{scheme}_folder")
+    put_atomic(folder / "a", b"1")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "GOOGLE_BEARER_TOKEN", "AZURE_STORAGE_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    public = replace(folder / "a", query=f"{folder.query}&anonymous=true")
+    if scheme == "az":
+        with refused(PermissionError, "access is refused"):  # the container is not public
+            public.read_bytes()
+    else:
+        assert public.read_bytes() == b"1"
