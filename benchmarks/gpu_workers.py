@@ -21,7 +21,7 @@ from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.plan.order import Cursor
-from ray_app.preflight.prepare import open_evaluation_source
+from ray_app.preflight.inputs import open_evaluation_source
 from ray_app.reduction.base import World, collective
 from ray_app.task.base import Task
 from ray_app.testing import RankResult, TrainedRun, WorkerPool, read_trained_run

@@ -21,22 +21,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import MODEL, Snapshot, params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config
-from ray_app.data.local_readers import load_all
-from ray_app.data.prefetch import StreamedWindows
-from ray_app.data.reader import fetch_in_process
-from ray_app.data.windows import CachedWindows, Windows
-from ray_app.plan.order import Cursor
 from ray_app.preflight.prepare import prepare
-from ray_app.reduction.base import World
+from ray_app.preflight.short_trainings import MembershipFactory, cache_windows, stream_windows, train_rank
 from ray_app.train.job import Hooks, Job, OpenWindows
-from ray_app.train.loop import train
-from ray_app.train.membership import Membership
 from ray_app.train.process_group import FileStoreMembership
 
 __all__ = [
@@ -77,18 +69,6 @@ def make_job(config: Config, folder: Path) -> Job:
     return dataclasses.replace(prepared.job, run_root=str(folder), fence=1, initial=initial)
 
 
-def stream_windows(job: Job, cursor: Cursor, assigned: range) -> Windows:
-    """Opens windows that are read ahead in the worker, in read tasks of a few rows."""
-    source = dataclasses.replace(job.source, task_rows=7)
-    return StreamedWindows(job.plan, cursor, assigned, job.passes, fetch_in_process, source)
-
-
-def cache_windows(job: Job, cursor: Cursor, assigned: range) -> Windows:
-    """Opens windows that are gathered from the memory of the worker, which reads all data once."""
-    del cursor, assigned
-    return CachedWindows(load_all(fetch_in_process, job.source))
-
-
 class KilledError(Exception):
     """A worker has ended because the test asked for it."""
 
@@ -126,10 +106,6 @@ class RankResult:
     value: Any = None
     error: BaseException | None = None
     trace: str = ""
-
-
-MembershipFactory = Callable[[World, Path], Membership]
-"""Makes the membership of a worker from its rank and size, and from the file at which the process group meets."""
 
 
 class WorkerPool:
@@ -271,26 +247,6 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> RankResult:
         return RankResult(function(*args))
     except Exception as error:
         return RankResult(error=error, trace=traceback.format_exc())
-
-
-def train_rank(
-    rank: int,
-    store: Path,
-    job: Job,
-    size: int,
-    hooks: Hooks,
-    windows: OpenWindows,
-    membership: MembershipFactory,
-) -> None:
-    """Runs the training loop as one rank of several; the function that `WorkerPool.train` calls in each process."""
-    evaluation = job.evaluation
-    load = (
-        (lambda: load_all(fetch_in_process, evaluation).arrays)
-        if job.workers_evaluate and evaluation is not None
-        else None
-    )
-    world = World(rank, size, job.plan.logical_workers)
-    train(job, membership(world, store), windows, torch.device("cpu"), hooks, load_evaluation=load)
 
 
 @dataclass(frozen=True)

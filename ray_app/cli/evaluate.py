@@ -23,7 +23,7 @@ from ray_app.driver.trained_run import open_training_data, send_to_mlflow
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.evaluator import EvaluatorHandle, start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending_commits
-from ray_app.preflight.prepare import check_evaluation_data, make_task, open_evaluation_source
+from ray_app.preflight.inputs import check_evaluation_data, make_task, open_evaluation_source
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.lease import is_held, newest_fence
 from ray_app.runlog.paths import RunPaths

@@ -11,7 +11,7 @@ from rich.console import Console
 from ray_app.config.config import Config
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, DataError, is_refusal
-from ray_app.preflight.prepare import make_run_name
+from ray_app.preflight.inputs import make_run_name
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import to_location

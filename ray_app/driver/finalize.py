@@ -20,7 +20,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
 from ray_app.plan.class_balancing import Classes
-from ray_app.preflight.prepare import make_plan, make_task
+from ray_app.preflight.inputs import make_plan, make_task
 from ray_app.report.facts import Facts, read_facts
 from ray_app.report.page import write_report
 from ray_app.runlog.endings import put_summary

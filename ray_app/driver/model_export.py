@@ -26,7 +26,8 @@ from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.export import refuse_taken, write_export
 from ray_app.models.package import make_package
 from ray_app.models.registry import Registered, find, promote, register, request_timeout_s
-from ray_app.preflight.prepare import open_evaluation_source, prepare
+from ray_app.preflight.inputs import open_evaluation_source
+from ray_app.preflight.prepare import prepare
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.journal import put_event

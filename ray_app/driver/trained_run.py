@@ -26,7 +26,7 @@ from ray_app.driver.finalize import (
     to_mlflow_status,
 )
 from ray_app.errors import CheckpointError, ConfigError, DataError, TrackingError
-from ray_app.preflight.prepare import read_training_row
+from ray_app.preflight.inputs import read_training_row
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_scores
 from ray_app.runlog.lease import acquire_lease

@@ -32,7 +32,7 @@ from ray_app.plan.order import Segment
 from ray_app.predict.actor import Model, PredictJob
 from ray_app.preflight.changes import source_files
 from ray_app.preflight.data_summary import describe_prediction_columns
-from ray_app.preflight.prepare import make_task
+from ray_app.preflight.inputs import make_task
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import read_config
 from ray_app.storage.files import Location, list_files, list_folders, read_json, to_location

@@ -1,7 +1,8 @@
-"""Changes between two starts of a run: its code and library versions, the defaults of its classes, and its data files.
+"""Changes between two starts of a run: its configuration, code, library versions, class defaults, and data files.
 
-`code.json` stores what the result depends on besides configuration and data. `data.json` stores the size and the
-modification time of each data file (in a bucket its ETag), so that data that was changed in place is noticed.
+An existing run may be extended by more `train.epochs` or `train.max_steps` than at its last start. `code.json` stores
+what the result depends on besides configuration and data. `data.json` stores the size and the modification time of each
+data file (in a bucket its ETag), so that data that was changed in place is noticed.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from ray_app.config.config import Config, flatten, from_dict
+from ray_app.config.config import Config, check_same_config, flatten, from_dict, result_fields
 from ray_app.config.import_paths import load_class
 from ray_app.data.reader import RowSource
-from ray_app.errors import RegistryError, RunExistsError
+from ray_app.errors import DataError, RegistryError, RunExistsError
 from ray_app.models.package import follow_imports, sources_of
+from ray_app.plan.order import Plan
 from ray_app.runlog.paths import RunPaths, add_version, from_known_fields
 from ray_app.runlog.stored_config import read_config
 from ray_app.storage.data_files import file_versions
 from ray_app.storage.files import put_json, read_json, to_location
+from ray_app.train.state.state import has_total_steps_argument
 from ray_app.version import __version__
 
 _CLASSES = ("task", "optimizer", "optimizers", "schedule")
@@ -168,11 +171,7 @@ def fill_defaults(config: Config) -> tuple[Config, list[str]]:
 
 
 def _fill_value(value: Any, path: str, added: list[str]) -> Any:
-    """Returns a value of the configuration with default arguments filled in; appends their names to `added`.
-
-    Args:
-        path: Dotted name of the value.
-    """
+    """Returns the value of the dotted name `path` with default arguments filled in; appends their names to `added`."""
     if isinstance(value, list | tuple):
         return [_fill_value(part, f"{path}.{i}", added) for i, part in enumerate(value)]
     if not isinstance(value, dict):
@@ -261,18 +260,15 @@ def read_data_versions(training: RowSource, evaluation: RowSource | None) -> Dat
     Raises:
         OSError: A file is missing, or the storage cannot be read.
     """
-    sources = {"data.path": training} | ({"data.eval_path": evaluation} if evaluation is not None else {})
-    return {name: _file_versions(source.reader.root, source.manifest.paths) for name, source in sources.items()}
-
-
-def _file_versions(root: str, paths: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the root of a data source and the version of each of its files, as `data.json` stores them."""
-    # JSON has no tuples, and `is_stored` compares with the content of the file.
-    file_entries = {
-        path: list(version) if isinstance(version, tuple) else version
-        for path, version in zip(paths, file_versions(to_location(root), paths), strict=True)
-    }
-    return {"root": root, "files": file_entries}
+    versions: DataVersions = {}
+    for name, source in (("data.path", training), ("data.eval_path", evaluation)):
+        if source is not None:
+            root, paths = source.reader.root, source.manifest.paths
+            entries = zip(paths, file_versions(to_location(root), paths), strict=True)
+            # JSON has no tuples, and `is_stored` compares with the content of the file.
+            files = {path: list(version) if isinstance(version, tuple) else version for path, version in entries}
+            versions[name] = {"root": root, "files": files}
+    return versions
 
 
 def describe_data_changes(paths: RunPaths, config: Config, now: DataVersions) -> list[str]:
@@ -346,3 +342,66 @@ def _is_same(before: Any, now: Any, is_copy: bool) -> bool:
         return bool(before[:1] == now[:1])
     # ETags of different storages cannot be compared.
     return True
+
+
+def check_resume_compatibility(name: str, before: Config, stored_digest: str, config: Config, plan: Plan) -> None:
+    """Refuses to resume a run with other values of the fields that decide the result.
+
+    More steps than those of `before`, the configuration of the last start, are allowed if they do not change the steps
+    that are done: an extended run is bit-identical to one that had the same length from the start.
+
+    Raises:
+        RunExistsError: The result would be another one; the message has the differences.
+    """
+    longer = before.replace(train__epochs=config.train.epochs, train__max_steps=config.train.max_steps)
+    check_same_config(name, result_fields(longer, stored_digest), result_fields(config, plan.manifest.digest))
+    old_steps = before.train.total_steps(plan.steps_per_epoch)
+    new_steps = config.train.total_steps(plan.steps_per_epoch)
+    if new_steps != old_steps and (reason := _explain_length_refusal(config, old_steps, new_steps, plan)):
+        raise RunExistsError(
+            f"The run {name!r} exists with train.epochs {before.train.epochs} and train.max_steps"
+            f" {before.train.max_steps}, {old_steps} steps; asked for now are {config.train.epochs} and"
+            f" {config.train.max_steps}, {new_steps} steps. {reason} Nothing was changed. Give another run.name for a"
+            " new run."
+        )
+
+
+def _explain_length_refusal(config: Config, old_steps: int, new_steps: int, plan: Plan) -> str | None:
+    """Returns why a run of `old_steps` steps cannot be changed to `new_steps` steps, or None if it can."""
+    train, cadence = config.train, config.checkpoint
+    if new_steps < old_steps:
+        return "A run can become longer, not shorter."
+    if config.schedule is not None and has_total_steps_argument(config.schedule):
+        return (
+            f"Its schedule {config.schedule.class_path} spreads over all steps of a run, so a longer one has had other"
+            " learning rates from the beginning. Schedules whose arguments say all, such as CosineAnnealingLR with"
+            " T_max, StepLR and LambdaLR, let a run grow."
+        )
+    if old_steps % train.local_steps:
+        return (
+            f"Its logical workers averaged at its end, in the middle of a round of train.local_steps ="
+            f" {train.local_steps}."
+        )
+    planned = (
+        cadence.every_steps,
+        cadence.every_epochs and cadence.every_epochs * (train.steps_per_epoch or plan.steps_per_epoch),
+    )
+    if config.evaluate.patience is not None and not any(every and old_steps % every == 0 for every in planned):
+        return (
+            "The checkpoint of its end counts for evaluate.patience, but in a longer run checkpoint.every_steps and"
+            " every_epochs plan none there."
+        )
+    return None
+
+
+def check_same_classes(paths: RunPaths, plan: Plan) -> None:
+    """Refuses to resume a run if rows have other classes than at its first start.
+
+    Raises:
+        DataError: The digest of the classes is another one.
+    """
+    if plan.classes is not None and (read_json(paths.classes) or {}).get("digest") != plan.classes.digest:
+        raise DataError(
+            f"Rows have other classes than when the run {paths.name!r} began, so they would be repeated otherwise."
+            " Give the data of before, or another run.name."
+        )

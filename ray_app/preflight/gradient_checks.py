@@ -8,26 +8,26 @@ reported at the start. So are layers that normalize a single value, which has no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ray_app.config.config import Config
+from ray_app.data.probes import sample_rows
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Plan
-from ray_app.preflight.metric_checks import MIN_ROWS, are_close, cycle_rows, num_perturbations, perturbed
-from ray_app.preflight.probe_rows import SHORT_LENGTH, RowProbe
+from ray_app.preflight.context import PreflightContext
+from ray_app.preflight.metric_checks import MAX_ROWS, MIN_ROWS, Means, compare_means, cycle_rows
+from ray_app.preflight.probe_rows import RowProbe, cut_unevenly
 from ray_app.task.base import check_losses, sum_losses
-from ray_app.task.ragged import Arrays, Ragged, to_batch
+from ray_app.task.ragged import Arrays, to_batch
 from ray_app.task.whole_batches import BatchTask
-from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import module_modes, restore_modes
 
@@ -36,24 +36,22 @@ _ZERO_FILLING_STRATEGIES = ("fsdp", "local_sgd")
 """Strategies that replace a missing gradient by zeros even with one logical worker."""
 
 
-def gradient_warnings(
-    job: Job, row_probe: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays | None
-) -> list[str]:
-    """Returns warnings about parameters that the rows do not use, and values of a step that are not means over rows.
+def try_gradients(context: PreflightContext) -> list[str]:
+    """Returns warnings about parameters without a gradient, and values of a step that are not means over rows.
 
-    Args:
-        job: The job that is to start.
-        row_probe: Its task and model.
-        unused: The parameters without a gradient from the rows of the dry run, by name.
-        rows: Some decoded training rows, or None if they cannot be decoded.
+    Some training rows are tried, unless they cannot be decoded.
     """
-    state = row_probe.state
+    task, state = context.task, context.row_probe.state
+    rows = sample_rows(context.dataset, task.columns(), task.decode, MAX_ROWS)
+    unused, logical_workers = context.unused_parameters, context.plan.logical_workers
+    if rows is not None and context.are_short:
+        rows = cut_unevenly(rows)
     if unused and rows is not None:
-        unused = _unused_in(row_probe, unused, rows)
+        unused = _unused_in(context.row_probe, unused, rows)
     optimizers = [state.optimizer] if state.turns is None else state.turns.optimizers.values()
-    messages = unused_parameter_warnings(job.config, job.plan.logical_workers, optimizers, unused)
-    if isinstance(job.task, BatchTask) and rows is not None and job.plan.logical_workers > 1:
-        messages += training_mean_warnings(job.task, state.model, rows)
+    messages = _unused_parameter_warnings(context.config, logical_workers, optimizers, unused)
+    if isinstance(task, BatchTask) and rows is not None and logical_workers > 1:
+        messages += _training_mean_warnings(task, context.model, rows)
     return messages
 
 
@@ -74,12 +72,7 @@ def _unused_in(row_probe: RowProbe, unused: Mapping[str, nn.Parameter], rows: Ar
     without_gradient = set[str]()
     try:
         fields = task.augment(to_batch(rows), torch.arange(count))
-        for turn in row_probe.turns:
-            losses = (
-                task.training_loss(state.model, fields)
-                if turn is None
-                else task.loss_for_optimizer(turn, state.model, fields)
-            )
+        for turn, losses in row_probe.losses(fields):
             without_gradient.update(
                 parameters_without_gradient(check_losses(task, losses, count).values, parameters_of_turn(state, turn))
             )
@@ -90,15 +83,9 @@ def _unused_in(row_probe: RowProbe, unused: Mapping[str, nn.Parameter], rows: Ar
 
 
 def parameters_without_gradient(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Returns the trained parameters that a loss does not depend on, by its autograd graph and without a backward.
+    """Returns the names of the trained parameters that losses do not depend on, by the autograd graph.
 
-    Args:
-        losses: Tensor from which a backward would start.
-        parameters: Parameters of the model by name.
-
-    Returns:
-        Names in the order of the model. The list is empty if the graph does not show its dependencies (activation
-        checkpointing with `use_reentrant=True`).
+    There are none if the graph does not show its dependencies (activation checkpointing with `use_reentrant=True`).
     """
     reached = set[int]()
     visited = set[object]()
@@ -116,17 +103,10 @@ def parameters_without_gradient(losses: Tensor, parameters: Mapping[str, nn.Para
     return [name for name, p in parameters.items() if p.requires_grad and id(p) not in reached]
 
 
-def unused_parameter_warnings(
+def _unused_parameter_warnings(
     config: Config, logical_workers: int, optimizers: Iterable[Optimizer], unused: Mapping[str, nn.Parameter]
 ) -> list[str]:
-    """Returns warnings about trained parameters that get no gradient but are changed by weight decay.
-
-    Args:
-        config: Configuration of the run.
-        logical_workers: Number of logical workers.
-        optimizers: Optimizers of the run.
-        unused: The parameters without a gradient, by name.
-    """
+    """Returns warnings about trained parameters that get no gradient (`unused`) but are changed by weight decay."""
     if logical_workers == 1 and config.train.strategy not in _ZERO_FILLING_STRATEGIES:
         return []
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -143,54 +123,26 @@ def unused_parameter_warnings(
     ]
 
 
-def cut_unevenly(rows: Arrays) -> Arrays:
-    """Returns rows with lists cut to different lengths, at most `SHORT_LENGTH`.
-
-    With equal lengths a mean over tokens could not be told from a mean over rows.
-    """
-    return {
-        name: Ragged.of(
-            (values.row(i)[: SHORT_LENGTH - i % (SHORT_LENGTH // 2)] for i in range(len(values))),
-            values.values.dtype,
-            values.fill,
-            values.multiple,
-            values.row_shape,
-        )
-        if isinstance(values, Ragged)
-        else values
-        for name, values in rows.items()
-    }
-
-
-def training_mean_warnings(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
+def _training_mean_warnings(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
     """Returns warnings about values of a training step that are not means over rows, so that they depend on L.
 
-    The step of a batch is compared with the steps of two parts of it. Layers are in evaluation mode if the step works
-    in this mode, so that dropout makes no difference; values that are random nevertheless are not compared.
-
-    Args:
-        task: The prepared task.
-        model: The model that it trains.
-        rows: Some decoded training rows.
+    Layers are in evaluation mode if the step works in this mode, so that dropout makes no difference. Nothing is
+    compared if a value is random nevertheless, or if the step fails.
     """
     count = max(len(next(iter(rows.values()))), MIN_ROWS)
-    rows, cut = cycle_rows(rows, count), max(1, count // 3)
-    parts = [slice(count), slice(cut), slice(cut, count)]
+    means_of = partial(_means, task, model, cycle_rows(rows, count))
     modes, has_batch_norm = module_modes(model), any(isinstance(layer, _BatchNorm) for layer in model.modules())
     try:
         for is_training in (False,) if has_batch_norm else (False, True):
             model.train(is_training)
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                unequal = _find_unequal_means(model, partial(_means, task, model, rows), parts)
-            if unequal is not None:
-                return [_not_a_mean_message(type(task).__name__, model, name) for name in unequal]
+            # A step may need more rows than a part has, and raise any error.
+            with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                unequal, random_values = compare_means(model, means_of, count, is_exact=False)
+                if not random_values:
+                    return [_not_a_mean_message(type(task).__name__, model, name) for name in unequal]
     finally:
         restore_modes(modes)
     return []
-
-
-Means = dict[str, tuple[float, float]]
-"""The loss and the logged values of a step by name, each as its sum over rows and its weight."""
 
 
 def _means(task: BatchTask, model: nn.Module, rows: Arrays, part: slice, seed: int) -> Means:
@@ -200,42 +152,6 @@ def _means(task: BatchTask, model: nn.Module, rows: Arrays, part: slice, seed: i
     batch = task.augment(to_batch({name: values[part] for name, values in rows.items()}), keys)
     sums = sum_losses(task, check_losses(task, task.training_loss(model, batch), len(keys)))
     return {name: (value, sums.weight) for name, value in {"loss": sums.loss, **sums.metrics}.items()}
-
-
-def _find_unequal_means(
-    model: nn.Module, means_of: Callable[[slice, int], Means], parts: list[slice]
-) -> list[str] | None:
-    """Returns the names of values that differ between a batch and its parts.
-
-    Args:
-        model: The model of the step; its parameters are perturbed, because a new model may give the same for all rows.
-        means_of: Returns the values of a step on a part of the rows with a seed.
-        parts: The whole batch, and parts that together are the batch.
-
-    Returns:
-        None if the step is random, or fails in the present mode of the model.
-    """
-    unequal = dict[str, None]()
-    for perturbation in range(num_perturbations(model)):
-        with perturbed(model, perturbation):
-            try:
-                whole, repetition, *means_of_parts = (
-                    means_of(part, seed) for part, seed in zip([parts[0], *parts], (0, 1, 2, 3), strict=True)
-                )
-            except Exception:
-                # A step may need more rows than a part has, and raise any error.
-                return None
-        if any(not are_close(value[0], repetition[name][0]) for name, value in whole.items() if name in repetition):
-            return None
-        for name, (total, weight) in whole.items():
-            part_sums = [means[name] for means in means_of_parts if name in means]
-            part_weight = sum(w for _, w in part_sums)
-            if len(part_sums) < len(means_of_parts) or not weight or not part_weight:
-                continue
-            mean = total / weight
-            if np.isfinite(mean) and not are_close(mean, sum(value for value, _ in part_sums) / part_weight):
-                unequal[name] = None
-    return list(unequal)
 
 
 def _not_a_mean_message(task: str, model: nn.Module, name: str) -> str:
@@ -259,15 +175,10 @@ _NORM_LAYERS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 @contextmanager
 def count_norm_values(model: nn.Module, rows: int) -> Iterator[dict[str, int]]:
-    """Counts in the block how many values the normalization layers of a model compute their statistics from.
+    """Yields a dictionary: of how many values the normalization layers compute one statistic in the block, at least.
 
-    Args:
-        model: The model, which runs in training mode in the block.
-        rows: Number of rows of the batch.
-
-    Yields:
-        The smallest number of values of one statistic by the name of the layer, in the order of the model: the values
-        per row and channel for batch normalization, all values for other layers.
+    The values are counted while the model trains on batches of this number of rows: per row and channel for batch
+    normalization, all values for other layers. The keys are the names of the layers in the order of the model.
     """
     counts: dict[str, int] = {}
 
@@ -297,18 +208,14 @@ def _values_per_statistic(layer: nn.Module, x: Tensor, rows: int) -> int:
     return x.numel() // (x.size(1) * rows)
 
 
-def check_norm_values(model: nn.Module, plan: Plan, counts: dict[str, int]) -> None:
-    """Refuses layers that would normalize a single value in every step, so that their output would be their bias.
-
-    Args:
-        model: The model.
-        plan: The order of the rows, which has the sizes of the micro-batches.
-        counts: Values per statistic by the name of the layer; see `count_norm_values`.
+def check_normalization(context: PreflightContext) -> list[str]:
+    """Returns warnings about batch normalization of micro-batches of one row at the end of an epoch.
 
     Raises:
-        ConfigError: There is such a layer; the message names it and the smallest batch that trains it.
+        ConfigError: A layer would normalize a single value in every step, so that its output would be its bias.
     """
-    layers = dict(model.named_modules())
+    model, plan = context.model, context.plan
+    layers, counts = dict(model.named_modules()), context.norm_values
     rows = min(min(plan.micro_batch, plan.stream_rows(v)) for v in range(plan.logical_workers) if plan.stream_rows(v))
     for name, values in counts.items():
         layer = layers.get(name, model)
@@ -319,18 +226,11 @@ def check_norm_values(model: nn.Module, plan: Plan, counts: dict[str, int]) -> N
                 " what is before it never trains. Give it fewer groups, or more values to normalize together."
             )
         if isinstance(layer, _BatchNorm) and values * rows == 1:
+            reason, advice = _explain_single_rows(plan)
             raise ConfigError(
-                f"{name} of the model is a {kind}, and {_explain_single_rows(plan)}: one value has no variance, so the"
-                f" layer would use its running statistics, which never change. {_suggest_batch_size(plan)}"
+                f"{name} of the model is a {kind}, and {reason}: one value has no variance, so the layer would use its"
+                f" running statistics, which never change. {advice}"
             )
-
-
-def norm_value_warnings(model: nn.Module, plan: Plan, counts: dict[str, int]) -> list[str]:
-    """Returns warnings about batch normalization of micro-batches of one row at the end of an epoch.
-
-    The arguments are those of `check_norm_values`.
-    """
-    layers = dict(model.named_modules())
     names = [name for name, values in counts.items() if values == 1 and isinstance(layers.get(name, model), _BatchNorm)]
     last = [rows for rows in plan.rows_of_step(plan.steps_per_epoch - 1) if rows]
     if not names or 1 not in last:
@@ -342,24 +242,17 @@ def norm_value_warnings(model: nn.Module, plan: Plan, counts: dict[str, int]) ->
     ]
 
 
-def _explain_single_rows(plan: Plan) -> str:
-    """Returns the reason why some micro-batches have one row, as a part of a sentence."""
+def _explain_single_rows(plan: Plan) -> tuple[str, str]:
+    """Returns why some micro-batches have one row, as a part of a sentence, and what to change, as a sentence."""
+    rows = 2 * plan.logical_workers
     if plan.micro_batch == 1:
         return (
             f"data.global_batch_size {plan.global_batch_size} gives each of the {plan.logical_workers} logical workers"
-            " (scaling.logical_workers) a micro-batch of one row"
+            " (scaling.logical_workers) a micro-batch of one row",
+            f"The smallest valid data.global_batch_size is {rows}; or lower scaling.logical_workers in a new run.",
         )
     return (
         f"the {plan.all_rows} rows of the data give some of the {plan.logical_workers} logical workers"
-        " (scaling.logical_workers) one row in an epoch"
+        " (scaling.logical_workers) one row in an epoch",
+        f"Give at least {rows} rows, or lower scaling.logical_workers in a new run.",
     )
-
-
-def _suggest_batch_size(plan: Plan) -> str:
-    """Returns what to change so that all micro-batches have two rows, as a sentence."""
-    if plan.micro_batch == 1:
-        return (
-            f"The smallest valid data.global_batch_size is {2 * plan.logical_workers}; or lower scaling.logical_workers"
-            f" in a new run."
-        )
-    return f"Give at least {2 * plan.logical_workers} rows, or lower scaling.logical_workers in a new run."

@@ -64,7 +64,12 @@ def load_initial_parameters(config: Config, before: Config | None) -> InitialPar
     if source.startswith(_REGISTRY_SCHEME):
         params, classes = _fetch_registered(config, source)
     else:
-        params, classes = _read_file(source), _read_package_classes(source)
+        try:
+            params = read_parameters(source, None)
+        except OSError as error:
+            # An error of the storage refuses the start, unlike errors later in the run.
+            raise unreadable_parameters_error(source, error) from error
+        classes = _read_package_classes(source)
     check_parameters_digest(params, source, config.train.init_digest)
     return InitialParameters(config.replace(train__init_digest=params_digest(params)), params, classes)
 
@@ -101,18 +106,6 @@ def _normalize_source(source: str) -> str:
     return str(to_location(source) / "data" / "model" / WEIGHTS if is_export(source) else to_location(source))
 
 
-def _read_file(source: str) -> dict[str, Tensor]:
-    """Reads the parameters of a file. An error of the storage refuses the start, unlike errors later in the run.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
-    try:
-        return read_parameters(source, None)
-    except OSError as error:
-        raise unreadable_parameters_error(source, error) from error
-
-
 def _read_package_classes(source: str) -> Sequence[str] | None:
     """Returns the class names of the model package that a file of parameters belongs to, or None if there are none."""
     file = to_location(source)
@@ -127,11 +120,7 @@ def _read_package_classes(source: str) -> Sequence[str] | None:
 
 
 def _fetch_registered(config: Config, model: str) -> tuple[dict[str, Tensor], Sequence[str] | None]:
-    """Downloads a registered model and returns its parameters and class names.
-
-    Raises:
-        ConfigError: The registry cannot be reached, or has no such model.
-    """
+    """Downloads a registered model and returns its parameters and class names."""
     uri = default_tracking_uri(config)
     try:
         with tempfile.TemporaryDirectory() as folder:

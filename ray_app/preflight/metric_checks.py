@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.errors import ConfigError, RayAppError, TaskError
+from ray_app.preflight.context import PreflightContext
+from ray_app.preflight.probe_rows import cut_unevenly
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Task
 from ray_app.task.metric_states import (
@@ -30,7 +32,7 @@ from ray_app.task.metric_states import (
     states_of,
 )
 from ray_app.task.metrics import compute_values
-from ray_app.task.ragged import Arrays, Ragged, to_batch
+from ray_app.task.ragged import Arrays, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.whole_batches import BatchTask, count_rows
 
@@ -43,6 +45,8 @@ _MAX_SECONDS = 3.0
 _MAX_PERTURBED = 10_000_000
 """Largest number of parameters of a model for which perturbed parameters are checked, too."""
 _RTOL, _ATOL = 1e-3, 1e-5
+_FIRST_PART = 3
+"""The first of two parts of a batch has one of this number of rows."""
 _WARNING_WORDS = ("samples", "variance")
 """Words of torchmetrics' warnings about too few rows, or rows of a single class."""
 Outputs = Sequence[tuple[Any, Batch]]
@@ -51,28 +55,24 @@ Values = dict[str, Any]
 """Values of metrics by name, with the tables of metrics of several numbers."""
 
 
-def check_metrics(task: Task, model: nn.Module, rows: Arrays, has_all: bool) -> list[str]:
-    """Refuses metrics that depend on `evaluate.batch_size`, on the number of chunks, or on the process that evaluates.
-
-    Args:
-        task: The prepared task.
-        model: The model that it evaluates.
-        rows: Some decoded rows of the evaluation data.
-        has_all: Whether `rows` are all rows of the evaluation data.
-
-    Returns:
-        Warnings about the metrics, each one or two sentences.
+def try_metrics(context: PreflightContext) -> list[str]:
+    """Computes the metrics of some rows of the evaluation data, divided in several ways, and returns warnings.
 
     Raises:
-        ConfigError: There is such a metric, or the evaluation data has too few rows for a metric.
+        ConfigError: A metric depends on `evaluate.batch_size`, on the number of chunks, or on the process that
+            evaluates; or the evaluation data has too few rows for a metric.
     """
-    model.eval()
+    task, rows = context.task, context.accepted_rows
+    if context.eval_rows is not None:
+        rows = cut_unevenly(context.eval_rows) if context.are_short else context.eval_rows
+    context.model.eval()
     count = len(next(iter(rows.values())))
+    has_all = context.eval_source is not None and context.eval_source.manifest.num_rows <= MAX_ROWS
     with user_code(lambda: "evaluating some rows"), torch.no_grad():
         messages = list[str]()
         if isinstance(task, BatchTask):
-            messages = _check_means(task, model, cycle_rows(rows, max(count, MIN_ROWS)))
-        outputs = _forward_rows(task, model, rows)
+            messages = _check_means(task, context.model, cycle_rows(rows, max(count, MIN_ROWS)))
+        outputs = _forward_rows(task, context.model, rows)
         _check_states(task, outputs)
         messages += _check_computed(task, outputs, has_all and len(outputs) == count)
         if not isinstance(task, BatchTask):
@@ -128,11 +128,7 @@ def _combine_states(task: Task, parts: Sequence[dict[str, States]]) -> MetricCol
 
 
 def _check_states(task: Task, outputs: Outputs) -> None:
-    """Refuses metrics that change attributes other than states, and metrics that are not a function of their states.
-
-    Raises:
-        ConfigError: There is such a metric.
-    """
+    """Refuses metrics that change attributes other than states, and metrics that are not a function of their states."""
     metrics = make_metrics(task)
     before = {
         str(name): attribute_fingerprints(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)
@@ -177,11 +173,7 @@ def _split_states(task: Task, outputs: Outputs, cuts: Sequence[int]) -> list[dic
 
 
 def _check_wrappers(metrics: MetricCollection) -> None:
-    """Refuses wrappers of torchmetrics with a value that depends on the number of updates.
-
-    Raises:
-        ConfigError: A metric is, or contains, such a wrapper.
-    """
+    """Refuses wrappers of torchmetrics with a value that depends on the number of updates."""
     reasons = {"BootStrapper": "draws rows at random in each update", "Running": "counts updates, not rows"}
     for name, metric in metrics.items(keep_base=True, copy_state=False):
         for kind in sorted(reasons.keys() & _wrapper_names(metric)):
@@ -211,17 +203,7 @@ def _compute_values(metrics: MetricCollection) -> Values:
 
 
 def _check_equal(task: Task, expected: Values, combined: MetricCollection, parts: str) -> None:
-    """Refuses metrics with another value if they are combined from parts than for all rows at once.
-
-    Args:
-        task: The task, for messages.
-        expected: Values for all rows at once.
-        combined: Metrics that are combined from the states of parts.
-        parts: Description of the parts in a message.
-
-    Raises:
-        ConfigError: A value is missing or differs.
-    """
+    """Refuses metrics that differ if they are combined from `parts` from those of all rows at once (`expected`)."""
     values = _compute_values(combined) if expected else {}
     for name, value in expected.items():
         if name in values and are_close(value, values[name]):
@@ -247,11 +229,7 @@ def _format_value(value: Any) -> str:
 
 
 def _check_computed(task: Task, outputs: Outputs, has_all: bool) -> list[str]:
-    """Computes the metrics of all rows and returns warnings about too few rows or classes, if `has_all` is set.
-
-    Raises:
-        ConfigError: A metric cannot be computed from all rows of the evaluation data.
-    """
+    """Refuses metrics that all rows are too few for, and returns warnings about few rows or classes, if `has_all`."""
     if not has_all:
         return []
     count = len(outputs)
@@ -288,11 +266,7 @@ def _check_computed(task: Task, outputs: Outputs, has_all: bool) -> list[str]:
 def _check_logits(task: Task, outputs: Outputs) -> None:
     """Refuses scores that torchmetrics would treat as probabilities in one batch and as logits in another.
 
-    torchmetrics treats the scores of an update as probabilities if all of them are between 0 and 1. The check uses
-    random outputs of the model's shape with both kinds of rows.
-
-    Raises:
-        ConfigError: The value of a metric depends on the division into batches.
+    It does so by whether all of an update are between 0 and 1. The check has random outputs with both kinds of rows.
     """
     [(scores, batch), *more] = _join(outputs)
     if (
@@ -332,56 +306,23 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
 def cycle_rows(rows: Arrays, count: int) -> Arrays:
     """Returns at least `count` rows, by repeating the rows in their order."""
     num_rows = len(next(iter(rows.values())))
-    if num_rows >= count:
-        return rows
-    indices = [i % num_rows for i in range(count)]
-    return {
-        name: Ragged.of(
-            (values.row(i) for i in indices), values.values.dtype, values.fill, values.multiple, values.row_shape
-        )
-        if isinstance(values, Ragged)
-        else values[indices]
-        for name, values in rows.items()
-    }
+    return rows if num_rows >= count else {name: values[np.arange(count) % num_rows] for name, values in rows.items()}
 
 
 def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
-    """Refuses logged values that are not means over the rows of a batch, by comparing a batch with two parts of it.
+    """Refuses logged values that are not means over the rows of a batch; returns warnings about random values."""
 
-    Returns:
-        Warnings about values that are random, which cannot be compared.
+    def means_of(part: slice, seed: int) -> Means:
+        del seed
+        batch = to_batch({name: values[part] for name, values in rows.items()})
+        result = task.eval_outputs(model, batch)
+        means = result.logged if result.weight is not None else {**result.logged, "loss": result.loss}
+        return {name: (float(value) * count_rows(batch), count_rows(batch)) for name, value in means.items()}
 
-    Raises:
-        ConfigError: There is such a value.
-    """
     count = len(next(iter(rows.values())))
-    cut = max(1, count // 3)
-    batches = [
-        to_batch({name: values[part] for name, values in rows.items()})
-        for part in (slice(count), slice(cut), slice(cut, count))
-    ]
-    random_values: set[str] = set()
-    for perturbation in range(num_perturbations(model)):
-        with perturbed(model, perturbation):
-            repetition, whole, *parts = (task.eval_outputs(model, batch) for batch in (batches[0], *batches))
-        repeats = {**repetition.logged, "loss": repetition.loss}
-        for name, value in (whole.logged if whole.weight is not None else {**whole.logged, "loss": whole.loss}).items():
-            if name not in repeats or not np.array_equal(float(value), float(repeats[name]), equal_nan=True):
-                random_values.add(name)
-                continue
-            part_means = [part.loss if name == "loss" else part.logged.get(name) for part in parts]
-            if any(part_mean is None for part_mean in part_means):
-                continue
-            mean = (
-                sum(
-                    float(part_mean) * count_rows(batch)
-                    for part_mean, batch in zip(part_means, batches[1:], strict=True)
-                    if part_mean is not None
-                )
-                / count
-            )
-            if np.isfinite(float(value)) and not are_close(float(value), mean):
-                raise ConfigError(_not_a_mean_message(type(task).__name__, name, float(value), mean, count, cut))
+    unequal, random_values = compare_means(model, means_of, count, is_exact=True)
+    for name, (value, mean) in unequal.items():
+        raise ConfigError(_not_a_mean_message(type(task).__name__, name, value, mean, count))
     return [
         f"{name!r}, as the evaluation of {type(task).__name__} gives it, is another number each time that the same"
         " rows are evaluated: what it draws at random makes it depend on evaluate.batch_size. Draw only where"
@@ -390,8 +331,52 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
     ]
 
 
-def _not_a_mean_message(task: str, name: str, value: float, mean: float, count: int, cut: int) -> str:
+Means = dict[str, tuple[float, float]]
+"""Values of a batch by name, each as its sum over rows and its weight."""
+
+
+def compare_means(
+    model: nn.Module, means_of: Callable[[slice, int], Means], count: int, is_exact: bool
+) -> tuple[Means, set[str]]:
+    """Compares the means over `count` rows with those over two parts of them, for some values of the parameters.
+
+    Args:
+        model: The model.
+        means_of: Returns the values of a part of the rows, computed with a seed.
+        count: Number of rows.
+        is_exact: Whether values that are repeated with another seed must be bit-identical, or else are random.
+
+    Returns:
+        The values that differ, each with its mean over the parts, and the names of random values, which are not
+        compared.
+    """
+    cut = max(1, count // _FIRST_PART)
+    unequal, random_values = Means(), set[str]()
+    num_parameters = sum(p.numel() for p in model.parameters())
+    for perturbation in range(3 if num_parameters <= _MAX_PERTURBED else 1):
+        with perturbed(model, perturbation):
+            whole, repetition, *parts = (
+                means_of(part, seed)
+                for seed, part in enumerate((slice(count), slice(count), slice(cut), slice(cut, count)))
+            )
+        for name, (total, weight) in whole.items():
+            repeated = repetition.get(name, (total, weight))[0]
+            if not (np.array_equal(total, repeated, equal_nan=True) if is_exact else are_close(total, repeated)):
+                random_values.add(name)
+                continue
+            sums = [part[name] for part in parts if name in part]
+            part_weight = sum(part[1] for part in sums)
+            if len(sums) < len(parts) or not weight or not part_weight:
+                continue
+            value, mean = total / weight, sum(part[0] for part in sums) / part_weight
+            if np.isfinite(value) and not are_close(value, mean):
+                unequal.setdefault(name, (value, mean))
+    return unequal, random_values
+
+
+def _not_a_mean_message(task: str, name: str, value: float, mean: float, count: int) -> str:
     """Returns the message about a logged value that is not a mean over rows."""
+    cut = max(1, count // _FIRST_PART)
     return (
         f"{name!r}, as the evaluation of {task} gives it, is not a mean over rows: of a batch of {count} rows it is"
         f" {value:.6g}, and {mean:.6g} as the mean over two parts of it of {cut} and {count - cut} rows. Averaged over"
@@ -400,11 +385,6 @@ def _not_a_mean_message(task: str, name: str, value: float, mean: float, count: 
         " a script's evaluate returns (torchmetrics.MeanMetric, updated with weights, for a mean over tokens;"
         " MeanSquaredError(squared=False) for a root)."
     )
-
-
-def num_perturbations(model: nn.Module) -> int:
-    """Returns the number of parameter sets to check: only its own for a large model."""
-    return 3 if sum(p.numel() for p in model.parameters()) <= _MAX_PERTURBED else 1
 
 
 @contextmanager

@@ -105,12 +105,7 @@ def _trained_flags(model: nn.Module) -> dict[str, bool]:
 
 
 def _check_state_dict(model: nn.Module, saved: dict[str, object]) -> None:
-    """Refuses state that a checkpoint would not hold.
-
-    Raises:
-        ConfigError: The state of the model has a value that is not a tensor or has a type that safetensors does not
-            have, or lacks a trained parameter.
-    """
+    """Refuses state that a checkpoint would not hold: other than tensors, of other types, or without a parameter."""
     for name, value in saved.items():
         if not isinstance(value, Tensor):
             raise ConfigError(
@@ -133,13 +128,7 @@ def _check_state_dict(model: nn.Module, saved: dict[str, object]) -> None:
 
 
 def _check_tensors_and_layers(model: nn.Module) -> None:
-    """Refuses layers and tensors that cannot be reduced over workers or loaded from a checkpoint.
-
-    Raises:
-        ConfigError: A layer writes its weights in forward, has a sparse gradient, or uses statistics of several
-            processes; or a tensor has no shape yet, is sparse, or shares memory with another one; or values of a buffer
-            share memory with each other.
-    """
+    """Refuses layers and tensors that cannot be reduced over workers or loaded from a checkpoint."""
     for name, layer in model.named_modules():
         layer_name = name or type(layer).__name__
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.weight.requires_grad:
@@ -205,21 +194,13 @@ class _NondeterministicOp(NamedTuple):
     is_refused: Callable[..., bool] = lambda *args, **options: True
 
 
-def _has_weights(*args: Any, **options: Any) -> bool:
-    """Returns whether `bincount` gets weights that are not None."""
-    return (args[1] if len(args) > 1 else options.get("weights")) is not None
-
-
 def _has_dim(*args: Any, **options: Any) -> bool:
     """Returns whether a median is computed along a dimension, so that it returns indices."""
     return len(args) > 1 or "dim" in options
 
 
 def _is_not_sum(*args: Any, **options: Any) -> bool:
-    """Returns whether `scatter_reduce` reduces by another operation than a sum or a mean.
-
-    PyTorch computes these two deterministically by sorting the indices.
-    """
+    """Returns whether `scatter_reduce` computes neither sum nor mean, which PyTorch sorts indices for."""
     return (args[4] if len(args) > 4 else options.get("reduce")) not in ("sum", "mean")
 
 
@@ -271,7 +252,11 @@ _NONDETERMINISTIC_OPS: Mapping[str, _NondeterministicOp] = {
         lambda *args, **options: 2 in (args[7:8] or (options.get("mode"),)),
     ),
     "histc": _NondeterministicOp("histc", "bincount of integers"),
-    "bincount": _NondeterministicOp("bincount with weights", "index_add", _has_weights),
+    "bincount": _NondeterministicOp(
+        "bincount with weights",
+        "index_add",
+        lambda *args, **options: (args[1] if len(args) > 1 else options.get("weights")) is not None,
+    ),
     "median": _NondeterministicOp("median with indices", _MEDIAN, _has_dim),
     "nanmedian": _NondeterministicOp("nanmedian with indices", _MEDIAN, _has_dim),
     "scatter_reduce": _NondeterministicOp("scatter_reduce with prod, amax or amin", _SCATTERED, _is_not_sum),
@@ -311,11 +296,7 @@ class KernelRecorder(TorchDispatchMode):
         return func(*args, **options)
 
     def check(self, gpus: float) -> None:
-        """Refuses the recorded operations for workers, or an evaluator, with this number of GPUs each.
-
-        Raises:
-            ConfigError: An operation was recorded; the message names the alternatives.
-        """
+        """Refuses the recorded operations, and names alternatives; each worker, or an evaluator, has these GPUs."""
         if self._refused:
             lines = "\n".join(f"  {title}: choose {instead}" for title, instead in sorted(self._refused.items()))
             raise ConfigError(
@@ -332,11 +313,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 def check_shardable(model: nn.Module) -> None:
     """Refuses a model that `train.strategy: fsdp` cannot shard, or would train incorrectly.
 
-    Shards are other tensors than the parameters with which the model was made.
-
-    Raises:
-        ConfigError: A parameter has no first dimension, no values or a hook, or is stored in an attribute that does not
-            follow when shards replace parameters.
+    Shards are other tensors than the parameters, and neither hooks nor other attributes of the model follow.
     """
     for name, p in model.named_parameters():
         if not p.ndim or not p.numel():
@@ -368,13 +345,7 @@ _MAX_DEPTH, _MAX_PARTS = 8, 10_000
 
 
 def check_picklable(task: Task) -> None:
-    """Refuses a task that cannot be pickled for readers, workers and the evaluator.
-
-    The check does not depend on the strategy, since a run may be resumed with another one.
-
-    Raises:
-        ConfigError: The task cannot be pickled or unpickled; the message names the attribute.
-    """
+    """Refuses a task that cannot be pickled for readers, workers and the evaluator, whatever the strategy now is."""
     if (failure := find_failing_part(type(task).__name__, task, _pickling_error)) is None:
         return
     name, value, error = failure

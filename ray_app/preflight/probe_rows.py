@@ -6,7 +6,8 @@ extrapolates from short rows what a long row would cost, so that a dry run ends 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ray_app.errors import TaskError
-from ray_app.task.base import Task
+from ray_app.task.base import Batch, Task
 from ray_app.task.metrics import score
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.train.state.state import TrainingState
+
+logger = logging.getLogger(__name__)
 
 MAX_NUMBERS = 1 << 16
 """Longest row that is searched for and checked, in numbers; the dry run should be short."""
@@ -44,10 +47,12 @@ class RowProbe:
     task: Task
     state: TrainingState
 
-    @property
-    def turns(self) -> list[str | None]:
-        """Returns the names of alternating optimizers, or a single None for the only optimizer."""
-        return [*self.state.turns.optimizers] if self.state.turns is not None else [None]
+    def losses(self, fields: Batch) -> Iterator[tuple[str | None, Any]]:
+        """Yields the training loss of a batch with the name of its optimizer, None for the only one."""
+        for turn in self.state.turns.optimizers if self.state.turns is not None else ():
+            yield turn, self.task.loss_for_optimizer(turn, self.state.model, fields)
+        if self.state.turns is None:
+            yield None, self.task.training_loss(self.state.model, fields)
 
     def run(self, rows: Arrays, evaluates: bool, description: str) -> None:
         """Computes the training loss of rows, or evaluates them.
@@ -66,12 +71,7 @@ class RowProbe:
                 list(score(self.task, model, rows, count, torch.device("cpu")))
                 return
             self.state.train()
-            fields = self.task.augment(to_batch(rows), torch.arange(count))
-            for turn in self.turns:
-                if turn is None:
-                    self.task.training_loss(model, fields)
-                else:
-                    self.task.loss_for_optimizer(turn, model, fields)
+            list(self.losses(self.task.augment(to_batch(rows), torch.arange(count))))
 
     def can_run(self, rows: Arrays, evaluates: bool) -> bool:
         """Returns whether the task accepts the rows; see `run`."""
@@ -136,6 +136,25 @@ def _numbers_per_row(rows: Arrays) -> np.ndarray:
 def truncate(rows: Arrays, max_length: int) -> Arrays:
     """Returns the rows with lists of at most `max_length` numbers."""
     return {name: values.cut(max_length) if isinstance(values, Ragged) else values for name, values in rows.items()}
+
+
+def cut_unevenly(rows: Arrays) -> Arrays:
+    """Returns rows with lists cut to different lengths, at most `SHORT_LENGTH`.
+
+    With equal lengths a mean over tokens could not be told from a mean over rows.
+    """
+    return {
+        name: Ragged.of(
+            (values.row(i)[: SHORT_LENGTH - i % (SHORT_LENGTH // 2)] for i in range(len(values))),
+            values.values.dtype,
+            values.fill,
+            values.multiple,
+            values.row_shape,
+        )
+        if isinstance(values, Ragged)
+        else values
+        for name, values in rows.items()
+    }
 
 
 def _repeat_first(values: Ragged) -> Ragged:
@@ -207,13 +226,7 @@ def _count_parameters(model: nn.Module) -> int:
 
 
 def _extrapolate(lengths: np.ndarray, quantities: np.ndarray, length: int) -> float:
-    """Returns the largest of some quantities at another length, by the parabola through three lengths.
-
-    Args:
-        lengths: Three lengths.
-        quantities: Values at these lengths, of shape (lengths, quantities).
-        length: The other length.
-    """
+    """Returns the largest of some quantities, of shape (3, quantities), at another length: by parabolas."""
     scale = lengths[0]
     c, b, a = np.polyfit(lengths / scale, quantities, 2)
     return float((a + (length / scale) * (b + (length / scale) * c)).max())

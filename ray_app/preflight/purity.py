@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -66,7 +67,7 @@ TORCH = "torch's default generator"
 _GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState)
 
 
-def list_generators() -> list[Any]:
+def _list_generators() -> list[Any]:
     """Returns all generators of Python and NumPy in the process, except the global ones."""
     global_generators = (random._inst, np.random.mtrand._rand)
     return [
@@ -76,17 +77,8 @@ def list_generators() -> list[Any]:
     ]
 
 
-def call_watched(call: Callable[[], T], task: object, known_generators: list[Any]) -> tuple[T, list[Draw]]:
-    """Calls user code and records the generators from which it draws.
-
-    Args:
-        call: The function to call.
-        task: The task; a finding names the attribute that holds a generator.
-        known_generators: Result of `list_generators` before the call.
-
-    Returns:
-        The value of the call, and the generators from which it drew.
-    """
+def _call_watched(call: Callable[[], T], task: object, known_generators: list[Any]) -> tuple[T, list[Draw]]:
+    """Calls user code; returns its value, and the generators from which it drew: `known_generators` or global ones."""
     states = [_generator_state(generator) for generator in known_generators]
     with _LineTracer() as tracer:
         value = call()
@@ -131,7 +123,7 @@ class _LineTracer:
     def _make_generator(self, seed: Any = None) -> np.random.Generator:
         """Replaces `numpy.random.default_rng`, to record the user's line if there is no seed."""
         if seed is None:
-            frames = (frame for frame in _iter_callers(sys._getframe(1)) if is_user_code(frame.f_code.co_filename))
+            frames = (frame for frame, _ in walk_stack(sys._getframe(1)) if is_user_code(frame.f_code.co_filename))
             self.unseeded.append(next((_describe_line(frame) for frame in frames), None))
         return self._default_rng(seed)
 
@@ -160,13 +152,6 @@ class _LineTracer:
             if not is_same(state, self._states[name]):
                 self.lines_by_generator.setdefault(name, self._last_line)
                 self._states[name] = state
-
-
-def _iter_callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields a frame and its callers, the innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _describe_line(frame: FrameType) -> str:
@@ -349,11 +334,11 @@ def _check_repeatable(
     """
     results = []
     draws = list[Draw]()
-    known_generators = list_generators()
+    known_generators = _list_generators()
     for _ in range(3):
         seed_step(0, 0, 0, 0, _CPU)
         with user_code(lambda: f"{name}, called three times on the same rows"):
-            result, draws_of_call = call_watched(call, task, known_generators)
+            result, draws_of_call = _call_watched(call, task, known_generators)
         results.append(result)
         draws += [draw for draw in draws_of_call if draw.generator not in allowed]
     differs = not all(is_same(results[0], other) for other in results[1:])

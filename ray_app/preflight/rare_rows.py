@@ -1,15 +1,13 @@
 """Checks of rows that the first training row does not represent: value ranges, the longest row, decoding in training.
 
 A model may lack classes, a vocabulary or positions for values and lengths that occur late in the data, or only in the
-evaluation data. `check_training_decode` compares rows that a task decodes differently in every epoch with the rows that
-it evaluates on.
+evaluation data.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +18,8 @@ from ray_app.data.dataset import Dataset
 from ray_app.data.probes import find_longest_row
 from ray_app.data.reader import POSITION, Reader, table_to_rows
 from ray_app.errors import ConfigError, DataError, TaskError
-from ray_app.preflight.probe_rows import MAX_NUMBERS, RowProbe, count_numbers, explain_cost
-from ray_app.task.base import Rows, Task
+from ray_app.preflight.context import PreflightContext
+from ray_app.preflight.probe_rows import MAX_NUMBERS, RowProbe, count_numbers, explain_cost, longest_of
 from ray_app.task.device import restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
@@ -32,28 +30,23 @@ from ray_app.task.user_loop import LoopTask
 logger = logging.getLogger(__name__)
 
 
-def check_value_ranges(
+def _check_value_ranges(
     row_probe: RowProbe, rows: Arrays, eval_ranges: dict[str, list[float]] | None = None, prefix: str = ""
 ) -> None:
     """Trains or evaluates, without a step, on rows with the smallest and the largest numbers of the columns.
 
-    Only models by configuration (`ModuleTask`) are checked.
-
     Args:
-        row_probe: The task and its model.
+        row_probe: A `ModuleTask` and its model.
         rows: Decoded rows that the task accepts; short ones, because they are used several times.
-        eval_ranges: The smallest and the largest number of each column of the evaluation data; None: the ranges of the
-            training data are checked. An evaluation needs metrics of all classes, too. Values that training has covered
-            are left out.
+        eval_ranges: The smallest and the largest number of each column of the evaluation data, of which those that
+            training has covered are left out; None: the ranges of the training data are checked.
         prefix: Beginning of an error message.
 
     Raises:
         ConfigError: The model has no class, or no embedding, for a number.
     """
     task = row_probe.task
-    # The script of a `LoopTask` would start again for every value.
-    if not isinstance(task, ModuleTask) or isinstance(task, LoopTask):
-        return
+    assert isinstance(task, ModuleTask)
     evaluates = eval_ranges is not None
     ranges = task.ranges if eval_ranges is None else eval_ranges
     for extremes in _extreme_values(task, ranges, rows, evaluates):
@@ -76,10 +69,7 @@ def check_value_ranges(
 def _extreme_values(
     task: ModuleTask, ranges: dict[str, list[float]], rows: Arrays, evaluates: bool
 ) -> Iterator[dict[str, float]]:
-    """Yields values by column to check together: all largest numbers, all smallest numbers, and the padding of lists.
-
-    The padding of a target is left out, because the loss ignores it.
-    """
+    """Yields values by column to check together: the largest, the smallest, and the padding of all but targets."""
     names = [name for name in ranges if name in rows]
     for bound in (1, 0):
         extremes = {name: ranges[name][bound] for name in names}
@@ -136,94 +126,68 @@ def _error_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
 
 
-@dataclass(frozen=True)
-class RareRows:
-    """The rows of a data set that its first row does not represent.
+def try_value_ranges(context: PreflightContext) -> None:
+    """Trains on the smallest and the largest numbers of the columns."""
+    _check_value_ranges(context.row_probe, context.accepted_rows)
 
-    Args:
-        name: Name of the data set in messages.
-        task: The task, prepared with the training data.
-        longest: The longest row among those that were examined, decoded, each field of shape (1, ...).
-        eval_task: The task, prepared with this data set, if it is the evaluation data.
+
+def try_rare_rows(context: PreflightContext) -> None:
+    """Trains or evaluates, without a step, on the longest rows and on values that only the evaluation data has.
+
+    A row that would take too much time or memory is logged and not tried.
+
+    Raises:
+        ConfigError: The model lacks positions, classes or a vocabulary for the rows.
+        TaskError: The task fails, and its model is not one by configuration.
     """
-
-    name: str
-    task: Task
-    longest: Arrays | None
-    eval_task: Task | None = None
-
-    @classmethod
-    def find(
-        cls,
-        name: str,
-        task: Task,
-        dataset: Dataset,
-        fields: dict[str, ArraySpec],
-        eval_task: Task | None = None,
-        candidate: Arrays | None = None,
-    ) -> RareRows:
-        """Finds the longest row of a data set; `candidate` is a decoded row that may be longer."""
-        row = None
-        if any(spec.padding is not None for spec in fields.values()):
-            row = _read_longest(
-                Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions),
-                dataset,
-            )
-        if candidate is not None and (row is None or count_numbers(row) < count_numbers(candidate)):
-            row = candidate
-        return cls(name, task, row, eval_task)
-
-    def check(self, row_probe: RowProbe, accepted_rows: Arrays, checked_length: int) -> int:
-        """Trains or evaluates, without a step, on the value ranges and the longest row of this data set.
-
-        Args:
-            row_probe: The task and the model.
-            accepted_rows: Two decoded rows that the task accepts.
-            checked_length: Numbers in the lists of the longest row that was checked so far.
-
-        Returns:
-            The new `checked_length`. A row that would take too much time or memory is logged and not checked.
-
-        Raises:
-            ConfigError: The model lacks positions, classes or a vocabulary for the rows.
-            TaskError: The task fails, and its model is not one by configuration.
-        """
-        if (
-            isinstance(self.eval_task, CausalLanguageModel)
-            and (why := self.eval_task.describe_unknown_tokens(row_probe.state.model)) is not None
-        ):
-            raise ConfigError(f"{self.name}: {why}")
-        if isinstance(self.eval_task, ModuleTask):
-            check_value_ranges(row_probe, accepted_rows, self.eval_task.ranges, f"{self.name}: ")
-        # The script of a `LoopTask` would start again for the longest row.
-        if self.longest is None or isinstance(self.task, LoopTask):
-            return checked_length
-        numbers = count_numbers(self.longest)
-        if not checked_length < numbers <= MAX_NUMBERS:
-            return checked_length
-        rows = {name: repeat_rows(self.longest[name]) for name in accepted_rows}
-        if (cost := explain_cost(row_probe, rows)) is not None:
-            logger.warning(
-                "The longest row of %s (%d numbers) is not tried before the start: it would take %s. Whether the model"
-                " knows as many positions is seen when it is trained or evaluated on.",
-                *(self.name, numbers, cost),
-            )
-            return checked_length
-        self._check_longest(row_probe, rows, numbers)
-        return numbers
-
-    def _check_longest(self, row_probe: RowProbe, rows: Arrays, numbers: int) -> None:
-        evaluates = self.eval_task is not None
-        try:
-            row_probe.run(rows, evaluates, "the longest row")
-        except TaskError as error:
-            if isinstance(self.task, ModuleTask) and (why := row_probe.explain_too_long(rows, evaluates)) is not None:
-                raise ConfigError(f"{self.name}: {why} What was raised: {error}") from error
-            raise error.with_context(f"the longest row of {self.name} ({numbers} numbers)") from error
+    # The accepted rows are two copies of one row.
+    tried_numbers = count_numbers(context.accepted_rows) // 2
+    row = _read_longest(context, context.dataset)
+    first = longest_of(context.rows)
+    if row is None or count_numbers(row) < count_numbers(first):
+        row = first
+    tried_numbers = _try_longest(context, f"data.path {context.config.data.path}", row, False, tried_numbers)
+    if context.eval_dataset is None:
+        return
+    name, task = f"data.eval_path {context.config.data.eval_path}", context.eval_task
+    if isinstance(task, CausalLanguageModel) and (why := task.describe_unknown_tokens(context.model)) is not None:
+        raise ConfigError(f"{name}: {why}")
+    # The script of a `LoopTask` would start again for every value.
+    if isinstance(task, ModuleTask) and not isinstance(task, LoopTask):
+        _check_value_ranges(context.row_probe, context.accepted_rows, task.ranges, f"{name}: ")
+    if (row := _read_longest(context, context.eval_dataset)) is not None:
+        _try_longest(context, name, row, True, tried_numbers)
 
 
-def _read_longest(reader: Reader, dataset: Dataset) -> Arrays | None:
+def _try_longest(context: PreflightContext, name: str, row: Arrays, evaluates: bool, tried_numbers: int) -> int:
+    """Trains or evaluates on a row of more than `tried_numbers` numbers; returns the numbers that were tried now."""
+    numbers, row_probe = count_numbers(row), context.row_probe
+    # The script of a `LoopTask` would start again.
+    if isinstance(context.task, LoopTask) or not tried_numbers < numbers <= MAX_NUMBERS:
+        return tried_numbers
+    rows = {field: repeat_rows(row[field]) for field in context.accepted_rows}
+    if (cost := explain_cost(row_probe, rows)) is not None:
+        logger.warning(
+            "The longest row of %s (%d numbers) is not tried before the start: it would take %s. Whether the model"
+            " knows as many positions is seen when it is trained or evaluated on.",
+            *(name, numbers, cost),
+        )
+        return tried_numbers
+    try:
+        row_probe.run(rows, evaluates, "the longest row")
+    except TaskError as error:
+        if isinstance(context.task, ModuleTask) and (why := row_probe.explain_too_long(rows, evaluates)) is not None:
+            raise ConfigError(f"{name}: {why} What was raised: {error}") from error
+        raise error.with_context(f"the longest row of {name} ({numbers} numbers)") from error
+    return numbers
+
+
+def _read_longest(context: PreflightContext, dataset: Dataset) -> Arrays | None:
     """Returns the longest row; None if there is none or it cannot be decoded, which the reader reports later."""
+    task, fields = context.task, context.fields
+    if all(spec.padding is None for spec in fields.values()):
+        return None
+    reader = Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions)
     span = find_longest_row(dataset, reader.columns, MAX_NUMBERS)
     if span is None:
         return None
@@ -236,24 +200,18 @@ def _read_longest(reader: Reader, dataset: Dataset) -> Arrays | None:
 _KEYS = np.array([3, 5, 8], np.int64)
 
 
-def check_training_decode(task: Task, rows: Rows, fields: dict[str, ArraySpec]) -> None:
+def check_training_decode(context: PreflightContext) -> None:
     """Decodes a training row with some keys, for tasks that decode differently in every epoch.
-
-    Args:
-        task: The prepared task.
-        rows: The row before decoding.
-        fields: Type and shape of the fields that `decode` returns.
 
     Raises:
         ConfigError: The row cannot be decoded, or a field has another type or shape than from `decode`.
     """
-    if not task.has_epoch_decode:
-        return
+    task, fields = context.task, context.fields
     where = " Look at task.init_args.transforms." if getattr(task, "transforms", None) else ""
     for key in _KEYS:
         try:
             with restore_process_state(), user_code(lambda: "decoding a row to train on"):
-                decoded = task.decode_training(rows, key[None])
+                decoded = task.decode_training(context.undecoded_row, key[None])
         except TaskError as error:
             raise ConfigError(f"A row to train on cannot be decoded: {error}{where}") from error
         training_fields = {name: spec_of_values(values) for name, values in decoded.items()}

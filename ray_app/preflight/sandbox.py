@@ -20,10 +20,11 @@ from typing import Any
 from ray import cloudpickle
 
 from ray_app.errors import RayAppError, TaskError
-from ray_app.preflight import sandbox_server
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that contains the package `ray_app`."""
+# The module is not imported here, because it imports torchmetrics, which a start does without.
+_SERVER = "ray_app.preflight.sandbox_server"
 _OUTPUT_LINES = 15
 """Maximum number of lines of output in a result."""
 
@@ -36,11 +37,17 @@ class CallResult:
         value: The value that the function returned; None if there is an error.
         error: The error that it raised, or one that says how its process ended; None if it returned.
         output: The last lines of its output, or of the server's if the process has not started.
+        seconds: Duration of the call; 0 if its process did not end by itself.
     """
 
     value: Any
     error: RayAppError | None
     output: str
+    seconds: float
+
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function with its arguments."""
 
 
 class Sandbox:
@@ -66,7 +73,7 @@ class Sandbox:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with self._server_log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", sandbox_server.__name__, str(self._folder)],
+                [sys.executable, "-m", _SERVER, str(self._folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -75,7 +82,7 @@ class Sandbox:
                 start_new_session=True,
             )
 
-    def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[CallResult]:
+    def run(self, calls: list[Call], limit_s: float) -> list[CallResult]:
         """Runs all calls concurrently and returns their results.
 
         Args:
@@ -124,10 +131,10 @@ class Sandbox:
         log = out if out.exists() else self._server_log
         output = "\n".join(log.read_text(errors="replace").splitlines()[-_OUTPUT_LINES:])
         if result.exists():
-            value, error = pickle.loads(result.read_bytes())
-            return CallResult(value, error, output)
+            value, error, seconds = pickle.loads(result.read_bytes())
+            return CallResult(value, error, output, seconds)
         ending = f"did not end within {limit_s:g} s" if status is None else f"ended by {_describe_status(status)}"
-        return CallResult(None, TaskError(f"Its process {ending}", output), output)
+        return CallResult(None, TaskError(f"Its process {ending}", output), output, 0.0)
 
     def _path(self, number: int, kind: str) -> Path:
         """Returns the path of a file of a call: `call`, `result` or `out`."""

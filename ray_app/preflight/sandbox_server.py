@@ -40,6 +40,7 @@ def run_call(path: Path) -> None:
     random.seed()
     np.random.seed()
     value: Any = None
+    start_s = time.monotonic()
     error: RayAppError | None = None
     try:
         function, arguments = pickle.loads(path.read_bytes())
@@ -49,7 +50,7 @@ def run_call(path: Path) -> None:
     except BaseException as other:
         error = TaskError(describe_error(other), format_calls(other))
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(pickle.dumps((value, error)))
+    temporary.write_bytes(pickle.dumps((value, error, time.monotonic() - start_s)))
     temporary.rename(path.with_suffix(".result"))
 
 

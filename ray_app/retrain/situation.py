@@ -17,7 +17,8 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import DataError
 from ray_app.models.registry import version_of
-from ray_app.preflight.prepare import make_task, open_evaluation_source, prepare
+from ray_app.preflight.inputs import make_task, open_evaluation_source
+from ray_app.preflight.prepare import prepare
 from ray_app.retrain.champion import Champion
 from ray_app.retrain.gate import (
     Files,

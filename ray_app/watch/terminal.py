@@ -77,11 +77,13 @@ class Finding:
     Args:
         level: `refused`: the run would not work, and nothing is started. `failed`: the run would start, but not keep
             its guarantees.
+        seconds: Duration of the check, if it was measured.
     """
 
     level: Level
     topic: str
     text: str
+    seconds: float | None = None
 
 
 def run_check(topic: str, check: Callable[[], str | Finding]) -> Finding:
@@ -101,12 +103,23 @@ def has_refusal(findings: list[Finding]) -> bool:
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """Prints the findings; further lines of a text are indented below its first."""
+    """Prints the findings without their durations."""
     width = max((len(finding.topic) for finding in findings), default=0)
     for finding in findings:
-        start = f"{finding.level:<8} {finding.topic:<{width}}  "
-        text = redact(finding.text).replace("\n", "\n" + " " * len(start))
-        console.print(start + text, markup=False, highlight=False, soft_wrap=True)
+        _print_finding(console, finding, f"{finding.topic:<{width}}  ")
+
+
+def print_timed_finding(console: Console, finding: Finding, width: int) -> None:
+    """Prints a finding with its duration; `width` is that of the longest topic."""
+    duration = "" if finding.seconds is None else f"{finding.seconds:.2f} s"
+    _print_finding(console, finding, f"{finding.topic:<{width}} {duration:>8}  ")
+
+
+def _print_finding(console: Console, finding: Finding, title: str) -> None:
+    """Prints a finding with its title; further lines of its text are indented below the first."""
+    start = f"{finding.level:<8} {title}"
+    text = redact(finding.text).replace("\n", "\n" + " " * len(start))
+    console.print(start + text, markup=False, highlight=False, soft_wrap=True)
 
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from ray_app.data.probes import probe
 from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import Windows
 from ray_app.plan.order import Cursor, Plan
-from ray_app.preflight.prepare import make_plan, read_classes
+from ray_app.preflight.inputs import make_plan, read_classes
 from ray_app.reduction import group_state
 from ray_app.reduction.base import World
 from ray_app.task.base import Batch, Task

@@ -4,6 +4,7 @@ without Ray.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import ray
 from ray_app import check_task, load_config
 from ray_app.cli.check import main
 from tests.support.places import ROOT
+from tests.support.task_checks import TOPICS
 
 pytestmark = pytest.mark.rest
 
@@ -46,12 +48,38 @@ def test_nothing_is_wrong_with_the_digits(
         f"--run.storage_path={tmp_path}/runs",
     ]
     assert main([f"--config={ROOT}/conf/digits.yaml", *arguments]) == 0
-    shown = capfd.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in shown] == [
-        ["ok", name] for name in ("data", "data", "one", "randomness", "workers", "resume", "evaluation", "export")
-    ]
+    shown = [line for line in capfd.readouterr().out.splitlines() if not line.startswith(" ")]
+    names = ["configuration", "data", "task", "plan", "code", "rows", "cache", "evaluation data", "model", "one row"]
+    names += ["normalization", "rare rows", "metrics", "optimizer", "schedule", "data files", *TOPICS[1:]]
+    assert [re.split(r"  +", line)[:2] for line in shown] == [["ok", name] for name in names]
+    assert all(re.match(r"ok .*\d\.\d\d s  [A-Za-z0-9]", line) for line in shown), "each has its duration"
     assert list(tmp_path.iterdir()) == [], "something was left behind"
-    assert main([f"--config={ROOT}/conf/digits.yaml", *arguments, "--data.path=nowhere"]) == 2
+
+
+def test_each_independent_refusal_is_said_and_what_needs_it_is_not_made(
+    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["--data.path=nowhere", "--train.init_from=nothing", f"--run.storage_path={tmp_path}/runs"]
+    assert main([f"--config={ROOT}/conf/digits.yaml", *wrong]) == 2
+    output = capfd.readouterr()
+    assert [line.split()[:2] for line in output.out.splitlines()] == [
+        *(["ok", "configuration"], ["refused", "initial"], ["refused", "data"], ["warning", "the"])
+    ]
+    assert not output.err
+    found = check_task(
+        load_config(
+            ROOT / "conf" / "digits.yaml",
+            data__path=str(digits / "train"),
+            data__eval_path=str(digits / "nowhere"),
+            data__by_length="image",
+            optimizer={"class_path": "tests.support.odd_optimizers.Locking"},
+        )
+    )
+    refused = [f.topic for f in found.findings if f.level == "refused"]
+    assert refused == ["row lengths", "evaluation data", "optimizer", "schedule"]
+    assert (found.ok, found.exit_code) == (False, 2)
+    assert "model" in [f.topic for f in found.findings if f.level == "ok"]
+    assert found.findings[-1].topic == "the rest"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +103,8 @@ def test_what_is_wrong_is_said(
 
 
 def test_a_mistake_in_the_code_is_a_failed_check(checked: Callable[[str], dict[str, tuple[str, str]]]) -> None:
-    [(topic, (level, text))] = checked("mistake").items()
-    assert (topic, level) == ("one row", "failed")
+    found = checked("mistake")
+    assert [topic for topic, (level, _) in found.items() if level != "ok"] == ["one row", "the rest"]
+    level, text = found["one row"]
+    assert level == "failed"
     assert "KeyError: 'labels' (impure_tasks.py, line " in text

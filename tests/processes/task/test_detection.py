@@ -10,6 +10,7 @@ import yaml
 from ray_app import check_task, load_config
 from tests.support.places import ROOT
 from tests.support.shapes import BLOCKS, write_shapes
+from tests.support.task_checks import all_ok, levels
 
 
 def test_the_page_shows_the_shipped_configuration_in_twenty_lines() -> None:
@@ -31,10 +32,7 @@ def test_a_detector_trains_with_the_same_bits_for_any_number_of_workers(tmp_path
     }
     data = {f"data__{name}": value for name, value in write_shapes(tmp_path / "shapes").items()}
     found = check_task(config.replace(task__init_args=config.task.init_args | {"detector": small}, **data))
-    levels = {finding.topic: finding.level for finding in found.findings}
-    assert levels == dict.fromkeys(("data", "one row", "randomness", "workers", "resume", "evaluation"), "ok") | {
-        "export": "warning"
-    }, found
+    assert levels(found) == all_ok() | {"export": "warning"}, found
     said = {finding.topic: finding.text for finding in found.findings}
     assert "map_50 " in said["evaluation"]
     assert "loss" not in said["evaluation"]

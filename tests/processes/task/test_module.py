@@ -16,8 +16,8 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.preflight.prepare import prepare
 from tests.support.pictures import table_data, write_pictures
 from tests.support.places import ROOT
+from tests.support.task_checks import all_ok, levels
 
-NAMES = [("ok", name) for name in ("one row", "randomness", "workers", "resume", "evaluation", "export")]
 V2 = "torchvision.transforms.v2."
 
 
@@ -40,9 +40,7 @@ def config_of(data: dict[str, Any], tmp_path: Path, **init_args: Any) -> Config:
 def assert_trains(config: Config, but: str = "") -> None:
     """One worker against four, a resume in the middle, evaluation and export; see `check_task`."""
     found = check_task(config)
-    assert [(f.level, f.topic) for f in found.findings if f.topic not in ("data", but)] == [
-        one for one in NAMES if one[1] != but
-    ], found
+    assert levels(found, but) == all_ok(but), found
 
 
 RESIZE = [{"class_path": V2 + "Resize", "init_args": {"size": [16, 16]}}]

@@ -20,7 +20,8 @@ from ray_app.config.sections import ClassSpec
 from ray_app.driver.parsing import parse, parse_with_sections
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
-from ray_app.preflight.prepare import make_run_name, make_task, prepare
+from ray_app.preflight.inputs import make_run_name, make_task
+from ray_app.preflight.prepare import prepare
 from ray_app.retrain.options import RetrainSection
 from ray_app.train.state.state import TrainingState
 from tests.support.pages import blocks

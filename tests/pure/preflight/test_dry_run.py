@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric, MetricCollection
 
+from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError
-from ray_app.preflight.dry_run import dry_run
+from ray_app.preflight.checks import CHECKS
+from ray_app.preflight.context import PreflightContext
+from ray_app.preflight.initial_parameters import InitialParameters
 from ray_app.preflight.model_checks import KernelRecorder, find_failing_part
 from ray_app.task.base import Batch, Losses
 from ray_app.task.configured_arguments import compute_row_losses
+from ray_app.train.job import Job
 from tests.support.local_world import TinyImages, make_job, write_images
 
 
@@ -58,8 +63,20 @@ def trial(tmp_path: Path, where: str | TinyImages, **fields: Any) -> None:
     job = make_job(
         tmp_path / "run", data, logical_workers=2, batch=4, task=task, **({"data__eval_path": str(data)} | fields)
     )
-    row = {name: np.zeros((1, *spec.shape), np.dtype(spec.dtype)) for name, spec in job.fields.items()}
-    dry_run(job, row, None)
+    dry_run(job)
+
+
+def dry_run(job: Job) -> None:
+    """Makes the checks of a dry run, from the model to the schedule, with a row of zeros."""
+    context = PreflightContext(job.config)
+    context.job, context.task, context.plan = job, job.task, job.plan
+    context.fields, context.dataset = job.fields, open_dataset(job.config.data.path)
+    context.rows = {name: np.zeros((1, *spec.shape), np.dtype(spec.dtype)) for name, spec in job.fields.items()}
+    context.initial = InitialParameters(job.config)
+    names = [check.name for check in CHECKS]
+    with closing(context):
+        for check in CHECKS[names.index("model") : names.index("schedule") + 1]:
+            check.execute(context)
 
 
 @pytest.mark.parametrize("where", ["augment", "training_loss", "metrics", "update", "predictions"])
@@ -207,8 +224,7 @@ FINE = ("nothing", "pooled to one", "fixed pooling", "bilinear", "median of all"
 def pooled(tmp_path: Path, last: str, **fields: Any) -> None:
     data = write_images(tmp_path / "data", [[8]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=Pooled(last), **fields)
-    row = {name: np.zeros((1, *spec.shape), np.dtype(spec.dtype)) for name, spec in job.fields.items()}
-    dry_run(job, row, None)
+    dry_run(job)
 
 
 def test_operations_without_a_deterministic_kernel_are_refused_and_the_mode_stays(

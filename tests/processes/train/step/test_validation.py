@@ -16,7 +16,7 @@ import torch
 from ray_app import retry
 from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
-from ray_app.preflight.prepare import open_evaluation_source
+from ray_app.preflight.inputs import open_evaluation_source
 from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations
 from ray_app.runlog.journal import put_event, read_events

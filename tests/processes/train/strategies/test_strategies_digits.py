@@ -16,7 +16,7 @@ from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
 from ray_app.drill.faults import HookChain
 from ray_app.driver.single import train_in_process
-from ray_app.preflight.prepare import open_evaluation_source
+from ray_app.preflight.inputs import open_evaluation_source
 from ray_app.runlog.journal import read_events
 from ray_app.task.image import ImageClassification
 from ray_app.task.metrics import combine, score

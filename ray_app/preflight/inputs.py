@@ -1,0 +1,160 @@
+"""What a run is made of: its name, the task, the order of the rows, its first row, and the evaluation data."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from ray_app.config.config import Config
+from ray_app.config.import_paths import load_class
+from ray_app.data.dataset import Dataset, open_dataset, read_labels
+from ray_app.data.probes import decode_first_row, probe
+from ray_app.data.reader import Reader, RowSource, rows_per_task
+from ray_app.errors import ConfigError, DataError
+from ray_app.plan.class_balancing import Classes
+from ray_app.plan.manifest import Manifest
+from ray_app.plan.order import Plan, count_rows_by_file
+from ray_app.runlog.evaluations import read_scores
+from ray_app.runlog.paths import RunPaths
+from ray_app.task.base import Rows, Task
+from ray_app.task.ragged import Arrays
+from ray_app.task.schema import refuse_other_schema
+
+_ADJECTIVES = (
+    *("amber", "bold", "brave", "bright", "calm", "clear", "crisp", "eager"),
+    *("fair", "glad", "keen", "kind", "mild", "neat", "quiet"),
+)
+_NOUNS = (
+    *("alder", "aspen", "beech", "birch", "cedar", "cliff", "coast", "creek"),
+    *("delta", "elm", "fern", "fjord", "grove", "heath", "lake"),
+)
+
+
+def make_run_name() -> str:
+    """Returns a readable run name that sorts by time, such as `20261120-140512-calm-birch-3f9c02`.
+
+    The random suffix keeps the names different if a thousand runs start in the same second.
+    """
+    words = f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_NOUNS)}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{secrets.token_hex(3)}"
+
+
+def make_task(config: Config) -> Task:
+    """Instantiates and returns the configured task.
+
+    Raises:
+        ConfigError: The class cannot be imported or instantiated, or is not a subclass of `Task`.
+    """
+    try:
+        task = load_class(config.task)(**config.task.init_args)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"task.class_path {config.task.class_path!r} with init_args {config.task.init_args} cannot be made:"
+            f" {error}. Name an importable subclass of ray_app.task.base.Task and its arguments."
+        ) from error
+    if not isinstance(task, Task):
+        raise ConfigError(
+            f"task.class_path {config.task.class_path!r} is not a subclass of ray_app.task.base.Task; derive it."
+        )
+    return task
+
+
+def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Plan:
+    """Returns the order of the rows of a run.
+
+    Raises:
+        DataError: The data has less than one step, or too few files.
+    """
+    data, logical_workers = config.data, config.logical_workers
+    files = int((count_rows_by_file(manifest) > 0).sum())
+    if data.shard == "file" and files < logical_workers:
+        raise DataError(
+            f"data.shard is file, but {data.path} has {files} files with rows for {logical_workers} logical workers;"
+            " each needs at least one. Ingest into more files (--shard_rows), lower scaling.logical_workers, or set"
+            " data.shard to row."
+        )
+    plan = Plan(
+        manifest,
+        config.seed,
+        logical_workers,
+        data.global_batch_size,
+        data.shuffle_window_rows,
+        data.last_batch == "keep",
+        data.shard,
+        classes,
+        data.by_length,
+    )
+    if not plan.steps_per_epoch:
+        raise DataError(
+            f"{data.path} has {plan.all_rows} rows for an epoch, too few for one global batch of"
+            f" {data.global_batch_size} rows, and data.last_batch is drop: there is nothing to train on. Set"
+            " data.last_batch: keep or lower data.global_batch_size."
+        )
+    return plan
+
+
+def read_classes(config: Config, dataset: Dataset) -> Classes | None:
+    """Returns the classes of all rows if `data.balance_by` names them, otherwise None.
+
+    Raises:
+        DataError: The column `data.balance_by` does not exist or does not hold classes.
+    """
+    if config.data.balance_by is None:
+        return None
+    return Classes.of(dataset.manifest, read_labels(dataset.root, dataset.manifest, config.data.balance_by)[1])
+
+
+def read_training_row(config: Config, dataset: Dataset, task: Task) -> tuple[Rows, Arrays]:
+    """Returns the first training row that can be decoded, before and after decoding, each field of shape (1, ...).
+
+    Raises:
+        BadRowError: More rows before it cannot be decoded than the configuration allows to skip.
+    """
+    max_bad_rows = config.data.max_bad_rows if config.data.on_bad_row == "skip" else 0
+    undecoded = list[Rows]()
+
+    def decode(rows: Rows) -> Arrays:
+        undecoded.append(rows)
+        return task.decode(rows)
+
+    decoded = decode_first_row(dataset, task.columns(), decode, max_bad_rows)
+    return undecoded[-1], decoded
+
+
+def open_evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
+    """Opens a data set for evaluation and returns the source of its rows.
+
+    Args:
+        task: The task, prepared with the training data.
+        path: Folder (or file) of Parquet.
+        read_task_mb: Largest size of the decoded rows of one read task in megabytes.
+
+    Raises:
+        DataError: The task cannot be evaluated on the data.
+    """
+    dataset = open_dataset(path)
+    refuse_other_schema(task.data_schema, dataset.facts, path, "what the task was trained on")
+    task.prepare(dataset.facts)
+    return open_source(task, dataset, read_task_mb)
+
+
+def open_source(task: Task, dataset: Dataset, read_task_mb: float) -> RowSource:
+    """Returns the source of all rows of a data set, decoded by the task."""
+    fields = probe(dataset, task.columns(), task.decode)
+    reader = Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions)
+    return RowSource(reader, dataset.manifest, rows_per_task(fields, read_task_mb))
+
+
+def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
+    """Refuses to change the evaluation data of a run with early stopping, since its result depends on the evaluations.
+
+    Raises:
+        DataError: The digest of the data differs from that of earlier evaluations.
+    """
+    before = {e.data_digest for e in read_scores(paths)} - {digest}
+    if before and config.evaluate.patience is not None:
+        raise DataError(
+            f"data.eval_path {config.data.eval_path} (digest {digest}) is not what this run was evaluated on before"
+            f" ({', '.join(before)}), but evaluate.patience makes the result depend on it. Give the data of before, or"
+            " another run.name."
+        )
