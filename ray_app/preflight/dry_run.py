@@ -230,7 +230,7 @@ def check_page_locked_memory(context: PreflightContext) -> list[str]:
 def check_server_parts(context: PreflightContext) -> None:
     """Refuses a model or a task that parameter servers, each with parts of the model, cannot train."""
     state, task = context.row_probe.state, context.task
-    Layout(state.model, state.optimizer, context.config.train)
+    Layout(state.model, state.optimizer, context.config.train.servers)
     if type(task).apply_gradients is not Task.apply_gradients:
         raise ConfigError(
             "train.strategy is parameter_server, whose servers hold parts of the model, but"
