@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ray_app.config.config import Config
@@ -27,6 +26,7 @@ from ray_app.preflight.probe_rows import SHORT_LENGTH, RowProbe
 from ray_app.task.base import check_losses, sum_losses
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.whole_batches import BatchTask
+from ray_app.torch_private import BatchNorm
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import module_modes, restore_modes
@@ -176,7 +176,7 @@ def training_mean_warnings(task: BatchTask, model: nn.Module, rows: Arrays) -> l
     count = max(len(next(iter(rows.values()))), MIN_ROWS)
     rows, cut = cycle_rows(rows, count), max(1, count // 3)
     parts = [slice(count), slice(cut), slice(cut, count)]
-    modes, has_batch_norm = module_modes(model), any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    modes, has_batch_norm = module_modes(model), any(isinstance(layer, BatchNorm) for layer in model.modules())
     try:
         for is_training in (False,) if has_batch_norm else (False, True):
             model.train(is_training)
@@ -254,7 +254,7 @@ def _not_a_mean_message(task: str, model: nn.Module, name: str) -> str:
     )
 
 
-_NORM_LAYERS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
+_NORM_LAYERS = (BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
 @contextmanager
@@ -313,12 +313,12 @@ def check_norm_values(model: nn.Module, plan: Plan, counts: dict[str, int]) -> N
     for name, values in counts.items():
         layer = layers.get(name, model)
         kind = type(layer).__name__
-        if values == 1 and not isinstance(layer, _BatchNorm):
+        if values == 1 and not isinstance(layer, BatchNorm):
             raise ConfigError(
                 f"{name} of the model is a {kind} that normalizes each value by itself, so its output is its bias and"
                 " what is before it never trains. Give it fewer groups, or more values to normalize together."
             )
-        if isinstance(layer, _BatchNorm) and values * rows == 1:
+        if isinstance(layer, BatchNorm) and values * rows == 1:
             raise ConfigError(
                 f"{name} of the model is a {kind}, and {_explain_single_rows(plan)}: one value has no variance, so the"
                 f" layer would use its running statistics, which never change. {_suggest_batch_size(plan)}"
@@ -331,7 +331,7 @@ def norm_value_warnings(model: nn.Module, plan: Plan, counts: dict[str, int]) ->
     The arguments are those of `check_norm_values`.
     """
     layers = dict(model.named_modules())
-    names = [name for name, values in counts.items() if values == 1 and isinstance(layers.get(name, model), _BatchNorm)]
+    names = [name for name, values in counts.items() if values == 1 and isinstance(layers.get(name, model), BatchNorm)]
     last = [rows for rows in plan.rows_of_step(plan.steps_per_epoch - 1) if rows]
     if not names or 1 not in last:
         return []

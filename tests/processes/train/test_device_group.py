@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError, TaskError
 from ray_app.reduction import group_state
-from ray_app.reduction.base import World, collective, translate_peer_errors
+from ray_app.reduction.base import World, collective, launch_guard, translate_peer_errors
 from ray_app.runlog.journal import read_events
 from ray_app.task.user_code import user_code
 from ray_app.testing import KilledError, WorkerPool, cache_windows, read_trained_run
@@ -106,6 +106,9 @@ class State:
 
     def has_failed(self) -> bool:
         return self.failed
+
+    def check_device_errors(self) -> None:
+        """Knows of no error of the device."""
 
 
 @contextmanager
@@ -265,7 +268,6 @@ def survived(rank: int, store: Path, port: int, heartbeat: bool) -> tuple[str, b
     del store
     group = opened(rank, port)
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
-    assert group.check_device_errors is not None
     values = torch.ones(1000)
     dist.all_reduce(values)
     group.check_device_errors()
@@ -304,7 +306,6 @@ def told(rank: int, store: Path, port: int) -> None:
     del store
     group = opened(rank, port)
     try:
-        assert group.check_device_errors is not None
         group.check_device_errors()
         dist.group.WORLD.error = ErrorType.COMM_ERROR  # type: ignore[union-attr]
         with pytest.raises(PeerLostError, match="failed on the device: COMM_ERROR"):
@@ -339,7 +340,6 @@ def asked_meanwhile(rank: int, store: Path, port: int) -> list[str]:
     device.abort, device.get_error = abort, get_error  # type: ignore[method-assign]
     try:
         for _ in range(2):
-            assert group.check_device_errors is not None
             with pytest.raises(PeerLostError, match="was aborted while the device ran its collectives"):
                 group.check_device_errors()
             begun.wait()
@@ -416,14 +416,14 @@ def launched(rank: int, store: Path, port: int) -> list[str]:
     del store
     group, happened = opened(rank, port), list[str]()
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
-    world = World(rank, 2, 2, check_device_errors=group.check_device_errors)
+    world = World(rank, 2, 2, has_device_collectives=True)
     abort, device.abort = device.abort, lambda: (happened.append("abort"), abort())[1]  # type: ignore[method-assign]
     try:
-        with world.launch_guard():
+        with launch_guard(world):
             group.abort()
             until(lambda: bool(group._abort_threads), "nobody has begun to abort")
             happened.append("launch")
-        with pytest.raises(PeerLostError, match="process group is aborted"), world.launch_guard():
+        with pytest.raises(PeerLostError, match="process group is aborted"), launch_guard(world):
             happened.append("another launch")
     finally:
         group.close(broken=True)
@@ -439,9 +439,9 @@ def blocked(rank: int, store: Path, port: int) -> list[str]:
     del store
     group, happened = opened(rank, port), list[str]()
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
-    world, process_group._LAUNCH_S = World(rank, 2, 2, check_device_errors=group.check_device_errors), 0.1
+    world, process_group._LAUNCH_S = World(rank, 2, 2, has_device_collectives=True), 0.1
     try:
-        with world.launch_guard():
+        with launch_guard(world):
             group.abort()
             device.aborted.wait()
             happened.append("abort")
