@@ -197,12 +197,19 @@ _PEER_ERRORS = re.compile(
 )
 """Matches the lower-case message of an error that a lost peer, or the connection to it, has caused.
 
-It is needed for backends without error types of their own: gloo, and "nccl" of torch 2.15 (`ProcessGroupNCCL2`).
+Only its message tells such an error of gloo, and of a call that is given to "nccl" of torch 2.15
+(`ProcessGroupNCCL2`): both raise plain `RuntimeError` without a code. The store (`DistNetworkError`, `DistStoreError`)
+and a wait for NCCL (`DistBackendError`) raise types of their own.
 """
 _LOCAL_ERRORS = re.compile(
     "out of memory|allocate memory|cuda error|cuda failure|invalid usage|invalid argument \\(run with nccl"
 )
-"""Matches the lower-case message of an error of this rank's own device, memory or calls, also if NCCL passes it on."""
+"""Matches the lower-case message of an error of this rank's own device, memory or calls that NCCL passes on.
+
+NCCL raises the types of a lost peer for these, too. Errors that torch itself raises are in `_LOCAL_ERROR_TYPES`.
+"""
+_LOCAL_ERROR_TYPES = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""The types of errors of this rank's own device."""
 
 
 @contextmanager
@@ -265,13 +272,17 @@ def _is_peer_error(error: BaseException | None) -> bool:
     """Returns whether a lost peer may have caused an error, so that the step may succeed in another generation.
 
     While the group is broken this holds for every error: the next generation repeats the step, and an error with
-    another cause is raised again there. Otherwise the type or the message of the error has to indicate a failed
-    connection or collective.
+    another cause is raised again there. Otherwise the type of the error, or its message if the backend has no type for
+    it, has to indicate a failed connection or collective.
     """
     if group_state.is_broken():
         return True
+    if not isinstance(error, RuntimeError) or isinstance(error, _LOCAL_ERROR_TYPES):
+        return False
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
     message = str(error).lower()
-    if not isinstance(error, RuntimeError) or _LOCAL_ERRORS.search(message):
+    if _LOCAL_ERRORS.search(message):
         return False
     return isinstance(error, dist.DistError) or _PEER_ERRORS.search(message) is not None
 

@@ -36,8 +36,8 @@ _CHECK_EVERY_USES = 1000
 In the first comparison the rows are those of the capture. The others show whether the capture has read or drawn
 something on the host that changes.
 """
-_OUT_OF_MEMORY = ("out of memory", "allocate memory")
-"""Parts of the messages of errors that are not caused by the capture itself."""
+_CAPTURE_ERRORS = range(900, 909)
+"""The values of `cudaError_t` for errors of a capture, in `torch.AcceleratorError.error_code`."""
 
 
 class GraphBackend(Protocol):
@@ -312,7 +312,9 @@ def _explain(error: RuntimeError) -> Exception:
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     message = str(error)
-    if "captur" not in message.lower() or any(words in message for words in _OUT_OF_MEMORY):
+    # torch refuses some calls during a capture itself, with a plain `RuntimeError`, of which only the message tells.
+    is_of_capture = getattr(error, "error_code", None) in _CAPTURE_ERRORS or "captur" in message.lower()
+    if isinstance(error, torch.OutOfMemoryError) or not is_of_capture:
         return error
     return _capture_error(f"it does something that a CUDA graph cannot contain ({message.partition(chr(10))[0]})")
 

@@ -58,6 +58,8 @@ OOM = [
     RuntimeError("Unsupported tensor data type for NCCL"),
     RuntimeError("NCCL AllReduce failed: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
     RuntimeError("Failed to initialize NCCL communicator: invalid usage (run with NCCL_DEBUG=WARN for details)"),
+    torch.AcceleratorError("a broken pipe of this device"),
+    torch.OutOfMemoryError("no memory for a buffer of gloo"),
     dist.DistBackendError("NCCL error, invalid usage (run with NCCL_DEBUG=WARN for details): Duplicate GPU detected"),
 ]
 PEERS = [
@@ -67,6 +69,7 @@ PEERS = [
     RuntimeError("Application timeout caused pair closure"),
     RuntimeError("Gloo connectFullMesh failed with [...] no error"),
     dist.DistNetworkError("The client socket has timed out after 60000ms"),
+    dist.DistStoreError("wait timeout after 1000ms, keys: /out of memory"),
     dist.DistBackendError("NCCL communicator was aborted on rank 1"),
     dist.DistBackendError("NCCL operation failed"),
     RuntimeError("NCCL communicator was aborted after a previous error"),

@@ -160,16 +160,23 @@ def test_what_it_does_not_go_with_is_refused(data: Path, tmp_path: Path, fields:
         make_job(tmp_path / "run", data, logical_workers=4, batch=12, **(CAPTURE | fields))
 
 
+def with_code(code: int, said: str) -> RuntimeError:
+    """An error of the device as torch raises it."""
+    error = torch.AcceleratorError(said)
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
 class Failing(RecordedGraphs):
     """Fails at a capture, and then, as CUDA does, at its end."""
 
-    def __init__(self, said: str) -> None:
+    def __init__(self, error: RuntimeError) -> None:
         super().__init__()
-        self.said = said
+        self.error = error
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         try:
-            raise RuntimeError(self.said)
+            raise self.error
         except RuntimeError:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
 
@@ -186,17 +193,19 @@ def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> 
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("error", "kind"),
     [
-        ("CUDA out of memory while capturing", RuntimeError),
-        ("operation not permitted when stream is capturing", ConfigError),
+        (torch.OutOfMemoryError("CUDA out of memory while capturing"), torch.OutOfMemoryError),
+        (RuntimeError("operation not permitted when stream is capturing"), ConfigError),
+        (with_code(900, "the stream does not permit it"), ConfigError),
+        (with_code(719, "unspecified launch failure"), torch.AcceleratorError),
     ],
 )
-def test_the_first_error_of_a_capture_is_told(said: str, kind: type[Exception]) -> None:
+def test_the_first_error_of_a_capture_is_told(error: RuntimeError, kind: type[Exception]) -> None:
     with pytest.raises(kind) as found:
-        _small(Failing(said)).forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
+        _small(Failing(error)).forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
     assert type(found.value) is kind
-    assert said in str(found.value)
+    assert str(error) in str(found.value)
 
 
 def test_an_error_of_the_task_keeps_its_words() -> None:
