@@ -233,13 +233,13 @@ def collective() -> Iterator[None]:
         raise PeerLostError(f"a collective failed: {_message_of(error)}") from error
 
 
-def launch_guard(world: World) -> AbstractContextManager[None]:
-    """Returns the context for a block that launches collectives and, on a device, waits for none of them.
+def launch_guard(world: World) -> Callable[[], AbstractContextManager[None]]:
+    """Returns the context manager for blocks that launch collectives and, on a device, wait for none of them.
 
     It translates errors as `collective` does. On a device an abort from another thread waits until the block has ended,
     see `group_state.launch_lock`.
     """
-    return _locked_collective() if world.has_device_collectives else collective()
+    return _locked_collective if world.has_device_collectives else collective
 
 
 @contextmanager

@@ -200,6 +200,7 @@ class BucketedReducer(GradientReducer):
         compression: Literal["none", "bf16"],
     ) -> None:
         self._world = world
+        self._launch_guard = launch_guard(world)
         self._exact = reduction == "exact"
         self._compresses = compression == "bf16"
         # The gradient of a single logical worker is the sum already, so it stays in `.grad` and there are no buckets.
@@ -297,7 +298,7 @@ class BucketedReducer(GradientReducer):
                 bucket.add_leaf(logical_worker, [by_parameter[p] for p in bucket.parameters])
             totals |= zip(bucket.parameters, bucket.views, strict=True)
         if self._world.size > 1:
-            with launch_guard(self._world):
+            with self._launch_guard():
                 for bucket in self._buckets:
                     self._send(bucket)
                 self._receive()
@@ -383,7 +384,7 @@ class BucketedReducer(GradientReducer):
                 self._checksums[self._last_logical_worker] += self._checksums_of(bucket.parameters)
             bucket.collect(self._last_logical_worker)
             if self._world.size > 1:
-                with launch_guard(self._world):
+                with self._launch_guard():
                     self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
@@ -454,7 +455,7 @@ class BucketedReducer(GradientReducer):
         if self._has_one_term:
             return
         if self._world.size > 1:
-            with launch_guard(self._world):
+            with self._launch_guard():
                 self._receive()
         for bucket in self._buckets:
             for p, view in zip(bucket.parameters, bucket.views, strict=True):

@@ -126,26 +126,26 @@ def gather_whole(value: Tensor) -> Tensor:
 
 
 class _LockedAllGather(DefaultAllGather):
-    """FSDP's own all-gather, launched inside `World.launch_guard`."""
+    """FSDP's own all-gather, launched inside `launch_guard`."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._launch_guard = launch_guard(world)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Gathers the parameters of a unit, see `AllGather` of torch."""
-        with launch_guard(self._world):
+        with self._launch_guard():
             return super().__call__(*args, **options)
 
 
 class _LockedReduceScatter(DefaultReduceScatter):
-    """FSDP's own reduce-scatter of gradients, launched inside `World.launch_guard`."""
+    """FSDP's own reduce-scatter of gradients, launched inside `launch_guard`."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._launch_guard = launch_guard(world)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Adds and scatters the gradients of a unit, see `ReduceScatter` of torch."""
-        with launch_guard(self._world):
+        with self._launch_guard():
             return super().__call__(*args, **options)
 
 
@@ -159,6 +159,7 @@ class FsdpReducer(GradientReducer):
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
+        self._launch_guard = launch_guard(world)
         self._parameters: list[DTensor] = [p for p in model.parameters() if p.requires_grad]  # type: ignore[misc]
         # Whether a pass of the present step has run.
         self._has_begun = False
@@ -264,7 +265,7 @@ class FsdpReducer(GradientReducer):
     def norms(self) -> list[Tensor]:
         """Returns the norm of the gradients of all parameters together, see `GradientReducer.norms`."""
         norm = torch.stack(gradient_norms(self.gradients())).double().square().sum()
-        with launch_guard(self._world):
+        with self._launch_guard():
             dist.all_reduce(norm)
         return [self._to_device(norm.sqrt_())]
 
@@ -297,6 +298,7 @@ class _LeafAllToAll(ReduceScatter):
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._launch_guard = launch_guard(world)
         # This rank's shard of one unit's gradients from each logical worker of the pass, shape (logical workers,
         # elements), and the number of elements of each row that `take` has returned.
         self._received, self._offset = torch.empty(0), 0
@@ -329,7 +331,7 @@ class _LeafAllToAll(ReduceScatter):
         sent = shard if world.rank < width else 0
         received = self._get_buffer(width * shard, input_tensor)
         sizes = [shard if rank < width else 0 for rank in range(world.size)]
-        with launch_guard(world):
+        with self._launch_guard():
             dist.all_to_all_single(received, input_tensor[: sent * world.size], sizes, [sent] * world.size, group=group)
         self._received, self._offset = received.view(width, shard), 0
 
@@ -447,7 +449,7 @@ class DeterministicShardedReducer(FsdpReducer):
         assigned = parameters[rank::size]
         sizes = [[_shard_bytes(p, sender, size) for p in assigned] for sender in range(size)]
         received = outgoing.new_empty(sum(map(sum, sizes)))
-        with launch_guard(self._world):
+        with self._launch_guard():
             dist.all_to_all_single(
                 received,
                 outgoing,
@@ -464,7 +466,7 @@ class DeterministicShardedReducer(FsdpReducer):
                 torch.cat(pieces).view(p.dtype).view(p.shape) for p, *pieces in zip(assigned, *by_rank, strict=True)
             )
             norms[rank::size] = torch.stack([norm for whole in wholes for norm in gradient_norms([whole])]).double()
-        with launch_guard(self._world):
+        with self._launch_guard():
             dist.all_reduce(norms)
         return [self._to_device(norms)]
 

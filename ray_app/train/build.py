@@ -22,7 +22,7 @@ from ray_app.train.state.state import TrainingState
 from ray_app.train.step.cuda_graphs import CudaGraphs, make_graph_backend
 from ray_app.train.step.micro_batch import Passes, ReplicaBuffers
 from ray_app.train.step.sdc import ComparedWorkers, SdcChecker
-from ray_app.train.step.step import Step, StepHook, StepHooks, TurnStep
+from ray_app.train.step.step import Step, StepHook, TurnStep, combine_hooks
 from ray_app.train.step.step_stats import StepStats
 from ray_app.train.stragglers import StepTimer
 from ray_app.train.strategies.central_storage import CentralPlacement
@@ -73,7 +73,7 @@ def build_step(
     # One local step with an outer learning rate of 1 and without momentum is `ddp`, which `Step` computes.
     if train.strategy == "local_sgd" and (train.local_steps, train.outer_lr, train.outer_momentum) != (1, 1.0, 0.0):
         reducer = build_bucketed_reducer(train, state.model, world)
-        return LocalStep(job, state, reducer, make_stats(), world, device, enter, StepHooks(timers))
+        return LocalStep(job, state, reducer, make_stats(), world, device, enter, combine_hooks(timers))
     buffers = ReplicaBuffers(state.model, world)
 
     def make_step(turn: str | None = None) -> Step:
@@ -100,7 +100,7 @@ def build_step(
             make_stats(),
             world,
             enter,
-            StepHooks([*hooks, *timers]),
+            combine_hooks([*hooks, *timers]),
             train.grad_clip_norm,
             run_pass,
         )

@@ -52,6 +52,7 @@ class ReplicaBuffers:
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
+        self._launch_guard = launch_guard(world)
         shared = world.logical_workers > 1
         self._buffers = TensorGroup(list(model.buffers()) if shared else [])
         # Each buffer with the dictionary of its module and its name there, to notice that it was replaced.
@@ -118,14 +119,14 @@ class ReplicaBuffers:
             self._buffers.copy(self._first_worker)
         if self._has_broadcast:
             self._broadcast.copy(self._buffers)
-            with launch_guard(self._world):
+            with self._launch_guard():
                 self._pending = dist.broadcast(self._broadcast.memory, 0, async_op=True)
 
     def finish(self) -> None:
         """Waits until this rank has logical worker 0's buffers."""
         if self._pending is None:
             return
-        with launch_guard(self._world):
+        with self._launch_guard():
             self._pending.wait()
         self._pending = None
         self._buffers.copy(self._broadcast)

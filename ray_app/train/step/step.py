@@ -56,12 +56,13 @@ class StepHook:
         return result
 
 
-class StepHooks(StepHook):
-    """Several hooks as one; each point calls them in their order.
+def combine_hooks(hooks: Sequence[StepHook]) -> StepHook:
+    """Returns one hook for several, which calls them in their order."""
+    return hooks[0] if len(hooks) == 1 else _StepHooks(hooks) if hooks else StepHook()
 
-    Args:
-        hooks: The hooks.
-    """
+
+class _StepHooks(StepHook):
+    """Several hooks as one, see `combine_hooks`."""
 
     def __init__(self, hooks: Sequence[StepHook]) -> None:
         self._hooks = hooks
@@ -174,7 +175,7 @@ class Step:
             sums, result = list[LossSums](), None
             if self.world.size > 1 and not self.world.has_device_collectives:
                 sums, _ = self._synchronize(device_sums, [])
-                result = self._gather_stats(batches, sums, global_rows, flags)
+                result = self.stats.gather_batches(batches, sums, global_rows, flags)
             self.reducer.finish()
             self.buffers.finish()
             self.hooks.reduced()
@@ -183,7 +184,7 @@ class Step:
             late_sums, norms = self._synchronize(device_sums if result is None else [], self.reducer.norms())
             if result is None:
                 sums = late_sums
-                result = self._gather_stats(batches, sums, global_rows, flags)
+                result = self.stats.gather_batches(batches, sums, global_rows, flags)
             # Check.
             result = self.hooks.check(result)
             result.check_rows(cursor, global_rows)
@@ -193,7 +194,9 @@ class Step:
             self.buffers.roll_back()
             raise
         result = result.over_weight(global_rows)
-        factor = self._gradient_factor(result.weight, global_rows)
+        # The factor makes the gradient the mean over the rows' weight, and removes the loss scale.
+        weight, scale = result.weight, self.state.scale.value if self.state.scale is not None else 1.0
+        factor = global_rows / weight / scale if weight else 0.0
         if factor:
             result = result._replace(grad_norm=total_norm(norms, factor))
         # Update. Without a row that has weight there is no gradient: the parameters stay as they are, the step counts.
@@ -222,20 +225,6 @@ class Step:
         if self.world.has_device_collectives:
             check_device_errors()
         return read_sums(self.task, device_sums, norms)
-
-    def _gather_stats(
-        self, batches: list[MicroBatch], sums: list[LossSums], global_rows: int, flags: Flags
-    ) -> StepResult:
-        """Gathers the statistics of all logical workers, see `StepStats.gather_batches`; a collective."""
-        return self.stats.gather_batches(batches, sums, [s.loss / global_rows for s in sums], flags)
-
-    def _gradient_factor(self, weight: float, global_rows: int) -> float:
-        """Returns the factor that makes the reduced gradient the mean over the rows' weight and removes the loss scale.
-
-        It is 0 if no row has weight.
-        """
-        scale = self.state.scale
-        return global_rows / weight / (scale.value if scale is not None else 1.0) if weight else 0.0
 
     def _skip_update(
         self, cursor: Cursor, batches: list[MicroBatch], sums: list[LossSums], global_rows: int, result: StepResult

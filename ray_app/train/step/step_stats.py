@@ -167,22 +167,28 @@ class StepStats:
         self,
         batches: Sequence[MicroBatch],
         sums: Sequence[LossSums],
-        losses: Sequence[float],
+        global_rows: int,
         flags: Flags,
-        squared_norms: Sequence[float] = (),
+        shares: Sequence[tuple[float, float]] = (),
     ) -> StepResult:
         """Gathers the statistics of all logical workers, see `gather`.
 
         Args:
             batches: The micro-batches of this rank.
             sums: The sums over the rows of each.
-            losses: The share of each in the mean loss.
+            global_rows: Number of rows over which the loss is a mean.
             flags: The flags of this rank.
-            squared_norms: The share of each in the square of the gradient's norm; empty for zeros.
+            shares: The share of each micro-batch in the mean loss and in the square of the gradient's norm; if empty,
+                its part of the mean over `global_rows`, and 0.
         """
         times = self._measure() if self._measure is not None else NO_TIME
-        shares = zip(batches, sums, losses, squared_norms or [0.0] * len(batches), strict=True)
-        return self.gather([make_replica_stats(*share, flags, times) for share in shares])
+        shares = shares or [(batch_sums.loss / global_rows, 0.0) for batch_sums in sums]
+        return self.gather(
+            [
+                make_replica_stats(batch, batch_sums, *share, flags, times)
+                for batch, batch_sums, share in zip(batches, sums, shares, strict=True)
+            ]
+        )
 
     def gather(self, local_stats: list[ReplicaStats]) -> StepResult:
         """Gathers the statistics of all logical workers and combines them; a collective of all ranks.

@@ -137,7 +137,7 @@ class CentralPlacement(Placement):
         if world.size > 1:
             sent = buffers.like()
             sent.copy(buffers)
-            with launch_guard(world):
+            with launch_guard(world)():
                 for work in [dist.broadcast(p, 0, async_op=True) for p in (*parameters, sent.memory) if p.numel()]:
                     work.wait()  # type: ignore[union-attr]
             buffers.copy(sent)

@@ -234,13 +234,12 @@ class LocalStep:
         all_sums, numbers = read_sums(self._job.task, device_sums, [norm for norms in device_norms for norm in norms])
         remaining_norms = iter(numbers)
         norms = [total_norm(islice(remaining_norms, len(batch_norms))) for batch_norms in device_norms]
-        shares = [sums.weight / global_rows for sums in all_sums]
-        losses = [
-            sums.loss / sums.weight * share if share else 0.0 for sums, share in zip(all_sums, shares, strict=True)
-        ]
-        squared_norms = [norm * norm * share if share else 0.0 for norm, share in zip(norms, shares, strict=True)]
+        shares = []
+        for sums, norm in zip(all_sums, norms, strict=True):
+            share = sums.weight / global_rows
+            shares.append((sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0))
         self._enter("reduction")
-        result = self._stats.gather_batches(batches, all_sums, losses, flags, squared_norms)
+        result = self._stats.gather_batches(batches, all_sums, global_rows, flags, shares)
         self._hooks.reduced()
         # Check.
         result.check_rows(cursor, global_rows)

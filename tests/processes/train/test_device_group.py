@@ -422,11 +422,11 @@ def launched(rank: int, store: Path, port: int) -> list[str]:
     world = World(rank, 2, 2, has_device_collectives=True)
     abort, device.abort = device.abort, lambda: (happened.append("abort"), abort())[1]  # type: ignore[method-assign]
     try:
-        with launch_guard(world):
+        with launch_guard(world)():
             group.abort()
             until(lambda: bool(group._abort_threads), "nobody has begun to abort")
             happened.append("launch")
-        with pytest.raises(PeerLostError, match="process group is aborted"), launch_guard(world):
+        with pytest.raises(PeerLostError, match="process group is aborted"), launch_guard(world)():
             happened.append("another launch")
     finally:
         group.close(broken=True)
@@ -444,7 +444,7 @@ def blocked(rank: int, store: Path, port: int) -> list[str]:
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
     world, process_group._LAUNCH_S = World(rank, 2, 2, has_device_collectives=True), 0.1
     try:
-        with launch_guard(world):
+        with launch_guard(world)():
             group.abort()
             device.aborted.wait()
             happened.append("abort")
