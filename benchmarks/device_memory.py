@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,13 +26,10 @@ from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_reducer
 from ray_app.task.image import ImageClassification
-from ray_app.train.build import build_state
+from ray_app.train.build import build_state, build_step
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.step import Step
-from ray_app.train.strategies.fully_sharded import ShardedStep
 
 ROWS, PIXELS = 32, 32
 SIDES: dict[str, dict[str, Any]] = {
@@ -58,10 +56,10 @@ def measure(side: str, device: torch.device) -> float:
         torch.cuda.reset_peak_memory_stats(device)
     task, world = Dense(), World(0, 1, 1)
     state = build_state(config, task, device, 10)
-    with state.bind(world):
-        state.share(world, lambda: setattr(state, "step", 0))
-        strategy = build_reducer(config.train, state.model, world)
-        step = (ShardedStep if config.train.strategy == "fsdp" else Step)(config, task, state, strategy, world, device)
+    job: Any = SimpleNamespace(config=config, task=task, total_steps=10)
+    with state.sync.bind(world):
+        state.sync.share(world, lambda: setattr(state, "step", 0))
+        step = build_step(job, state, world, device)
         for i in range(3):
             fields = {
                 "image": torch.rand(ROWS, 3, PIXELS, PIXELS, device=device),

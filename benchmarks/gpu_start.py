@@ -124,8 +124,7 @@ def _exchange(group: ProcessGroup, place: torch.device) -> None:
     values = torch.full((1024,), 3.0, device=place)
     with collective():
         dist.all_reduce(values)
-    if group.check_device_errors is not None:
-        group.check_device_errors()
+    group.check_device_errors()
     if not torch.equal(values.cpu(), torch.full((1024,), 3.0)):
         raise RuntimeError(f"the sum over one process of 3 is {values[0].item()}")
 

@@ -151,7 +151,8 @@ class Group(SingleProcessMembership):
         try:
             with collective():
                 group.open(formed, self._device, self._backend)  # type: ignore[arg-type]
-            yield replace(self._world, groups=group.groups, check_device_errors=group.check_device_errors), formed
+            has_device_collectives = group.has_device_collectives
+            yield replace(self._world, groups=group.groups, has_device_collectives=has_device_collectives), formed
             broken = False
         finally:
             group.close(broken)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ray_app.config.config import Config
@@ -28,6 +27,7 @@ from ray_app.preflight.probe_rows import RowProbe, cut_unevenly
 from ray_app.task.base import check_losses, sum_losses
 from ray_app.task.ragged import Arrays, to_batch
 from ray_app.task.whole_batches import BatchTask
+from ray_app.torch_private import BatchNorm
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import module_modes, restore_modes
 
@@ -131,7 +131,7 @@ def _training_mean_warnings(task: BatchTask, model: nn.Module, rows: Arrays) -> 
     """
     count = max(len(next(iter(rows.values()))), MIN_ROWS)
     means_of = partial(_means, task, model, cycle_rows(rows, count))
-    modes, has_batch_norm = module_modes(model), any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    modes, has_batch_norm = module_modes(model), any(isinstance(layer, BatchNorm) for layer in model.modules())
     try:
         for is_training in (False,) if has_batch_norm else (False, True):
             model.train(is_training)
@@ -170,7 +170,7 @@ def _not_a_mean_message(task: str, model: nn.Module, name: str) -> str:
     )
 
 
-_NORM_LAYERS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
+_NORM_LAYERS = (BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
 @contextmanager
@@ -220,18 +220,18 @@ def check_normalization(context: PreflightContext) -> list[str]:
     for name, values in counts.items():
         layer = layers.get(name, model)
         kind = type(layer).__name__
-        if values == 1 and not isinstance(layer, _BatchNorm):
+        if values == 1 and not isinstance(layer, BatchNorm):
             raise ConfigError(
                 f"{name} of the model is a {kind} that normalizes each value by itself, so its output is its bias and"
                 " what is before it never trains. Give it fewer groups, or more values to normalize together."
             )
-        if isinstance(layer, _BatchNorm) and values * rows == 1:
+        if isinstance(layer, BatchNorm) and values * rows == 1:
             reason, advice = _explain_single_rows(plan)
             raise ConfigError(
                 f"{name} of the model is a {kind}, and {reason}: one value has no variance, so the layer would use its"
                 f" running statistics, which never change. {advice}"
             )
-    names = [name for name, values in counts.items() if values == 1 and isinstance(layers.get(name, model), _BatchNorm)]
+    names = [name for name, values in counts.items() if values == 1 and isinstance(layers.get(name, model), BatchNorm)]
     last = [rows for rows in plan.rows_of_step(plan.steps_per_epoch - 1) if rows]
     if not names or 1 not in last:
         return []

@@ -20,13 +20,12 @@ import torch
 from ray import cloudpickle
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, remove_addresses
 from ray_app.reduction.base import checksum
 from ray_app.task.base import Task
+from ray_app.torch_private import TorchDispatchMode, tree_leaves
 from ray_app.train.step.micro_batch import replaced_tensor_error
 
 _CHUNK_VALUES = 1 << 20

@@ -15,8 +15,6 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ray_app.errors import TaskError
@@ -25,6 +23,7 @@ from ray_app.task.metrics import score
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
+from ray_app.torch_private import TorchDispatchMode, tree_leaves
 from ray_app.train.state.state import TrainingState
 
 logger = logging.getLogger(__name__)

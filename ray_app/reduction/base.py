@@ -8,30 +8,34 @@
   the first. Two stages are the hierarchical all-reduce of Jia et al., "Highly Scalable Deep Learning Training System
   with Mixed-Precision", 2018, with additions in one fixed order.
 - `collective` and `translate_peer_errors` turn errors that a lost peer causes into `PeerLostError`.
-- `checksum` maps a gradient to one integer, for the check for silent data corruption.
+- `checksum` maps a gradient to one integer, for the check for silent data corruption. `gradient_norms` computes norms
+  on the device, and `scale_and_clip` multiplies gradients by factors that the host derives from them.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 
 from ray_app.errors import ConfigError, PeerLostError, TaskError
 from ray_app.plan.assignment import Node, logical_workers_of, subtrees
 from ray_app.reduction import group_state
+from ray_app.torch_private import OPERATORS_FILE, foreach_mul_, foreach_norm
 
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,6 +55,41 @@ def checksum(gradient: Tensor, position: int) -> Tensor:
     if gradient.element_size() not in _INTEGER_DTYPES:
         gradient = torch.view_as_real(gradient)
     return (2 * position + 1) * gradient.view(_INTEGER_DTYPES[gradient.element_size()]).sum(dtype=torch.int64)
+
+
+def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
+    """Returns the L2 norm of each tensor, each of shape (), without a device synchronization."""
+    # `torch.nn.utils.get_total_norm` would return one norm, but it takes 30 us more.
+    return [*foreach_norm(gradients)] if gradients else []
+
+
+def total_norm(norms: Iterable[float], factor: float = 1.0) -> float:
+    """Returns the L2 norm of all values of tensors that have these norms, times a factor.
+
+    It is infinite if float32, the dtype of the gradients, cannot represent it.
+    """
+    norm = math.sqrt(math.fsum([n * n for n in norms])) * factor
+    return math.inf if norm > _MAX_FLOAT32 else norm
+
+
+def scale_and_clip(gradients: list[Tensor], factor: float, norm: float, max_norm: float | None) -> None:
+    """Multiplies gradients by a factor and then clips them to a norm, in place.
+
+    The arithmetic is that of `torch.nn.utils.clip_grads_with_norm_`. That function is not called, because it would copy
+    the norm from the host to the device and wait for the copy.
+
+    Args:
+        gradients: The gradients, or this rank's shards of them.
+        factor: The factor.
+        norm: The norm of the whole gradient after the multiplication.
+        max_norm: The norm to clip to; None for no clipping.
+    """
+    if factor != 1:
+        foreach_mul_(gradients, factor)
+    if max_norm is not None:
+        clip_factor = np.float32(1) / (np.float32(norm) + np.float32(1e-6)) * np.float32(max_norm)
+        if clip_factor < 1:
+            foreach_mul_(gradients, float(clip_factor))
 
 
 @dataclass(frozen=True)
@@ -121,10 +160,7 @@ class World:
         strided: Whether each rank runs every W-th logical worker instead of a block. Then the logical workers that the
             ranks run at the same time are neighbors in the tree.
         assignment: The block of logical workers of every rank; if empty, the blocks are as equal as possible.
-        check_device_errors: Waits until the device has done its queued work, and raises `PeerLostError` if a collective
-            of that work failed. It is needed on a device, where a wait for a collective of NCCL only orders streams,
-            and a failed collective leaves garbage in its output. It is None if waits raise the error themselves, as
-            those of gloo do.
+        has_device_collectives: Whether the device carries the collectives of tensors on it (NCCL), not the host (gloo).
     """
 
     rank: int
@@ -134,12 +170,7 @@ class World:
     groups: tuple[Any, ...] = (None,)
     strided: bool = False
     assignment: tuple[range, ...] = ()
-    check_device_errors: Callable[[], None] | None = None
-
-    @property
-    def has_host_collectives(self) -> bool:
-        """Whether the host carries the collectives (gloo), not the device (NCCL); True if there are none."""
-        return self.check_device_errors is None
+    has_device_collectives: bool = False
 
     def assigned_to(self, rank: int) -> range:
         """Returns the logical workers of a rank."""
@@ -157,15 +188,6 @@ class World:
         """The logical workers of this rank."""
         return self.assigned_to(self.rank)
 
-    @cached_property
-    def launch_guard(self) -> Callable[[], AbstractContextManager[None]]:
-        """The context manager for a block that launches collectives and, on a device, waits for none of them.
-
-        It translates errors as `collective` does. On a device an abort from another thread waits until the block has
-        ended, see `group_state.launch_lock`.
-        """
-        return collective if self.has_host_collectives else _locked_collective
-
 
 _PEER_ERRORS = re.compile(
     "gloo|pair closure|by peer|broken pipe"
@@ -175,12 +197,19 @@ _PEER_ERRORS = re.compile(
 )
 """Matches the lower-case message of an error that a lost peer, or the connection to it, has caused.
 
-It is needed for backends without error types of their own: gloo, and "nccl" of torch 2.15 (`ProcessGroupNCCL2`).
+Only its message tells such an error of gloo, and of a call that is given to "nccl" of torch 2.15
+(`ProcessGroupNCCL2`): both raise plain `RuntimeError` without a code. The store (`DistNetworkError`, `DistStoreError`)
+and a wait for NCCL (`DistBackendError`) raise types of their own.
 """
 _LOCAL_ERRORS = re.compile(
     "out of memory|allocate memory|cuda error|cuda failure|invalid usage|invalid argument \\(run with nccl"
 )
-"""Matches the lower-case message of an error of this rank's own device, memory or calls, also if NCCL passes it on."""
+"""Matches the lower-case message of an error of this rank's own device, memory or calls that NCCL passes on.
+
+NCCL raises the types of a lost peer for these, too. Errors that torch itself raises are in `_LOCAL_ERROR_TYPES`.
+"""
+_LOCAL_ERROR_TYPES = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""The types of errors of this rank's own device."""
 
 
 @contextmanager
@@ -202,6 +231,15 @@ def collective() -> Iterator[None]:
         if not _is_peer_error(error):
             raise
         raise PeerLostError(f"a collective failed: {_message_of(error)}") from error
+
+
+def launch_guard(world: World) -> Callable[[], AbstractContextManager[None]]:
+    """Returns the context manager for blocks that launch collectives and, on a device, wait for none of them.
+
+    It translates errors as `collective` does. On a device an abort from another thread waits until the block has ended,
+    see `group_state.launch_lock`.
+    """
+    return _locked_collective if world.has_device_collectives else collective
 
 
 @contextmanager
@@ -234,13 +272,17 @@ def _is_peer_error(error: BaseException | None) -> bool:
     """Returns whether a lost peer may have caused an error, so that the step may succeed in another generation.
 
     While the group is broken this holds for every error: the next generation repeats the step, and an error with
-    another cause is raised again there. Otherwise the type or the message of the error has to indicate a failed
-    connection or collective.
+    another cause is raised again there. Otherwise the type of the error, or its message if the backend has no type for
+    it, has to indicate a failed connection or collective.
     """
     if group_state.is_broken():
         return True
+    if not isinstance(error, RuntimeError) or isinstance(error, _LOCAL_ERROR_TYPES):
+        return False
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
     message = str(error).lower()
-    if not isinstance(error, RuntimeError) or _LOCAL_ERRORS.search(message):
+    if _LOCAL_ERRORS.search(message):
         return False
     return isinstance(error, dist.DistError) or _PEER_ERRORS.search(message) is not None
 
@@ -248,10 +290,10 @@ def _is_peer_error(error: BaseException | None) -> bool:
 def _was_raised_in_distributed(error: BaseException | None) -> bool:
     """Returns whether code of torch.distributed raised an error.
 
-    Its collectives call operators, so frames of the module that calls operators (`torch._ops`) do not count.
+    Its collectives call operators, so frames of the module that calls operators do not count.
     """
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)] if error is not None else []
-    innermost = next((Path(name) for name in reversed(files) if Path(name) != Path(torch._ops.__file__)), Path())
+    innermost = next((Path(name) for name in reversed(files) if name != OPERATORS_FILE), Path())
     return innermost.is_relative_to(Path(dist.__file__).parent)
 
 
@@ -286,16 +328,17 @@ def partial_gradient_error(name: str) -> ConfigError:
     )
 
 
-def run_backward(losses: Tensor, weights: Tensor) -> None:
-    """Runs the backward of the weighted sum of losses; `losses` and `weights` have the shape (rows,).
+def check_device_errors() -> None:
+    """Waits until the device has done its queued work, and raises if a collective of that work failed.
 
-    This is `losses.backward(weights)` without its checks, which take 30 us in a step.
+    It is needed if the device carries the collectives (`World.has_device_collectives`): a wait for a collective of NCCL
+    only orders streams, and a failed collective leaves garbage in its output. Waits of gloo raise the error themselves.
+
+    Raises:
+        PeerLostError: A collective failed.
     """
-    # A subclass of Tensor may override `backward`.
-    if type(losses) is not Tensor:
-        losses.backward(weights)
-        return
-    _engine_run_backward((losses,), (weights,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    if group_state.group is not None:
+        group_state.group.check_device_errors()
 
 
 def check_errors_on_all_ranks(world: World) -> None:
@@ -307,8 +350,8 @@ def check_errors_on_all_ranks(world: World) -> None:
     Raises:
         PeerLostError: A collective failed, on this rank or another one.
     """
-    if world.check_device_errors is not None:
-        world.check_device_errors()
+    if world.has_device_collectives:
+        check_device_errors()
         gather(None, world)
 
 
@@ -357,6 +400,18 @@ class GradientReducer(ABC):
 
         Raises:
             PeerLostError: A peer left during the reduction; the step can be repeated.
+        """
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """Returns the tensors of the sum that this rank has: the whole gradient, or its shards of it."""
+
+    @abstractmethod
+    def norms(self) -> list[Tensor]:
+        """Returns norms of tensors that together are the whole sum, without waiting for the device; a collective.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
         """
 
     @abstractmethod

@@ -25,10 +25,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ray_app.config.sections import TrainSection
-from ray_app.reduction.base import GradientReducer, Stage, T, World, checksum, partial_gradient_error, run_backward
+from ray_app.reduction.base import (
+    GradientReducer,
+    Stage,
+    T,
+    World,
+    checksum,
+    gradient_norms,
+    launch_guard,
+    partial_gradient_error,
+)
 from ray_app.reduction.overlap import SideStream, SideThread
 from ray_app.reduction.transport import BufferPool, CollectiveTransport, DirectTransport, Transport
 from ray_app.reduction.tree import TreeSum, tree_parents
+from ray_app.torch_private import run_backward
 
 _MEBI = 1 << 20
 _ALIGNED_BYTES = 64
@@ -83,7 +93,7 @@ class Bucket:
         self._free_memory: list[Tensor] = []
         pool = BufferPool(first.device)
         self.get_buffer = pool.get
-        self.is_direct = world.has_host_collectives and first.device.type == "cpu"
+        self.is_direct = not world.has_device_collectives and first.device.type == "cpu"
         self._transport: Transport
         if self.is_direct:
             self._transport = DirectTransport(pool, world.rank, number)
@@ -190,6 +200,7 @@ class BucketedReducer(GradientReducer):
         compression: Literal["none", "bf16"],
     ) -> None:
         self._world = world
+        self._launch_guard = launch_guard(world)
         self._exact = reduction == "exact"
         self._compresses = compression == "bf16"
         # The gradient of a single logical worker is the sum already, so it stays in `.grad` and there are no buckets.
@@ -208,7 +219,7 @@ class BucketedReducer(GradientReducer):
         # once the thread has done all calls that were queued for it.
         self._pipelines: list[Iterator[Bucket]] = []
         self._deferred: list[Iterator[Bucket]] = []
-        self._is_on_device = not world.has_host_collectives
+        self._is_on_device = world.has_device_collectives
         self._side = SideStream(next(model.parameters()).device, "reduction", -1)
         # Only `exact` has additions between its transfers, which a thread can do during backward. The thread may send
         # buckets in another order than the threads of other ranks, which direct transports allow.
@@ -287,7 +298,7 @@ class BucketedReducer(GradientReducer):
                 bucket.add_leaf(logical_worker, [by_parameter[p] for p in bucket.parameters])
             totals |= zip(bucket.parameters, bucket.views, strict=True)
         if self._world.size > 1:
-            with self._world.launch_guard():
+            with self._launch_guard():
                 for bucket in self._buckets:
                     self._send(bucket)
                 self._receive()
@@ -373,7 +384,7 @@ class BucketedReducer(GradientReducer):
                 self._checksums[self._last_logical_worker] += self._checksums_of(bucket.parameters)
             bucket.collect(self._last_logical_worker)
             if self._world.size > 1:
-                with self._world.launch_guard():
+                with self._launch_guard():
                     self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
@@ -444,7 +455,7 @@ class BucketedReducer(GradientReducer):
         if self._has_one_term:
             return
         if self._world.size > 1:
-            with self._world.launch_guard():
+            with self._launch_guard():
                 self._receive()
         for bucket in self._buckets:
             for p, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -461,6 +472,14 @@ class BucketedReducer(GradientReducer):
         while self._pipelines:
             self._advance_all()
         self._side.join()
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the gradients of the parameters that have one, see `GradientReducer.gradients`."""
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def norms(self) -> list[Tensor]:
+        """Returns the norm of each of `gradients`, see `GradientReducer.norms`; needs no other rank."""
+        return gradient_norms(self.gradients())
 
     def close(self) -> None:
         """See `GradientReducer.close`."""

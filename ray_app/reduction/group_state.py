@@ -28,6 +28,9 @@ class Breakable(Protocol):
     def has_failed(self) -> bool:
         """Returns whether the backend reports a failed collective."""
 
+    def check_device_errors(self) -> None:
+        """Waits for the device and raises if a collective failed, see `reduction.base.check_device_errors`."""
+
 
 group: Breakable | None = None
 """The group of this process; None outside of a generation, and in a generation of one worker."""

@@ -22,17 +22,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as FsdpPhase
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
-from ray_app.reduction.base import GradientReducer, World, collective, partial_gradient_error, run_backward
+from ray_app.reduction.base import (
+    GradientReducer,
+    World,
+    collective,
+    gradient_norms,
+    launch_guard,
+    partial_gradient_error,
+)
 from ray_app.reduction.overlap import record_on_current_stream
 from ray_app.reduction.tree import TreeSum, tree_parents
+from ray_app.torch_private import (
+    BatchNorm,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    FsdpParameters,
+    ReduceScatter,
+    is_before_backward,
+    run_backward,
+    shard_version,
+)
 
 
 def shard_model(
@@ -61,7 +74,7 @@ def shard_model(
     unit_set = {part for part in units(model) if part is not model and not _shares_parameters(part, model)}
     # `fully_shard` has to be called for inner modules before the modules around them.
     for part in reversed(list(model.modules())):
-        if half and isinstance(part, _BatchNorm) and part.affine:
+        if half and isinstance(part, BatchNorm) and part.affine:
             # The running statistics of batch-norm are fp32, so its parameters must be fp32, too. They need a unit with
             # a precision of its own.
             fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)
@@ -84,7 +97,7 @@ def _shares_parameters(part: nn.Module, model: nn.Module) -> bool:
     parameters.
     """
     inside = set(part.modules())
-    outside = {id(p) for module in model.modules() if module not in inside for p in module._parameters.values()}
+    outside = {id(p) for module in model.modules() if module not in inside for p in module.parameters(recurse=False)}
     return any(id(p) in outside for p in part.parameters())
 
 
@@ -113,26 +126,26 @@ def gather_whole(value: Tensor) -> Tensor:
 
 
 class _LockedAllGather(DefaultAllGather):
-    """FSDP's own all-gather, launched inside `World.launch_guard`."""
+    """FSDP's own all-gather, launched inside `launch_guard`."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._launch_guard = launch_guard(world)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Gathers the parameters of a unit, see `AllGather` of torch."""
-        with self._world.launch_guard():
+        with self._launch_guard():
             return super().__call__(*args, **options)
 
 
 class _LockedReduceScatter(DefaultReduceScatter):
-    """FSDP's own reduce-scatter of gradients, launched inside `World.launch_guard`."""
+    """FSDP's own reduce-scatter of gradients, launched inside `launch_guard`."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._launch_guard = launch_guard(world)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Adds and scatters the gradients of a unit, see `ReduceScatter` of torch."""
-        with self._world.launch_guard():
+        with self._launch_guard():
             return super().__call__(*args, **options)
 
 
@@ -146,6 +159,7 @@ class FsdpReducer(GradientReducer):
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
+        self._launch_guard = launch_guard(world)
         self._parameters: list[DTensor] = [p for p in model.parameters() if p.requires_grad]  # type: ignore[misc]
         # Whether a pass of the present step has run.
         self._has_begun = False
@@ -153,18 +167,12 @@ class FsdpReducer(GradientReducer):
         self._last_versions: list[tuple[int, int]] = []
         # The units that the forward of this pass has called.
         self._called_units: set[nn.Module] = set()
-        self._forward_hooks = [
-            part.register_forward_pre_hook(self._before_forward)
-            for part in model.modules()
-            if isinstance(part, FSDPModule)
-        ]
-        states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
-        self._fsdp_params = [p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params]
-        self._are_trained = [p.sharded_param.requires_grad for p in self._fsdp_params]
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.set_custom_all_gather(_LockedAllGather(world))
-                part.set_custom_reduce_scatter(self._make_reduce_scatter())
+        units: list[Any] = [part for part in model.modules() if isinstance(part, FSDPModule)]
+        self._forward_hooks = [unit.register_forward_pre_hook(self._before_forward) for unit in units]
+        self._fsdp_parameters = FsdpParameters(units)
+        for unit in units:
+            unit.set_custom_all_gather(_LockedAllGather(world))
+            unit.set_custom_reduce_scatter(self._make_reduce_scatter())
 
     def _make_reduce_scatter(self) -> ReduceScatter:
         """Returns the callable that FSDP uses to add and scatter the gradients of a unit."""
@@ -194,7 +202,7 @@ class FsdpReducer(GradientReducer):
         """
         # Activation checkpointing runs the forward again during the backward. By then the setting of this pass is
         # decided and must not change.
-        if part._get_fsdp_state()._training_state == FsdpPhase.PRE_BACKWARD:  # type: ignore[operator]
+        if is_before_backward(part):
             return
         part.set_reduce_scatter_unused_params(part not in self._called_units, recurse=False)  # type: ignore[operator]
         self._called_units.add(part)
@@ -206,11 +214,7 @@ class FsdpReducer(GradientReducer):
             ConfigError: User code changes `requires_grad` or the gradients, or a gradient came in several parts.
             PeerLostError: A peer left meanwhile.
         """
-        used = [
-            (getattr(param, "_unsharded_param", None), is_trained)
-            for param, is_trained in zip(self._fsdp_params, self._are_trained, strict=True)
-        ]
-        if any(p is not None and p.requires_grad != is_trained for p, is_trained in used):
+        if self._fsdp_parameters.has_changed_training():
             raise ConfigError(
                 "Training changes requires_grad of a parameter, and with train.strategy fsdp what is trained is decided"
                 " when the model is made. Use ddp, or multiply what is not to count yet by 0."
@@ -232,15 +236,13 @@ class FsdpReducer(GradientReducer):
         self._last_versions = self._gradient_versions()
         # A gradient that is still in the unsharded parameter came after the reduction of its unit. torch 2.15 would add
         # it to the gradients of the next step.
-        for p in self._fsdp_params:
-            unsharded = getattr(p, "_unsharded_param", None)
-            if unsharded is not None and unsharded.grad is not None:
-                raise partial_gradient_error(str(p._param_fqn))
+        if (name := self._fsdp_parameters.name_of_late_gradient()) is not None:
+            raise partial_gradient_error(name)
 
     def _gradient_versions(self) -> list[tuple[int, int]]:
         """Returns for each parameter the identity of its gradient tensor, and how often that has been written."""
         grads: list[Any] = [p.grad for p in self._parameters]
-        return [(id(grad), grad._local_tensor._version if grad is not None else 0) for grad in grads]
+        return [(id(grad), shard_version(grad) if grad is not None else 0) for grad in grads]
 
     def skip(self, logical_worker: int) -> None:
         """Does nothing; for a logical worker without rows the step calls `idle`, which joins in the collectives."""
@@ -255,6 +257,21 @@ class FsdpReducer(GradientReducer):
             # A parameter without a gradient was used by no logical worker.
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+
+    def gradients(self) -> list[Tensor]:
+        """Returns this rank's shards of the gradients, see `GradientReducer.gradients`."""
+        return [p.grad.to_local() for p in self._parameters if p.grad is not None]  # type: ignore[attr-defined]
+
+    def norms(self) -> list[Tensor]:
+        """Returns the norm of the gradients of all parameters together, see `GradientReducer.norms`."""
+        norm = torch.stack(gradient_norms(self.gradients())).double().square().sum()
+        with self._launch_guard():
+            dist.all_reduce(norm)
+        return [self._to_device(norm.sqrt_())]
+
+    def _to_device(self, value: Tensor) -> Tensor:
+        """Returns a value on the device that computes; with offloading the gradients are on the host."""
+        return value.to(self._parameters[0].device_mesh.device_type, non_blocking=True)
 
     def close(self) -> None:
         """See `GradientReducer.close`."""
@@ -281,6 +298,7 @@ class _LeafAllToAll(ReduceScatter):
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._launch_guard = launch_guard(world)
         # This rank's shard of one unit's gradients from each logical worker of the pass, shape (logical workers,
         # elements), and the number of elements of each row that `take` has returned.
         self._received, self._offset = torch.empty(0), 0
@@ -313,7 +331,7 @@ class _LeafAllToAll(ReduceScatter):
         sent = shard if world.rank < width else 0
         received = self._get_buffer(width * shard, input_tensor)
         sizes = [shard if rank < width else 0 for rank in range(world.size)]
-        with world.launch_guard():
+        with self._launch_guard():
             dist.all_to_all_single(received, input_tensor[: sent * world.size], sizes, [sent] * world.size, group=group)
         self._received, self._offset = received.view(width, shard), 0
 
@@ -415,14 +433,11 @@ class DeterministicShardedReducer(FsdpReducer):
             p.grad = wrap_shard(total.to(p.to_local().device), p)
             tree.clear()
 
-    def norms(self) -> Tensor:
-        """Returns the L2 norm of every trained parameter's whole gradient, shape (parameters,), float64; a collective.
+    def norms(self) -> list[Tensor]:
+        """Returns the L2 norm of every trained parameter's whole gradient, one tensor of shape (parameters,), float64.
 
-        Each whole gradient is assembled on one rank, so that its norm is bit-identical to that of `ddp`. The call does
-        not wait for the device.
-
-        Raises:
-            PeerLostError: A peer left meanwhile.
+        Each whole gradient is assembled on one rank, so that its norm is bit-identical to that of `ddp`. See
+        `GradientReducer.norms`.
         """
         size = self._world.size
         rank = self._world.rank
@@ -434,7 +449,7 @@ class DeterministicShardedReducer(FsdpReducer):
         assigned = parameters[rank::size]
         sizes = [[_shard_bytes(p, sender, size) for p in assigned] for sender in range(size)]
         received = outgoing.new_empty(sum(map(sum, sizes)))
-        with self._world.launch_guard():
+        with self._launch_guard():
             dist.all_to_all_single(
                 received,
                 outgoing,
@@ -450,12 +465,10 @@ class DeterministicShardedReducer(FsdpReducer):
             wholes = (
                 torch.cat(pieces).view(p.dtype).view(p.shape) for p, *pieces in zip(assigned, *by_rank, strict=True)
             )
-            norms[rank::size] = torch.stack(
-                [norm for whole in wholes for norm in torch._foreach_norm([whole])]
-            ).double()
-        with self._world.launch_guard():
+            norms[rank::size] = torch.stack([norm for whole in wholes for norm in gradient_norms([whole])]).double()
+        with self._launch_guard():
             dist.all_reduce(norms)
-        return norms
+        return [self._to_device(norms)]
 
     def close(self) -> None:
         """See `GradientReducer.close`."""

@@ -12,7 +12,6 @@ import ctypes
 import os
 import platform
 import shutil
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torch import Tensor
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.process import set_variables
+from ray_app.torch_private import has_cpp_compiler, is_compiler_imported, lift_recompile_limit
 
 # torch needs an integer here and has no value for "no limit".
 _NO_RECOMPILE_LIMIT = 2**30
@@ -42,11 +42,9 @@ def set_up_torch(config: Config, device: torch.device) -> None:
     """
     set_threads_and_kernels(config.scaling.threads_per_worker, config.train.reduction == "exact")
     if config.train.compile:
-        import torch._dynamo as dynamo
-
         # Above the limit torch would run a new input size uncompiled, with results that differ in their last bits.
         # Which size that is would depend on the logical workers that the process ran before.
-        dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit = _NO_RECOMPILE_LIMIT
+        lift_recompile_limit(_NO_RECOMPILE_LIMIT)
     use_device(device)
     if device.type == "cuda":
         # The benchmark chooses the fastest convolution by measuring, so the choice varies.
@@ -104,7 +102,7 @@ def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
 
     An operation that has no deterministic algorithm raises if `refuses` is set; otherwise PyTorch warns.
     """
-    if "torch._inductor" in sys.modules:
+    if is_compiler_imported():
         torch.use_deterministic_algorithms(mode, warn_only=not refuses)
     else:
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(mode))
@@ -207,24 +205,15 @@ def _query(function: Callable[..., object], *arguments: object) -> str:
 
 def check_compiler(device: torch.device) -> None:
     """Raises ConfigError if this machine lacks a compiler or header that `train.compile` needs for a device."""
-    missing = _missing_for_cpu() if device.type == "cpu" else _missing_for_triton()
+    if device.type == "cpu":
+        missing = None if has_cpp_compiler() else "a C++ compiler such as g++"
+    else:
+        missing = _missing_for_triton()
     if missing is not None:
         raise ConfigError(
             f"train.compile needs {missing} on every node, and {platform.node()} has none. Install it, or set"
             " train.compile to false."
         )
-
-
-def _missing_for_cpu() -> str | None:
-    """Returns what PyTorch's compiler lacks on this machine to compile for a CPU; None if it lacks nothing."""
-    from torch._inductor import cpp_builder
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "a C++ compiler such as g++"
-    return None
 
 
 def _missing_for_triton() -> str | None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Task
+from ray_app.torch_private import registered_buffers
 
 States = dict[str, Any]
 """The states of a metric and its parts, by the keys of `state_key`."""
@@ -209,7 +210,7 @@ def attribute_fingerprints(metric: Metric) -> dict[str, bytes]:
             continue
         excluded = _LIBRARY_ATTRIBUTES | part._defaults.keys()
         attributes = {name: value for name, value in vars(part).items() if name not in excluded}
-        for name, value in {**attributes, **part._buffers}.items():
+        for name, value in {**attributes, **registered_buffers(part)}.items():
             try:
                 fingerprints[state_key(path, name)] = pickle.dumps(value)
             except Exception:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ray_app import torch_private
 from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.plan import hashing
@@ -30,8 +31,7 @@ _DRAWING_FUNCTIONS = {
     torch.bernoulli,
     torch.multinomial,
     torch.poisson,
-    torch._standard_gamma,
-    torch._sample_dirichlet,
+    *torch_private.DRAWING_FUNCTIONS,
     Tensor.uniform_,
     Tensor.normal_,
     Tensor.random_,

@@ -8,55 +8,101 @@ The gradient reducers are built in `reduction/bucketed.py`. `train/loop.py` runs
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from ray_app.config.config import Config
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_bucketed_reducer, build_reducer
+from ray_app.reduction.bucketed import BucketedReducer, build_bucketed_reducer, build_reducer
 from ray_app.task.base import Task
 from ray_app.train.job import Job
 from ray_app.train.membership import Phase
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.step import Step, TurnStep
-from ray_app.train.strategies.central_storage import CentralState
-from ray_app.train.strategies.local_sgd import LocalState, LocalStep
+from ray_app.train.step.cuda_graphs import CudaGraphs, make_graph_backend
+from ray_app.train.step.micro_batch import Passes, ReplicaBuffers
+from ray_app.train.step.sdc import ComparedWorkers, SdcChecker
+from ray_app.train.step.step import Step, StepHook, TurnStep, combine_hooks
+from ray_app.train.step.step_stats import StepStats
+from ray_app.train.stragglers import StepTimer
+from ray_app.train.strategies.central_storage import CentralPlacement
+from ray_app.train.strategies.local_sgd import LocalStep
+
+TrainingStep = Step | TurnStep | LocalStep
+"""A step of one generation of workers; all have `run`, `lr` and `close`."""
 
 
 def build_state(config: Config, task: Task, device: torch.device, total_steps: int) -> TrainingState:
     """Returns the training state of the configured strategy, see `TrainingState`."""
     if config.train.strategy == "fsdp":
         # Imported here because it imports much of torch that no other strategy needs.
-        from ray_app.train.strategies.fully_sharded import ShardedState
+        from ray_app.train.strategies.fully_sharded import ShardedPlacement
 
-        return ShardedState(config, task, device, total_steps)
-    state_classes = {"central_storage": CentralState, "local_sgd": LocalState}
-    return state_classes.get(config.train.strategy, TrainingState)(config, task, device, total_steps)
+        placement = ShardedPlacement(task.shard_units, config.train, device)
+        return TrainingState(config, task, torch.device("cpu"), total_steps, placement)
+    if config.train.strategy == "central_storage":
+        updates_buffers = type(task).apply_gradients is not Task.apply_gradients
+        return TrainingState(config, task, device, total_steps, CentralPlacement(device, config.train, updates_buffers))
+    return TrainingState(config, task, device, total_steps)
 
 
 def build_step(
-    job: Job, state: TrainingState, world: World, device: torch.device, enter: Callable[[Phase], None]
-) -> Step:
-    """Returns the step of the configured strategy with its gradient reducer, see `Step`."""
+    job: Job,
+    state: TrainingState,
+    world: World,
+    device: torch.device,
+    enter: Callable[[Phase], None] = lambda phase: None,
+    timer: StepTimer | None = None,
+    compared_workers: ComparedWorkers | None = None,
+) -> TrainingStep:
+    """Returns the step of the configured strategy with its gradient reducer and everything that wraps it.
+
+    Args:
+        job: The run.
+        state: The training state that the step updates.
+        world: The workers of the generation.
+        device: Device to compute on.
+        enter: Called with each phase that the step begins.
+        timer: Measures the step; None if nothing compares the times of workers.
+        compared_workers: The workers that SDC checks compare with each other; None for no SDC checks.
+    """
     train = job.config.train
+    state.train()
+    make_stats = partial(StepStats, world, timer.breakdown if timer is not None else None)
+    timers: list[StepHook] = [timer] if timer is not None else []
     # One local step with an outer learning rate of 1 and without momentum is `ddp`, which `Step` computes.
     if train.strategy == "local_sgd" and (train.local_steps, train.outer_lr, train.outer_momentum) != (1, 1.0, 0.0):
-        assert isinstance(state, LocalState), "build_state made it"
-        return LocalStep(job, state, build_bucketed_reducer(train, state.model, world), world, device, enter)
-    if state.turns is not None:
-        return TurnStep(
-            job.config,
+        reducer = build_bucketed_reducer(train, state.model, world)
+        return LocalStep(job, state, reducer, make_stats(), world, device, enter, combine_hooks(timers))
+    buffers = ReplicaBuffers(state.model, world)
+
+    def make_step(turn: str | None = None) -> Step:
+        loss = partial(job.task.loss_for_optimizer, turn) if turn is not None else None
+        make_passes: Callable[..., Passes] = Passes
+        if train.strategy == "fsdp":
+            from ray_app.train.strategies.fully_sharded import ShardedPasses
+
+            make_passes = partial(ShardedPasses, world)
+        passes = make_passes(job.config, job.task, device, state.model, state.scale, loss)
+        reducer = build_reducer(train, state.model, world)
+        # The sending of micro-batches for SDC checks does not count as computing, so the timer follows.
+        hooks: list[StepHook] = [passes] if isinstance(passes, StepHook) else []
+        if compared_workers is not None:
+            assert isinstance(reducer, BucketedReducer), "checked with the configuration"
+            hooks.append(SdcChecker(compared_workers, world, passes, buffers, reducer))
+        run_pass = CudaGraphs(passes, device, make_graph_backend(device)).run if train.capture else passes.run
+        return Step(
             job.task,
             state,
-            state.turns,
-            lambda: build_reducer(train, state.model, world),
+            passes,
+            reducer,
+            buffers,
+            make_stats(),
             world,
-            device,
             enter,
+            combine_hooks([*hooks, *timers]),
+            train.grad_clip_norm,
+            run_pass,
         )
-    reducer = build_reducer(train, state.model, world)
-    if train.strategy == "fsdp":
-        from ray_app.train.strategies.fully_sharded import ShardedStep
 
-        return ShardedStep(job.config, job.task, state, reducer, world, device, enter)
-    return Step(job.config, job.task, state, reducer, world, device, enter)
+    return TurnStep(state, state.turns, make_step) if state.turns is not None else make_step()

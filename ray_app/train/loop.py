@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -16,6 +18,7 @@ from ray_app.errors import PeerLostError, PreemptedError, TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, translate_peer_errors
 from ray_app.runlog.journal import put_event
+from ray_app.storage.files import put_atomic
 from ray_app.task import device as environment
 from ray_app.task.ragged import Arrays
 from ray_app.task.user_code import user_code
@@ -27,11 +30,10 @@ from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Membership, Phase
 from ray_app.train.sdc_monitor import SdcMonitor
 from ray_app.train.state.state import NO_STATE
-from ray_app.train.step.sdc import SdcChecker
+from ray_app.train.step.sdc import ComparedWorkers
 from ray_app.train.step.step_stats import StepResult
-from ray_app.train.step.timing import StepProfile
 from ray_app.train.step.validation import Validation
-from ray_app.train.stragglers import StragglerReporter
+from ray_app.train.stragglers import StepTimer, StragglerReporter
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +140,10 @@ class _Worker:
             gc.collect()
             try:
                 joined = self._membership.generation(self._state.step, broken_since_s is not None)
-                with joined as (group, generation), self._state.bind(group) as world, translate_peer_errors():
+                with joined as (group, generation), self._state.sync.bind(group) as world, translate_peer_errors():
                     self._begin_generation(world, generation, broken_since_s)
                     flags = self._run_generation(world, generation.hosts)
+                    self._state.sync.collect()
                 broken_since_s = None
             except PeerLostError as error:
                 # With local SGD the steps since the last average are repeated, so only `state.step` shows progress.
@@ -200,7 +203,7 @@ class _Worker:
         self._enter("forming")
         self._step_log.collect(world)
         job, state = self._job, self._state
-        divergent_ranks = state.share(
+        divergent_ranks = state.sync.share(
             world,
             lambda: restore_state(job, state, self._step_log, self._sender, self._device),
             was_broken=broken_since_s is not None,
@@ -221,11 +224,11 @@ class _Worker:
     def _run_generation(self, world: World, hosts: tuple[str, ...]) -> Flags:
         """Runs the steps of one generation; returns the flags that ended it, no flag if the run is complete."""
         straggler_reporter = StragglerReporter(self._job, world, hosts, self._device)
-        sdc_checker = self._sdc_monitor.make_checker(world)
+        compared_workers = self._sdc_monitor.gather_workers(world)
         # A state that was restored or received may be that of a checkpoint without its evaluation.
         self._evaluate(world)
         while True:
-            flags = self._run_steps(world, straggler_reporter, sdc_checker)
+            flags = self._run_steps(world, straggler_reporter, compared_workers)
             new_assignment = straggler_reporter.proposed_assignment
             if new_assignment is None or flags or self._state.step >= self._job.total_steps:
                 straggler_reporter.end()
@@ -233,7 +236,9 @@ class _Worker:
             world = replace(world, assignment=new_assignment)
             straggler_reporter.begin(world)
 
-    def _run_steps(self, world: World, straggler_reporter: StragglerReporter, sdc_checker: SdcChecker | None) -> Flags:
+    def _run_steps(
+        self, world: World, straggler_reporter: StragglerReporter, compared_workers: ComparedWorkers | None
+    ) -> Flags:
         """Runs steps with one assignment of logical workers, until the generation ends or the assignment changes.
 
         Returns:
@@ -245,8 +250,9 @@ class _Worker:
         feed = self._feed
         plan, cursor = job.plan, Cursor.at(state.step, job.plan.steps_per_epoch)
         self._finished_steps = state.step
-        with closing(build_step(job, state, world, self._device, self._enter)) as step:
-            step.use_sdc_checker(sdc_checker)
+        # The times are for straggler detection, which compares workers with each other.
+        timer = StepTimer(self._device) if world.size > 1 else None
+        with closing(build_step(job, state, world, self._device, self._enter, timer, compared_workers)) as step:
             if self._finished_steps < job.total_steps:
                 self._enter("data")
                 feed.seek(cursor, world.assigned)
@@ -259,7 +265,9 @@ class _Worker:
                 self._enter("compute")
                 if self._profile is not None:
                     self._profile.before(world.rank, self._finished_steps + 1)
-                step.data_wait_s = feed.wait_s - wait_before_s
+                data_wait_s = feed.wait_s - wait_before_s
+                if timer is not None:
+                    timer.data_wait_s = data_wait_s
                 result = step.run(cursor, batches, plan.global_rows(cursor.step), membership.flags())
                 self._finished_steps += 1
                 if self._profile is not None:
@@ -269,7 +277,7 @@ class _Worker:
                     self._finished_steps,
                     result,
                     lr,
-                    step.data_wait_s,
+                    data_wait_s,
                     stragglers=straggler_reporter,
                 )
                 cursor = cursor.next(plan.steps_per_epoch)
@@ -293,17 +301,20 @@ class _Worker:
         return Flags(0)
 
     def _save_if_due(self, cursor: Cursor, result: StepResult) -> None:
-        """Makes the checkpoint and the snapshot that are due after a step.
+        """Makes the checkpoint and the snapshot that are due after a step; a collective then.
 
         Args:
             cursor: Position of the next step in the data.
             result: The result of the step; its flags `STOP` and `SAVE` ask for a checkpoint that is not planned.
         """
-        if self._job.is_checkpoint_due(self._state.step):
-            self._step_log.checkpoint(cursor, "cadence")
-        elif result.flags & (Flags.STOP | Flags.SAVE):
-            self._step_log.checkpoint(cursor, "extra")
-        if self._job.is_snapshot_due(self._state.step):
+        is_planned = self._job.is_checkpoint_due(self._state.step)
+        is_snapshot_due = self._job.is_snapshot_due(self._state.step)
+        is_requested = bool(result.flags & (Flags.STOP | Flags.SAVE))
+        if is_planned or is_requested or is_snapshot_due:
+            self._state.sync.collect()
+        if is_planned or is_requested:
+            self._step_log.checkpoint(cursor, "cadence" if is_planned else "extra")
+        if is_snapshot_due:
             self._step_log.snapshot()
 
     def _call_after_step(self, world: World) -> None:
@@ -360,6 +371,60 @@ def has_to_save_on_exit(agreed: Flags, current: Flags, rank: int) -> bool:
         rank: The worker's rank in that generation.
     """
     return rank == 0 if agreed & Flags.SAVE else bool(current & Flags.SAVE)
+
+
+class StepProfile:
+    """Traces the steps that `train.profile_steps` gives; if the trace cannot be written, the run continues without it.
+
+    Args:
+        job: The run, with `train.profile_steps`.
+        device: Device that computes.
+    """
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._job = job
+        # The first and the last step to trace, from 1.
+        self._first, self._last = job.config.train.profile_steps or (0, 0)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._activities = activities
+        self._running: torch.profiler.profile | None = None
+
+    def before(self, rank: int, step: int) -> None:
+        """Starts the trace if this is rank 0 and the step is one to trace.
+
+        A rank that becomes rank 0 between the first and the last step starts then.
+
+        Args:
+            rank: This rank.
+            step: Number of the step that begins, from 1.
+        """
+        if rank == 0 and self._running is None and self._first <= step <= self._last:
+            self._first = step
+            self._running = torch.profiler.profile(activities=self._activities)
+            self._running.__enter__()
+
+    def after(self, step: int) -> None:
+        """Ends the trace after the last step to trace; `step` is the number of the step that is done."""
+        if step >= self._last:
+            self.end(step)
+
+    def end(self, step: int) -> None:
+        """Ends the trace and writes it, if it has started; `step` is the number of the last finished step."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        name = f"steps-{self._first:08d}-{step:08d}.json.gz"
+        try:
+            running.__exit__(None, None, None)
+            with tempfile.TemporaryDirectory(prefix="ray_app-profile-") as folder:
+                running.export_chrome_trace(f"{folder}/{name}")
+                put_atomic(self._job.paths.profile / name, (Path(folder) / name).read_bytes())
+        except Exception as error:
+            logger.warning("The trace of steps %d to %d could not be written: %s", self._first, step, error)
+            return
+        put_event(self._job.paths, "profiled", self._job.fence, step=step, first=self._first, file=f"profile/{name}")
 
 
 @contextmanager

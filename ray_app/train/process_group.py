@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import Any, Literal
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError
 from ray_app.reduction import group_state
 from ray_app.reduction.base import World, collective, stage_groups
+from ray_app.torch_private import ErrorType, backend_error, is_group_open, reset_group_count
 from ray_app.train.membership import GenerationInfo, SingleProcessMembership
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ class ProcessGroup:
         self._sockets_before = set(_list_sockets())
         self._store_address: tuple[str, int] | None = None
         self._sockets: list[tuple[int, str]] | None = None
-        # Whether waits for collectives only order streams, so that errors have to be read from the backend (NCCL).
-        self._is_asynchronous = False
+        self.has_device_collectives = False
+        """See `World.has_device_collectives`: waits only order streams, so errors are read from the backend (NCCL)."""
         self._device = torch.device("cpu")
         self.is_aborted = False
         self._abort_lock = threading.Lock()
@@ -93,25 +93,22 @@ class ProcessGroup:
             self._is_forming = False
 
     def _open(self, generation: GenerationInfo, device: torch.device, name: str) -> None:
-        self._is_asynchronous, self._device = name != "gloo", device
+        self.has_device_collectives, self._device = name != "gloo", device
         self._sockets_before, self._store_address = set(_list_sockets()), (generation.host, generation.port)
         group_state.set_group(self)
-        # torch numbers the groups of a process and also counts groups that could not be formed. All ranks must give a
-        # group the same number, so each generation counts from 0 (torch 2.15).
-        dist.distributed_c10d._world.group_count = 0
+        reset_group_count()
         store = TCPStore(generation.host, generation.port, is_master=False, timeout=_FORM_TIMEOUT)
         # An abort before the connection to the store was open had nothing to shut down, so NCCL might wait for ever.
-        if self.is_aborted and self._is_asynchronous:
+        if self.is_aborted and self.has_device_collectives:
             raise PeerLostError("the process group was aborted before it formed")
         init_default_group(
             name, device, PrefixStore(f"generation-{generation.number}", store), generation.rank, generation.size
         )
         self.groups = open_stage_groups(
-            generation.rank, generation.hosts, _FORM_TIMEOUT, self._is_asynchronous or device.type != "cpu"
+            generation.rank, generation.hosts, _FORM_TIMEOUT, self.has_device_collectives or device.type != "cpu"
         )
         for group in {None, *self.groups}:
-            # torch has a public name for this function only since a version after 2.13.
-            dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT, group)
+            dist.set_timeout(_COLLECTIVE_TIMEOUT, group)
         if not self.is_aborted:
             self._sockets = self._find_group_sockets(
                 PrefixStore(f"generation-{generation.number}/listens", store), generation
@@ -135,13 +132,13 @@ class ProcessGroup:
         addresses = {self._store_address, *((host, port) for entry in published for host, port in json.loads(entry))}
         return [(number, identity) for number, identity in new_sockets if addresses.intersection(ends[number])]
 
-    @property
-    def check_device_errors(self) -> Callable[[], None] | None:
-        """The function for `World.check_device_errors`; None with gloo, where waits raise by themselves."""
-        return self._check_device_errors if self._is_asynchronous else None
+    def check_device_errors(self) -> None:
+        """Waits for the device, and raises `PeerLostError` if the group was aborted or its backend reports an error.
 
-    def _check_device_errors(self) -> None:
-        """Waits for the device, and raises `PeerLostError` if the group was aborted or its backend reports an error."""
+        It does nothing with gloo, where waits raise by themselves.
+        """
+        if not self.has_device_collectives:
+            return
         self._wait_for_device()
         error = self._error()
         if self.is_aborted:
@@ -162,15 +159,13 @@ class ProcessGroup:
         The backends are not asked after this process has aborted the group; then the result is None.
         """
         with group_state.launch_lock:
-            errors = (
-                group._get_backend(self._device).get_error() for group in self._all_groups() if not self.is_aborted
-            )
+            errors = (backend_error(group, self._device) for group in self._all_groups() if not self.is_aborted)
             return next((error.name for error in errors if error != ErrorType.SUCCESS), None)
 
     def has_failed(self) -> bool:
         """Returns whether a backend of the group reports an error, see `group_state.Breakable`; False with gloo."""
         # `_error` is None if another thread aborts the group meanwhile.
-        return self._is_asynchronous and (self._error() is not None or self.is_aborted)
+        return self.has_device_collectives and (self._error() is not None or self.is_aborted)
 
     def _all_groups(self) -> list[Any]:
         """Returns the groups that have been formed, from the one of the last stage to the default group."""
@@ -197,7 +192,7 @@ class ProcessGroup:
         # This is set before any wait ends, because an aborted collective leaves garbage in its output.
         self.is_aborted = True
         with self._abort_lock:
-            for group in self._all_groups() if self._is_asynchronous else ():
+            for group in self._all_groups() if self.has_device_collectives else ():
                 if group not in self._abort_threads:
                     thread = threading.Thread(target=_abort_group, args=(group,), name="abort", daemon=True)
                     self._abort_threads[group] = thread
@@ -276,7 +271,7 @@ def _abort_group(group: Any) -> None:
     is_locked = group_state.launch_lock.acquire(timeout=_LAUNCH_S)
     try:
         # The group may have been closed meanwhile.
-        if group in dist.distributed_c10d._world.pg_map:
+        if is_group_open(group):
             group.abort()
     except RuntimeError as error:
         logger.warning("A communicator could not be aborted: %s", error)
@@ -399,8 +394,7 @@ class FileStoreMembership(SingleProcessMembership):
         sockets_before = set(_list_sockets())
         try:
             with collective():
-                # All ranks must give a group the same number, see `ProcessGroup`.
-                dist.distributed_c10d._world.group_count = 0
+                reset_group_count()
                 store = dist.FileStore(str(self._store), size)  # type: ignore[attr-defined]
                 dist.init_process_group(
                     self._backend, store=store, rank=rank, world_size=size, timeout=_FILE_STORE_TIMEOUT

@@ -1,7 +1,7 @@
 """Monitors silent data corruption (SDC) over all generations of a worker.
 
-The monitor makes the SDC checker of each generation, writes an event for each finding, marks the checkpoints to which a
-corrupt worker may have contributed, and compares the parameters of all workers at intervals
+The monitor gathers the workers of each generation for its SDC checks, writes an event for each finding, marks the
+checkpoints to which a corrupt worker may have contributed, and compares the parameters of all workers at intervals
 (`failure.compare_params_every_steps`).
 """
 
@@ -20,7 +20,7 @@ from ray_app.task.device import describe
 from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.sdc import SdcChecker, SdcFinding, WorkerDevice
+from ray_app.train.step.sdc import ComparedWorkers, SdcFinding, WorkerDevice
 
 
 class SdcMonitor:
@@ -36,7 +36,7 @@ class SdcMonitor:
         self._job = job
         self._state = state
         self._device = device
-        # Last step in which a recomputed share of a worker was right, by the worker's name, see `SdcChecker`.
+        # Last step in which a recomputed share of a worker was right, by the worker's name, see `ComparedWorkers`.
         self._last_clean_steps = dict[str, int]()
         # The findings for which no checkpoints have been marked yet.
         self._findings = list[SdcFinding]()
@@ -54,8 +54,8 @@ class SdcMonitor:
             step_log.suspect(finding.clean, f"{reason}; it was last known to be right after step {finding.clean}")
         self._findings.clear()
 
-    def make_checker(self, world: World) -> SdcChecker | None:
-        """Returns the SDC checker of a generation; a collective, in which the ranks gather their devices.
+    def gather_workers(self, world: World) -> ComparedWorkers | None:
+        """Returns the workers of a generation for SDC checks; a collective, in which the ranks gather their devices.
 
         Without SDC checks, or with a single worker, it returns None and is no collective.
 
@@ -69,7 +69,7 @@ class SdcMonitor:
         name = f"{platform.node()}, process {os.getpid()}"
         worker = WorkerDevice(name, environment["device"], tuple(sorted(environment.items())))
         workers = gather(worker, world)
-        return SdcChecker(rate, self._job.config.seed, workers, self._last_clean_steps, self._report)
+        return ComparedWorkers(rate, self._job.config.seed, workers, self._last_clean_steps, self._report)
 
     def _report(self, finding: SdcFinding) -> None:
         """Notes a finding; the reporting rank writes the event `sdc_detected`."""
@@ -83,7 +83,7 @@ class SdcMonitor:
         """Compares the parameters of all workers if that is due after this step; a collective then.
 
         Parameters that differ break the generation; when the next one forms, ranks that differ from the majority get
-        the state of the others, see `TrainingState.share`.
+        the state of the others, see `StateSync.share`.
 
         Raises:
             PeerLostError: The parameters differ, or a peer left meanwhile.

@@ -6,14 +6,16 @@ several windows in a row; a worker that stalled a single step is reported, too. 
 from slow workers to fast ones, and the result stays bit-identical. Medians, thresholds and pauses that double prevent
 moves because of noise.
 
-`StragglerDetector` computes this. `StragglerReporter` writes events: which worker is slow and why, how logical workers
-moved, and where each worker's time went.
+`StepTimer` measures the times, on a GPU by events, for which the host does not wait. `StragglerDetector` computes the
+stragglers. `StragglerReporter` writes events: which worker is slow and why, how logical workers moved, and where each
+worker's time went.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +24,17 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import cuda
 
+from ray_app.data.windows import MicroBatch
 from ray_app.plan.assignment import blocks_by_speed
+from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, gather
 from ray_app.runlog.journal import put_event
 from ray_app.task.device import describe
 from ray_app.train.job import Job
-from ray_app.train.step.timing import TimeBreakdown, TimeValues
+from ray_app.train.step.step import StepHook
+from ray_app.train.step.step_stats import TimeBreakdown, TimeValues
 
 Seconds = npt.NDArray[np.float64]
 """An array of seconds. In the shapes that this module gives, W is the number of ranks."""
@@ -94,6 +100,60 @@ class Straggler:
     slowdown: float
     lost: float
     event: Literal["straggler_detected", "straggler_recovered", "stalled"]
+
+
+class StepTimer(StepHook):
+    """Measures the `TimeBreakdown` of each step.
+
+    Args:
+        device: Device that computes; a CUDA device is timed by its events.
+
+    Attributes:
+        data_wait_s: Seconds that this rank waited for the data of the step; set by the caller before the step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.data_wait_s = 0.0
+        self._events: Any = [cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._began_s = self._computed_s = self._reduced_s = 0.0
+        self._previous_began_s = self._previous_reduced_s = 0.0
+        self._num_logical_workers = 1
+
+    def begin(self, step: int, cursor: Cursor, batches: Sequence[MicroBatch], global_rows: int) -> None:
+        """Marks the beginning of a step, see `StepHook.begin`."""
+        del step, cursor, global_rows
+        self._num_logical_workers = len(batches)
+        self._previous_began_s = self._began_s
+        self._previous_reduced_s = self._reduced_s
+        self._began_s = time.perf_counter()
+        if self._events is not None:
+            self._events[0].record()
+
+    def computed(self) -> None:
+        """Marks that the last backward of the step is done, or has been launched on the device."""
+        self._computed_s = time.perf_counter()
+        if self._events is not None:
+            self._events[1].record()
+
+    def reduced(self) -> None:
+        """Marks that the gradients are reduced."""
+        self._reduced_s = time.perf_counter()
+
+    def breakdown(self) -> TimeBreakdown:
+        """Returns where the time of the step went.
+
+        Call it after the step's device synchronization point; otherwise it waits for the device.
+        """
+        compute_s = self._computed_s - self._began_s
+        if self._events is not None:
+            # If no logical worker of this rank had rows, the synchronization point did not wait for this event.
+            self._events[1].synchronize()
+            compute_s = self._events[0].elapsed_time(self._events[1]) / 1e3
+        compute_s /= self._num_logical_workers
+        if not self._previous_began_s:
+            return TimeBreakdown(compute_s, self.data_wait_s, 0.0, 0.0)
+        other_s = max(0.0, self._began_s - self._previous_reduced_s - self.data_wait_s)
+        return TimeBreakdown(compute_s, self.data_wait_s, other_s, self._began_s - self._previous_began_s)
 
 
 class StragglerDetector:

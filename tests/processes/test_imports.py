@@ -32,7 +32,7 @@ print(json.dumps(list(sys.modules)))
 _OPTIMIZER = """
 import json, sys, torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from ray_app.train.state.state import remove_compiler_hooks
+from ray_app.torch_private import remove_compiler_hooks
 from ray_app.task.device import use_deterministic_algorithms
 
 def trained(kind, hooks="none", steps=3):

@@ -1,5 +1,5 @@
-"""Where things are, besides what import-linter holds: the committed picture is the code's, and Ray's private names are
-in one package.
+"""Where things are, besides what import-linter holds: the committed picture is the code's, Ray's private names are in
+one package, and those of torch in one module.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import pytest
 
 from docs.picture import PICTURE, svg
+from tests.support.library_names import Names
 from tests.support.places import ROOT
 
 ALLOWED = {"data/ray_tasks.py": {"ray.data._internal.progress"}}
@@ -61,6 +62,45 @@ def test_rays_private_names_are_in_the_package_cluster_only() -> None:
     outside = {file: names for file, names in names_of.items() if not file.startswith("cluster/")}
     assert outside == ALLOWED
     assert "cluster/ray_private.py" in names_of
+
+
+def private_torch_names(code: str) -> set[str]:
+    """Names of torch in code of which a part begins with `_`, but for `__version__` and the like; and attributes of
+    its objects by their names.
+    """
+    names = {name for name in Names(ast.parse(code)).found if name.split(".")[0] == "torch"}
+    return {
+        name for name in names if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    } | set(
+        re.findall(
+            r"(?<!self)\._(?:local_tensor|unsharded_param|param_fqn|version|buffers|get_backend|fsdp\w*)\b", code
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("from torch.utils._pytree import tree_leaves", {"torch.utils._pytree.tree_leaves"}),
+        ("import torch.distributed as dist\ndist._x.y()", {"torch.distributed._x.y"}),
+        ("import torch\ntorch._foreach_norm([])", {"torch._foreach_norm"}),
+        ("def f(x):\n    return x._version", {"._version"}),
+        ("import torch\nprint(torch.__version__)\nself._group._version_of()", set()),
+    ],
+)
+def test_private_names_of_torch_are_found(code: str, expected: set[str]) -> None:
+    assert private_torch_names(code) == expected
+
+
+def test_torchs_private_names_are_in_one_module() -> None:
+    """Where each stands with its reason, so that a new version of torch is compared with one file."""
+    files = (ROOT / "ray_app").rglob("*.py")
+    found = {
+        file.relative_to(ROOT / "ray_app").as_posix(): names
+        for file in files
+        if (names := private_torch_names(file.read_text()))
+    }
+    assert set(found) == {"torch_private.py"}, found
 
 
 def test_the_picture_is_that_of_the_code() -> None:

@@ -203,8 +203,8 @@ class LocalMembership(FileStoreMembership):
             group_state.set_group(state)
             try:
                 # Only a group that behaves like one of a device has this method.
-                check = getattr(group, "check_device_errors", None)
-                yield dataclasses.replace(world, check_device_errors=check), info
+                is_device = hasattr(group, "check_device_errors")
+                yield dataclasses.replace(world, has_device_collectives=is_device), info
             finally:
                 group_state.clear_group(state)
 
@@ -221,6 +221,10 @@ class _DeviceState:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+
+    def check_device_errors(self) -> None:
+        # gloo has no such method.
+        getattr(self._group, "check_device_errors", lambda: None)()
 
     def has_failed(self) -> bool:
         # gloo has no such attribute.

@@ -130,7 +130,9 @@ class RendezvousClient:
             self._abort_if_requested()
             with collective():
                 group.open(info, self._device, self._backend)
-            world = replace(world, hosts=info.hosts, groups=group.groups, check_device_errors=group.check_device_errors)
+            world = replace(
+                world, hosts=info.hosts, groups=group.groups, has_device_collectives=group.has_device_collectives
+            )
             yield world, info
             is_broken = False
         finally:

@@ -52,7 +52,7 @@ def restore_state(
         checkpoint = None
     if in_memory is not None and checkpoint is None:
         snapshot, records = in_memory
-        state.load(snapshot)
+        state.sync.adopt(snapshot)
         step_log.add_restored(records)
         put_event(job.paths, "resumed", job.fence, step=state.step, source="snapshot")
         logger.info("The state is restored from the snapshot in memory of step %d.", state.step)
@@ -61,7 +61,7 @@ def restore_state(
         state.initialize(job.read_initial())
         return
     commit, snapshot = checkpoint
-    state.load(snapshot)
+    state.sync.adopt(snapshot)
     put_event(job.paths, "resumed", job.fence, step=state.step, source="checkpoint", checkpoint_fence=commit.fence)
     logger.info("The state is restored from the checkpoint of step %d, fence %d.", commit.step, commit.fence)
     now = environment.describe(device)

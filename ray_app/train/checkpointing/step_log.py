@@ -199,7 +199,7 @@ class StepLog:
         self._drop_stored_records()
 
     def checkpoint(self, cursor: Cursor, why: Literal["cadence", "extra"], alone: bool = False) -> None:
-        """Makes a checkpoint of the present state.
+        """Makes a checkpoint of the present state; of a partitioned state `StateSync.collect` has to come before.
 
         Rank 0 writes it. Every other rank only keeps a copy of the state, and writes that copy if it becomes rank 0
         before the checkpoint is committed.
@@ -264,16 +264,12 @@ class StepLog:
             self.checkpoint(Cursor.at(step, self._job.plan.steps_per_epoch), "cadence")
 
     def snapshot(self) -> None:
-        """Sends a copy of the state to the snapshot actors, from rank 0."""
+        """Sends a copy of the state to the snapshot actors, from rank 0; see `checkpoint` for a partitioned state."""
 
         def take() -> Snapshot:
             self._last_sent = self._state.snapshot(self._last_sent)
             return self._last_sent
 
-        # Copying a partitioned state is a collective, in which all ranks take part. It leaves a whole copy in every
-        # rank, which `take` then returns.
-        if self._state.is_partitioned:
-            self._state.snapshot()
         if self._world.rank == 0:
             self._sender.send(take, list(self._records))
 

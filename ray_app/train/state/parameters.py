@@ -1,4 +1,4 @@
-"""Functions for a model's parameters: matching names, optimizer groups, freezing, memory layout, initial values.
+"""A model's parameters: matching names, optimizer groups, freezing, memory layout, initial values, moving average.
 
 A pattern is a name of a parameter in which `*` stands for any text (`fnmatch`).
 """
@@ -6,14 +6,14 @@ A pattern is a name of a parameter in which `*` stands for any text (`fnmatch`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
@@ -21,6 +21,7 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
 from ray_app.storage.files import to_location
+from ray_app.torch_private import BatchNorm, foreach_lerp_
 
 _MAX_NAMES = 12
 _MAX_SUGGESTIONS = 3
@@ -173,7 +174,7 @@ def freeze_parameters(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
             f"train.freeze {patterns} leaves nothing to train; the model has {format_names(list(named))}."
         )
     layers = (
-        [(m, [p.requires_grad for p in m.parameters()]) for m in model.modules() if isinstance(m, _BatchNorm)]
+        [(m, [p.requires_grad for p in m.parameters()]) for m in model.modules() if isinstance(m, BatchNorm)]
         if patterns
         else []
     )
@@ -291,3 +292,78 @@ def _differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list
         ],
     }
     return [f"{kind}: {format_names(names, _MAX_DIFFERENCES)}" for kind, names in kinds.items() if names]
+
+
+class ParameterAverage:
+    """The exponential moving average of a model's parameters, which the run returns with `train.ema_decay`.
+
+    It is one more copy of the parameters. In step t, counted from 0, the decay is min(decay, (1 + t) / (10 + t)), so
+    that the initial parameters lose their weight quickly, as in TensorFlow's `ExponentialMovingAverage` with
+    `num_updates`.
+
+    Args:
+        model: The model.
+        decay: Maximum weight of the old average in an update, 0 to 1.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._parameters, self._decay = list(model.parameters()), decay
+        numbers = {id(p): i for i, p in enumerate(self._parameters)}
+        self._names = {name: numbers[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        self._values = [p.detach().clone() if _has_average(p) else p.detach() for p in self._parameters]
+        self._moving = [(v, p) for v, p in zip(self._values, self._parameters, strict=True) if _has_average(p)]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Moves the average towards the present parameters.
+
+        Args:
+            step: Number of finished steps before the update of the parameters, which decides the decay.
+        """
+        decay = min(self._decay, (1 + step) / (10 + step))
+        foreach_lerp_([v for v, _ in self._moving], [p.detach() for _, p in self._moving], 1 - decay)
+
+    def averaged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns a model's state with the average in place of the parameters."""
+        return {
+            name: self._values[self._names[name]] if name in self._names else value for name, value in state.items()
+        }
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Returns the trained parameters by name."""
+        return {name: self._parameters[number].detach() for name, number in self._names.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        """Loads an average and the trained parameters.
+
+        Args:
+            state: The result of `averaged_state`; it may lack frozen parameters.
+            parameters: The result of `parameters`; it may lack frozen parameters.
+        """
+        for name, number in self._names.items():
+            if (parameter := parameters.get(name)) is not None:
+                self._parameters[number].copy_(parameter)
+            if (average := state.get(name, parameter)) is not None:
+                self._values[number].copy_(average)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Exchanges the values of the model's parameters with the average inside the block."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, value in zip(self._parameters, self._values, strict=True):
+            trained_value = parameter.clone()
+            parameter.copy_(value)
+            value.copy_(trained_value)
+
+
+def _has_average(p: Tensor) -> bool:
+    """Returns whether a parameter is averaged; one of integers (a quantized base model) keeps its values."""
+    return p.is_floating_point() or p.is_complex()

@@ -1,38 +1,42 @@
 """The training state: model, optimizer, schedule, loss scale, parameter average and the number of finished steps.
 
-`TrainingState` is what a step changes, what a checkpoint contains and what a joining worker receives. This module also
-has its parts: `LossScale` for float16, the seeds of torch's generators, `ParameterAverage`, `make_schedule`, and
-`remove_compiler_hooks`, which makes optimizers start and step faster.
+`TrainingState` is what a step changes, what a checkpoint contains and what a joining worker receives. It is made of
+parts, of which a strategy chooses two:
+
+- `Placement` says where this rank has the parameters that its optimizer updates. All its methods are local.
+- `StateSync` moves the state between the ranks of a generation. Its methods are the only collectives of a state.
+
+Other parts are in this module, too: `LossScale` for float16, the seeds of torch's generators, and `make_schedule`.
 """
 
 from __future__ import annotations
 
-import functools
+import gc
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ray_app.checkpoint.format import Snapshot, params_digest
 from ray_app.config.config import Config
 from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
-from ray_app.config.sections import ClassSpec
+from ray_app.config.sections import ClassSpec, TrainSection
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.plan.hashing import key
 from ray_app.reduction.base import World, gather
 from ray_app.task.base import Task
 from ray_app.task.user_code import user_code
+from ray_app.torch_private import remove_compiler_hooks
 from ray_app.train.state.alternating_optimizers import Turns, TurnSchedules
 from ray_app.train.state.parameters import (
+    ParameterAverage,
     check_group_options,
     freeze_parameters,
     group_parameters,
@@ -60,8 +64,144 @@ class Trainable(Protocol):
         """Updates the parameters, see `Task.apply_gradients`."""
 
 
+class Placement:
+    """Where a rank has the parameters that its optimizer updates: here all of them, in the model that computes.
+
+    Every method is local: none communicates with other ranks. (With `fsdp` an optimizer that looks at whole parameters
+    does so by itself.)
+    """
+
+    def make_sync(self, state: TrainingState) -> StateSync:
+        """Returns the `StateSync` of a state with this placement; called once, when the state is complete."""
+        return StateSync(state)
+
+    def make_master(self, model: nn.Module, build_model: Callable[[], nn.Module]) -> nn.Module:
+        """Returns the model that the optimizer updates; `build_model` builds the model once more."""
+        del build_model
+        return model
+
+    def build_optimizer(
+        self,
+        build: Callable[[list[Any], bool], Optimizer],
+        make_groups: Callable[[Mapping[str, nn.Parameter]], list[Any]],
+        named: Mapping[str, nn.Parameter],
+        optimizer_class: type[Optimizer],
+    ) -> Optimizer:
+        """Returns the optimizer of a class for parameters by name.
+
+        Args:
+            build: Builds it from parameters or groups of them, and from whether one kernel may update all of them.
+            make_groups: Returns the trained ones of parameters by name, in groups if the configuration has groups.
+            named: The parameters of the master model.
+            optimizer_class: The class.
+        """
+        del optimizer_class
+        return build(make_groups(named), True)
+
+    def update(self, apply: Callable[[], None]) -> None:
+        """Calls `apply`, which updates the parameters of the master model, if this rank updates them."""
+        apply()
+
+
+class StateSync:
+    """Moves a training state between the ranks of a generation; here a state of which every rank has the whole.
+
+    Every method is a collective of all ranks, unless it is called local. Most have nothing to do here.
+
+    Args:
+        state: The state.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+
+    @contextmanager
+    def bind(self, world: World) -> Iterator[World]:
+        """Binds the state to the workers of a generation; the block lasts from before `share` to the generation's end.
+
+        Yields the workers, with the assignment of logical workers that this strategy needs.
+        """
+        yield world
+
+    def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
+        """Gives all ranks the state of the highest step, after which all states are equal.
+
+        Args:
+            world: The workers of the generation.
+            restore: Gives this rank a state, from a snapshot, from a checkpoint or the initial one. It is called on
+                rank 0 if no rank has a state.
+            was_broken: Whether the last generation broke for this rank. If it did for any rank, the ranks at the
+                highest step compare their parameters.
+
+        Returns:
+            The divergent ranks: ranks at the highest step with other parameters than the majority, or all ranks at that
+            step if there is no majority. Their states have been replaced.
+
+        Raises:
+            CheckpointError: No rank has a state that a majority agrees on, nor is there one to restore.
+            PeerLostError: A peer left meanwhile.
+        """
+        state = self._state
+        steps, divergent = self._agreed_steps(world, was_broken)
+        if max(steps) == NO_STATE and world.rank == 0:
+            restore()
+            # At step 0 there was nothing to restore, so the state is the initial one. To continue with it would repeat
+            # the whole run.
+            if divergent and state.step == 0:
+                raise CheckpointError(_NO_TRUSTED_STATE)
+        source = steps.index(max(steps))
+        to = ranks_without_state(steps, source)
+        received = transfer_snapshot(state.live() if world.rank == source and to else None, world.rank, source, to)
+        if world.rank in to:
+            assert received is not None
+            state.load(received)
+        return divergent
+
+    def _agreed_steps(self, world: World, was_broken: bool) -> tuple[list[int], list[int]]:
+        """Returns the step of every rank, with `NO_STATE` for divergent ranks, and the divergent ranks.
+
+        A digest of the parameters takes time, so digests are compared only after a broken generation.
+        """
+        state = self._state
+        reports = gather((state.step, was_broken), world)
+        steps, divergent = [step for step, _ in reports], list[int]()
+        if any(broken for _, broken in reports) and steps.count(max(steps)) > 1 and max(steps) > NO_STATE:
+            divergent = divergent_ranks(
+                steps, gather(params_digest(state.master.state_dict()) if state.step == max(steps) else "", world)
+            )
+        return [NO_STATE if rank in divergent else step for rank, step in enumerate(steps)], divergent
+
+    def broadcast_parameters(self, averaged: bool = False) -> None:
+        """Gives the model of every rank the present parameters, if only some ranks have them.
+
+        Args:
+            averaged: Whether they are the averaged ones, see `TrainingState.eval_model`.
+
+        Raises:
+            PeerLostError: A peer left meanwhile; the state is unchanged.
+        """
+
+    def send_replicas(self) -> None:
+        """Gives other ranks copies of this rank's part of the state after a step; a lost peer is only logged."""
+
+    def collect(self) -> None:
+        """Collects a whole copy of a partitioned state on every rank, so that each can make a `snapshot`.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+
+    def snapshot(self, into: Snapshot | None) -> Snapshot:
+        """Returns a copy of the state, see `TrainingState.snapshot`; local."""
+        return self._state.copy_to_host(into)
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Makes a snapshot the state of this rank, which `share` then gives to the others; local."""
+        self._state.load(snapshot)
+
+
 class TrainingState:
-    """The state of a training run in one worker; strategies override parts of it.
+    """The state of a training run in one worker. Only the methods of `sync` communicate with other ranks.
 
     Args:
         config: The run's configuration, which names optimizer and schedule.
@@ -69,49 +209,69 @@ class TrainingState:
         device: Device of the model.
         total_steps: Steps of the run. A schedule with an argument `total_steps` gets this number if the configuration
             does not set the argument.
+        placement: Where this rank has the parameters; None for all parameters in the model.
 
     Attributes:
         step: Finished steps; `NO_STATE` before a state is loaded or initialized.
         model: The model that computes.
-        master: The model that the optimizer updates: `model` itself, unless the strategy has a second model for it.
+        master: The model that the optimizer updates: `model` itself, unless the placement has a second model for it.
         optimizer: The optimizer; with `optimizers` in the configuration the same object as `turns`.
         turns: The optimizers that take turns; None if there is only one optimizer.
         schedule: The schedule of the learning rate, or the schedules of the optimizers that take turns; may be None.
         average: The moving average of the parameters; None without `train.ema_decay`.
         scale: The loss scale; None unless `train.precision` is `fp16`.
+        outer: The outer optimizer of `local_sgd`, which updates the parameters at the end of a round; else None.
+        sync: Moves the state between ranks.
     """
 
-    is_partitioned: ClassVar[bool] = False
-    """Whether each rank has only a part of the state, so that taking a snapshot is a collective of all ranks."""
-
-    def __init__(self, config: Config, task: Trainable, device: torch.device, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        task: Trainable,
+        device: torch.device,
+        total_steps: int,
+        placement: Placement | None = None,
+    ) -> None:
         self._config = config
         self._task = task
         self._device = device
         self._total_steps = total_steps
+        self._placement = placement or Placement()
         self.step = NO_STATE
-        self.model = self._build_model()
+        self.model, self._frozen_layers = self._build_model()
         self.model.to(device)
-        self.master: nn.Module = self._make_master(self.model)
+        self.master = self._placement.make_master(self.model, lambda: self._build_model()[0])
+        self._build_optimizers()
+        self.sync = self._placement.make_sync(self)
+
+    def rebuild(self, prepare: Callable[[nn.Module], None]) -> None:
+        """Frees model and optimizers and builds them anew; `prepare` changes the new model in place before that.
+
+        The old ones are freed first, because the memory of a device may be too small for both. They are in reference
+        cycles, so the garbage collector has to run.
+        """
+        self.model = self.master = nn.Module()
+        for name in ("optimizer", "schedule", "turns", "average", "_frozen_layers"):
+            vars(self).pop(name, None)
+        gc.collect()
+        self.model, self._frozen_layers = self._build_model()
+        prepare(self.model)
+        self.master = self.model
         self._build_optimizers()
 
-    def _build_model(self) -> nn.Module:
-        """Returns the model that the task builds with generators seeded by the run's seed, and freezes parameters."""
+    def _build_model(self) -> tuple[nn.Module, list[nn.Module]]:
+        """Returns the model that the task builds with generators seeded by the run's seed, and its frozen layers."""
         seed_init(self._config.seed, self._device)
         model = make_contiguous(self._task.build_model())
-        self._frozen_layers = freeze_parameters(model, self._config.train.freeze or [])
-        return model
-
-    def _make_master(self, model: nn.Module) -> nn.Module:
-        """Returns the model that the optimizer updates, here the model that computes."""
-        return model
+        return model, freeze_parameters(model, self._config.train.freeze or [])
 
     def _build_optimizers(self) -> None:
-        """Builds the parts that belong to the master model: optimizer, schedule, parameter average, loss scale."""
+        """Builds the parts that belong to the master model: optimizers, schedule, parameter average, loss scale."""
         config, model = self._config, self.master
         self.train()
         self.average = ParameterAverage(model, config.train.ema_decay) if config.train.ema_decay is not None else None
         self.scale = LossScale() if config.train.precision == "fp16" else None
+        self.outer = _make_outer_optimizer(model, config.train) if config.train.strategy == "local_sgd" else None
         named, self.turns = dict(model.named_parameters()), None
         self.optimizer: Optimizer
         self.schedule: LRScheduler | TurnSchedules | None = None
@@ -139,23 +299,23 @@ class TrainingState:
         optimizer_class, args = load_class(spec), dict(spec.init_args)
         if not self._config.train.compile:
             remove_compiler_hooks(optimizer_class)
-        # PyTorch itself fuses an optimizer on a CPU only if it is asked to.
-        if self._can_fuse(optimizer_class) and not {"fused", "foreach", "differentiable"} & args.keys():
-            args["fused"] = True
-        optimizer = optimizer_class(self._parameter_groups(spec, named, field), **args)
+
+        def make_groups(parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+            if spec.groups:
+                return group_parameters(parameters, spec.groups, f"{field}.groups")
+            return [p for p in parameters.values() if p.requires_grad]
+
+        def build(groups: list[Any], may_fuse: bool) -> Optimizer:
+            # PyTorch itself fuses an optimizer on a CPU only if it is asked to.
+            can_fuse = may_fuse and "fused" in inspect.signature(optimizer_class).parameters
+            can_fuse &= all(p.is_floating_point() for p in self.master.parameters() if p.requires_grad)
+            if can_fuse and not {"fused", "foreach", "differentiable"} & args.keys():
+                args["fused"] = True
+            return optimizer_class(groups, **args)
+
+        optimizer = self._placement.build_optimizer(build, make_groups, named, optimizer_class)
         check_group_options(optimizer, spec.groups or [], f"{field}.groups")
         return optimizer
-
-    def _parameter_groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter], field: str) -> list[Any]:
-        """Returns the trained parameters of `named` for an optimizer: a list of them, or of parameter groups."""
-        if spec.groups:
-            return group_parameters(named, spec.groups, f"{field}.groups")
-        return [p for p in named.values() if p.requires_grad]
-
-    def _can_fuse(self, optimizer_class: Any) -> bool:
-        """Returns whether a class of optimizers can update all parameters in one kernel (`fused`)."""
-        trained = (p for p in self.master.parameters() if p.requires_grad)
-        return "fused" in inspect.signature(optimizer_class).parameters and all(p.is_floating_point() for p in trained)
 
     def initialize(self, initial: dict[str, Tensor] | None) -> None:
         """Makes this the state before the first step.
@@ -196,7 +356,8 @@ class TrainingState:
     def eval_model(self) -> Iterator[nn.Module]:
         """Yields the model that is evaluated: with averaged parameters inside the block, if the run averages them.
 
-        Afterwards the model has its trained parameters again and is in training mode.
+        The block has to call `sync.broadcast_parameters` before it uses the model. Afterwards the model is in training
+        mode, and the next step has its trained parameters again.
         """
         try:
             with self.average.in_place() if self.average is not None else nullcontext():
@@ -206,11 +367,17 @@ class TrainingState:
 
     def optimizer_step(self) -> None:
         """Finishes a step: updates the parameters by their gradients, then the average, and advances the schedule."""
+        self._placement.update(self._apply_gradients)
+        self.advance_schedule()
+        if self.scale is not None:
+            self.scale.update(True)
+
+    def _apply_gradients(self) -> None:
+        """Updates the parameters of the master model and their average."""
         with user_code(lambda: "the update of the parameters"):
             self._task.apply_gradients(self.master, self._next_optimizer)
         if self.average is not None:
             self.average.update(self.step)
-        self.advance_schedule()
 
     def advance_schedule(self) -> None:
         """Finishes a step without an update of the parameters: advances the schedule and counts the step."""
@@ -221,31 +388,39 @@ class TrainingState:
         self.step += 1
 
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
-        """Returns a copy of the state in host memory.
+        """Returns a copy of the state in host memory. Of a partitioned state it is the copy that `sync.collect` made.
 
         Args:
-            into: A snapshot that is no longer needed. Its memory is reused, because the first write to new memory takes
-                six times as long as the copy.
+            into: A snapshot that is no longer needed. Its memory may be reused, because the first write to new memory
+                takes six times as long as the copy.
         """
-        return Snapshot(**copy_to_host(vars(self._live()), vars(into) if into is not None else None))
+        return self.sync.snapshot(into)
 
-    def _live(self) -> Snapshot:
+    def copy_to_host(self, into: Snapshot | None = None) -> Snapshot:
+        """Returns a copy of what this rank has of the state, see `snapshot`."""
+        return Snapshot(**copy_to_host(vars(self.live()), vars(into) if into is not None else None))
+
+    def live(self) -> Snapshot:
         """Returns the state in the form of a checkpoint; its tensors are not copies, so training changes them."""
         model, extra_state = self.master.state_dict(), dict[str, Any]()
         if self.average is not None:
             model, extra_state["parameters"] = self.average.averaged_state(model), self.average.parameters()
         if self.scale is not None:
             extra_state["scale"] = self.scale.state()
+        if self.outer is not None:
+            extra_state["outer"] = self.outer.state_dict()
         schedule = self.schedule.state_dict() if self.schedule is not None else None
         return Snapshot(self.step, model, self.optimizer.state_dict(), schedule, extra_state)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Loads the state of a snapshot."""
+        """Loads a snapshot into what this rank has of the state."""
         self.master.load_state_dict(snapshot.model)
         if self.average is not None:
             self.average.load(snapshot.model, snapshot.extra_state["parameters"])
         if self.scale is not None:
             self.scale.load(snapshot.extra_state["scale"])
+        if self.outer is not None:
+            self.outer.load_state_dict(snapshot.extra_state["outer"])
         if self.turns is not None:
             self.turns.load_state_dict(snapshot.optimizer)
         else:
@@ -254,65 +429,12 @@ class TrainingState:
             self.schedule.load_state_dict(_with_counters(snapshot.schedule, self.schedule.state_dict()))
         self.step = snapshot.step
 
-    @contextmanager
-    def bind(self, world: World) -> Iterator[World]:
-        """Binds the state to the workers of a generation; the block lasts from before `share` to the generation's end.
 
-        Yields the workers, with the assignment of logical workers that this strategy needs.
-        """
-        yield world
-
-    def refresh(self) -> None:
-        """Brings the model of this rank to the present step, if its parameters are older; a collective of all ranks.
-
-        It does nothing here, because every rank updates its own model.
-        """
-
-    def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
-        """Gives all ranks the state of the highest step; a collective of all ranks, after which all states are equal.
-
-        Args:
-            world: The workers of the generation.
-            restore: Gives this rank a state, from a snapshot, from a checkpoint or the initial one. It is called on
-                rank 0 if no rank has a state.
-            was_broken: Whether the last generation broke for this rank. If it did for any rank, the ranks at the
-                highest step compare their parameters.
-
-        Returns:
-            The divergent ranks: ranks at the highest step with other parameters than the majority, or all ranks at that
-            step if there is no majority. Their states have been replaced.
-
-        Raises:
-            CheckpointError: No rank has a state that a majority agrees on, nor is there one to restore.
-            PeerLostError: A peer left meanwhile.
-        """
-        steps, divergent = self._agreed_steps(world, was_broken)
-        if max(steps) == NO_STATE and world.rank == 0:
-            restore()
-            # At step 0 there was nothing to restore, so the state is the initial one. To continue with it would repeat
-            # the whole run.
-            if divergent and self.step == 0:
-                raise CheckpointError(_NO_TRUSTED_STATE)
-        source = steps.index(max(steps))
-        to = ranks_without_state(steps, source)
-        received = transfer_snapshot(self._live() if world.rank == source and to else None, world.rank, source, to)
-        if world.rank in to:
-            assert received is not None
-            self.load(received)
-        return divergent
-
-    def _agreed_steps(self, world: World, was_broken: bool) -> tuple[list[int], list[int]]:
-        """Returns the step of every rank, with `NO_STATE` for divergent ranks, and the divergent ranks.
-
-        A digest of the parameters takes time, so digests are compared only after a broken generation.
-        """
-        reports = gather((self.step, was_broken), world)
-        steps, divergent = [step for step, _ in reports], list[int]()
-        if any(broken for _, broken in reports) and steps.count(max(steps)) > 1 and max(steps) > NO_STATE:
-            divergent = divergent_ranks(
-                steps, gather(params_digest(self.master.state_dict()) if self.step == max(steps) else "", world)
-            )
-        return [NO_STATE if rank in divergent else step for rank, step in enumerate(steps)], divergent
+def _make_outer_optimizer(model: nn.Module, train: TrainSection) -> torch.optim.SGD:
+    """Returns the optimizer that takes the average change of the replicas in a round as a gradient."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    remove_compiler_hooks(torch.optim.SGD)
+    return torch.optim.SGD(trained, train.outer_lr, train.outer_momentum, nesterov=train.outer_momentum > 0)
 
 
 def _with_counters(value: Any, like: Any) -> Any:
@@ -396,81 +518,6 @@ def _epoch_key(seed: int, epoch: int) -> int:
     return key(_STEP_SALT, seed, epoch)
 
 
-class ParameterAverage:
-    """The exponential moving average of a model's parameters, which the run returns with `train.ema_decay`.
-
-    It is one more copy of the parameters. In step t, counted from 0, the decay is min(decay, (1 + t) / (10 + t)), so
-    that the initial parameters lose their weight quickly, as in TensorFlow's `ExponentialMovingAverage` with
-    `num_updates`.
-
-    Args:
-        model: The model.
-        decay: Maximum weight of the old average in an update, 0 to 1.
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self._parameters, self._decay = list(model.parameters()), decay
-        numbers = {id(p): i for i, p in enumerate(self._parameters)}
-        self._names = {name: numbers[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-        self._values = [p.detach().clone() if _has_average(p) else p.detach() for p in self._parameters]
-        self._moving = [(v, p) for v, p in zip(self._values, self._parameters, strict=True) if _has_average(p)]
-
-    @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Moves the average towards the present parameters.
-
-        Args:
-            step: Number of finished steps before the update of the parameters, which decides the decay.
-        """
-        decay = min(self._decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_([v for v, _ in self._moving], [p.detach() for _, p in self._moving], 1 - decay)
-
-    def averaged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns a model's state with the average in place of the parameters."""
-        return {
-            name: self._values[self._names[name]] if name in self._names else value for name, value in state.items()
-        }
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Returns the trained parameters by name."""
-        return {name: self._parameters[number].detach() for name, number in self._names.items()}
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """Loads an average and the trained parameters.
-
-        Args:
-            state: The result of `averaged_state`; it may lack frozen parameters.
-            parameters: The result of `parameters`; it may lack frozen parameters.
-        """
-        for name, number in self._names.items():
-            if (parameter := parameters.get(name)) is not None:
-                self._parameters[number].copy_(parameter)
-            if (average := state.get(name, parameter)) is not None:
-                self._values[number].copy_(average)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Exchanges the values of the model's parameters with the average inside the block."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for parameter, value in zip(self._parameters, self._values, strict=True):
-            trained_value = parameter.clone()
-            parameter.copy_(value)
-            value.copy_(trained_value)
-
-
-def _has_average(p: Tensor) -> bool:
-    """Returns whether a parameter is averaged; one of integers (a quantized base model) keeps its values."""
-    return p.is_floating_point() or p.is_complex()
-
-
 _LENGTHS = {"total_steps", "epochs", "steps_per_epoch"}
 """Arguments that set the length of a schedule (`OneCycleLR`); if one is configured, `total_steps` is not added."""
 
@@ -520,62 +567,3 @@ def has_total_steps_argument(spec: ClassSpec) -> bool:
     ]
     has_argument = "total_steps" in inspect.signature(load_class(spec)).parameters
     return (has_argument and not _LENGTHS & spec.init_args.keys()) or any(map(has_total_steps_argument, inner))
-
-
-_global_hooks = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
-
-def remove_compiler_hooks(optimizer: type[Optimizer]) -> None:
-    """Changes the methods of a class of optimizers so that they neither import the compiler nor call an idle profiler.
-
-    Optimizers of torch 2.15 import PyTorch's compiler when they are made and at every step, only to be excluded from
-    compilation. That takes two seconds in every training process. Each step also reports its begin and end to the
-    profiler, which takes 30 us of a small step. This function removes both for a run that compiles nothing. If another
-    version of PyTorch has these calls in another form, nothing changes. It has to be called before the first optimizer
-    of the class is made.
-    """
-    # If the compiler has been imported already, nothing can be saved.
-    if "torch._dynamo" in sys.modules:
-        return
-    for method in filter(inspect.isfunction, vars(Optimizer).values()):
-        plain: Any = getattr(method, "__wrapped__", method)
-        # `torch._disable_dynamo` keeps the result of its first call in this attribute, and reuses it.
-        plain.__dynamo_disable = plain
-    step = optimizer.step
-    if getattr(step, "__code__", _with_grad.__code__).co_name == "_use_grad":
-        # Otherwise each step would look for an accelerator, to ask whether it captures a graph.
-        if not torch.accelerator.is_available():
-            optimizer._accelerator_graph_capture_health_check = lambda self: None  # type: ignore[method-assign]
-        optimizer.step = _hooked(_with_grad(vars(step)["__wrapped__"]))  # type: ignore[method-assign]
-
-
-def _with_grad(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step wrapped as by `torch.optim.optimizer._use_grad_for_differentiable`, without compiler marks."""
-
-    @functools.wraps(step)
-    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
-            return step(self, *args, **kwargs)
-
-    return stepped
-
-
-def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step that runs in `torch.optim.Optimizer.profile_hook_step` only if there is a hook or a profiler."""
-    profiled_step = Optimizer.profile_hook_step(step)
-
-    @functools.wraps(step)
-    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        has_listener = (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _global_hooks[0]
-            or _global_hooks[1]
-            or _is_profiled()
-        )
-        return (profiled_step if has_listener else step)(self, *args, **kwargs)
-
-    # Without this mark the first optimizer that is made would wrap the step again.
-    stepped.hooked = True  # type: ignore[attr-defined]
-    return stepped

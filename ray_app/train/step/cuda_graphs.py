@@ -17,20 +17,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
+from ray_app.data.windows import MicroBatch
 from ray_app.errors import ConfigError
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import GradientReducer
 from ray_app.reduction.overlap import get_stream
-from ray_app.task.base import Batch, DeviceSums
-from ray_app.train.step.micro_batch import TensorGroup
+from ray_app.task.base import Batch, DeviceSums, sum_on_device
+from ray_app.torch_private import TorchDispatchMode, foreach_copy_, run_backward, tree_leaves
+from ray_app.train.step.micro_batch import Passes, TensorGroup
 
-Compute = Callable[[Batch, Tensor], DeviceSums]
-"""Runs forward and backward of rows with the weights of their losses, shape (rows,).
-
-It leaves the gradients in `.grad`, which is None before, and returns the sums of the losses.
-"""
 _MAX_GRAPHS = 16
 """Each graph takes device memory, so further kinds of micro-batches are computed without a graph."""
 _CHECK_EVERY_USES = 1000
@@ -39,8 +36,8 @@ _CHECK_EVERY_USES = 1000
 In the first comparison the rows are those of the capture. The others show whether the capture has read or drawn
 something on the host that changes.
 """
-_OUT_OF_MEMORY = ("out of memory", "allocate memory")
-"""Parts of the messages of errors that are not caused by the capture itself."""
+_CAPTURE_ERRORS = range(900, 909)
+"""The values of `cudaError_t` for errors of a capture, in `torch.AcceleratorError.error_code`."""
 
 
 class GraphBackend(Protocol):
@@ -113,26 +110,41 @@ class _CapturedGraph:
     uses: int = 0
 
 
-class CapturedPasses:
-    """Runs forward and backward of micro-batches with captured graphs.
+class CudaGraphs:
+    """Wraps the passes of a step: `run` takes the place of `Passes.run` and replays captured graphs.
 
     Args:
-        model: The model.
+        passes: The passes to capture.
         device: Device of the model.
-        compute: The forward and backward to capture.
         backend: The graph backend of the device.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, compute: Compute, backend: GraphBackend) -> None:
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+    def __init__(self, passes: Passes, device: torch.device, backend: GraphBackend) -> None:
+        self._passes = passes
         self._device = device
-        self._compute = compute
         self._backend = backend
-        self._buffers = TensorGroup(list(model.buffers()))
+        self._buffers = TensorGroup(list(passes.model.buffers()))
         self._graphs: dict[tuple[object, ...], _CapturedGraph] = {}
 
-    def run(self, fields: Batch, weights: Tensor) -> DeviceSums:
-        """Runs forward and backward like `Compute`, with the present state of the random generators.
+    def run(self, cursor: Cursor, batch: MicroBatch, global_rows: int, reducer: GradientReducer) -> DeviceSums | None:
+        """Runs forward and backward of one logical worker, see `Passes.run`."""
+        if not batch.rows:
+            return self._passes.run(cursor, batch, global_rows, reducer)
+        with self._passes.prepared(batch):
+            fields, weights = self._passes.fields(cursor, batch), self._passes.weights(batch.rows, global_rows)
+            return reducer.collect_from(lambda: self.forward_backward(fields, weights), batch.logical_worker)
+
+    def _compute(self, fields: Batch, weights: Tensor) -> DeviceSums:
+        """Runs forward and backward of augmented rows with the weights of their losses, shape (rows,).
+
+        It leaves the gradients in `.grad`, which is None before, and returns the sums of the losses.
+        """
+        losses = self._passes.losses_of(fields, len(weights))
+        run_backward(losses.values, weights)
+        return sum_on_device(losses)
+
+    def forward_backward(self, fields: Batch, weights: Tensor) -> DeviceSums:
+        """Does what `_compute` does, by a graph, with the present state of the random generators.
 
         It waits for the device only when it captures a graph or compares one with an eager pass.
 
@@ -147,13 +159,13 @@ class CapturedPasses:
                 return self._compute(fields, weights)
             graph = self._graphs[key] = self._capture(fields, weights)
         inputs = [*(fields[name] for name in graph.fields), weights]
-        torch._foreach_copy_([*graph.fields.values(), graph.weights], inputs)
+        foreach_copy_([*graph.fields.values(), graph.weights], inputs)
         if not graph.uses & (graph.uses - 1) or not graph.uses % _CHECK_EVERY_USES:
             self._run_and_compare(graph, fields, weights)
         else:
             graph.run()
         graph.uses += 1
-        for p, gradient in zip(self._parameters, graph.gradients, strict=True):
+        for p, gradient in zip(self._passes.parameters, graph.gradients, strict=True):
             p.grad = gradient
         # The sums are copied, because the next replay may overwrite them before the host has read them.
         return graph.sums._replace(values=graph.sums.values.clone())
@@ -190,7 +202,7 @@ class CapturedPasses:
         except RuntimeError as error:
             raise _explain(error) from None
         self._restore(buffers, generators)
-        gradients = [p.grad for p in self._parameters]
+        gradients = [p.grad for p in self._passes.parameters]
         graph = _CapturedGraph(graph_fields, graph_weights, run, gradients, sums[0], inputs.tensors)
         self._drop_gradients()
         return graph
@@ -220,7 +232,7 @@ class CapturedPasses:
         """
         buffers, generators = self._copy_buffers(), self._generator_states()
         sums = self._compute(fields, weights)
-        gradients = [p.grad for p in self._parameters]
+        gradients = [p.grad for p in self._passes.parameters]
         eager_buffers = self._copy_buffers()
         self._drop_gradients()
         self._restore(buffers, generators)
@@ -238,7 +250,7 @@ class CapturedPasses:
                 )
 
     def _drop_gradients(self) -> None:
-        for p in self._parameters:
+        for p in self._passes.parameters:
             p.grad = None
 
     def _copy_buffers(self) -> TensorGroup:
@@ -300,7 +312,9 @@ def _explain(error: RuntimeError) -> Exception:
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     message = str(error)
-    if "captur" not in message.lower() or any(words in message for words in _OUT_OF_MEMORY):
+    # torch refuses some calls during a capture itself, with a plain `RuntimeError`, of which only the message tells.
+    is_of_capture = getattr(error, "error_code", None) in _CAPTURE_ERRORS or "captur" in message.lower()
+    if isinstance(error, torch.OutOfMemoryError) or not is_of_capture:
         return error
     return _capture_error(f"it does something that a CUDA graph cannot contain ({message.partition(chr(10))[0]})")
 

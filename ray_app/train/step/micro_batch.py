@@ -1,36 +1,42 @@
-"""The parts of running one logical worker as if it had its own process: forward, model buffers, module modes.
+"""Passes: forward and backward of micro-batches, each as if its logical worker had a process of its own.
 
-`Forward` takes a micro-batch's rows through the model to their losses, as the configuration demands. `ReplicaBuffers`
-gives every logical worker the same buffers to start from. `module_modes`, `restore_modes` and `allow_single_values`
-keep the training modes of a model's modules the same for every logical worker.
+`Passes` runs them. `ReplicaBuffers` gives every logical worker the same buffers to start from. `module_modes`,
+`restore_modes` and `allow_single_values` keep the training modes of a model's modules the same for every logical
+worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, checksum
+from ray_app.reduction.base import GradientReducer, World, checksum, gather, launch_guard
 from ray_app.task import device as environment
-from ray_app.task.base import Batch, Losses, Task, check_losses
+from ray_app.task.base import Batch, DeviceSums, Losses, Task, check_losses, sum_on_device
 from ray_app.task.roi_align import use_eager_roi_align
-from ray_app.train.state.state import seed_step
+from ray_app.task.user_code import user_code
+from ray_app.torch_private import BatchNorm, foreach_copy_, registered_buffers, run_backward, tensor_version
+from ray_app.train.state.state import LossScale, seed_step
+from ray_app.train.step.step_stats import StepResult
 
 _ALIGNED_BYTES = 16
 """Alignment of each tensor in the memory of a `TensorGroup`; a view as complex128, the largest dtype, needs it."""
+
 _MAX_WEIGHT_TENSORS = 16
-"""Maximum number of tensors of weights that a `Forward` keeps for later calls."""
+"""Maximum number of tensors of weights that a `Passes` keeps for later calls."""
+
+RunPass = Callable[[Cursor, MicroBatch, int, GradientReducer], DeviceSums | None]
+"""The signature of `Passes.run`."""
 
 
 class ReplicaBuffers:
@@ -46,11 +52,15 @@ class ReplicaBuffers:
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
+        self._launch_guard = launch_guard(world)
         shared = world.logical_workers > 1
         self._buffers = TensorGroup(list(model.buffers()) if shared else [])
         # Each buffer with the dictionary of its module and its name there, to notice that it was replaced.
         self._registered_buffers = [
-            (m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if shared and b is not None
+            (module_buffers, name, buffer)
+            for module_buffers in map(registered_buffers, model.modules())
+            for name, buffer in module_buffers.items()
+            if shared and buffer is not None
         ]
         # The buffers at the start of the step, those after logical worker 0, and the memory of the broadcast.
         self._start, self._first_worker, self._broadcast = (self._buffers.like() for _ in range(3))
@@ -109,14 +119,14 @@ class ReplicaBuffers:
             self._buffers.copy(self._first_worker)
         if self._has_broadcast:
             self._broadcast.copy(self._buffers)
-            with self._world.launch_guard():
+            with self._launch_guard():
                 self._pending = dist.broadcast(self._broadcast.memory, 0, async_op=True)
 
     def finish(self) -> None:
         """Waits until this rank has logical worker 0's buffers."""
         if self._pending is None:
             return
-        with self._world.launch_guard():
+        with self._launch_guard():
             self._pending.wait()
         self._pending = None
         self._buffers.copy(self._broadcast)
@@ -186,7 +196,7 @@ class TensorGroup:
     def copy(self, others: TensorGroup) -> None:
         """Copies the values of a group of the same shapes and dtypes into this one."""
         for dtype, tensors in self._by_dtype.items():
-            torch._foreach_copy_(tensors, others._by_dtype[dtype])
+            foreach_copy_(tensors, others._by_dtype[dtype])
 
 
 @contextmanager
@@ -205,7 +215,7 @@ def allow_single_values(model: nn.Module) -> Iterator[None]:
             switched.append(layer)
 
     hooks = [
-        layer.register_forward_pre_hook(before_forward) for layer in model.modules() if isinstance(layer, _BatchNorm)
+        layer.register_forward_pre_hook(before_forward) for layer in model.modules() if isinstance(layer, BatchNorm)
     ]
     try:
         yield
@@ -216,32 +226,104 @@ def allow_single_values(model: nn.Module) -> Iterator[None]:
             layer.training = True
 
 
-class Forward:
-    """Takes a micro-batch's rows through a model to their losses.
+class Passes:
+    """Runs micro-batches through a model as the configuration demands, see the module.
 
     Args:
         config: The run's configuration, for seed, precision, memory layout and compilation.
         task: The task, which augments the rows.
         device: Device to compute on.
-        loss: Computes the losses of rows with a model, `Task.training_loss` or one with its interface.
+        model: The model. Each pass begins with the modes that its modules have now, and computes gradients of the
+            parameters that require them now.
+        scale: The loss scale; None for a scale of 1.
+        loss: Computes the losses of rows with a model; None for `Task.training_loss`.
+
+    Attributes:
+        model: The model.
+        parameters: Its parameters that get gradients.
     """
 
+    unknown_source: ClassVar[str] = "the sum of finite gradients"
+    """The source of a NaN or infinity that the error names if `non_finite_rows` returns no rows on any rank."""
+
     def __init__(
-        self, config: Config, task: Task, device: torch.device, loss: Callable[[nn.Module, Batch], Tensor | Losses]
+        self,
+        config: Config,
+        task: Task,
+        device: torch.device,
+        model: nn.Module,
+        scale: LossScale | None = None,
+        loss: Callable[[nn.Module, Batch], Tensor | Losses] | None = None,
     ) -> None:
         self._task = task
         self._device = device
-        self._loss = loss
+        self._loss = loss or task.training_loss
+        self._scale = scale
+        self.model = model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._modes = module_modes(model)
         self._seed = config.seed
         train = config.train
         self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(train.precision)
-        self._compiles, self._channels_last = train.compile, train.channels_last
+        self._channels_last = train.channels_last
         if train.compile:
             environment.check_compiler(device)
         if device.type == "cuda":
             use_eager_roi_align()
-        self._compiled_models: dict[nn.Module, Any] = {}
+        # A kernel for several shapes (`dynamic`) would depend on the shapes that came first, which differ between
+        # workers, and so would its results.
+        self._compiled_model: Any = torch.compile(model, dynamic=False) if train.compile else None
         self._weights: dict[tuple[int, float], Tensor] = {}
+
+    def run(self, cursor: Cursor, batch: MicroBatch, global_rows: int, reducer: GradientReducer) -> DeviceSums | None:
+        """Runs forward and backward of one logical worker, without a device synchronization.
+
+        Args:
+            cursor: Position of the step in the data.
+            batch: The rows of the logical worker.
+            global_rows: Divisor of the mean over all rows of the step.
+            reducer: Adds the gradients.
+
+        Returns:
+            The sums of the losses, on the device; None without rows.
+        """
+        with self.prepared(batch):
+            if not batch.rows:
+                reducer.skip(batch.logical_worker)
+                return None
+            losses = self.losses(cursor, batch)
+            reducer.backward(losses.values, self.weights(batch.rows, global_rows), batch.logical_worker)
+            return sum_on_device(losses)
+
+    def recompute(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> None:
+        """Computes the gradient of a micro-batch of any rank and leaves it in `.grad`, which is None before."""
+        with self.prepared(batch):
+            if batch.rows:
+                fields = {name: values.to(self._device) for name, values in batch.fields.items()}
+                losses = self.losses(cursor, batch._replace(fields=fields))
+                run_backward(losses.values, self.weights(batch.rows, global_rows))
+
+    def prepared(self, batch: MicroBatch) -> AbstractContextManager[None]:
+        """Restores the modes of the modules and returns the context for forward and backward of a micro-batch.
+
+        The context adds logical worker and rows to errors of user code, and lets batch-norm layers accept a single row.
+        """
+        restore_modes(self._modes)
+        context = user_code(lambda: f"logical worker {batch.logical_worker}", batch.positions.tolist)
+        return self._single_row_context(context) if batch.rows == 1 else context
+
+    @contextmanager
+    def _single_row_context(self, context: AbstractContextManager[None]) -> Iterator[None]:
+        """Adds `allow_single_values` to the context of a micro-batch of one row.
+
+        The context includes backward, which may run parts of the forward again (activation checkpointing).
+        """
+        with allow_single_values(self.model), context:
+            yield
+
+    def losses(self, cursor: Cursor, batch: MicroBatch) -> Losses:
+        """Returns the losses of a micro-batch's rows in float32."""
+        return self.losses_of(self.fields(cursor, batch), batch.rows)
 
     def fields(self, cursor: Cursor, batch: MicroBatch) -> Batch:
         """Returns the augmented rows of a micro-batch.
@@ -260,37 +342,106 @@ class Forward:
             }
         return fields
 
-    def losses(self, model: nn.Module, fields: Batch, rows: int) -> Losses:
-        """Returns the losses of rows in float32; `rows` is their number."""
+    def losses_of(self, fields: Batch, rows: int) -> Losses:
+        """Returns the losses of augmented rows in float32; `rows` is their number."""
         # A single row is not compiled, because `allow_single_values` switches layers while the forward runs.
-        callable_model = self._compiled(model) if self._compiles and rows > 1 else model
+        model = self._compiled_model if self._compiled_model is not None and rows > 1 else self.model
         with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext():
-            losses = self._loss(callable_model, fields)
+            losses = self._loss(model, fields)
         return check_losses(self._task, losses, rows).float()
 
-    def weights(self, rows: int, over: float, scale: float) -> Tensor:
-        """Returns the weight of each row's loss, `scale / over`, shape (rows,); equal calls return the same tensor.
+    def weights(self, rows: int, over: float) -> Tensor:
+        """Returns the weight of each row's loss, the loss scale over `over`, shape (rows,).
 
-        Args:
-            rows: Number of rows.
-            over: Divisor of the mean.
-            scale: Loss scale.
+        Equal calls return the same tensor.
         """
-        value = scale / over
+        value = (self._scale.value if self._scale is not None else 1.0) / over
         weights = self._weights.get((rows, value))
         # A version above 0 shows that a task's backward has written into the tensor.
-        if weights is None or weights._version:
+        if weights is None or tensor_version(weights):
             if len(self._weights) == _MAX_WEIGHT_TENSORS:
                 self._weights.clear()
             weights = self._weights[rows, value] = torch.full((rows,), value, device=self._device)
         return weights
 
-    def _compiled(self, model: nn.Module) -> Any:
-        """Returns the compiled model, which torch compiles for each shape separately.
+    def non_finite_rows(self, cursor: Cursor, batch: MicroBatch, loss: float, over: float) -> list[int]:
+        """Returns the manifest positions of the rows that gave a NaN or infinity; computes the micro-batch again.
 
-        A kernel for several shapes (`dynamic`) would depend on the shapes that came first, which differ between
-        workers, and so would its results.
+        Args:
+            cursor: Position of the step in the data.
+            batch: The rows.
+            loss: The sum of their losses in the step.
+            over: Divisor of the loss in the step.
+
+        Returns:
+            The rows with fields, losses or gradients that are not finite. If each row by itself is finite, all rows of
+            the micro-batch; no row if its loss and gradient are finite.
         """
-        if model not in self._compiled_models:
-            self._compiled_models[model] = torch.compile(model, dynamic=False)
-        return self._compiled_models[model]
+        del loss
+        if not batch.rows:
+            return []
+        with self.prepared(batch):
+            if self._is_finite(cursor, batch, over):
+                return []
+            bad = _rows_with_non_finite_fields(batch.fields)
+            if not bad:
+                is_finite = self.losses(cursor, batch).values.isfinite().tolist()
+                bad = [i for i in range(batch.rows) if not is_finite[i]]
+        if not bad:
+            # Each row is computed separately, because in a backward of all rows a NaN of one row spreads to the others.
+            for i in range(batch.rows):
+                row = batch._replace(rows=1, keys=batch.keys[i : i + 1], positions=batch.positions[i : i + 1])
+                row = row._replace(fields={name: values[i : i + 1] for name, values in batch.fields.items()})
+                # A task may not accept a single row, for example with a loss of pairs.
+                with suppress(TaskError), self.prepared(row):
+                    bad += [] if self._is_finite(cursor, row, 1) else [i]
+        positions = batch.positions.tolist()
+        return [positions[i] for i in bad if i < len(positions)] or positions
+
+    def _is_finite(self, cursor: Cursor, batch: MicroBatch, over: float) -> bool:
+        """Returns whether the loss and the gradient of a micro-batch are finite; computes them again."""
+        loss = self.losses(cursor, batch).values.sum() / over
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
+
+
+def _rows_with_non_finite_fields(fields: Batch) -> list[int]:
+    """Returns the indices of the rows that have a NaN or infinity in a field."""
+    is_bad = [
+        ~values.isfinite().flatten(1).all(1) if values.ndim > 1 else ~values.isfinite()
+        for values in fields.values()
+        if values.ndim
+    ]
+    return torch.stack([rows.cpu() for rows in is_bad]).any(0).nonzero()[:, 0].tolist() if is_bad else []
+
+
+def raise_non_finite(
+    cursor: Cursor,
+    result: StepResult,
+    bad_rows: list[tuple[int, list[int]]],
+    world: World,
+    unknown_source: str = Passes.unknown_source,
+) -> NoReturn:
+    """Gathers the rows that gave a NaN or infinity and raises the error that names them; a collective.
+
+    Args:
+        cursor: Position of the step in the data.
+        result: The result of the step.
+        bad_rows: Each logical worker of this rank with `Passes.non_finite_rows`, which may be empty.
+        world: The workers of the generation.
+        unknown_source: The source that the error names if no rank has bad rows.
+
+    Raises:
+        NonFiniteError: Always, with the same message on every rank.
+    """
+    sources = "; ".join(
+        f"logical worker {v}, rows at manifest positions {positions}"
+        for bad_rows_of_rank in gather(bad_rows, world)
+        for v, positions in bad_rows_of_rank
+        if positions
+    )
+    raise NonFiniteError(
+        f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the loss ({result.loss}) or the gradient is not"
+        f" finite, from {sources or unknown_source}. The optimizer did not move. Look at these rows, lower the learning"
+        " rate, or set train.grad_clip_norm."
+    )

@@ -9,7 +9,7 @@ In some steps every rank recomputes one share of another rank (at a high rate se
 does, so that no rank waits for one with more work. If two checksums differ, a tie-breaking rank computes the share once
 more.
 
-`SdcChecker` decides what is recomputed in the steps of a generation, and `RecomputedShares` does it in one step.
+`SdcChecker` does this in the steps of a generation, as a hook of the step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -26,9 +27,13 @@ from torch import Tensor
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import IrreproducibleError, PeerLostError, WrongResultError
 from ray_app.plan.hashing import key
-from ray_app.reduction.base import GradientReducer, World, collective
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import World, collective
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.transport import P2PWork, receive, start_send, sum_over_ranks
+from ray_app.train.step.micro_batch import Passes, ReplicaBuffers
+from ray_app.train.step.step import StepHook
+from ray_app.train.step.step_stats import StepResult
 
 # Salts of the keys, one for each purpose, so that the drawn numbers are independent of each other. Other modules have
 # other salts.
@@ -114,13 +119,6 @@ def corrupt_rank(
     return rank_by_right_result.get(owner_again)
 
 
-ComputeShare = Callable[[MicroBatch], int]
-"""Computes the gradient of a micro-batch and leaves it in `.grad`; returns the checksum of the buffers after the pass.
-
-It changes nothing else.
-"""
-
-
 @dataclass(frozen=True)
 class WorkerDevice:
     """A worker and the device on which it computes.
@@ -158,92 +156,89 @@ class SdcFinding:
     reporting_rank: int
 
 
-class SdcChecker:
-    """Decides which shares the ranks of a generation recompute in each step, see the module.
+@dataclass(frozen=True)
+class ComparedWorkers:
+    """The workers of a generation that SDC checks compare, with all that an `SdcChecker` takes from the run.
 
     Args:
         rate: Fraction of all shares to recompute, 0 to 1.
         seed: Seed of the run.
-        workers: Worker and device of each rank.
+        devices: Worker and device of each rank.
         last_clean_steps: Last step, from 1, in which a recomputed share of a worker was right, by the worker's name.
-            It is updated here and outlives the generation.
+            It is updated by the checker and outlives the generation.
         report: Called on all ranks with each finding, before the corrupt rank ends.
+    """
 
-    Attributes:
-        groups: The groups of ranks with equal environments; results are compared within a group.
-        world: The workers of the generation, with the present assignment of logical workers; set by `begin`.
+    rate: float
+    seed: int
+    devices: Sequence[WorkerDevice]
+    last_clean_steps: dict[str, int]
+    report: Callable[[SdcFinding], None]
+
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        """The groups of ranks with equal environments; results are compared within a group."""
+        by_environment: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        for rank, device in enumerate(self.devices):
+            by_environment.setdefault(device.environment, []).append(rank)
+        return list(by_environment.values())
+
+
+class SdcChecker(StepHook):
+    """Recomputes shares of other ranks while the gradients of a step travel, and compares checksums, see the module.
+
+    In a step with recomputed shares `begin` and `check` are collectives of all ranks; in every other step each method
+    returns at once.
+
+    Args:
+        workers: The workers of the generation.
+        world: The same workers with the present assignment of logical workers.
+        passes: Computes the gradient of a micro-batch.
+        buffers: The buffers of the model.
+        reducer: The gradient reducer of the step, which computes the checksums of gradients.
     """
 
     def __init__(
         self,
-        rate: float,
-        seed: int,
-        workers: Sequence[WorkerDevice],
-        last_clean_steps: dict[str, int],
-        report: Callable[[SdcFinding], None],
+        workers: ComparedWorkers,
+        world: World,
+        passes: Passes,
+        buffers: ReplicaBuffers,
+        reducer: BucketedReducer,
     ) -> None:
-        self._rate = rate
-        self._seed = seed
-        self.workers = workers
-        self.report = report
-        self.last_clean_steps = last_clean_steps
-        by_environment: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        for rank, worker in enumerate(workers):
-            by_environment.setdefault(worker.environment, []).append(rank)
-        self.groups = list(by_environment.values())
-
-    def begin(self, world: World) -> None:
-        """Sets the workers with the assignment of logical workers for the following steps."""
-        self.world = world
+        self._workers = workers
+        self._world = world
+        self._passes = passes
+        self._buffers = buffers
+        self._reducer = reducer
         self._blocks = [world.assigned_to(rank) for rank in range(world.size)]
+        # The shares of the present step and the logical workers of this rank among them; the micro-batches of this
+        # rank by logical worker; those that it recomputes; and the checksums of both by logical worker.
+        self._shares = list[RecomputedShare]()
+        self._own_shares = set[int]()
+        self._batches: dict[int, MicroBatch] = {}
+        self._batches_to_recompute = list[MicroBatch]()
+        self._buffer_checksums = dict[int, int]()
+        self._recomputed_checksums = dict[int, int]()
 
-    def due(self, step: int, batches: Sequence[MicroBatch], reducer: GradientReducer) -> RecomputedShares | None:
-        """Returns the shares to recompute in a step; None without any.
-
-        If there are any this is a collective, in which the micro-batches go to the ranks that recompute them.
-
-        Args:
-            step: Number of the step, from 0 over the run.
-            batches: The micro-batches of this rank.
-            reducer: The gradient reducer of this step, which computes the checksums of gradients.
+    def begin(self, step: int, cursor: Cursor, batches: Sequence[MicroBatch], global_rows: int) -> None:
+        """Draws the shares of the step and sends their micro-batches to the ranks that recompute them.
 
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        shares = draw_recomputed_shares(step, self._seed, self._rate, self._blocks, self.groups)
-        assert isinstance(reducer, BucketedReducer), "checked with the configuration"
-        return RecomputedShares(self, step + 1, shares, batches, reducer) if shares else None
-
-
-class RecomputedShares:
-    """The recomputed shares of one step; `note_buffers`, `compute` and `compare` are called in this order.
-
-    The constructor sends the micro-batches to the ranks that recompute them, so it is a collective.
-
-    Args:
-        checker: The checker of the generation.
-        step: Number of the step, from 1 over the run.
-        shares: The shares to recompute.
-        batches, reducer: See `SdcChecker.due`.
-    """
-
-    def __init__(
-        self,
-        checker: SdcChecker,
-        step: int,
-        shares: Sequence[RecomputedShare],
-        batches: Sequence[MicroBatch],
-        reducer: BucketedReducer,
-    ) -> None:
-        self._checker = checker
-        self._step = step
-        self.shares = shares
-        self._world, self._reducer = checker.world, reducer
+        workers = self._workers
+        self._shares = draw_recomputed_shares(step, workers.seed, workers.rate, self._blocks, workers.groups)
+        self._own_shares = {share.logical_worker for share in self._shares if share.owner == self._world.rank}
+        if not self._shares:
+            return
+        # Findings and messages number steps from 1.
+        self._step, self._cursor = step + 1, cursor
+        self._global_rows = global_rows
         self._batches = {batch.logical_worker: batch for batch in batches}
-        self._reducer.watch_checksums({share.logical_worker for share in shares if share.owner == self._world.rank})
-        self._batches_to_recompute = self._send_batches(shares)
-        self._buffer_checksums = dict[int, int]()
-        self._recomputed_checksums = dict[int, int]()
+        self._buffer_checksums = {}
+        self._reducer.watch_checksums(self._own_shares)
+        self._batches_to_recompute = self._send_batches(self._shares)
 
     def _send_batches(self, shares: Sequence[RecomputedShare]) -> list[MicroBatch]:
         """Sends the micro-batches of shares to the ranks that recompute them; returns those for this rank."""
@@ -262,43 +257,39 @@ class RecomputedShares:
                 send.wait()
         return batches
 
-    def note_buffers(self, logical_worker: int, buffer_checksum: Callable[[], int]) -> None:
-        """Notes the checksum of the buffers after a logical worker of this rank has run.
+    def end_logical_worker(self, logical_worker: int) -> None:
+        """Notes the checksum of the buffers after a logical worker of which the share is recomputed."""
+        if logical_worker in self._own_shares:
+            self._buffer_checksums[logical_worker] = self._buffers.checksum()
 
-        Args:
-            logical_worker: The logical worker.
-            buffer_checksum: Computes the checksum, which waits for the device; called only if the share is recomputed.
+    def reducing(self) -> None:
+        """Recomputes the shares that are drawn for this rank."""
+        if self._shares:
+            self._recomputed_checksums = {
+                batch.logical_worker: self._recompute(batch) for batch in self._batches_to_recompute
+            }
+
+    def _recompute(self, batch: MicroBatch) -> int:
+        """Recomputes a share; returns the checksum of its gradient and its buffers.
+
+        The gradients and buffers of this rank stay as they are.
         """
-        if any(share.logical_worker == logical_worker for share in self.shares):
-            self._buffer_checksums[logical_worker] = buffer_checksum()
+        with self._reducer.free_grads(), self._buffers.from_start():
+            self._passes.recompute(self._cursor, batch, self._global_rows)
+            return _to_int64(self._buffers.checksum() + self._reducer.gradient_checksum())
 
-    def compute(self, compute_share: ComputeShare) -> None:
-        """Recomputes the shares that are drawn for this rank.
+    def check(self, result: StepResult) -> StepResult:
+        """Compares the two checksums of each share; returns the result with the number of shares.
 
-        Args:
-            compute_share: Computes a share; used by `compare`, too, if a tie has to be broken.
-        """
-        self._compute_share = compute_share
-        self._recomputed_checksums = {
-            batch.logical_worker: self._checksum_of(batch) for batch in self._batches_to_recompute
-        }
-
-    def _checksum_of(self, batch: MicroBatch) -> int:
-        """Recomputes a share; returns the checksum of its gradient and its buffers."""
-        with self._reducer.free_grads():
-            buffer_checksum = self._compute_share(batch)
-            return _to_int64(buffer_checksum + self._reducer.gradient_checksum())
-
-    def compare(self) -> None:
-        """Compares the two checksums of each share; a collective, after which all ranks raise or none does.
-
-        If it raises, the result of the step must not be used.
+        All ranks raise, or none does.
 
         Raises:
             WrongResultError: This rank computed a wrong result.
             PeerLostError: Another rank computed a wrong result and ends, or a peer left.
             IrreproducibleError: The results do not show which rank is corrupt.
         """
+        if not self._shares:
+            return result
         rank, gradient_checksums = self._world.rank, self._reducer.checksums()
         checksums = {
             v: _to_int64(buffer_checksum + gradient_checksums.get(v, 0))
@@ -306,25 +297,25 @@ class RecomputedShares:
         }
         self._reducer.watch_checksums(set())
         # Each rank fills in its own results and zeros, so the sum over ranks has the results of all.
-        results = torch.zeros(len(self.shares), 2, dtype=torch.int64)
-        for result, share in zip(results, self.shares, strict=True):
-            result[0] = checksums[share.logical_worker] if share.owner == rank else 0
-            result[1] = self._recomputed_checksums[share.logical_worker] if share.by == rank else 0
+        results = torch.zeros(len(self._shares), 2, dtype=torch.int64)
+        for row, share in zip(results, self._shares, strict=True):
+            row[0] = checksums[share.logical_worker] if share.owner == rank else 0
+            row[1] = self._recomputed_checksums[share.logical_worker] if share.by == rank else 0
         all_results = sum_over_ranks(results, self._world).tolist()
-        for share, (by_owner, by_other) in zip(self.shares, all_results, strict=True):
+        for share, (by_owner, by_other) in zip(self._shares, all_results, strict=True):
             if by_owner != by_other:
                 self._raise_mismatch(share, (by_owner, by_other))
-        self._checker.last_clean_steps.update(
-            {self._checker.workers[share.owner].name: self._step for share in self.shares}
-        )
+        devices = self._workers.devices
+        self._workers.last_clean_steps.update({devices[share.owner].name: self._step for share in self._shares})
+        return result._replace(recomputed=len(self._shares))
 
     def _raise_mismatch(self, share: RecomputedShare, checksums: tuple[int, int]) -> None:
-        """Lets the tie-breaking ranks compute a share once more and raises the error of `compare`; a collective."""
-        ranks, this_rank = tie_breaking_ranks(share, self._checker.groups), self._world.rank
+        """Lets the tie-breaking ranks compute a share once more and raises the error of `check`; a collective."""
+        ranks, this_rank = tie_breaking_ranks(share, self._workers.groups), self._world.rank
         batches = self._send_batches([share._replace(by=rank) for rank in ranks])
         results = torch.zeros(len(ranks), dtype=torch.int64)
         if this_rank in ranks:
-            results[ranks.index(this_rank)] = self._checksum_of(batches[0])
+            results[ranks.index(this_rank)] = self._recompute(batches[0])
         tie_breakers = list(zip(ranks, sum_over_ranks(results, self._world).tolist(), strict=True))
         rank = corrupt_rank(share, checksums, tie_breakers)
         if rank is None:
@@ -334,11 +325,11 @@ class RecomputedShares:
                 " does not decide, or uses operations that are not deterministic (ray-app check finds both), or a"
                 " device errs, and there are too few workers to tell which."
             )
-        worker = self._checker.workers[rank]
+        worker = self._workers.devices[rank]
         # The corrupt rank ends, so another one records the finding.
         reporting_rank = next(r for r in range(self._world.size) if r != rank)
-        clean = self._checker.last_clean_steps.get(worker.name, 0)
-        self._checker.report(SdcFinding(rank, worker, self._step, share.logical_worker, clean, reporting_rank))
+        clean = self._workers.last_clean_steps.get(worker.name, 0)
+        self._workers.report(SdcFinding(rank, worker, self._step, share.logical_worker, clean, reporting_rank))
         message = (
             f"rank {rank} on {worker.name} ({worker.device}) computed logical worker {share.logical_worker} of step"
             f" {self._step} wrongly"

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
 import torch
 
-from ray_app.errors import ConfigError
+from ray_app.data.windows import MicroBatch
+from ray_app.errors import ConfigError, DataError
+from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, gather
 from ray_app.reduction.transport import sum_over_ranks
+from ray_app.task.base import LossSums
 from ray_app.train.membership import Flags
-from ray_app.train.step.timing import TimeValues
 
 _RECORD_FORMAT = "<qQdqdqddddd"
 """The fields of a `ReplicaStats` from `rows` to `step_s`, eight bytes each.
@@ -28,6 +30,29 @@ _RECORD_FORMAT = "<qQdqdqddddd"
 the last field, follows as one float for each name.
 """
 _NO_METRICS: Mapping[str, float] = {}
+
+
+class TimeBreakdown(NamedTuple):
+    """Where one worker's time goes in a step, in seconds.
+
+    Args:
+        compute_s: Time of forward and backward in this step, divided by the number of logical workers that the worker
+            runs.
+        data_s: Time that the worker waited for the data of this step.
+        other_s: All other time between the reduction of the previous step and the beginning of this one: the update,
+            records, snapshots, hooks; 0 without a previous step.
+        step_s: Time from the beginning of the previous step to the beginning of this one; 0 without a previous step.
+    """
+
+    compute_s: float
+    data_s: float
+    other_s: float
+    step_s: float
+
+
+NO_TIME = TimeBreakdown(0.0, 0.0, 0.0, 0.0)
+TimeValues = tuple[float, float, float, float]
+"""The values of a `TimeBreakdown` in the order of its fields, as the ranks gather them."""
 
 
 class ReplicaStats(NamedTuple):
@@ -94,6 +119,18 @@ class StepResult(NamedTuple):
         """Total weight of the rows, by which the means are divided; 0 if no row has weight."""
         return math.fsum(self.weights)
 
+    def check_rows(self, cursor: Cursor, planned: int) -> None:
+        """Checks that the step at a cursor has consumed, or skipped as bad, exactly the planned rows.
+
+        Raises:
+            DataError: The number of rows is another one.
+        """
+        rows, skipped = sum(self.rows), sum(self.skipped)
+        if rows + skipped != planned:
+            raise DataError(
+                f"Step {cursor} consumed {rows} rows and skipped {skipped}, {planned} were planned; please report this."
+            )
+
     def over_weight(self, planned: int) -> StepResult:
         """Returns this result with means over the rows' weight instead of means over the planned rows.
 
@@ -116,13 +153,42 @@ class StepStats:
 
     Args:
         world: The workers of the generation.
+        measure: Returns the time of this rank in the present step; None if times are not measured.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, measure: Callable[[], TimeBreakdown] | None = None) -> None:
         self._world = world
+        self._measure = measure
         self._names: tuple[str, ...] | None = None
         self._name_set = set[str]()
         self._record = struct.Struct(_RECORD_FORMAT)
+
+    def gather_batches(
+        self,
+        batches: Sequence[MicroBatch],
+        sums: Sequence[LossSums],
+        global_rows: int,
+        flags: Flags,
+        shares: Sequence[tuple[float, float]] = (),
+    ) -> StepResult:
+        """Gathers the statistics of all logical workers, see `gather`.
+
+        Args:
+            batches: The micro-batches of this rank.
+            sums: The sums over the rows of each.
+            global_rows: Number of rows over which the loss is a mean.
+            flags: The flags of this rank.
+            shares: The share of each micro-batch in the mean loss and in the square of the gradient's norm; if empty,
+                its part of the mean over `global_rows`, and 0.
+        """
+        times = self._measure() if self._measure is not None else NO_TIME
+        shares = shares or [(batch_sums.loss / global_rows, 0.0) for batch_sums in sums]
+        return self.gather(
+            [
+                make_replica_stats(batch, batch_sums, *share, flags, times)
+                for batch, batch_sums, share in zip(batches, sums, shares, strict=True)
+            ]
+        )
 
     def gather(self, local_stats: list[ReplicaStats]) -> StepResult:
         """Gathers the statistics of all logical workers and combines them; a collective of all ranks.
@@ -171,6 +237,24 @@ class StepStats:
             check_same_metrics(all_names)
         elif any(stats.rows and stats.metrics.keys() != self._name_set for stats in local_stats):
             check_same_metrics({self._names, *(tuple(sorted(stats.metrics)) for stats in local_stats if stats.rows)})
+
+
+def make_replica_stats(
+    batch: MicroBatch, sums: LossSums, loss: float, squared_norm: float, flags: Flags, times: TimeBreakdown
+) -> ReplicaStats:
+    """Returns the statistics of the logical worker of a micro-batch, see `ReplicaStats`."""
+    return ReplicaStats(
+        batch.logical_worker,
+        batch.rows,
+        batch.row_hash,
+        loss,
+        flags,
+        squared_norm,
+        batch.num_skipped,
+        sums.weight,
+        *times,
+        sums.metrics,
+    )
 
 
 def check_same_metrics(names: Iterable[tuple[str, ...]]) -> None:

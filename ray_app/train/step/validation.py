@@ -16,7 +16,7 @@ import torch
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, gather
+from ray_app.reduction.base import World, check_device_errors, gather
 from ray_app.retry import Retry
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.runlog.journal import PendingEvents, put_event
@@ -82,15 +82,16 @@ class Validation:
         manifest = job.evaluation.manifest
         local_chunks = []
         with self._state.eval_model() as model:
+            self._state.sync.broadcast_parameters(self._state.average is not None)
             digest = params_digest(model.state_dict())
             for chunk in score(
                 job.task, model, self._arrays, batch_size, self._device, world.rank, world.size, manifest=manifest
             ):
                 local_chunks.append(chunk)
                 self._report_progress()
-        # `eval_model` may have received the parameters on the device, where a broken collective leaves garbage.
-        if world.check_device_errors is not None:
-            world.check_device_errors()
+        # The parameters may have been received on the device, where a broken collective leaves garbage.
+        if world.has_device_collectives:
+            check_device_errors()
         chunks_by_rank = gather(local_chunks, world)
         if world.rank != 0:
             return

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,45 +20,57 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ray_app.checkpoint.format import Snapshot
-from ray_app.config.config import Config
-from ray_app.task.base import Task
+from ray_app.config.sections import TrainSection
+from ray_app.reduction.base import World, launch_guard
 from ray_app.train.state.parameters import ordered_parameters
-from ray_app.train.state.state import NO_STATE, TrainingState
-from ray_app.train.state.transfer import page_locked_like
+from ray_app.train.state.state import NO_STATE, Placement, StateSync, TrainingState
+from ray_app.train.state.transfer import page_locked_like, transfer_snapshot
 from ray_app.train.step.micro_batch import TensorGroup
-from ray_app.train.strategies.partitioned import PartitionedState
+from ray_app.train.strategies.partitioned import PartitionedSync
 
 
-class CentralState(PartitionedState):
-    """The state of central storage: `model` computes on the device, and the optimizer updates `master` in host memory.
+class CentralPlacement(Placement):
+    """The parameters of central storage: `model` is on the device, and the optimizer updates `master` on the host.
 
     On ranks other than 0 the master has the parameters from the start of the generation, and the optimizer has no
     state.
+
+    Args:
+        device: Device of the model.
+        train: The section of the configuration; `peer_replica` is read.
+        updates_buffers: Whether the task may write buffers in an update (averages), so that all ranks need the master's
+            buffers.
     """
 
-    def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
-        self._has_master = False
-        """Whether this was rank 0 in its newest generation: only that rank has new parameters and optimizer state."""
-        self._has_newer_buffers = False
-        """Whether the master has buffers of the last update that the model does not have yet."""
-        self._refreshed_step = NO_STATE
-        """The number of finished steps after which the model received its parameters; `NO_STATE` to send them again."""
-        self._updates_buffers = type(task).apply_gradients is not Task.apply_gradients
-        """Whether the task may write buffers in an update (averages), so that all ranks need the master's buffers."""
-        self._gradients: dict[Tensor, Tensor] = {}
-        """Page-locked memory for the gradient of each trained parameter of the master, on rank 0 with a GPU."""
-        super().__init__(config, task, device, total_steps)
+    num_owners: int | None = 1
+    """Only rank 0 has a part of the state, which is the whole."""
 
-    def _make_master(self, model: nn.Module) -> nn.Module:
+    def __init__(self, device: torch.device, train: TrainSection, updates_buffers: bool) -> None:
+        self._device = device
+        self._train = train
+        self._updates_buffers = updates_buffers
+        # Whether this was rank 0 in its newest generation: only that rank has new parameters and optimizer state.
+        self._has_master = False
+        # Whether the master has buffers of the last update that the model does not have yet.
+        self._has_newer_buffers = False
+        # The step of the parameters in the model, and whether they are averaged ones.
+        self._received = NO_STATE, False
+        # Page-locked memory for the gradient of each trained parameter of the master, on rank 0 with a GPU.
+        self._gradients: dict[Tensor, Tensor] = {}
+
+    def make_sync(self, state: TrainingState) -> StateSync:
+        """Returns the sync of the state, see `Placement.make_sync`."""
+        self._state = state
+        return PartitionedSync(state, self, self._train.peer_replica)
+
+    def make_master(self, model: nn.Module, build_model: Callable[[], nn.Module]) -> nn.Module:
         """Returns a copy of the model in host memory."""
         try:
             master = copy.deepcopy(model).cpu()
         # Some models cannot be copied, because they have a lock, or a tensor that was computed from others
         # (weight_norm, pruning). Such a model is built a second time.
         except Exception:
-            frozen_layers, master = self._frozen_layers, self._build_model().cpu()
-            # `_build_model` has replaced the frozen layers by those of the master, but `train` needs the model's.
-            self._frozen_layers = frozen_layers
+            master = build_model().cpu()
             with torch.no_grad():
                 for target, source in zip(_tensors(master), _tensors(model), strict=True):
                     target.copy_(source)
@@ -67,24 +79,19 @@ class CentralState(PartitionedState):
             vars(m).update(vars(p))
         return master
 
-    def optimizer_step(self) -> None:
-        """Finishes a step, see `TrainingState.optimizer_step`; only rank 0 updates parameters."""
+    def update(self, apply: Callable[[], None]) -> None:
+        """Updates the parameters of the master on rank 0, see `Placement.update`."""
         if self._has_master:
             self._fetch_gradients()
             if self._updates_buffers:
                 self._take_buffers()
                 self._has_newer_buffers = True
-            super().optimizer_step()
-            return
-        # On the other ranks the schedule advances without the optimizer, for which torch would print a warning.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            self.advance_schedule()
+            apply()
 
     def _fetch_gradients(self) -> None:
         """Sets the gradients of the master to those of the model; from a GPU they are copied, and the host waits."""
         on_gpu = self._device.type == "cuda"
-        for m, p in zip(self.master.parameters(), self.model.parameters(), strict=True):
+        for m, p in zip(self._state.master.parameters(), self._state.model.parameters(), strict=True):
             if not on_gpu or p.grad is None:
                 m.grad = p.grad
                 continue
@@ -97,103 +104,85 @@ class CentralState(PartitionedState):
 
         Only rank 0 makes such copies, so only its memory is page-locked, and only once.
         """
-        parameters = list(self.master.parameters())
+        parameters = list(self._state.master.parameters())
         if self._device.type == "cpu" or self._gradients or not self._has_master:
             return
         for p, memory in zip(parameters, page_locked_like(parameters), strict=True):
             p.data = memory.copy_(p.data)
-        trained = ordered_parameters(self.optimizer)
+        trained = ordered_parameters(self._state.optimizer)
         self._gradients = dict(zip(trained, page_locked_like(trained), strict=True))
 
-    def refresh(self) -> None:
-        """Sends the parameters of the present step to all ranks, see `TrainingState.refresh`.
-
-        Raises:
-            PeerLostError: A peer left meanwhile; the state of rank 0 is unchanged.
-        """
-        if self._refreshed_step != self.step:
-            self._send_parameters()
-            self._refreshed_step = self.step
+    def open_group(self, world: World) -> AbstractContextManager[World]:
+        """Returns a context that yields the workers as they are."""
+        return nullcontext(world)
 
     @torch.no_grad()
-    def _send_parameters(self) -> None:
-        """Copies the master's parameters into the model of every rank, and its buffers if an update may write them."""
-        parameters = [p.detach() for p in self.model.parameters()]
+    def broadcast_parameters(self, world: World, averaged: bool) -> None:
+        """Copies the master's parameters into the model of every rank, unless it has those of the present step.
+
+        Buffers are copied, too, if an update may write them. If a peer is lost, the state of rank 0 is unchanged.
+        """
+        state = self._state
+        if self._received == (state.step, averaged):
+            return
+        self._received = NO_STATE, False
+        parameters = [p.detach() for p in state.model.parameters()]
         if self._has_master:
-            for p, m in zip(parameters, self.master.parameters(), strict=True):
+            for p, m in zip(parameters, state.master.parameters(), strict=True):
                 p.copy_(m, non_blocking=True)
-        buffers = TensorGroup(list(self.model.buffers()) if self._updates_buffers else [])
+        buffers = TensorGroup(list(state.model.buffers()) if self._updates_buffers else [])
         if self._has_newer_buffers:
-            buffers.copy(TensorGroup(list(self.master.buffers())))
+            buffers.copy(TensorGroup(list(state.master.buffers())))
             self._has_newer_buffers = False
-        if self._world.size > 1:
+        if world.size > 1:
             sent = buffers.like()
             sent.copy(buffers)
-            with self._world.launch_guard():
+            with launch_guard(world)():
                 for work in [dist.broadcast(p, 0, async_op=True) for p in (*parameters, sent.memory) if p.numel()]:
                     work.wait()  # type: ignore[union-attr]
             buffers.copy(sent)
+        self._received = state.step, averaged
 
-    @contextmanager
-    def eval_model(self) -> Iterator[nn.Module]:
-        """Yields the model with the parameters of rank 0, see `TrainingState.eval_model`; a collective of all ranks.
-
-        If the run averages parameters, these are the averaged ones. The next step sends the trained parameters again.
-        """
-        try:
-            with self.average.in_place() if self.average is not None else nullcontext():
-                self._send_parameters()
-                yield self.model
-        finally:
-            self.train()
-            self._refreshed_step = NO_STATE
-
-    def _fall_back(self) -> None:
-        if self._has_master:
-            # Rank 0 has the whole state of the present step, so no step is lost. If this rank has to leave before the
-            # next generation forms, it saves this copy, without a group.
-            self._whole = self._local_copy()
-        else:
-            super()._fall_back()
-
-    def _local_copy(self) -> Snapshot:
+    def whole_copy(self) -> Snapshot | None:
+        """Returns a copy of the whole state on rank 0, see `StateParts.whole_copy`."""
         if not self._has_master:
-            return super()._local_copy()
+            return None
         self._take_buffers()
-        return TrainingState.snapshot(self)
+        return self._state.copy_to_host()
+
+    def part(self) -> Any:
+        """Returns the whole state of rank 0, see `StateParts.part`."""
+        self._take_buffers()
+        live = self._state.live()
+        return live.model, live.optimizer, live.schedule, live.extra_state
 
     @torch.no_grad()
     def _take_buffers(self) -> None:
         """Copies the buffers of the model to the master, unless the buffers of the master are newer."""
         if self._has_newer_buffers:
             return
-        for target, source in zip(self.master.buffers(), self.model.buffers(), strict=True):
+        for target, source in zip(self._state.master.buffers(), self._state.model.buffers(), strict=True):
             target.copy_(source)
 
-    @property
-    def _num_owners(self) -> int:
-        return 1
+    def gather(self, world: World) -> Snapshot:
+        """Gives every rank a copy of the state of rank 0, see `StateParts.gather`."""
+        whole = transfer_snapshot(self.whole_copy(), world.rank, 0, range(1, world.size))
+        assert whole is not None
+        return whole
 
-    def _local_part(self) -> Any:
-        if not self._has_master:
-            return None
-        self._take_buffers()
-        return super()._local_part()
-
-    def _collect(self) -> Snapshot:
-        if self._has_master:
-            self._whole = self._local_copy()
-        return self._send_whole(0, range(1, self._world.size))
-
-    def _load_part(self, whole: Snapshot) -> None:
-        self._has_master, self._has_newer_buffers = self._world.rank == 0, False
+    def load(self, whole: Snapshot, world: World) -> None:
+        """Loads a whole copy, on ranks other than 0 without the optimizer's state, see `StateParts.load`."""
+        self._has_master, self._has_newer_buffers = world.rank == 0, False
         self._lock_pages()
-        state = whole.optimizer["state"] if self._has_master else {}
-        optimizer = copy.deepcopy({**whole.optimizer, "state": state})
-        TrainingState.load(self, replace(whole, optimizer=optimizer, schedule=copy.deepcopy(whole.schedule)))
-        self.model.load_state_dict(self.master.state_dict())
-        self._refreshed_step = self.step
-        self.train()
+        if not self._has_master:
+            # The schedule advances without the optimizer, for which torch would print a warning.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        state = self._state
+        optimizer = copy.deepcopy({**whole.optimizer, "state": whole.optimizer["state"] if self._has_master else {}})
+        state.load(replace(whole, optimizer=optimizer, schedule=copy.deepcopy(whole.schedule)))
+        state.model.load_state_dict(state.master.state_dict())
+        self._received = state.step, False
+        state.train()
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

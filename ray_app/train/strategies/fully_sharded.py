@@ -1,16 +1,15 @@
 """The fully sharded strategy: every rank has a shard of each parameter and of its optimizer state (FSDP2).
 
-`ShardedState` builds the model anew for each generation, shards it over the ranks (`torch.distributed.fsdp`) and loads
-a whole copy into it. A whole copy does not depend on the number of ranks, so a checkpoint is the same as with any other
-strategy, and loads on any number of workers. `ShardedStep` makes the same number of passes on all ranks, because every
-pass gathers the parameters from all ranks. `StateShards` and `PiecewiseKernels` let optimizers update a rank's shards
-as plain tensors, with results that are bit-identical to those on whole parameters.
+`ShardedPlacement` builds the model anew for each generation, shards it over the ranks (`torch.distributed.fsdp`) and
+loads a whole copy into it. A whole copy does not depend on the number of ranks, so a checkpoint is the same as with any
+other strategy, and loads on any number of workers. `ShardedPasses` makes the same number of passes on all ranks,
+because every pass gathers the parameters from all ranks. `StateShards` and `PiecewiseKernels` let optimizers update a
+rank's shards as plain tensors, with results that are bit-identical to those on whole parameters.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,117 +25,86 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ray_app.checkpoint.format import Snapshot
-from ray_app.config.config import Config
-from ray_app.config.import_paths import OptimizerSpec, load_class
+from ray_app.config.sections import TrainSection
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.assignment import count_passes
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, collective
-from ray_app.reduction.sharded import (
-    DeterministicShardedReducer,
-    FsdpReducer,
-    gather_whole,
-    shard_like,
-    shard_model,
-    wrap_shard,
-)
-from ray_app.task.base import DeviceSums, Losses, LossSums, Task
-from ray_app.train.membership import Flags
+from ray_app.reduction.base import GradientReducer, World, collective
+from ray_app.reduction.sharded import FsdpReducer, gather_whole, shard_like, shard_model, wrap_shard
+from ray_app.task.base import DeviceSums, Losses
+from ray_app.torch_private import FUSED_KERNELS
 from ray_app.train.process_group import backend_name, init_default_group
 from ray_app.train.state.parameters import ordered_parameters
-from ray_app.train.state.state import TrainingState
+from ray_app.train.state.state import Placement, StateSync, TrainingState
 from ray_app.train.state.transfer import copy_to_host
-from ray_app.train.step.step import Step, gradient_norms
-from ray_app.train.step.step_stats import ReplicaStats, StepResult
-from ray_app.train.strategies.partitioned import PartitionedState
+from ray_app.train.step.micro_batch import Passes
+from ray_app.train.step.step import StepHook
+from ray_app.train.strategies.partitioned import PartitionedSync
 
 
-class ShardedStep(Step):
-    """A step on sharded parameters, in which all ranks make the same number of passes.
+class ShardedPasses(Passes, StepHook):
+    """The passes of sharded parameters, in which all ranks make the same number of passes; each is a collective.
+
+    It is a subclass, because it changes one method of the passes that the others call: the forward gathers parameters.
+    It is a hook of its step to learn which rows this rank has.
 
     A rank makes an idle pass for each logical worker without rows, and if it runs fewer logical workers than another
     rank. An idle pass computes on rows that this rank has had before, with weights of zero, and leaves the buffers
     unchanged.
+
+    Args:
+        world: The workers of the generation.
+        *args: See `Passes`.
     """
 
-    non_finite_source = "gradients of finite losses, which are sharded, so that the logical worker is not known"
+    unknown_source = "gradients of finite losses, which are sharded, so that the logical worker is not known"
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, world: World, *args: Any) -> None:
         super().__init__(*args)
-        assert isinstance(self._reducer, FsdpReducer), "build_reducer made it"
-        self._sharded_reducer = self._reducer
+        self._assigned = world.assigned
         # The passes in which this rank has no logical worker and others do.
-        self._idle_passes = count_passes(self._world.size, self._world.logical_workers) - len(self._world.assigned)
+        self._idle_passes = count_passes(world.size, world.logical_workers) - len(world.assigned)
         # The rows of idle passes.
         self._idle_batch: MicroBatch | None = None
-        # The logical workers of this rank with a loss that is not finite in the present step.
-        self._non_finite: set[int] = set()
 
-    def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
-        """Does one step, see `Step.run`."""
+    def begin(self, step: int, cursor: Cursor, batches: Sequence[MicroBatch], global_rows: int) -> None:
+        """Chooses the rows of idle passes, see `StepHook.begin`."""
+        del step, cursor, global_rows
         self._idle_batch = next((batch for batch in batches if batch.rows), self._idle_batch) or _zero_row(batches[0])
-        return super().run(cursor, batches, global_rows, flags)
 
-    def _run_logical_worker(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> DeviceSums | None:
+    def run(self, cursor: Cursor, batch: MicroBatch, global_rows: int, reducer: GradientReducer) -> DeviceSums | None:
+        """Runs forward and backward of one logical worker, and idle passes after this rank's last one."""
+        assert isinstance(reducer, FsdpReducer), "build_reducer made it"
         sums = None
         if batch.rows:
-            sums = super()._run_logical_worker(cursor, batch, global_rows)
+            sums = super().run(cursor, batch, global_rows, reducer)
         else:
-            self._run_idle_pass(cursor)
-        if batch.logical_worker == self._world.assigned[-1]:
+            self._run_idle_pass(cursor, reducer)
+        if batch.logical_worker == self._assigned[-1]:
             for _ in range(self._idle_passes):
-                self._run_idle_pass(cursor)
+                self._run_idle_pass(cursor, reducer)
         return sums
 
-    def _replica_stats(
-        self, batches: list[MicroBatch], sums: list[LossSums], global_rows: int, flags: Flags
-    ) -> list[ReplicaStats]:
-        stats = super()._replica_stats(batches, sums, global_rows, flags)
-        self._non_finite = {replica.logical_worker for replica in stats if not math.isfinite(replica.loss)}
-        return stats
-
-    def _run_idle_pass(self, cursor: Cursor) -> None:
+    def _run_idle_pass(self, cursor: Cursor, reducer: FsdpReducer) -> None:
         """Makes a pass that adds zeros to the gradients and leaves the buffers unchanged."""
-        batch, buffers = self._idle_batch, list(self._state.model.buffers())
+        batch, buffers = self._idle_batch, list(self.model.buffers())
         assert batch is not None
         values_before = [b.clone() for b in buffers]
-        with self._error_context(batch):
-            self._sharded_reducer.idle(self._losses(cursor, batch, self._state.model).values)
+        with self.prepared(batch):
+            reducer.idle(self.losses(cursor, batch).values)
         with torch.no_grad():
             for buffer, value in zip(buffers, values_before, strict=True):
                 buffer.copy_(value)
 
-    def _losses(self, cursor: Cursor, batch: MicroBatch, model: nn.Module) -> Losses:
-        # The forward gathers parameters, so a lost peer can end it.
+    def losses(self, cursor: Cursor, batch: MicroBatch) -> Losses:
+        """Returns the losses of a micro-batch's rows, see `Passes.losses`; a lost peer can end the forward."""
         with collective():
-            return super()._losses(cursor, batch, model)
+            return super().losses(cursor, batch)
 
-    def _gradients(self) -> list[Tensor]:
-        """Returns this rank's shards of the gradients."""
-        return [p.grad.to_local() for p in self._parameters if p.grad is not None]  # type: ignore[attr-defined]
-
-    def _norms(self) -> list[Tensor]:
-        """Returns norms of all shards of the gradient, see `Step._norms`; a collective.
-
-        With `exact` these are the norms of all parameters' gradients, otherwise it is the norm of all of them together.
-        """
-        if isinstance(self._sharded_reducer, DeterministicShardedReducer):
-            norms = self._sharded_reducer.norms()
-        else:
-            norms = torch.stack(gradient_norms(self._gradients())).double().square().sum()
-            with self._world.launch_guard():
-                dist.all_reduce(norms)
-            norms.sqrt_()
-        return [norms.to(self._device, non_blocking=True)]
-
-    def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
-        """Returns whether the loss of a micro-batch was finite in the step, since another pass would need all ranks."""
-        return batch.logical_worker not in self._non_finite
-
-    def _non_finite_rows(self, cursor: Cursor, batch: MicroBatch) -> list[int]:
-        """Returns all rows of the micro-batch, since a pass for each row would need all ranks."""
-        del cursor
-        return batch.positions.tolist()
+    def non_finite_rows(self, cursor: Cursor, batch: MicroBatch, loss: float, over: float) -> list[int]:
+        """Returns all rows of a micro-batch with a loss that is not finite, since another pass would need all ranks."""
+        del cursor, over
+        return [] if math.isfinite(loss) else batch.positions.tolist()
 
 
 def _zero_row(batch: MicroBatch) -> MicroBatch:
@@ -162,7 +130,6 @@ ELEMENTWISE_OPTIMIZERS = (
     optim.Rprop,
 )
 """Optimizers that update each value of a parameter independently, so that a shard can be updated by itself."""
-_FUSED_KERNELS = (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_)
 _BLOCK_VALUES = 64
 """Number of values in a block of a parameter, see `PiecewiseKernels`.
 
@@ -278,7 +245,7 @@ class PiecewiseKernels(TorchFunctionMode):
         self._pieces = pieces
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _FUSED_KERNELS or args[0][0].device.type != "cpu":
+        if func not in FUSED_KERNELS or args[0][0].device.type != "cpu":
             return func(*args, **(kwargs or {}))
         piece_args: list[list[Tensor]] = [[] for _ in args]
         copies_back: list[tuple[Tensor, Tensor]] = []
@@ -314,90 +281,110 @@ def _cut_piece(value: Tensor, piece: Piece, copies_back: list[tuple[Tensor, Tens
     return block
 
 
-_CPU = torch.device("cpu")
+class ShardedPlacement(Placement):
+    """The parameters of the fully sharded strategy: in each generation a rank has its shard of each.
 
+    The state has to be made on the CPU, because the memory of a device may be too small for the whole model.
 
-class ShardedState(PartitionedState):
-    """The training state of the fully sharded strategy; outside of a generation it consists of the whole copy only."""
+    Args:
+        units: Returns the submodules of a model that are FSDP units, see `shard_model`.
+        train: The section of the configuration.
+        device: Device to compute on.
+    """
 
-    def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
-        # The whole model is built on the CPU, because the memory of a device may be too small for it.
-        super().__init__(config, task, _CPU, total_steps)
-        self._units, self._mesh_device = task.shard_units, device
+    num_owners: int | None = None
 
-    def _build_optimizer(
-        self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter], field: str = "optimizer"
+    def __init__(
+        self, units: Callable[[nn.Module], list[nn.Module]], train: TrainSection, device: torch.device
+    ) -> None:
+        self._units = units
+        self._train = train
+        self._device = device
+
+    def make_sync(self, state: TrainingState) -> StateSync:
+        """Returns the sync of the state, see `Placement.make_sync`."""
+        self._state = state
+        return PartitionedSync(state, self, self._train.peer_replica)
+
+    def build_optimizer(
+        self,
+        build: Callable[[list[Any], bool], Optimizer],
+        make_groups: Callable[[Mapping[str, nn.Parameter]], list[Any]],
+        named: Mapping[str, nn.Parameter],
+        optimizer_class: type[Optimizer],
     ) -> Optimizer:
         """Returns an optimizer of plain shards if its class updates each value independently.
 
-        Any other optimizer gets the sharded parameters (`DTensor`); its operators compute as with whole parameters.
+        Any other optimizer gets the sharded parameters (`DTensor`); its operators compute as with whole parameters, and
+        may communicate for that.
         """
-        sharded = (
-            [p for p in named.values() if isinstance(p, DTensor)] if load_class(spec) in ELEMENTWISE_OPTIMIZERS else []
-        )
-        self._shards = StateShards(sharded)
+        is_elementwise = optimizer_class in ELEMENTWISE_OPTIMIZERS
+        self._shards = StateShards([p for p in named.values() if isinstance(p, DTensor)] if is_elementwise else [])
         shards = {name: self._shards.plain_parameters.get(p, p) for name, p in named.items()}
-        optimizer = super()._build_optimizer(spec, shards, field)
+        optimizer = build(make_groups(shards), is_elementwise)
         self._shards.register_hooks(optimizer)
         return optimizer
 
-    def _can_fuse(self, optimizer_class: Any) -> bool:
-        return optimizer_class in ELEMENTWISE_OPTIMIZERS and super()._can_fuse(optimizer_class)
-
-    def optimizer_step(self) -> None:
-        """Updates the shards, see `TrainingState.optimizer_step`."""
+    def update(self, apply: Callable[[], None]) -> None:
+        """Updates the shards, see `Placement.update`."""
         with self._shards.piecewise_kernels():
-            super().optimizer_step()
+            apply()
 
     @contextmanager
-    def bind(self, world: World) -> Iterator[World]:
-        """Binds the state to a generation, see `PartitionedState.bind`.
+    def open_group(self, world: World) -> Iterator[World]:
+        """Yields the workers with the assignment of logical workers that `exact` needs.
 
-        A single worker has no process group, but FSDP needs one, so it gets one for the generation.
+        A single worker has no process group, but FSDP needs one, so it gets one inside the block.
         """
-        world = replace(world, strided=self._config.train.reduction == "exact")
+        world = replace(world, strided=self._train.reduction == "exact")
         if world.size > 1:
-            with super().bind(world):
-                yield world
+            yield world
             return
-        init_default_group(
-            backend_name(self._mesh_device, self._config.train.backend), self._mesh_device, HashStore(), 0, 1
-        )
+        init_default_group(backend_name(self._device, self._train.backend), self._device, HashStore(), 0, 1)
         try:
-            with super().bind(world):
-                yield world
+            yield world
         finally:
             dist.destroy_process_group()
 
+    def broadcast_parameters(self, world: World, averaged: bool) -> None:
+        """Does nothing, because each forward gathers the parameters."""
+
+    def whole_copy(self) -> Snapshot | None:
+        """Returns None, because no rank has all shards."""
+        return None
+
+    def part(self) -> Any:
+        """Returns the shards of this rank, see `StateParts.part`."""
+        live = self._live()
+        return live.model, live.optimizer, live.schedule, live.extra_state
+
     def _live(self) -> Snapshot:
-        """Returns the state with sharded tensors, see `TrainingState._live`."""
-        live = super()._live()
-        state, parameters = live.optimizer["state"], self._shards.sharded_parameters_of(self.optimizer)
+        """Returns the state with sharded tensors, see `TrainingState.live`."""
+        live = self._state.live()
+        state, parameters = live.optimizer["state"], self._shards.sharded_parameters_of(self._state.optimizer)
         live.optimizer["state"] = {i: _wrap_shards(values, parameters[i]) for i, values in state.items()}
         return live
 
-    def _collect(self) -> Snapshot:
+    def gather(self, world: World) -> Snapshot:
+        """Gathers all shards, see `StateParts.gather`."""
+        del world
         return Snapshot(**copy_to_host(vars(self._live()), whole=gather_whole))
 
-    def _drop(self) -> None:
-        """Frees the shards of the last generation and everything that belongs to them.
+    def load(self, whole: Snapshot, world: World) -> None:
+        """Builds the model anew, shards it over the ranks and loads a whole copy, see `StateParts.load`.
 
-        This has to be done before the shards of the next generation are made, because the memory of a device may be too
-        small for both. Models and optimizers are in reference cycles, so the garbage collector has to run.
+        FSDP forms the groups of its device mesh meanwhile, so all ranks have to call it.
         """
-        self.model = self.master = nn.Module()
-        for name in ("optimizer", "schedule", "turns", "average", "_shards", "_frozen_layers"):
-            vars(self).pop(name, None)
-        gc.collect()
 
-    def _load_part(self, whole: Snapshot) -> None:
-        self._drop()
-        self.model = self.master = self._build_model()
-        with collective():
-            shard_model(self.model, self._units, self._config.train, self._mesh_device, self._world)
-        self._build_optimizers()
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        trained = self._shards.sharded_parameters_of(self.optimizer)
+        def shard(model: nn.Module) -> None:
+            with collective():
+                shard_model(model, self._units, self._train, self._device, world)
+
+        # The shards of the last generation are freed with its model.
+        vars(self).pop("_shards", None)
+        self._state.rebuild(shard)
+        parameters = dict(self._state.model.named_parameters(remove_duplicate=False))
+        trained = self._shards.sharded_parameters_of(self._state.optimizer)
         optimizer = {
             **whole.optimizer,
             "state": {
@@ -408,13 +395,8 @@ class ShardedState(PartitionedState):
         extra_state = dict(whole.extra_state)
         if "parameters" in extra_state:
             extra_state["parameters"] = _shard_by_name(extra_state["parameters"], parameters)
-        model = _shard_by_name(whole.model, parameters)
-        TrainingState.load(
-            self,
-            replace(
-                whole, model=model, optimizer=optimizer, schedule=copy.deepcopy(whole.schedule), extra_state=extra_state
-            ),
-        )
+        model, schedule = _shard_by_name(whole.model, parameters), copy.deepcopy(whole.schedule)
+        self._state.load(replace(whole, model=model, optimizer=optimizer, schedule=schedule, extra_state=extra_state))
 
 
 def _shard_by_name(values: dict[str, Tensor], parameters: dict[str, Any]) -> dict[str, Tensor]:

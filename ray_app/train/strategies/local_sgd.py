@@ -9,8 +9,8 @@ is one common state. Workers may join and leave between two rounds, and a round 
 repeated from its beginning, with bit-identical results. An outer optimizer applies the average change of the parameters
 to the common parameters; with Nesterov momentum that is DiLoCo (Douillard et al., 2023).
 
-`LocalState` is the common state at the end of a round, `LocalReplica` the state of one logical worker during a round,
-and `LocalStep` runs the steps.
+`TrainingState` is the common state at the end of a round, with the outer optimizer (`TrainingState.outer`).
+`LocalReplica` has the state of one logical worker during a round, and `LocalStep` runs the steps.
 """
 
 from __future__ import annotations
@@ -22,93 +22,80 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ray_app.checkpoint.format import Snapshot
-from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, check_errors_on_all_ranks, gather, run_backward
+from ray_app.reduction.base import World, check_errors_on_all_ranks, gather, gradient_norms, scale_and_clip, total_norm
 from ray_app.reduction.bucketed import BucketedReducer
-from ray_app.task.base import DeviceSums, Task, read_sums, sum_on_device
-from ray_app.task.user_code import user_code
+from ray_app.task.base import DeviceSums, LossSums, read_sums, sum_on_device
+from ray_app.torch_private import run_backward
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.parameters import load_optimizer, ordered_parameters, parameter_numbers
-from ray_app.train.state.state import TrainingState, remove_compiler_hooks
-from ray_app.train.step.micro_batch import module_modes, restore_modes
-from ray_app.train.step.step import Step, gradient_norms, make_replica_stats, scale_and_clip, total_norm
-from ray_app.train.step.step_stats import StepResult
-from ray_app.train.step.timing import NO_TIME
+from ray_app.train.state.state import TrainingState
+from ray_app.train.step.micro_batch import Passes, ReplicaBuffers, raise_non_finite
+from ray_app.train.step.step import StepHook
+from ray_app.train.step.step_stats import StepResult, StepStats
 
 
-class LocalState(TrainingState):
-    """The common state of all logical workers at the end of a round, with the outer optimizer that updates it.
+def apply_round(
+    state: TrainingState, change: list[Tensor], optimizer: dict[str, Any], replica: TrainingState, step: int
+) -> None:
+    """Advances the common state to the end of a round.
 
-    Attributes:
-        outer: The outer optimizer. The attribute `optimizer` has the averaged state with which each round begins.
+    Args:
+        state: The common state.
+        change: For each trained parameter the average of what the replicas have subtracted from it in the round; the
+            outer optimizer takes it as the gradient.
+        optimizer: The averaged state of the optimizer.
+        replica: The state of any replica of the round; its schedule is copied.
+        step: Finished steps at the end of the round.
     """
-
-    def _build_optimizers(self) -> None:
-        super()._build_optimizers()
-        train = self._config.train
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        remove_compiler_hooks(torch.optim.SGD)
-        self.outer = torch.optim.SGD(trained, train.outer_lr, train.outer_momentum, nesterov=train.outer_momentum > 0)
-
-    def apply_round(self, change: list[Tensor], optimizer: dict[str, Any], replica: TrainingState, step: int) -> None:
-        """Advances the common state to the end of a round.
-
-        Args:
-            change: For each trained parameter the average of what the replicas have subtracted from it in the round;
-                the outer optimizer takes it as the gradient.
-            optimizer: The averaged state of the optimizer.
-            replica: Any replica of the round; the state of its schedule is copied.
-            step: Finished steps at the end of the round.
-        """
-        for p, value in zip((p for p in self.model.parameters() if p.requires_grad), change, strict=True):
-            p.grad = value
-        self.outer.step()
-        self.outer.zero_grad()
-        load_optimizer(self.optimizer, optimizer)
-        if self.schedule is not None and replica.schedule is not None:
-            self.schedule.load_state_dict(copy.deepcopy(replica.schedule.state_dict()))
-        if self.average is not None:
-            self.average.update(self.step)
-        self.step = step
-
-    def _live(self) -> Snapshot:
-        live = super()._live()
-        live.extra_state["outer"] = self.outer.state_dict()
-        return live
-
-    def load(self, snapshot: Snapshot) -> None:
-        """Loads the state of a snapshot, see `TrainingState.load`."""
-        super().load(snapshot)
-        self.outer.load_state_dict(snapshot.extra_state["outer"])
+    assert state.outer is not None, "train.strategy is local_sgd"
+    for p, value in zip((p for p in state.model.parameters() if p.requires_grad), change, strict=True):
+        p.grad = value
+    state.outer.step()
+    state.outer.zero_grad()
+    load_optimizer(state.optimizer, optimizer)
+    _copy_schedule(state, replica)
+    if state.average is not None:
+        state.average.update(state.step)
+    state.step = step
 
 
-class LocalReplica(TrainingState):
+def _copy_schedule(state: TrainingState, source: TrainingState) -> None:
+    """Gives the schedule of a state the state of another one's schedule."""
+    if state.schedule is not None and source.schedule is not None:
+        state.schedule.load_state_dict(copy.deepcopy(source.schedule.state_dict()))
+
+
+class LocalReplica:
     """The state that one logical worker trains on its own during a round.
 
+    Args:
+        job: The run.
+        device: Device to compute on.
+
     Attributes:
+        state: The state. It trains like that of a run with one worker, without a moving average and an outer optimizer,
+            which only the common state has.
+        passes: Runs forward and backward on its model.
         trained: The trained parameters.
-        modes: Whether each module is in training mode before a step, see `module_modes`.
     """
 
-    def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
-        # Only the common state has a moving average of its parameters.
-        super().__init__(config.replace(train__ema_decay=None), task, device, total_steps)
-        self.trained: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
-        self.modes = module_modes(self.model)
+    def __init__(self, job: Job, device: torch.device) -> None:
+        config = job.config.replace(train__strategy="single", train__ema_decay=None)
+        self.state = TrainingState(config, job.task, device, job.total_steps)
+        self.passes = Passes(config, job.task, device, self.state.model)
+        self.trained = self.passes.parameters
 
     def load_common_state(self, state: TrainingState) -> None:
         """Loads the common state, from which a round starts."""
-        self.model.load_state_dict(state.model.state_dict())
-        load_optimizer(self.optimizer, copy.deepcopy(state.optimizer.state_dict()))
-        if self.schedule is not None and state.schedule is not None:
-            self.schedule.load_state_dict(copy.deepcopy(state.schedule.state_dict()))
+        self.state.model.load_state_dict(state.model.state_dict())
+        load_optimizer(self.state.optimizer, copy.deepcopy(state.optimizer.state_dict()))
+        _copy_schedule(self.state, state)
 
     def clear_gradients(self) -> None:
         """Drops the gradients."""
@@ -120,25 +107,18 @@ class LocalReplica(TrainingState):
         """The gradients of the trained parameters that have one."""
         return [p.grad for p in self.trained if p.grad is not None]
 
-    def finish_step(self, has_rows: bool) -> None:
-        """Finishes a step: updates the parameters if its rows have a weight, and advances the schedule."""
-        if has_rows:
-            with user_code(lambda: "the update of the parameters"):
-                self._task.apply_gradients(self.model, self.optimizer)
-        self.advance_schedule()
-
     def averaged_names(self) -> list[str]:
         """Returns the names in the optimizer's state that are averaged.
 
         These are the names under which every value is a tensor of the shape of its parameter, such as a momentum.
         """
-        values = [(name, v, p) for p in self.trained for name, v in self.optimizer.state[p].items()]
+        values = [(name, v, p) for p in self.trained for name, v in self.state.optimizer.state[p].items()]
         not_averaged = {name for name, v, p in values if not isinstance(v, Tensor) or v.shape != p.shape}
         return sorted({name for name, _, _ in values} - not_averaged)
 
     def averaged_values(self, name: str) -> list[Tensor]:
         """Returns the optimizer's state under a name for every trained parameter; zeros where it has no value."""
-        return [self.optimizer.state[p].get(name, torch.zeros_like(p)).detach() for p in self.trained]
+        return [self.state.optimizer.state[p].get(name, torch.zeros_like(p)).detach() for p in self.trained]
 
     def parameter_decrease(self, starts: list[Tensor]) -> list[Tensor]:
         """Returns for each trained parameter its value in `starts` minus its present value."""
@@ -152,9 +132,9 @@ class LocalReplica(TrainingState):
             steps; and for each parameter group its options and values, such as Prodigy's step size.
         """
         averaged_names, state = self.averaged_names(), dict[int, dict[str, Any]]()
-        for i, p in enumerate(ordered_parameters(self.optimizer)):
-            state[i] = _on_cpu(self.optimizer.state[p], averaged_names)
-        return state, [_on_cpu(group, ["params"]) for group in self.optimizer.param_groups]
+        for i, p in enumerate(ordered_parameters(self.state.optimizer)):
+            state[i] = _on_cpu(self.state.optimizer.state[p], averaged_names)
+        return state, [_on_cpu(group, ["params"]) for group in self.state.optimizer.param_groups]
 
 
 def _on_cpu(values: Mapping[str, Any], excluded: list[str]) -> dict[str, Any]:
@@ -175,7 +155,7 @@ def move_to_device_of(values: Mapping[str, Any], others: Mapping[str, Any]) -> d
     return {name: move(value, others.get(name)) for name, value in values.items()}
 
 
-class LocalStep(Step):
+class LocalStep:
     """Runs the steps of local SGD in one generation of workers.
 
     During a round `state` does not change, and flags take effect only at its end.
@@ -184,32 +164,45 @@ class LocalStep(Step):
         job: The run.
         state: The common state.
         reducer: Sums tensors of the replicas over all logical workers.
+        stats: Gathers the statistics of the step.
         world: The workers of the generation.
         device: Device to compute on.
         enter: Called with each phase that the step begins.
+        hooks: What wraps the step; only its points `begin`, `computed` and `reduced` are called.
     """
 
     def __init__(
         self,
         job: Job,
-        state: LocalState,
+        state: TrainingState,
         reducer: BucketedReducer,
+        stats: StepStats,
         world: World,
         device: torch.device,
         enter: Callable[[Phase], None],
+        hooks: StepHook,
     ) -> None:
-        super().__init__(job.config, job.task, state, reducer, world, device, enter)
         self._job = job
-        self._common_state = state
-        self._bucketed_reducer = reducer
+        self._state = state
+        self._reducer = reducer
+        self._buffers = ReplicaBuffers(state.model, world)
+        self._stats = stats
+        self._world = world
+        self._enter = enter
+        self._hooks = hooks
+        self._parameters = [p for p in state.model.parameters() if p.requires_grad]
         # The replica of each logical worker of this rank.
-        self._replicas = {v: LocalReplica(job.config, job.task, device, job.total_steps) for v in world.assigned}
+        self._replicas = {v: LocalReplica(job, device) for v in world.assigned}
         self._begin_round()
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step, see `Step.lr`."""
-        return next(iter(self._replicas.values())).lr
+        return next(iter(self._replicas.values())).state.lr
+
+    def close(self) -> None:
+        """Closes the reducer, see `Step.close`."""
+        self._reducer.close()
 
     def _begin_round(self) -> None:
         """Starts a round from the common state: drops what the replicas have done since its beginning."""
@@ -221,7 +214,7 @@ class LocalStep(Step):
         self._round_flags = Flags(0)
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
-        """Does one step of every logical worker, see `Step.run`.
+        """Does one step of every logical worker, see `Step.run`; a collective.
 
         After the last step of a round the replicas are averaged, and the result has the flags of all steps of the
         round. The results of the other steps have no flags.
@@ -229,37 +222,38 @@ class LocalStep(Step):
         Raises:
             PeerLostError: A peer left meanwhile; all logical workers return to the beginning of the round.
         """
-        if self._timer is not None:
-            self._timer.begin()
+        self._hooks.begin(self._finished_steps, cursor, batches, global_rows)
+        # Forward and backward of each replica.
         device_sums, device_norms = list[DeviceSums | None](), list[list[Tensor]]()
         for batch in batches:
-            with self._error_context(batch):
-                batch_sums, batch_norms = self._run_replica(cursor, batch)
+            batch_sums, batch_norms = self._run_replica(cursor, batch)
             device_sums.append(batch_sums)
             device_norms.append(batch_norms)
-        if self._timer is not None:
-            self._timer.mark_computed()
-        all_sums, numbers = read_sums(self._task, device_sums, [norm for norms in device_norms for norm in norms])
-        stats = []
-        norms = list[float]()
+        self._hooks.computed()
+        # Synchronize, and gather the statistics.
+        all_sums, numbers = read_sums(self._job.task, device_sums, [norm for norms in device_norms for norm in norms])
         remaining_norms = iter(numbers)
-        time_breakdown = self._timer.breakdown(len(batches), self.data_wait_s) if self._timer is not None else NO_TIME
-        for batch, sums, batch_norms in zip(batches, all_sums, device_norms, strict=True):
-            norm, share = total_norm(islice(remaining_norms, len(batch_norms))), sums.weight / global_rows
-            norms.append(norm)
-            loss, square = (sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0)
-            stats.append(make_replica_stats(batch, sums, loss, flags, time_breakdown, square))
+        norms = [total_norm(islice(remaining_norms, len(batch_norms))) for batch_norms in device_norms]
+        shares = []
+        for sums, norm in zip(all_sums, norms, strict=True):
+            share = sums.weight / global_rows
+            shares.append((sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0))
         self._enter("reduction")
-        result = self._check_and_rescale(cursor, self._stats.gather(stats), global_rows)
-        if self._timer is not None:
-            self._timer.mark_reduced()
+        result = self._stats.gather_batches(batches, all_sums, global_rows, flags, shares)
+        self._hooks.reduced()
+        # Check.
+        result.check_rows(cursor, global_rows)
+        result = result.over_weight(global_rows)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            self._raise_non_finite(cursor, batches, global_rows, result)
+            self._raise_non_finite(cursor, batches, all_sums, result)
+        # Update each replica, and the common state at the end of a round.
         for batch, norm in zip(batches, norms, strict=True):
             replica = self._replicas[batch.logical_worker]
-            if has_rows := result.weights[batch.logical_worker] > 0:
-                scale_and_clip(replica.gradients, 1.0, norm, self._config.train.grad_clip_norm)
-            replica.finish_step(has_rows)
+            if result.weights[batch.logical_worker] > 0:
+                scale_and_clip(replica.gradients, 1.0, norm, self._job.config.train.grad_clip_norm)
+                replica.state.optimizer_step()
+            else:
+                replica.state.advance_schedule()
         self._finished_steps += 1
         weights = zip(self._round_weights, result.weights, strict=True)
         self._round_weights = [round_weight + step_weight for round_weight, step_weight in weights]
@@ -282,36 +276,28 @@ class LocalStep(Step):
         replica.clear_gradients()
         if not batch.rows:
             return None, []
-        restore_modes(replica.modes)
-        losses = self._losses(cursor, batch, replica.model)
-        sums = sum_on_device(losses)
-        # The task may have left gradients of its own in `.grad`.
-        replica.clear_gradients()
-        run_backward(losses.values, self._row_weights(sums))
-        # An optimizer makes its state for a parameter when the parameter first has a gradient. Without a gradient here,
-        # the optimizer would have only the averaged part of its state for the parameter after the round.
-        for p in replica.trained:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        return sums, gradient_norms(replica.gradients)
+        with replica.passes.prepared(batch):
+            losses = replica.passes.losses(cursor, batch)
+            sums = sum_on_device(losses)
+            # The task may have left gradients of its own in `.grad`.
+            replica.clear_gradients()
+            run_backward(losses.values, _row_weights(replica.passes, sums))
+            # An optimizer makes its state for a parameter when the parameter first has a gradient. Without a gradient
+            # here, the optimizer would have only the averaged part of its state for the parameter after the round.
+            for p in replica.trained:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+            return sums, gradient_norms(replica.gradients)
 
-    def _row_weights(self, sums: DeviceSums) -> Tensor:
-        """Returns for each row one over the weight of its micro-batch, or 0 if that has no weight, shape (rows,)."""
-        # If the task gives rows weights, their sum is on the device, and the host does not wait for it.
-        if sums.metrics is None:
-            return self._forward.weights(sums.rows, sums.rows, 1.0)
-        weight = sums.values[1]
-        return torch.where(weight > 0, 1 / weight, 0.0).float().expand(sums.rows)
-
-    def _trained_model(self, batch: MicroBatch) -> nn.Module:
-        """Returns the model of the replica that computes a micro-batch."""
-        return self._replicas[batch.logical_worker].model
-
-    def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
-        replica = self._replicas[batch.logical_worker]
-        loss = self._losses(cursor, batch, replica.model).values.sum() / batch.rows
-        gradients = torch.autograd.grad(loss, replica.trained, allow_unused=True)
-        return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
+    def _raise_non_finite(
+        self, cursor: Cursor, batches: list[MicroBatch], sums: list[LossSums], result: StepResult
+    ) -> None:
+        """Raises the error that names the rows with a NaN or infinity, see `raise_non_finite`; a collective."""
+        bad_rows = []
+        for batch, batch_sums in zip(batches, sums, strict=True):
+            passes = self._replicas[batch.logical_worker].passes
+            bad_rows.append((batch.logical_worker, passes.non_finite_rows(cursor, batch, batch_sums.loss, batch.rows)))
+        raise_non_finite(cursor, result, bad_rows, self._world)
 
     def _average(self) -> None:
         """Advances the common state by the average of the replicas and begins the next round; a collective.
@@ -319,7 +305,7 @@ class LocalStep(Step):
         Raises:
             PeerLostError: A peer left meanwhile; the common state is still that of the beginning of the round.
         """
-        state, first = self._common_state, next(iter(self._replicas.values()))
+        state, first = self._state, next(iter(self._replicas.values()))
         # If every row of the round is bad or has no weight, the parameters stay as they are.
         if not any(self._round_weights):
             while state.step < self._finished_steps:
@@ -327,8 +313,8 @@ class LocalStep(Step):
             self._begin_round()
             return
         starts = [p.detach().clone() for p in self._parameters]
-        optimizer_state = copy.deepcopy(first.optimizer.state_dict())
-        numbers = parameter_numbers(first.optimizer, first.trained)
+        optimizer_state = copy.deepcopy(first.state.optimizer.state_dict())
+        numbers = parameter_numbers(first.state.optimizer, first.trained)
         # The names are gathered from all ranks, because an optimizer has no state yet if its logical worker has had no
         # rows.
         local_names = {name for replica in self._replicas.values() for name in replica.averaged_names()}
@@ -349,7 +335,7 @@ class LocalStep(Step):
                 group.update(move_to_device_of(rest, group))
         change = self._mean({v: replica.parameter_decrease(starts) for v, replica in self._replicas.items()})
         self._share_buffers()
-        state.apply_round(change, optimizer_state, first, self._finished_steps)
+        apply_round(state, change, optimizer_state, first.state, self._finished_steps)
         self._begin_round()
 
     def _mean(self, values: dict[int, list[Tensor]]) -> list[Tensor]:
@@ -363,9 +349,7 @@ class LocalStep(Step):
         """
         total = math.fsum(self._round_weights)
         fractions = {v: self._round_weights[v] / total for v in values}
-        return self._bucketed_reducer.sum(
-            {v: [tensor * fractions[v] for tensor in tensors] for v, tensors in values.items()}
-        )
+        return self._reducer.sum({v: [tensor * fractions[v] for tensor in tensors] for v, tensors in values.items()})
 
     def _share_buffers(self) -> None:
         """Gives the common model of all ranks the buffers of logical worker 0's replica; a collective of all ranks.
@@ -377,7 +361,7 @@ class LocalStep(Step):
         try:
             if 0 in self._replicas:
                 with torch.no_grad():
-                    replica_buffers = self._replicas[0].model.buffers()
+                    replica_buffers = self._replicas[0].state.model.buffers()
                     for target, source in zip(self._state.model.buffers(), replica_buffers, strict=True):
                         target.copy_(source)
             self._buffers.launch()
@@ -387,3 +371,12 @@ class LocalStep(Step):
         except PeerLostError:
             self._buffers.roll_back()
             raise
+
+
+def _row_weights(passes: Passes, sums: DeviceSums) -> Tensor:
+    """Returns for each row one over the weight of its micro-batch, or 0 if that has no weight, shape (rows,)."""
+    # If the task gives rows weights, their sum is on the device, and the host does not wait for it.
+    if sums.metrics is None:
+        return passes.weights(sums.rows, sums.rows)
+    weight = sums.values[1]
+    return torch.where(weight > 0, 1 / weight, 0.0).float().expand(sums.rows)

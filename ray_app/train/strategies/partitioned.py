@@ -1,153 +1,159 @@
 """Partitioned training states: while a generation steps, each rank has only a part of the state.
 
-`PartitionedState` makes whole copies of such a state. A generation begins from a whole copy, and if it breaks, the
-ranks return to one. With `PeerReplicas` every rank also keeps a copy of the part of the rank before it, so that the
-loss of one rank loses no step.
+`PartitionedSync` makes whole copies of such a state. A generation begins from a whole copy, and if it breaks, the ranks
+return to one. With `PeerReplicas` every rank also keeps a copy of the part of the rank before it, so that the loss of
+one rank loses no step.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import Snapshot
-from ray_app.config.config import Config
 from ray_app.errors import PeerLostError
 from ray_app.reduction.base import World, check_errors_on_all_ranks, collective, gather
 from ray_app.reduction.transport import P2PWork, receive, send, start_send
-from ray_app.task.base import Task
-from ray_app.train.state.state import NO_STATE, TrainingState
+from ray_app.train.state.state import NO_STATE, StateSync, TrainingState
 from ray_app.train.state.transfer import extract_tensors, insert_tensors, ranks_without_state, transfer_snapshot
 
 logger = logging.getLogger(__name__)
 
 
-class PartitionedState(TrainingState):
-    """A training state of which each rank has a part while a generation steps.
+class StateParts(Protocol):
+    """The part of a partitioned state that a rank has while a generation steps; a `Placement` that has parts."""
 
-    Taking a snapshot is a collective and leaves a whole copy in the host memory of every rank. It is done at each
-    checkpoint and snapshot, and at the end of a generation that ends as planned. When a peer is lost, the ranks
-    continue from the newest whole copy that one of them has. With `train.peer_replica` they can also assemble a newer
-    state from the copies of parts that they exchange after every step.
+    num_owners: int | None
+    """Number of ranks that have a part of the state: the ranks below this number; None for all ranks."""
+
+    def open_group(self, world: World) -> AbstractContextManager[World]:
+        """Returns a context that yields the workers of a generation as this strategy needs them."""
+        ...
+
+    def gather(self, world: World) -> Snapshot:
+        """Returns a whole copy that is assembled from the parts of all ranks; a collective of all ranks."""
+        ...
+
+    def broadcast_parameters(self, world: World, averaged: bool) -> None:
+        """Gives the model of every rank the parameters, see `StateSync.broadcast_parameters`; a collective."""
+        ...
+
+    def whole_copy(self) -> Snapshot | None:
+        """Returns a copy of the whole state if this rank has all of it, else None."""
+        ...
+
+    def part(self) -> Any:
+        """Returns this rank's part of the state for `PeerReplicas.store`, with shards as `DTensor`."""
+        ...
+
+    def load(self, whole: Snapshot, world: World) -> None:
+        """Loads this rank's part of a whole copy, which stays unchanged, at the start of a generation."""
+        ...
+
+
+class PartitionedSync(StateSync):
+    """The sync of a state of which each rank has a part while a generation steps.
+
+    `collect` leaves a whole copy in the host memory of every rank. The loop calls it at each checkpoint and snapshot,
+    and at the end of a generation that ends as planned. When a peer is lost, the ranks continue from the newest whole
+    copy that one of them has. With `train.peer_replica` they can also assemble a newer state from the copies of parts
+    that they exchange after every step.
+
+    Args:
+        state: The state.
+        parts: This rank's part of it.
+        has_peer_replicas: Whether ranks exchange copies of their parts.
     """
 
-    is_partitioned: ClassVar[bool] = True
-
-    def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
+    def __init__(self, state: TrainingState, parts: StateParts, has_peer_replicas: bool) -> None:
+        super().__init__(state)
+        self._parts = parts
+        self._has_peer_replicas = has_peer_replicas
         # Outside of a generation this worker counts as the only one.
         self._world = World(0, 1, 1)
         # The newest whole copy that this rank has.
         self._whole: Snapshot | None = None
         self._peer_replicas = PeerReplicas()
-        super().__init__(config, task, device, total_steps)
-
-    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
-        """Returns a whole copy of the state, see `TrainingState.snapshot`.
-
-        The call is a collective of all ranks, unless they have a whole copy of this step already.
-
-        Raises:
-            PeerLostError: A peer left meanwhile.
-        """
-        # The memory of an older copy is not reused: if a peer is lost meanwhile, that copy is needed.
-        del into
-        if self._whole is None or self._whole.step != self.step:
-            with collective():
-                whole = self._collect()
-            check_errors_on_all_ranks(self._world)
-            self._whole = whole
-        return self._whole
-
-    def load(self, snapshot: Snapshot) -> None:
-        """Keeps a snapshot as the whole copy of this rank; `share` sends it to the others and loads the parts."""
-        self._whole, self.step = snapshot, snapshot.step
 
     @contextmanager
     def bind(self, world: World) -> Iterator[World]:
-        """Binds the state to a generation, see `TrainingState.bind`.
+        """Binds the state to a generation, see `StateSync.bind`.
 
-        If the generation ends as planned, a whole copy is made at its end. If it breaks, this rank returns to the
-        newest whole copy that it has.
+        If the generation breaks, this rank returns to the newest state that it can restore without other ranks.
         """
-        self._world = world
         try:
-            yield world
-            self.snapshot()
+            with self._parts.open_group(world) as self._world:
+                yield self._world
         except PeerLostError:
-            self._fall_back()
+            # A rank with the whole state of the present step loses no step. If it has to leave before the next
+            # generation forms, it saves this copy, without a group.
+            self._whole = self._parts.whole_copy() or self._whole
+            self._state.step = self._whole.step if self._whole is not None else NO_STATE
             raise
 
-    def _fall_back(self) -> None:
-        """Returns to the newest state that this rank can restore without other ranks: its whole copy."""
-        self.step = self._whole.step if self._whole is not None else NO_STATE
-
     def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
-        """Gives every rank the newest whole copy and loads its part of it, see `TrainingState.share`.
+        """Gives every rank the newest whole copy and loads its part of it, see `StateSync.share`.
 
         The ranks do not compare their copies, because a whole copy is kept only after all ranks have checked for
         errors. So no rank is divergent.
         """
         del was_broken
-        newest = self._peer_replicas.newest(world, self.step)
+        newest = self._peer_replicas.newest(world, self._state.step)
         if newest is not None:
-            self.step, self._whole = newest[0], Snapshot(newest[0], *newest[1])
-        steps = gather(self.step, world)
+            self.adopt(Snapshot(newest[0], *newest[1]))
+        steps = gather(self._state.step, world)
         if max(steps) == NO_STATE and world.rank == 0:
             restore()
         source = steps.index(max(steps))
         if world.rank == source:
-            self._whole = self._local_copy()
-        self._whole = self._send_whole(source, ranks_without_state(steps, source))
-        self.step = self._whole.step
-        self._load_part(self._whole)
+            # Before the first generation the whole state is here.
+            self._whole = self._parts.whole_copy() or self._whole or self._state.copy_to_host()
+        whole = transfer_snapshot(self._whole, world.rank, source, ranks_without_state(steps, source))
+        assert whole is not None
+        self.adopt(whole)
+        self._parts.load(whole, world)
         self._peer_replicas.clear()
         return []
 
-    def advance_schedule(self) -> None:
-        """Finishes a step, see `TrainingState.advance_schedule`; a collective with `train.peer_replica`."""
-        super().advance_schedule()
-        if self._config.train.peer_replica and self._world.size > 1:
-            self._peer_replicas.store(self.step, self._local_part(), self._world, self._num_owners)
+    def broadcast_parameters(self, averaged: bool = False) -> None:
+        """Gives the model of every rank the parameters, see `StateSync.broadcast_parameters`."""
+        self._parts.broadcast_parameters(self._world, averaged)
 
-    def _local_part(self) -> Any:
-        """Returns this rank's part of the state for `PeerReplicas.store`, with shards as `DTensor`."""
-        live = self._live()
-        return live.model, live.optimizer, live.schedule, live.extra_state
+    def send_replicas(self) -> None:
+        """Copies the part of each rank to the next rank, with `train.peer_replica`."""
+        if self._has_peer_replicas and self._world.size > 1:
+            owners = self._parts.num_owners or self._world.size
+            part = self._parts.part() if self._world.rank < owners else None
+            self._peer_replicas.store(self._state.step, part, self._world, owners)
 
-    @property
-    def _num_owners(self) -> int:
-        """Number of ranks that have a part of the state: the ranks below this number."""
-        return self._world.size
+    def collect(self) -> None:
+        """Collects a whole copy on every rank, unless they have one of this step already, see `StateSync.collect`."""
+        if self._whole is None or self._whole.step != self._state.step:
+            with collective():
+                whole = self._parts.gather(self._world)
+            check_errors_on_all_ranks(self._world)
+            self._whole = whole
 
-    def _send_whole(self, source: int, to: Sequence[int]) -> Snapshot:
-        """Sends the whole copy of the rank `source` to the ranks `to` and returns it; a collective of these ranks.
+    def snapshot(self, into: Snapshot | None) -> Snapshot:
+        """Returns the whole copy that `collect` has made.
 
-        Raises:
-            PeerLostError: A peer left meanwhile.
+        The memory of an older copy is not reused: if a peer is lost meanwhile, that copy is needed.
         """
-        whole = transfer_snapshot(self._whole, self._world.rank, source, to)
-        assert whole is not None
-        return whole
+        del into
+        assert self._whole is not None, "share has made it"
+        assert self._whole.step == self._state.step, "collect has made it"
+        return self._whole
 
-    def _local_copy(self) -> Snapshot:
-        """Returns the whole copy of this rank; before the first generation, a copy of the initial state."""
-        return self._whole if self._whole is not None else super().snapshot()
-
-    @abstractmethod
-    def _collect(self) -> Snapshot:
-        """Returns a whole copy that is assembled from the parts of all ranks; a collective of all ranks."""
-
-    @abstractmethod
-    def _load_part(self, whole: Snapshot) -> None:
-        """Loads this rank's part of a whole copy at the start of a generation; the copy stays unchanged."""
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Keeps a snapshot as the whole copy of this rank; `share` sends it to the others and loads the parts."""
+        self._whole, self._state.step = snapshot, snapshot.step
 
 
 _SHARD = "a shard"

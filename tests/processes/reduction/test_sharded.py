@@ -75,7 +75,7 @@ def test_overlapped_values_are_close_to_ddp_on_any_workers_and_after_a_resume(
     state = TrainingState(
         fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields).config, job.task, CPU, job.total_steps
     )
-    state.load(at_six.snapshot)
+    state.sync.adopt(at_six.snapshot)
     assert params_digest(state.snapshot().model) == at_six.commit.params_digest, (
         "a checkpoint of shards is any strategy's"
     )
@@ -155,8 +155,8 @@ def after_a_step(rank: int, store: Path, job: Job, size: int, device: torch.devi
     set_up_torch(job.config, device)
     world = World(rank, size, job.plan.logical_workers)
     state = build_state(job.config, job.task, device, job.total_steps)
-    with LocalMembership(world, store).generation(-1, False), state.bind(world) as world:
-        state.share(world, lambda: state.initialize(None))
+    with LocalMembership(world, store).generation(-1, False), state.sync.bind(world) as world:
+        state.sync.share(world, lambda: state.initialize(None))
         step = build_step(job, state, world, device, lambda phase: None)
         feed = Feed(job.plan, lambda cursor, played: cache_windows(job, cursor, played), device)
         feed.seek(Cursor(), world.assigned)
@@ -276,7 +276,7 @@ def test_the_group_of_a_lone_worker_is_made_for_its_device(
     monkeypatch.setattr(dist, "init_process_group", lambda name, **options: made.append((name, options["device_id"])))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     state = build_state(job.config, job.task, device, job.total_steps)
-    with pytest.raises(KilledError), state.bind(World(0, 1, 2)):
+    with pytest.raises(KilledError), state.sync.bind(World(0, 1, 2)):
         raise KilledError("made")
     assert made == [expected]
 
@@ -307,9 +307,9 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
     )
     with (
         membership.generation(0, False) as (met, _),
-        state.bind(replace(met, check_device_errors=lambda: None)) as world,
+        state.sync.bind(replace(met, has_device_collectives=True)) as world,
     ):
-        state.share(world, lambda: state.initialize(None))
+        state.sync.share(world, lambda: state.initialize(None))
         cursor = Cursor.at(0, job.plan.steps_per_epoch)
         with (
             closing(build_step(job, state, world, CPU, lambda phase: None)) as step,

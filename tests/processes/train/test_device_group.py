@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError, TaskError
 from ray_app.reduction import group_state
-from ray_app.reduction.base import World, collective, translate_peer_errors
+from ray_app.reduction.base import World, collective, launch_guard, translate_peer_errors
 from ray_app.runlog.journal import read_events
 from ray_app.task.user_code import user_code
 from ray_app.testing import KilledError, WorkerPool, cache_windows, read_trained_run
@@ -58,6 +58,8 @@ OOM = [
     RuntimeError("Unsupported tensor data type for NCCL"),
     RuntimeError("NCCL AllReduce failed: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
     RuntimeError("Failed to initialize NCCL communicator: invalid usage (run with NCCL_DEBUG=WARN for details)"),
+    torch.AcceleratorError("a broken pipe of this device"),
+    torch.OutOfMemoryError("no memory for a buffer of gloo"),
     dist.DistBackendError("NCCL error, invalid usage (run with NCCL_DEBUG=WARN for details): Duplicate GPU detected"),
 ]
 PEERS = [
@@ -67,6 +69,7 @@ PEERS = [
     RuntimeError("Application timeout caused pair closure"),
     RuntimeError("Gloo connectFullMesh failed with [...] no error"),
     dist.DistNetworkError("The client socket has timed out after 60000ms"),
+    dist.DistStoreError("wait timeout after 1000ms, keys: /out of memory"),
     dist.DistBackendError("NCCL communicator was aborted on rank 1"),
     dist.DistBackendError("NCCL operation failed"),
     RuntimeError("NCCL communicator was aborted after a previous error"),
@@ -106,6 +109,9 @@ class State:
 
     def has_failed(self) -> bool:
         return self.failed
+
+    def check_device_errors(self) -> None:
+        """Knows of no error of the device."""
 
 
 @contextmanager
@@ -265,7 +271,6 @@ def survived(rank: int, store: Path, port: int, heartbeat: bool) -> tuple[str, b
     del store
     group = opened(rank, port)
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
-    assert group.check_device_errors is not None
     values = torch.ones(1000)
     dist.all_reduce(values)
     group.check_device_errors()
@@ -304,7 +309,6 @@ def told(rank: int, store: Path, port: int) -> None:
     del store
     group = opened(rank, port)
     try:
-        assert group.check_device_errors is not None
         group.check_device_errors()
         dist.group.WORLD.error = ErrorType.COMM_ERROR  # type: ignore[union-attr]
         with pytest.raises(PeerLostError, match="failed on the device: COMM_ERROR"):
@@ -339,7 +343,6 @@ def asked_meanwhile(rank: int, store: Path, port: int) -> list[str]:
     device.abort, device.get_error = abort, get_error  # type: ignore[method-assign]
     try:
         for _ in range(2):
-            assert group.check_device_errors is not None
             with pytest.raises(PeerLostError, match="was aborted while the device ran its collectives"):
                 group.check_device_errors()
             begun.wait()
@@ -416,14 +419,14 @@ def launched(rank: int, store: Path, port: int) -> list[str]:
     del store
     group, happened = opened(rank, port), list[str]()
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
-    world = World(rank, 2, 2, check_device_errors=group.check_device_errors)
+    world = World(rank, 2, 2, has_device_collectives=True)
     abort, device.abort = device.abort, lambda: (happened.append("abort"), abort())[1]  # type: ignore[method-assign]
     try:
-        with world.launch_guard():
+        with launch_guard(world)():
             group.abort()
             until(lambda: bool(group._abort_threads), "nobody has begun to abort")
             happened.append("launch")
-        with pytest.raises(PeerLostError, match="process group is aborted"), world.launch_guard():
+        with pytest.raises(PeerLostError, match="process group is aborted"), launch_guard(world)():
             happened.append("another launch")
     finally:
         group.close(broken=True)
@@ -439,9 +442,9 @@ def blocked(rank: int, store: Path, port: int) -> list[str]:
     del store
     group, happened = opened(rank, port), list[str]()
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
-    world, process_group._LAUNCH_S = World(rank, 2, 2, check_device_errors=group.check_device_errors), 0.1
+    world, process_group._LAUNCH_S = World(rank, 2, 2, has_device_collectives=True), 0.1
     try:
-        with world.launch_guard():
+        with launch_guard(world)():
             group.abort()
             device.aborted.wait()
             happened.append("abort")

@@ -25,7 +25,7 @@ from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step import Step
-from ray_app.train.strategies.fully_sharded import ShardedState
+from ray_app.train.strategies.fully_sharded import ShardedPlacement
 from tests.support.local_world import CPU, TinyImages, feed_of, make_job, write_images
 from tests.support.shifting_world import KillOnce, train_shifting
 
@@ -73,7 +73,7 @@ def test_nothing_of_a_step_is_left_when_the_next_generation_forms(
     assert lines == ["{}"] * 2, "but for what lives through all generations, which the collector was told to leave out"
 
 
-def step_once(job: Job, state: ShardedState, world: World) -> list[Any]:
+def step_once(job: Job, state: TrainingState, world: World) -> list[Any]:
     """Makes a step; returns weak references to the shards of parameters and of the optimizer's state."""
     cursor = Cursor.at(0, job.plan.steps_per_epoch)
     with closing(build_step(job, state, world, CPU, lambda phase: None)) as step:
@@ -91,7 +91,7 @@ def shards_left(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
     """How many shards are alive when each of two generations begins to make its own."""
     del rank, store
     state = build_state(job.config, job.task, CPU, job.total_steps)
-    assert isinstance(state, ShardedState)
+    assert isinstance(state._placement, ShardedPlacement)
     shards, left, make = list[Any](), list[int](), state._build_model
 
     def made() -> nn.Module:
@@ -101,8 +101,8 @@ def shards_left(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
     state._build_model = made  # type: ignore[method-assign]
     for breaks_now in (breaks, False):
         try:
-            with state.bind(World(0, 1, 2)) as world:
-                state.share(world, lambda: state.initialize(None))
+            with state.sync.bind(World(0, 1, 2)) as world:
+                state.sync.share(world, lambda: state.initialize(None))
                 shards = step_once(job, state, world)
                 if breaks_now:
                     raise PeerLostError("a peer left in the middle of a step")

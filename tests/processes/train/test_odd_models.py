@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ray_app.errors import ConfigError
+from ray_app.reduction.base import World
 from ray_app.task.base import Batch
 from ray_app.testing import DieAfter, KilledError, TrainedRun, WorkerPool, cache_windows
+from ray_app.train.build import build_state
 from ray_app.train.job import Hooks, Job
-from ray_app.train.strategies.central_storage import CentralState
 from tests.support.local_world import CLASSES, TinyImages, make_job, write_images
 
 ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
@@ -304,17 +305,19 @@ def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(
 ) -> None:
     """A generation that ends as planned lies between an update and the next step."""
     job = job_of(tmp_path / "run", data, Averaging(), **CENTRAL)
-    state = CentralState(job.config, job.task, torch.device("cpu"), job.total_steps)
-    state.initialize(None)
-    state._load_part(state._local_copy())
+    state = build_state(job.config, job.task, torch.device("cpu"), job.total_steps)
+    sync: Any = state.sync
+    alone = World(0, 1, 1)
+    sync.share(alone, lambda: state.initialize(None))
     plain = job.task.build_model()
     plain.load_state_dict(state.master.state_dict())
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
     for step in range(4):
         if again and step == again:
-            state._whole = None
-            state._load_part(state.snapshot())
-        state.refresh()
+            sync._whole = None
+            sync.collect()
+            sync.share(alone, lambda: None)
+        sync.broadcast_parameters()
         torch.manual_seed(step)
         images = torch.rand(6, 1, 8, 8)
         for model in (state.model, plain):
@@ -323,7 +326,8 @@ def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(
             model(images).square().mean().backward()
         state.optimizer_step()
         job.task.apply_gradients(plain, optimizer)
-    state._whole = None
+    sync._whole = None
+    sync.collect()
     found = state.snapshot().model
     assert all(found[name].equal(value) for name, value in plain.state_dict().items())
 

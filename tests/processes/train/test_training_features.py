@@ -18,17 +18,17 @@ from ray_app.driver.single import train_in_process
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_reducer
 from ray_app.task.base import Batch
 from ray_app.task.classification import mix_images, smooth_targets
 from ray_app.task.device import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
+from ray_app.train.build import build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, SingleProcessMembership
 from ray_app.train.state.parameters import freeze_parameters
 from ray_app.train.state.state import FIRST_SCALE, TrainingState
-from ray_app.train.step.step import Step
+from ray_app.train.step.micro_batch import Passes
 from tests.support.local_world import (
     CLASSES,
     CPU,
@@ -137,7 +137,7 @@ def state_of(job: Job) -> TrainingState:
 def run_steps(job: Job, state: TrainingState, store: Path, steps: int) -> list[float]:
     """The gradient norms of some steps on one worker."""
     with LocalMembership(World(0, 1, job.plan.logical_workers), store).generation(0, False) as (world, _):
-        step = Step(job.config, job.task, state, build_reducer(job.config.train, state.model, world), world, CPU)
+        step = build_step(job, state, world, CPU)
         feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
         rows = job.plan.rows_of_step
         return [
@@ -379,11 +379,9 @@ def test_every_size_of_a_micro_batch_is_compiled(data: Path, tmp_path: Path, mon
         tmp_path / "run", data, logical_workers=1, batch=16, task=ImageClassification(**CNN), train__compile=True
     )
     state = state_of(job)
-    step = Step(
-        job.config, job.task, state, build_reducer(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU
-    )
+    passes = Passes(job.config, job.task, CPU, state.model)
     for size in sizes:
-        step._forward._compiled(state.model)(torch.zeros(size, 1, 8, 8))
+        passes._compiled_model(torch.zeros(size, 1, 8, 8))
     assert counter.frame_count == len(sizes)
 
 
@@ -396,14 +394,7 @@ def test_no_compiler_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, train__compile=True)
     state = state_of(job)
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
-        Step(
-            job.config,
-            job.task,
-            state,
-            build_reducer(job.config.train, state.model, World(0, 1, 1)),
-            World(0, 1, 1),
-            CPU,
-        )
+        build_step(job, state, World(0, 1, 1), CPU)
 
 
 # --- in the calling process

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from ray_app.checkpoint.format import pack, unpack
-from ray_app.errors import DataError, NonFiniteError
+from ray_app.errors import NonFiniteError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World
+from ray_app.reduction.base import World, total_norm
 from ray_app.runlog.journal import put_event
 from ray_app.task import device
 from ray_app.train.checkpointing.restore import restore_state
@@ -37,7 +37,6 @@ from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Phase, SingleProcessMembership
 from ray_app.train.state.state import NO_STATE, TrainingState
-from ray_app.train.step.step import total_norm
 from ray_app.train.step.step_stats import check_same_metrics, combine_stats
 from ray_app.train.strategies.parameter_server.layout import Layout, from_bytes, to_bytes
 from ray_app.train.strategies.parameter_server.protocol import (
@@ -198,10 +197,7 @@ class Coordinator:
         stats, planned = [unit_result.stats for unit_result in unit_results], self._plan.global_rows(cursor.step)
         check_same_metrics(tuple(sorted(replica.metrics)) for replica in stats if replica.rows)
         result = combine_stats(stats)
-        if sum(result.rows) != planned:
-            raise DataError(
-                f"Step {cursor} consumed {sum(result.rows)} rows, {planned} were planned; please report this."
-            )
+        result.check_rows(cursor, planned)
         result = result.over_weight(planned)
         if self._synchronous:
             result = result._replace(

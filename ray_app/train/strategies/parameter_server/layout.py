@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.errors import ConfigError
+from ray_app.reduction.base import gradient_norms
 from ray_app.train.state.parameters import ordered_parameters
 
 _ALIGNED = 64
@@ -189,7 +190,7 @@ class Layout:
             for strip, value in zip(strips, from_bytes(data, self.strips(strips)), strict=True):
                 p = self.trained[strip.variable]
                 strip.of(whole.setdefault(strip.variable, torch.empty(p.shape, dtype=p.dtype))).copy_(value)
-        return torch.stack(torch._foreach_norm(list(whole.values()))).tolist() if whole else []
+        return torch.stack(gradient_norms(list(whole.values()))).tolist() if whole else []
 
     def strips(self, part: list[Strip]) -> list[Tensor]:
         """Returns views of a server's parts of the parameters."""

@@ -8,7 +8,7 @@ step counts once, however often it is sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import pack, unpack
 from ray_app.config.config import Config
-from ray_app.config.import_paths import OptimizerSpec
 from ray_app.errors import DataError
+from ray_app.reduction.base import gradient_norms, scale_and_clip
 from ray_app.reduction.tree import TreeSum, tree_parents
-from ray_app.train.state.state import TrainingState
-from ray_app.train.step.step import scale_and_clip
+from ray_app.train.state.state import Placement, TrainingState
 from ray_app.train.strategies.parameter_server.layout import Bytes, from_bytes, to_bytes
 from ray_app.train.strategies.parameter_server.protocol import Pulled, Pushed
 
@@ -62,7 +61,8 @@ class ParameterServer:
         snapshot = unpack(files)
         trained = snapshot.extra_state.get("parameters", snapshot.model)
         task = _ServerTask([trained[str(i)] for i in range(len(trained))])
-        self._state = _ServerState(self._config, task, snapshot.optimizer["param_groups"], self._total_steps)
+        placement = _ServerPlacement([group["params"] for group in snapshot.optimizer["param_groups"]])
+        self._state = TrainingState(self._config, task, CPU, self._total_steps, placement)
         self._state.load(snapshot)
         self._parameters: list[Tensor] = list(self._state.model.parameters())
         self._buffers = buffers
@@ -129,7 +129,7 @@ class ParameterServer:
         for p, part in zip(self._parameters, parts, strict=True):
             p.grad = part.view_as(p)
         whole = [part for i, part in enumerate(parts) if i not in incomplete]
-        norms = torch.stack(torch._foreach_norm(whole)).tolist() if whole else []
+        norms = torch.stack(gradient_norms(whole)).tolist() if whole else []
         return norms, to_bytes([parts[i] for i in incomplete])
 
     def apply(self, era: int, step: int, norm: float, factor: float) -> bool | None:
@@ -201,16 +201,27 @@ class _StepGradients:
 _NO_GRADIENTS = _StepGradients(TreeSum({}))
 
 
-class _ServerState(TrainingState):
-    """The state of a server's part, in the parameter groups of the whole model; some may have no parameter here."""
+class _ServerPlacement(Placement):
+    """The placement of a server's part, in the parameter groups of the whole model; some may have no parameter here.
 
-    def __init__(self, config: Config, task: _ServerTask, groups: list[dict[str, Any]], total_steps: int) -> None:
-        self._members = [group["params"] for group in groups]
-        super().__init__(config, task, CPU, total_steps)
+    Args:
+        members: The numbers of the parameters of each group.
+    """
 
-    def _parameter_groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter], field: str) -> list[Any]:
+    def __init__(self, members: list[list[int]]) -> None:
+        self._members = members
+
+    def build_optimizer(
+        self,
+        build: Callable[[list[Any], bool], Optimizer],
+        make_groups: Callable[[Mapping[str, nn.Parameter]], list[Any]],
+        named: Mapping[str, nn.Parameter],
+        optimizer_class: type[Optimizer],
+    ) -> Optimizer:
+        """Returns the optimizer with these groups, see `Placement.build_optimizer`."""
+        del make_groups, optimizer_class
         parameters = list(named.values())
-        return [{"params": [parameters[i] for i in members]} for members in self._members]
+        return build([{"params": [parameters[i] for i in members]} for members in self._members], True)
 
 
 class _ServerTask:

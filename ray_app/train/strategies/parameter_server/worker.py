@@ -11,21 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
+from ray_app.config.config import Config
 from ray_app.data.feed import Feed
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, run_backward
-from ray_app.reduction.bucketed import build_reducer
+from ray_app.reduction.base import World, gradient_norms, total_norm
 from ray_app.task import device as environment
-from ray_app.task.base import ZERO_SUMS, sum_losses
+from ray_app.task.base import ZERO_SUMS, Task, sum_losses
+from ray_app.torch_private import foreach_mul_, run_backward
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import Flags, Membership, Phase
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.micro_batch import restore_modes
-from ray_app.train.step.step import Step, make_replica_stats
-from ray_app.train.step.step_stats import ReplicaStats, StepResult
-from ray_app.train.step.timing import NO_TIME
+from ray_app.train.step.micro_batch import Passes, raise_non_finite
+from ray_app.train.step.step_stats import NO_TIME, ReplicaStats, StepResult, make_replica_stats
 from ray_app.train.strategies.parameter_server.layout import Layout, to_bytes
 from ray_app.train.strategies.parameter_server.protocol import CoordinatorReply, Pulled, Servers, Unit, UnitResult
 
@@ -82,14 +81,8 @@ class ParameterWorker:
         if job.config.train.freeze is not None:
             state.initialize(job.read_initial())
         self._layout = Layout(state.model, state.optimizer, job.config.train.servers)
-        self._step = _UnitStep(
-            job.config,
-            job.task,
-            state,
-            build_reducer(job.config.train, state.model, _SINGLE_WORLD),
-            _SINGLE_WORLD,
-            device,
-        )
+        state.train()
+        self._step = _UnitStep(job.config, job.task, Passes(job.config, job.task, device, state.model))
         self._streams: dict[int, _DataStream] = {}
         self._result: UnitResult | None = None
         self._broken_era: int | None = None
@@ -190,16 +183,27 @@ class ParameterWorker:
             self._hooks.at(phase, self._rank, self._finished_steps)
 
 
-class _UnitStep(Step):
+class _UnitStep:
     """Runs forward and backward of one logical worker and leaves its share of the step's gradient in `.grad`.
 
     With staleness a gradient is applied before the total weight of the step's rows is known: it is then that of the
     mean over the logical worker's own weight, and is weighted by the number of its rows.
+
+    Args:
+        config: The run's configuration.
+        task: The task.
+        passes: Runs forward and backward.
     """
+
+    def __init__(self, config: Config, task: Task, passes: Passes) -> None:
+        self._task = task
+        self._passes = passes
+        self._staleness = config.train.staleness
+        self._max_norm = config.train.grad_clip_norm
 
     def has_gradient(self, stats: ReplicaStats) -> bool:
         """Returns whether a unit has a gradient for the servers."""
-        return stats.rows > 0 and (stats.weight > 0 or not self._config.train.staleness)
+        return stats.rows > 0 and (stats.weight > 0 or not self._staleness)
 
     def compute(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> ReplicaStats:
         """Computes a unit; its norm is weighted by the number of rows.
@@ -207,25 +211,28 @@ class _UnitStep(Step):
         Raises:
             NonFiniteError: Loss or norm is not finite.
         """
-        for p in self._parameters:
-            p.grad = None
-        restore_modes(self._modes)
-        if not batch.rows:
-            return make_replica_stats(batch, ZERO_SUMS, 0.0, Flags(0), NO_TIME)
-        with self._error_context(batch):
-            losses, share = self._losses(cursor, batch, self._state.model), batch.rows / global_rows
+        self._clear_gradients()
+        with self._passes.prepared(batch):
+            if not batch.rows:
+                return make_replica_stats(batch, ZERO_SUMS, 0.0, 0.0, Flags(0), NO_TIME)
+            losses, share = self._passes.losses(cursor, batch), batch.rows / global_rows
             sums = sum_losses(self._task, losses)
-            mean_weight = (sums.weight / batch.rows or 1.0) if self._config.train.staleness else 1.0
+            mean_weight = (sums.weight / batch.rows or 1.0) if self._staleness else 1.0
             # The task may have left gradients of its own.
-            for p in self._parameters:
-                p.grad = None
-            run_backward(losses.values, self._forward.weights(batch.rows, global_rows * mean_weight, 1.0))
+            self._clear_gradients()
+            run_backward(losses.values, self._passes.weights(batch.rows, global_rows * mean_weight))
         loss = sums.loss / global_rows
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = math.sqrt(math.fsum(n * n for n in torch.stack(torch._foreach_norm(gradients)).tolist())) / share
+        gradients = [p.grad for p in self._passes.parameters if p.grad is not None]
+        norm = total_norm(torch.stack(gradient_norms(gradients)).tolist()) / share
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._raise_non_finite(cursor, [batch], global_rows, StepResult(loss, norm, [], [], Flags(0), [], []))
-        max_norm = self._config.train.grad_clip_norm
-        if self._config.train.staleness and max_norm is not None and norm > max_norm:
-            torch._foreach_mul_(gradients, max_norm / norm)
-        return make_replica_stats(batch, sums, loss, Flags(0), NO_TIME, norm * norm * share)
+            bad_rows = self._passes.non_finite_rows(cursor, batch, sums.loss, global_rows)
+            result = StepResult(loss, norm, [], [], Flags(0), [], [])
+            raise_non_finite(cursor, result, [(batch.logical_worker, bad_rows)], _SINGLE_WORLD)
+        if self._staleness and self._max_norm is not None and norm > self._max_norm:
+            foreach_mul_(gradients, self._max_norm / norm)
+        return make_replica_stats(batch, sums, loss, norm * norm * share, Flags(0), NO_TIME)
+
+    def _clear_gradients(self) -> None:
+        """Drops the gradients of all parameters."""
+        for p in self._passes.parameters:
+            p.grad = None

@@ -115,7 +115,7 @@ def joined(rank: int, store: Path, megabytes: int) -> float:
     silence = [0.0]
     world = World(rank, 2, 2)
     with LocalMembership(world, store).generation(0, False), longest_silence(silence):
-        state.share(world, lambda: None)
+        state.sync.share(world, lambda: None)
     assert state.step == 0
     for number, p in enumerate(state.model.parameters()):
         assert bool((p == number + 0.5).all())

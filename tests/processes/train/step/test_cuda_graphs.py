@@ -9,6 +9,7 @@ import random
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,13 +19,13 @@ from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
 from ray_app.reduction.base import World
-from ray_app.task.base import Batch, DeviceSums
+from ray_app.task.base import Batch, Losses
 from ray_app.task.image import ImageClassification
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run, train_rank
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.step import cuda_graphs
-from ray_app.train.step.cuda_graphs import CapturedPasses, _InputRecorder, make_graph_backend
+from ray_app.train.step.cuda_graphs import CudaGraphs, _InputRecorder, make_graph_backend
 from tests.support.local_world import CPU, LocalMembership, TinyImages, make_job, write_images
 from tests.support.recorded_graph import RecordedGraphs
 
@@ -42,7 +43,7 @@ def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_ki
     """Trains with the stand-in; returns how many captures and replays there were."""
     graphs = RecordedGraphs()
     with (
-        patch("ray_app.train.step.step.make_graph_backend", lambda device: graphs),
+        patch("ray_app.train.build.make_graph_backend", lambda device: graphs),
         patch.object(cuda_graphs, "_MAX_GRAPHS", most_kinds),
         patch.object(cuda_graphs, "_CHECK_EVERY_USES", 5),
     ):
@@ -159,45 +160,52 @@ def test_what_it_does_not_go_with_is_refused(data: Path, tmp_path: Path, fields:
         make_job(tmp_path / "run", data, logical_workers=4, batch=12, **(CAPTURE | fields))
 
 
+def with_code(code: int, said: str) -> RuntimeError:
+    """An error of the device as torch raises it."""
+    error = torch.AcceleratorError(said)
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
 class Failing(RecordedGraphs):
     """Fails at a capture, and then, as CUDA does, at its end."""
 
-    def __init__(self, said: str) -> None:
+    def __init__(self, error: RuntimeError) -> None:
         super().__init__()
-        self.said = said
+        self.error = error
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         try:
-            raise RuntimeError(self.said)
+            raise self.error
         except RuntimeError:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
 
 
-def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> CapturedPasses:
-    model = nn.Linear(3, 1)
+def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> CudaGraphs:
+    model: Any = nn.Linear(3, 1)
 
-    def compute(fields: Batch, weights: Tensor) -> DeviceSums:
+    def losses_of(fields: Batch, rows: int) -> Losses:
         losses = model(fields["x"]).square().sum(1)
-        if draws:
-            losses = losses * torch.rand(())
-        losses.backward(weights)
-        return DeviceSums(losses.detach().sum(), len(weights), None)
+        return Losses(losses * torch.rand(()) if draws else losses)
 
-    return CapturedPasses(model, torch.device(device), compute, graphs)
+    passes: Any = SimpleNamespace(model=model, parameters=list(model.parameters()), losses_of=losses_of)
+    return CudaGraphs(passes, torch.device(device), graphs)
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("error", "kind"),
     [
-        ("CUDA out of memory while capturing", RuntimeError),
-        ("operation not permitted when stream is capturing", ConfigError),
+        (torch.OutOfMemoryError("CUDA out of memory while capturing"), torch.OutOfMemoryError),
+        (RuntimeError("operation not permitted when stream is capturing"), ConfigError),
+        (with_code(900, "the stream does not permit it"), ConfigError),
+        (with_code(719, "unspecified launch failure"), torch.AcceleratorError),
     ],
 )
-def test_the_first_error_of_a_capture_is_told(said: str, kind: type[Exception]) -> None:
+def test_the_first_error_of_a_capture_is_told(error: RuntimeError, kind: type[Exception]) -> None:
     with pytest.raises(kind) as found:
-        _small(Failing(said)).run({"x": torch.ones(2, 3)}, torch.ones(2))
+        _small(Failing(error)).forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
     assert type(found.value) is kind
-    assert said in str(found.value)
+    assert str(error) in str(found.value)
 
 
 def test_an_error_of_the_task_keeps_its_words() -> None:
@@ -206,7 +214,7 @@ def test_an_error_of_the_task_keeps_its_words() -> None:
         patch.object(small, "_compute", side_effect=RuntimeError("the captured screenshot has 3 channels")),
         pytest.raises(RuntimeError, match="screenshot"),
     ):
-        small.run({"x": torch.ones(2, 3)}, torch.ones(2))
+        small.forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -218,13 +226,13 @@ def test_an_error_of_the_task_keeps_its_words() -> None:
 )
 def test_a_field_without_memory_of_its_own_on_the_device_is_refused(field: Tensor, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        _small(RecordedGraphs()).run({"x": field}, torch.ones(2))
+        _small(RecordedGraphs()).forward_backward({"x": field}, torch.ones(2))
 
 
 def test_a_cut_out_of_a_field_is_captured_in_its_layout() -> None:
     small, cut = _small(RecordedGraphs()), torch.arange(24.0).view(4, 6)[1:3, 2:5]
     for _ in range(3):
-        sums = small.run({"x": cut}, torch.ones(2))
+        sums = small.forward_backward({"x": cut}, torch.ones(2))
         assert sums.values == small._compute({"x": cut}, torch.ones(2)).values
         small._drop_gradients()
     [kind] = small._graphs.values()
@@ -238,7 +246,7 @@ def test_a_graph_is_looked_at_after_1_2_4_uses_and_every_so_many() -> None:
         patch.object(small, "_run_and_compare", lambda kind, *_: looked.append(kind.uses)),
     ):
         for _ in range(20):
-            small.run({"x": torch.ones(2, 3)}, torch.ones(2))
+            small.forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
     assert looked == [0, 1, 2, 4, 6, 8, 12, 16, 18]
 
 
@@ -247,11 +255,11 @@ def test_numbers_that_are_drawn_on_the_host_are_refused_at_once() -> None:
     states = {"get_rng_state": lambda device: torch.zeros(1), "set_rng_state": lambda state, device: None}
     with (
         patch.multiple(torch.cuda, **states),
-        patch("ray_app.train.step.cuda_graphs.CapturedPasses._copy", lambda self, name, field: field.clone()),
+        patch("ray_app.train.step.cuda_graphs.CudaGraphs._copy", lambda self, name, field: field.clone()),
     ):
         with pytest.raises(ConfigError, match="it draws random numbers on the host"):
-            _small(RecordedGraphs(), "cuda", draws=True).run({"x": torch.ones(2, 3)}, torch.ones(2))
-        _small(RecordedGraphs(), "cuda").run({"x": torch.ones(2, 3)}, torch.ones(2))
+            _small(RecordedGraphs(), "cuda", draws=True).forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
+        _small(RecordedGraphs(), "cuda").forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
 
 
 def test_what_a_graph_reads_is_kept_alive_and_what_it_makes_is_not() -> None:
@@ -265,13 +273,13 @@ def test_what_a_graph_reads_is_kept_alive_and_what_it_makes_is_not() -> None:
 def test_a_closed_step_keeps_no_graph(data: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **CAPTURE)
     state = build_state(job.config, job.task, CPU, 1)
-    with patch("ray_app.train.step.step.make_graph_backend", lambda device: RecordedGraphs()):
+    with patch("ray_app.train.build.make_graph_backend", lambda device: RecordedGraphs()):
         step = build_step(job, state, World(0, 1, 1), CPU, lambda phase: None)
     step.close()
-    gone, captured = weakref.ref(step), step._captured
+    gone, graphs = weakref.ref(step), weakref.ref(step.run_pass.__self__)
     gc.disable()
     try:
         del step
-        assert (gone(), captured) == (None, None)
+        assert (gone(), graphs()) == (None, None)
     finally:
         gc.enable()

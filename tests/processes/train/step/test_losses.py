@@ -19,7 +19,6 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_reducer
 from ray_app.runlog.journal import MetricsReader
 from ray_app.task.base import Batch
 from ray_app.task.device import set_up_torch
@@ -29,7 +28,6 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.step import Step
 from tests.support import server_world
 from tests.support.local_world import CPU, TinyImages, feed_of, make_job, write_images
 from tests.support.pages import blocks
@@ -204,7 +202,7 @@ def test_with_staleness_a_gradient_is_that_of_the_own_mean(data: Path, tmp_path:
     server_world.World(job, 1).run()
     state = build_state(job.config.replace(train__strategy="ddp"), job.task, CPU, 100)
     state.step, world = 0, World(0, 1, 1)
-    step = Step(job.config, job.task, state, build_reducer(job.config.train, state.model, world), world, CPU)
+    step = build_step(job, state, world, CPU)
     feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
     for i in range(6):
         step.run(Cursor.at(i, 9), feed.next(), sum(job.plan.rows_of_step(i)), Flags(0))

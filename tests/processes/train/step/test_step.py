@@ -23,7 +23,6 @@ from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_reducer
 from ray_app.task.base import Batch
 from ray_app.task.device import set_up_torch
 from ray_app.testing import RankResult, WorkerPool, cache_windows
@@ -32,7 +31,7 @@ from ray_app.train.job import Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState, seed_step
 from ray_app.train.step.micro_batch import ReplicaBuffers, allow_single_values
-from ray_app.train.step.step import Step, StepResult
+from ray_app.train.step.step_stats import StepResult
 from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
 
 ROWS = [[50, 1], [46]]
@@ -78,10 +77,9 @@ def run_steps(rank: int, store: Path, job: Job, size: int, steps: int) -> Steppe
     state.step = 0
     plan, results = job.plan, []
     with LocalMembership(World(rank, size, plan.logical_workers), store).generation(0, False) as (world, _):
-        strategy = build_reducer(job.config.train, state.model, world)
-        step = Step(job.config, job.task, state, strategy, world, CPU)
+        step = build_step(job, state, world, CPU)
         feed = feed_of(plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
-        with closing(strategy):
+        with closing(step):
             for i in range(steps):
                 before = digests(state)
                 try:
@@ -220,9 +218,7 @@ def distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[float, float
     world = World(rank, 1, job.plan.logical_workers)
     before = [p.detach().clone() for p in state.model.parameters()]
     feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
-    result = Step(job.config, job.task, state, build_reducer(job.config.train, state.model, world), world, CPU).run(
-        Cursor(), feed.next(), 12, flags=Flags(0)
-    )
+    result = build_step(job, state, world, CPU).run(Cursor(), feed.next(), 12, flags=Flags(0))
     after = list(state.model.parameters())
     return result.grad_norm, math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(after, before, strict=True)))
 
@@ -495,7 +491,7 @@ def test_nothing_of_a_generation_outlives_it(data: Path, tmp_path: Path, fields:
             feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
             with closing(step), closing(feed):
                 step.run(Cursor(), feed.next(), sum(job.plan.rows_of_step(0)), Flags(0))
-        return [weakref.ref(step), weakref.ref(step._reducer)]
+        return [weakref.ref(step), weakref.ref(getattr(step, "reducer", None) or step._reducer)]
 
     alive = generation()
     gc.collect()
@@ -535,7 +531,7 @@ def share_from(rank: int, store: Path, highest: int) -> tuple[int, str, float]:
                 p.grad = torch.ones_like(p)
             state.optimizer.step()
     with LocalMembership(World(rank, 3, 3), store).generation(0, False) as (world, _):
-        state.share(world, never)
+        state.sync.share(world, never)
     return (
         state.step,
         params_digest(state.model.state_dict()),

@@ -26,7 +26,7 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.strategies import central_storage, partitioned
-from ray_app.train.strategies.central_storage import CentralState
+from ray_app.train.strategies.central_storage import CentralPlacement
 from tests.support.injector import KillSaving
 from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
 from tests.support.shifting_world import KillOnce, train_shifting
@@ -205,8 +205,8 @@ def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
     def begin() -> None:
         state.step = 0
 
-    with LocalMembership(world, store).generation(-1, False), state.bind(world):
-        state.share(world, begin)
+    with LocalMembership(world, store).generation(-1, False), state.sync.bind(world):
+        state.sync.share(world, begin)
         step = build_step(job, state, world, CPU, lambda phase: None)
         feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
         for i in range(2):
@@ -214,7 +214,9 @@ def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
         on_device = {p.data_ptr() for p in state.model.parameters()}
         on_host = {p.data_ptr() for p in state.master.parameters()}
         with state.eval_model() as model:
+            state.sync.broadcast_parameters(averaged=True)
             shown = params_digest(model.state_dict())
+        state.sync.collect()
         moments = [v for values in state.optimizer.state.values() for v in values.values() if v.ndim]
         return {
             "shown": shown,
@@ -271,20 +273,21 @@ def test_only_the_memory_of_the_rank_that_moves_the_parameters_is_page_locked(
     """Once in the life of a worker, however often generations form."""
     job = central_job(tmp_path / "run", data)
     state, pieces = build_state(job.config, job.task, CPU, job.total_steps), list[int]()
-    assert isinstance(state, CentralState)
+    placement: Any = state._placement
+    assert isinstance(placement, CentralPlacement)
     monkeypatch.setattr(
         central_storage,
         "page_locked_like",
         lambda tensors: [pieces.append(t.numel()) or torch.empty_like(t) for t in tensors],
     )
     before = params_digest(state.master.state_dict())
-    state._lock_pages()
-    state._device, state._has_master = torch.device("cuda", 0), False
-    state._lock_pages()
+    placement._lock_pages()
+    placement._device, placement._has_master = torch.device("cuda", 0), False
+    placement._lock_pages()
     assert not pieces, "neither on a CPU nor on a rank that computes alone"
-    state._has_master = True
+    placement._has_master = True
     for _ in range(2):
-        state._lock_pages()
+        placement._lock_pages()
     numbers = [p.numel() for p in state.master.parameters()]
     assert pieces == [*numbers, *numbers], "parameters and gradients"
     assert params_digest(state.master.state_dict()) == before

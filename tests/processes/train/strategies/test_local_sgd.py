@@ -26,6 +26,7 @@ from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import ReplicaBuffers
+from ray_app.train.strategies import local_sgd
 from ray_app.train.strategies.local_sgd import LocalStep
 from tests.support.local_world import CLASSES, CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
 
@@ -116,15 +117,20 @@ def step_of(job: Job, store: Path, state: TrainingState | None = None) -> tuple[
     return step, state, feed  # type: ignore[return-value]
 
 
-def test_the_average_is_the_mean_of_what_the_logical_workers_found(data: Path, tmp_path: Path) -> None:
+def test_the_average_is_the_mean_of_what_the_logical_workers_found(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
+) -> None:
     job = local_job(tmp_path / "run", data, optimizer=SGD)
     step, state, feed = step_of(job, tmp_path / "store")
     start = copy.deepcopy(state.model.state_dict())
     found, rows = [], job.plan.rows_of_step
-    take, state.apply_round = (
-        state.apply_round,
-        lambda *args: (found.extend(copy.deepcopy(list(step._replicas.values()))), take(*args)),
-    )  # type: ignore[method-assign]
+    take = local_sgd.apply_round
+
+    def noting(*args: Any) -> None:
+        found.extend(copy.deepcopy([replica.state for replica in step._replicas.values()]))
+        take(*args)
+
+    monkeypatch.setattr(local_sgd, "apply_round", noting)
     for i in range(3):
         step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags.STOP if i == 0 else Flags(0))
         assert state.step == (3 if i == 2 else 0)
@@ -136,7 +142,8 @@ def test_the_average_is_the_mean_of_what_the_logical_workers_found(data: Path, t
         assert torch.allclose(p, torch.stack(values).mean(0), atol=1e-6)
     for i, p in enumerate(state.model.parameters()):
         held = state.optimizer.state[p]
-        values = [replica.optimizer.state[replica.trained[i]]["momentum_buffer"] for replica in found]
+        trained = [list(replica.model.parameters()) for replica in found]
+        values = [found[v].optimizer.state[trained[v][i]]["momentum_buffer"] for v in range(4)]
         assert torch.allclose(held["momentum_buffer"], torch.stack(values).mean(0), atol=1e-6)
 
 
@@ -262,7 +269,7 @@ def test_what_the_workers_tell_each_other_of_an_optimizer_is_on_the_host(data: P
     replica = step._replicas[0]
     with FakeTensorMode():
         for p in replica.trained:
-            replica.optimizer.state[p] = {
+            replica.state.optimizer.state[p] = {
                 "step": torch.zeros((), device="cuda"),
                 "row": torch.zeros(3, device="cuda"),
                 "lr": 0.1,

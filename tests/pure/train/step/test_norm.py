@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ray_app.train.step.step import gradient_norms, scale_and_clip, total_norm
+from ray_app.reduction.base import gradient_norms, scale_and_clip, total_norm
 
 
 def test_the_norm_is_that_of_all_parts_times_the_factor() -> None:

@@ -530,7 +530,7 @@ def test_a_step_without_all_of_its_rows_ends_the_run(data: Path, tmp_path: Path)
     while (done := world.workers["0"]._result) is None:
         world.run(turns=1)
     world.workers["0"]._result = dataclasses.replace(done, stats=done.stats._replace(rows=done.stats.rows - 1))
-    with pytest.raises(DataError, match=r"consumed 11 rows, 12 were planned"):
+    with pytest.raises(DataError, match=r"consumed 11 rows and skipped 0, 12 were planned"):
         world.run()
 
 
