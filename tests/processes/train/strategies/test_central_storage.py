@@ -25,7 +25,7 @@ from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, re
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
-from ray_app.train.strategies import central_storage, partitioned
+from ray_app.train.strategies import central_storage
 from ray_app.train.strategies.central_storage import CentralPlacement
 from tests.support.injector import KillSaving
 from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
@@ -125,15 +125,15 @@ class LateFailure:
     def __call__(self, rank: int, step: int) -> None:
         if (rank, step) != (self.rank, self.step):
             return
-        send = partitioned.transfer_snapshot
+        send = central_storage.transfer_snapshot
 
         def fails_once(*args: Any) -> None:
-            partitioned.transfer_snapshot = send
+            central_storage.transfer_snapshot = send
             send(*args)
             self.proof.touch()
             raise RuntimeError("Connection closed by peer")
 
-        partitioned.transfer_snapshot = fails_once
+        central_storage.transfer_snapshot = fails_once
 
 
 def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
