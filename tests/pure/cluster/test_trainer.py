@@ -77,7 +77,11 @@ def test_the_trainer_is_ray_trains_torch_trainer_without_its_process_group(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recovery: str
 ) -> None:
     trainers = list[Any]()
-    monkeypatch.setattr(TorchTrainer, "fit", trainers.append)
+
+    def note(trainer: Any) -> None:
+        trainers.append(trainer)
+
+    monkeypatch.setattr(TorchTrainer, "fit", note)
     monkeypatch.setattr(ray, "put", lambda value: value)
     config: Any = Config().replace(failure__recovery=recovery)
     job: Any = SimpleNamespace(paths=RunPaths(tmp_path / "run"), run_root=str(tmp_path), fence=1, config=config)
