@@ -38,6 +38,7 @@ from ray_app.data.arrays import is_number, is_numbers, spec_of_field
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.manifest import Manifest, PartitionType, PartitionValue, parse_partition_value, parse_partitions
 from ray_app.storage.data_files import (
+    ObjectReader,
     bucket_errors,
     open_parquet,
     parser_errors,
@@ -489,9 +490,9 @@ def _as_parquet(file: Location) -> Any:
 
 
 def _tail(file: Location) -> bytes:
-    """Returns the end of a Parquet file from its footer on, in a bucket by two requests: for the size and the bytes."""
+    """Returns the end of a Parquet file from its footer on, in a bucket of a listed file by one request."""
     if not isinstance(file, Path):
-        reader = file.open()
+        reader = ObjectReader(file)
         return _tail_of(reader.size, lambda count, offset: reader.read_at(offset, count))
     descriptor = os.open(file, os.O_RDONLY)
     try:

@@ -183,4 +183,4 @@ def _open_run(run: Location) -> Any:
     if isinstance(run, Path):
         # The tables that are read keep the file mapped after it is closed.
         return pa.memory_map(str(run))
-    return run.open()
+    return open_data_file(run)

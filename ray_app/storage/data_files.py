@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from ray_app.errors import DataError, RayAppError, StorageError, remove_addresses
 from ray_app.storage.files import Location, list_folders
-from ray_app.storage.object_stores import ObjectPath, ObjectReader
+from ray_app.storage.object_stores import ObjectPath
 
 HEAD_BYTES = 512
 """The number of bytes that `name_foreign_file` needs."""
@@ -94,6 +94,8 @@ def name_other_format(head: bytes) -> str | None:
 
 
 _BUFFER_BYTES = 1 << 20
+_GAP_BYTES = 8192
+"""Ranges that are closer to each other are read by one request."""
 _MAX_MESSAGE_CHARS = 500
 """Longer messages of parsers are cut off here."""
 
@@ -243,7 +245,7 @@ def file_versions(root: Location, paths: Iterable[str]) -> list[Any]:
 
 def open_data_file(location: Location) -> IO[bytes]:
     """Opens a file for reading; the result is seekable."""
-    return location.open("rb") if isinstance(location, Path) else cast(IO[bytes], location.open())
+    return location.open("rb") if isinstance(location, Path) else cast(IO[bytes], ObjectReader(location))
 
 
 def open_parquet(location: Location, buffer_bytes: int = 0) -> pq.ParquetFile:
@@ -256,7 +258,72 @@ def open_parquet(location: Location, buffer_bytes: int = 0) -> pq.ParquetFile:
     """
     if isinstance(location, Path):
         return pq.ParquetFile(str(location), buffer_size=buffer_bytes, page_checksum_verification=True)
-    return _ObjectParquetFile(location.open(), buffer_bytes)
+    return _ObjectParquetFile(ObjectReader(location), buffer_bytes)
+
+
+class ObjectReader(io.RawIOBase):
+    """An open object, which is read by ranges.
+
+    Args:
+        path: The object; it takes a request to know the size of one that was not listed.
+    """
+
+    def __init__(self, path: ObjectPath) -> None:
+        self._path = path if path.size is not None else path.stat()
+        self.size = cast(int, self._path.size)
+        self._position = 0
+        self._prefetched: list[tuple[int, bytes]] = []
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves the position, and returns it."""
+        position = (0, self._position, self.size)[whence] + offset
+        if position < 0:
+            raise OSError(errno.EINVAL, f"{self._path}: {position} is before the beginning")
+        self._position = position
+        return position
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Returns the next `size` bytes, fewer at the end; all that are left if it is negative."""
+        left = max(0, self.size - self._position)
+        data = self.read_at(self._position, left if size is None or size < 0 else min(size, left))
+        self._position += len(data)
+        return data
+
+    def readall(self) -> bytes:
+        """Returns the bytes from the position to the end."""
+        return self.read()
+
+    def readinto(self, buffer: Any) -> int:
+        """Reads into a buffer; returns the number of bytes."""
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def read_at(self, begin: int, count: int) -> bytes:
+        """Returns `count` bytes from a position on, by a request unless they are prefetched."""
+        for start, data in self._prefetched:
+            if start <= begin and begin + count <= start + len(data):
+                return data[begin - start : begin - start + count]
+        return self._path.read_ranges([(begin, begin + count)])[0]
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Reads ranges concurrently, as far as they are in the object; they stay in memory until the next call."""
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted((max(0, begin), min(end, self.size)) for begin, end in ranges):
+            is_close = merged and begin <= merged[-1][1] + _GAP_BYTES
+            merged.append((merged[-1][0], max(end, merged.pop()[1])) if is_close else (begin, end))
+        merged = [(begin, end) for begin, end in merged if begin < end]
+        self._prefetched = []
+        starts = [begin for begin, _ in merged]
+        self._prefetched = list(zip(starts, self._path.read_ranges(merged), strict=True))
 
 
 class _ObjectParquetFile(pq.ParquetFile):

@@ -1,35 +1,49 @@
 """Objects in buckets of S3, Google Cloud Storage and Azure Blob Storage, for runs, exports and data.
 
-`ObjectPath` is a location in a bucket. All stores are reached through obstore, with time limits and retries; what it
-cannot do on S3 is in `storage/s3_uploads.py`. Every failure is an `OSError`, whose number says the kind: `_classify`.
+`ObjectPath` is a location in a bucket. All stores are reached through obstore, with time limits and retries. Every
+failure is an `OSError`; its number says the kind, see `_classify`.
+
+botocore, which is imported at the first use of S3, does what S3 offers and obstore does not:
+
+- Credentials of profiles: static ones, those of a single sign-on, of an assumed role or of another program.
+- Uploads in parts that replace no object. obstore's conditional put is one request, and S3 takes at most 5 GB in one; a
+  checkpoint may be larger.
+- A list of the uploads that killed writers have not finished; their parts use storage until the upload is ended.
+- Objects with a slash at the end of the key, by which consoles show folders.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
-import io
+import logging
 import mmap
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
+from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError
-from ray_app.storage import s3_uploads
+
+logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
 """Larger objects are read by concurrent requests of this size, and uploaded to S3 in parts of it."""
 CONNECTIONS = 64
 """The number of simultaneous requests of a process to a bucket."""
 _PARALLEL_READS = 16
+_PARALLEL_PARTS = 4
+_MAX_PARTS = 10_000
+_CREDENTIALS_LIFE = timedelta(minutes=5)
+"""After this time obstore asks botocore again, which renews credentials that expire."""
 _CONNECT_TIMEOUT_S = 5
 _TIMEOUT_S = 30
 """The time limit of a request, for each `PART_BYTES` that it carries."""
@@ -38,8 +52,6 @@ _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Pauses before a conditional put is tried again."""
 _CACHED_BYTES = 1 << 16
 """Larger objects are fetched by each read."""
-_GAP_BYTES = 8192
-"""Ranges that are closer to each other are read by one request."""
 
 
 def _endpoint(options: dict[str, str]) -> str | None:
@@ -71,7 +83,7 @@ class _ObjectStore:
 _OBJECT_STORES = {
     "s3": _ObjectStore(
         "S3Store",
-        lambda options: s3_uploads.store_config(_endpoint(options), options.get("region"), "anonymous" in options),
+        lambda options: _s3_config(_endpoint(options), options.get("region"), "anonymous" in options),
         ("endpoint_override", "region", "scheme", "anonymous"),
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine",
     ),
@@ -211,10 +223,6 @@ class ObjectPath:
                 contents[i].append(content)
         return [b"".join(pieces) for pieces in contents]
 
-    def open(self) -> ObjectReader:
-        """Opens the object for reading by ranges."""
-        return ObjectReader(self if self.size is not None else self.stat())
-
     def unlink(self, missing_ok: bool = False) -> None:
         """Removes the object; whether it existed is not said by all stores."""
         del missing_ok
@@ -229,7 +237,7 @@ class ObjectPath:
         """
         if self.scheme == "s3" and len(data) > PART_BYTES:
             with self._errors():
-                written = s3_uploads.put_parts(self._s3, self.bucket, self.key, data, PART_BYTES, if_absent)
+                written = _put_parts(self._s3, self.bucket, self.key, data, PART_BYTES, if_absent)
         elif if_absent:
             written = self._put_absent(data)
         else:
@@ -262,7 +270,7 @@ class ObjectPath:
     def end_uploads(self) -> None:
         """Ends the unfinished uploads below this prefix, so that their parts use no storage."""
         for key, upload_id in self._uploads().items():
-            s3_uploads.end_upload(self._s3, self.bucket, key, upload_id)
+            _end_upload(self._s3, self.bucket, key, upload_id)
 
     def remove_tree(self) -> None:
         """Removes all objects below this prefix, and ends the uploads."""
@@ -288,7 +296,7 @@ class ObjectPath:
     def _s3(self) -> Any:
         options = dict(parse_qsl(self.query))
         with _opening:
-            return s3_uploads.make_client(_endpoint(options), options.get("region"), _TIMEOUT_S, _ATTEMPTS)
+            return _s3_client(_endpoint(options), options.get("region"), _TIMEOUT_S, _ATTEMPTS)
 
     def _at(self, key: str) -> Self:
         return replace(self, key=key, etag="", size=None, changed_s=0)
@@ -313,7 +321,7 @@ class ObjectPath:
         if self.scheme != "s3":
             return {}
         with self._errors():
-            return s3_uploads.unfinished_uploads(self._s3, self.bucket, self._prefix)
+            return _unfinished_uploads(self._s3, self.bucket, self._prefix)
 
     def _read(self) -> bytes:
         with self._errors() as store:
@@ -354,7 +362,7 @@ class ObjectPath:
 
         raised: tuple[type[Exception], ...] = (OSError, ValueError, BaseError)
         if self.scheme == "s3":
-            raised += s3_uploads.client_errors()
+            raised += _s3_errors()
         try:
             with _opening:
                 store = _open_store(self.scheme, self.bucket, self.query, _TIMEOUT_S * (1 + num_bytes // PART_BYTES))
@@ -366,70 +374,6 @@ class ObjectPath:
             if number == errno.ENOENT:
                 raise FileNotFoundError(number, reason, str(self)) from error
             raise OSError(number, f"{self}: {reason}") from error
-
-
-class ObjectReader(io.RawIOBase):
-    """An open object, which is read by ranges.
-
-    Args:
-        path: The object, with its size.
-    """
-
-    def __init__(self, path: ObjectPath) -> None:
-        assert path.size is not None
-        self._path, self.size = path, path.size
-        self._position = 0
-        self._prefetched: list[tuple[int, bytes]] = []
-
-    def readable(self) -> bool:
-        """Returns True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Returns True."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves the position, and returns it."""
-        position = (0, self._position, self.size)[whence] + offset
-        if position < 0:
-            raise OSError(errno.EINVAL, f"{self._path}: {position} is before the beginning")
-        self._position = position
-        return position
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Returns the next `size` bytes, fewer at the end; all that are left if it is negative."""
-        left = max(0, self.size - self._position)
-        data = self.read_at(self._position, left if size is None or size < 0 else min(size, left))
-        self._position += len(data)
-        return data
-
-    def readall(self) -> bytes:
-        """Returns the bytes from the position to the end."""
-        return self.read()
-
-    def readinto(self, buffer: Any) -> int:
-        """Reads into a buffer; returns the number of bytes."""
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def read_at(self, begin: int, count: int) -> bytes:
-        """Returns `count` bytes from a position on, by a request unless they are prefetched."""
-        for start, data in self._prefetched:
-            if start <= begin and begin + count <= start + len(data):
-                return data[begin - start : begin - start + count]
-        return self._path.read_ranges([(begin, begin + count)])[0]
-
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Reads ranges concurrently; they stay in memory until the next call."""
-        merged: list[tuple[int, int]] = []
-        for begin, end in sorted(ranges):
-            is_close = merged and begin <= merged[-1][1] + _GAP_BYTES
-            merged.append((merged[-1][0], max(end, merged.pop()[1])) if is_close else (begin, end))
-        self._prefetched = []
-        starts = [begin for begin, _ in merged]
-        self._prefetched = list(zip(starts, self._path.read_ranges(merged), strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -509,3 +453,116 @@ def _classify(error: Exception, credentials: str) -> tuple[int, str]:
         advice = "Check the address and the network."
         result = errno.ETIMEDOUT, f"the server does not answer ({cause}{kind and f', {kind}'}). {advice}"
     return result
+
+
+def _s3_config(endpoint: str | None, region: str | None, anonymous: bool) -> dict[str, Any]:
+    """Returns the configuration of obstore's `S3Store`, with what the environment and the profile say.
+
+    Raises:
+        PermissionError: There are no credentials.
+    """
+    import botocore.session
+
+    session = botocore.session.get_session()
+    profile = session.get_scoped_config()
+    environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    endpoint = endpoint or environment or profile.get("endpoint_url")
+    region = region or os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
+    config = {"region": region, "endpoint": endpoint}
+    if anonymous:
+        return config
+    credentials = session.get_credentials()
+    if credentials is None:
+        raise PermissionError(
+            errno.EACCES,
+            "no credentials for s3:// were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, on"
+            " every node, or give the machine a role; ?anonymous=true reads what is public",
+        )
+
+    def provide() -> dict[str, Any]:
+        frozen = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + _CREDENTIALS_LIFE,
+        }
+
+    return config | {"credential_provider": provide}
+
+
+@functools.cache
+def _s3_client(endpoint: str | None, region: str | None, timeout_s: float, attempts: int) -> Any:
+    """Returns the client for a server, one per process; many threads may use it.
+
+    Importing botocore and reading its models takes half a second.
+    """
+    import botocore.session
+    from botocore.config import Config
+
+    is_custom_server = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    config = Config(
+        connect_timeout=5,
+        read_timeout=timeout_s,
+        retries={"mode": "standard", "total_max_attempts": attempts},
+        max_pool_connections=32,
+        s3={"addressing_style": "path"} if is_custom_server else {},
+    )
+    region = region or os.environ.get("AWS_REGION")
+    return botocore.session.get_session().create_client("s3", region_name=region, endpoint_url=endpoint, config=config)
+
+
+def _s3_errors() -> tuple[type[Exception], ...]:
+    """Returns the classes of botocore's errors.
+
+    Raises:
+        ConfigError: botocore is not installed.
+    """
+    require("botocore", "s3://")
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return BotoCoreError, ClientError
+
+
+def _put_parts(client: Any, bucket: str, key: str, data: bytes | mmap.mmap, part_bytes: int, if_absent: bool) -> bool:
+    """Uploads an object in parts; it appears with the last call, or not at all.
+
+    Returns:
+        Whether it was written; False only with `if_absent`, if the object existed.
+    """
+    from botocore.exceptions import ClientError
+
+    size = max(part_bytes, -(-len(data) // _MAX_PARTS))
+    target = {"Bucket": bucket, "Key": key}
+    upload = target | {"UploadId": client.create_multipart_upload(**target)["UploadId"]}
+
+    def put_part(number: int) -> dict[str, Any]:
+        answer = client.upload_part(**upload, PartNumber=number, Body=data[(number - 1) * size : number * size])
+        checksum = {name: answer[name] for name in ("ChecksumCRC32", "ChecksumCRC64NVME") if name in answer}
+        return {"PartNumber": number, "ETag": answer["ETag"], **checksum}
+
+    try:
+        with ThreadPoolExecutor(_PARALLEL_PARTS) as pool:
+            parts = list(pool.map(put_part, range(1, -(-len(data) // size) + 1)))
+        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, **condition)
+    except BaseException as error:
+        _end_upload(client, bucket, key, upload["UploadId"])
+        if isinstance(error, ClientError) and error.response["Error"]["Code"] == "PreconditionFailed":
+            return False
+        raise
+    return True
+
+
+def _unfinished_uploads(client: Any, bucket: str, prefix: str) -> dict[str, str]:
+    """Returns the unfinished uploads of keys with a prefix: the id of each by its key."""
+    pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
+    return {upload["Key"]: upload["UploadId"] for page in pages for upload in page.get("Uploads", ())}
+
+
+def _end_upload(client: Any, bucket: str, key: str, upload_id: str) -> None:
+    """Ends an upload, so that its parts use no storage. If that fails, `_unfinished_uploads` still returns it."""
+    try:
+        client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
+    except _s3_errors() as error:
+        logger.warning("The upload of s3://%s/%s could not be ended: %s", bucket, key, error)

@@ -5,6 +5,7 @@ As a script it serves; `S3Server` starts the script and tells it what to break.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -110,6 +111,10 @@ class _Faulty:
             length = int(environ.get("CONTENT_LENGTH") or 0)
             return self._answer_control(path[3:], json.loads(environ["wsgi.input"].read(length)), start_response)
         request = f"{environ['REQUEST_METHOD']} {path}" + (f"?{query}" if query else "")
+        if query.startswith("delete"):  # the keys are in the body
+            body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            environ["wsgi.input"] = io.BytesIO(body)
+            request += "".join(f" {key}" for key in re.findall("<Key>(.*?)</Key>", body.decode()))
         with self._lock:
             self._requests.append(request)
             rule = next((r for r in self._rules if r.times and re.search(r.match, request)), None)

@@ -399,7 +399,7 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: ObjectPath
             open_dataset(str(s3_folder / name if name else s3_folder))
 
 
-def test_footers_on_s3_cost_two_requests_each_or_none(
+def test_footers_on_s3_cost_one_request_each_or_none(
     tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server
 ) -> None:
     out = s3_folder / "out"
@@ -412,14 +412,12 @@ def test_footers_on_s3_cost_two_requests_each_or_none(
     paths = [*cold.manifest.paths, cold.manifest.paths[0]]  # the first one's columns are those of all
     assert len(set(paths)) > 1
     assert sorted(re.sub(r" .*/|\?.*", " ", request).strip() for request in s3_server.requests(r"\.parquet")) == [
-        f"{method} {path}" for method in ("GET", "HEAD") for path in sorted(paths)
+        f"GET {path}" for path in sorted(paths)
     ]
     assert (warm.manifest.digest, warm.facts.columns) == (cold.manifest.digest, cold.facts.columns)
 
 
 def test_s3_that_refuses_is_a_data_error(s3_folder: ObjectPath, s3_server: S3Server) -> None:
     s3_server.fail(".*", times=-1, status=403)
-    with pytest.raises(
-        DataError, match=r"s3://runs/.* cannot be read: .*Check the address, the bucket and the credentials"
-    ):
+    with pytest.raises(DataError, match=r"s3://runs/.* cannot be read: .*access is refused .*Check the credentials"):
         open_dataset(str(s3_folder / "data"))

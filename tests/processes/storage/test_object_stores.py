@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -238,6 +239,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(s3_server: S3Server, s3_fo
 @pytest.mark.usefixtures("small_parts")
 def test_a_big_file_goes_in_parts_with_little_memory(s3_server: S3Server, s3_folder: ObjectPath) -> None:
     data = os.urandom(60 * MIB + 1)
+    assert list_tree(s3_folder, temporary=True) == {}, "this loads botocore, which is not to be counted"
     tracemalloc.start()
     put_atomic(s3_folder / "big", data)
     _, most = tracemalloc.get_traced_memory()
@@ -310,8 +312,8 @@ def test_retention_removes_the_marker_first(store: CheckpointStore, paths: RunPa
     s3_server.reset()
     assert store.retain(keep_last=1, best=[1]) == [2]
     first, second = s3_server.requests(r"DELETE|POST .*\?delete")
-    assert first.endswith("step-00000002-0001/COMMIT.json")
-    assert second.startswith("POST")
+    assert re.findall(r"step-\S+", first) == ["step-00000002-0001/COMMIT.json"]
+    assert len(re.findall(r"step-00000002-0001/\S+", second)) == 2
     assert list(list_tree(paths.checkpoint(2, 1))) == []
     assert [c.step for c in store.commits()] == [1, 3, 4]
 
