@@ -7,18 +7,16 @@ bytes. Nothing that arrives is unpickled.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import resource
 import secrets
-import selectors
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +26,11 @@ _LENGTH = struct.Struct("<Q")
 _SECRET_BYTES = 32
 _HANDSHAKE_S = 10.0
 """Seconds from the acceptance of a connection until the client must have sent the whole secret."""
-_MAX_UNAUTHENTICATED = 256
-"""Maximum number of connections in the handshake at a time."""
-_BACKLOG = 4096
-"""Connections that may wait to be accepted; all workers connect at once when the rendezvous has been restarted."""
+_MAX_UNAUTHENTICATED = _BACKLOG = 4096
+"""Maximum number of connections in the handshake at a time, and of those that wait to be accepted.
+
+All workers connect at once when the rendezvous has been restarted.
+"""
 _ACCEPT_PAUSE_S = 1.0
 """Pause after a connection could not be accepted, as when too many files are open."""
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -136,22 +135,15 @@ class FrameReader:
         return frames
 
 
-@dataclass
-class _Handshake:
-    """A connection whose client has not sent the whole secret yet."""
-
-    deadline_s: float
-    received: bytes = b""
-
-
 class Listener:
-    """Accepts connections in a thread of its own, and hands over each that sends the secret in time.
+    """Accepts connections in an event loop, and hands over each that sends the secret in time.
 
-    A client that sends something else or is too slow is disconnected. If too many connections are in the handshake, the
-    oldest is closed: a client of this application sends the secret at once, so the old ones are of others.
+    A client that sends something else or is too slow is disconnected. If too many connections are in the handshake, or
+    file descriptors run out, the oldest is closed: a client of this application sends the secret at once, so the old
+    ones are of others. There are callbacks and no tasks, which would double the costs of a connection.
 
     Args:
-        on_connect: Takes over an authenticated, blocking connection; called in the listener's thread.
+        on_connect: Takes over an authenticated, blocking connection; called in the event loop.
 
     Attributes:
         secret: The secret that clients have to send.
@@ -161,13 +153,16 @@ class Listener:
         self.secret = secrets.token_hex(_SECRET_BYTES // 2)
         self._on_connect = on_connect
         self._server: socket.socket | None = None
-        self._is_closed = False
-        # By connection, the oldest first; all have the same time for the handshake.
-        self._handshakes: dict[socket.socket, _Handshake] = {}
-        self._selector = selectors.DefaultSelector()
+        # The part of the secret that was received, and the timer of the handshake, by connection; the oldest is first.
+        self._handshakes: dict[socket.socket, tuple[bytearray, asyncio.TimerHandle]] = {}
 
-    def listen(self, host: str) -> tuple[str, int]:
-        """Starts to listen on a free port of a host, unless it does already; returns host and port."""
+    def listen(self, host: str, loop: asyncio.AbstractEventLoop | None = None) -> tuple[str, int]:
+        """Starts to listen on a free port of a host, unless it does already; returns host and port.
+
+        Args:
+            host: Address of this host.
+            loop: The event loop; None: one in a thread of its own.
+        """
         if self._server is None:
             # Each connection needs a file descriptor, and the default limit may be lower than the number of workers.
             with suppress(OSError, ValueError):
@@ -176,36 +171,25 @@ class Listener:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             server = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
             server.setblocking(False)
-            threading.Thread(target=self._run, args=(server,), name="listener", daemon=True).start()
-            self._server = server
+            if loop is None:
+                loop = asyncio.new_event_loop()
+                threading.Thread(target=loop.run_forever, name="listener", daemon=True).start()
+            self._server, self._loop = server, loop
+            loop.call_soon_threadsafe(loop.add_reader, server, self._accept, server)
         address: tuple[str, int] = self._server.getsockname()[:2]
         return address
 
     def close(self) -> None:
         """Stops listening; connections that were handed over stay open."""
-        self._is_closed = True
         if self._server is not None:
-            # This wakes the thread, which closes the sockets.
-            with suppress(OSError):
-                self._server.shutdown(socket.SHUT_RDWR)
+            self._loop.call_soon_threadsafe(self._close, self._server)
+            self._server = None
 
-    def _run(self, server: socket.socket) -> None:
-        """Accepts connections and receives secrets; the body of the thread."""
-        with server, self._selector:
-            self._selector.register(server, selectors.EVENT_READ)
-            while not self._is_closed:
-                oldest = next(iter(self._handshakes.values()), None)
-                timeout_s = None if oldest is None else max(0.0, oldest.deadline_s - time.monotonic())
-                for key, _ in self._selector.select(timeout_s):
-                    if key.fileobj is server:
-                        self._accept(server)
-                    else:
-                        self._receive_secret(key.fileobj)  # type: ignore[arg-type]
-                now_s = time.monotonic()
-                for connection in [c for c, handshake in self._handshakes.items() if handshake.deadline_s <= now_s]:
-                    self._forget(connection).close()
-            for connection in list(self._handshakes):
-                self._forget(connection).close()
+    def _close(self, server: socket.socket) -> None:
+        self._loop.remove_reader(server)
+        server.close()
+        for connection in list(self._handshakes):
+            self._end_handshake(connection).close()
 
     def _accept(self, server: socket.socket) -> None:
         try:
@@ -214,33 +198,38 @@ class Listener:
             return
         # Too many files are open. Connections that wait in the backlog are accepted later.
         except OSError as error:
-            if not self._is_closed:
-                logger.warning("A connection could not be accepted, will try again: %s", error)
-                time.sleep(_ACCEPT_PAUSE_S)
+            logger.warning("A connection could not be accepted, will try again: %s", error)
+            if not self._close_oldest(0):
+                self._loop.remove_reader(server)
+                self._loop.call_later(_ACCEPT_PAUSE_S, self._loop.add_reader, server, self._accept, server)
             return
         connection.setblocking(False)
-        self._handshakes[connection] = _Handshake(time.monotonic() + _HANDSHAKE_S)
-        self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._handshakes) > _MAX_UNAUTHENTICATED:
-            self._forget(next(iter(self._handshakes))).close()
+        timer = self._loop.call_later(_HANDSHAKE_S, self._receive_secret, connection, True)
+        self._handshakes[connection] = bytearray(), timer
+        self._loop.add_reader(connection, self._receive_secret, connection)
+        self._close_oldest(_MAX_UNAUTHENTICATED)
 
-    def _receive_secret(self, connection: socket.socket) -> None:
+    def _close_oldest(self, max_handshakes: int) -> bool:
+        """Closes the oldest connection in the handshake if there are more than a maximum; returns whether it did."""
+        if len(self._handshakes) <= max_handshakes:
+            return False
+        self._end_handshake(next(iter(self._handshakes))).close()
+        return True
+
+    def _receive_secret(self, connection: socket.socket, is_late: bool = False) -> None:
         """Receives more of the secret; hands the connection over if it is complete, or closes it if it is wrong."""
-        handshake = self._handshakes.get(connection)
-        # It was closed while earlier events of the same poll were handled.
-        if handshake is None:
-            return
+        received = self._handshakes[connection][0]
         try:
-            data = connection.recv(_SECRET_BYTES - len(handshake.received))
+            data = b"" if is_late else connection.recv(_SECRET_BYTES - len(received))
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        handshake.received += data
-        if data and len(handshake.received) < _SECRET_BYTES:
+        received += data
+        if data and len(received) < _SECRET_BYTES:
             return
-        self._forget(connection)
-        if not hmac.compare_digest(handshake.received, self.secret.encode()):
+        self._end_handshake(connection)
+        if not hmac.compare_digest(received, self.secret.encode()):
             connection.close()
             return
         connection.setblocking(True)
@@ -252,8 +241,8 @@ class Listener:
             logger.warning("A connection cannot be served: %s", error)
             connection.close()
 
-    def _forget(self, connection: socket.socket) -> socket.socket:
+    def _end_handshake(self, connection: socket.socket) -> socket.socket:
         """Ends the handshake of a connection and returns the connection."""
-        self._selector.unregister(connection)
-        del self._handshakes[connection]
+        self._loop.remove_reader(connection)
+        self._handshakes.pop(connection)[1].cancel()
         return connection

@@ -24,7 +24,7 @@ from ray_app.errors import DataError, StorageError
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
 from ray_app.ingest.shards import RowWriter, Shards, column_facts, row_bytes
-from ray_app.storage.data_files import publish
+from ray_app.storage.data_files import open_data_file, publish
 from ray_app.storage.files import Location, put_json, read_json
 
 RUN_BYTES = 64 << 20

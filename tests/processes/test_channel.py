@@ -200,9 +200,12 @@ def test_a_lack_of_descriptors_is_survived(monkeypatch: pytest.MonkeyPatch, echo
             raise refusals.pop()
         return accept(server)
 
-    monkeypatch.setattr(socket.socket, "accept", refuse_twice)
-    assert echo.answers(), "a connection that waited is accepted later"
-    assert refusals == []
+    with socket.create_connection(echo.address, timeout=WAIT_S) as stranger:
+        until(lambda: count_handshakes(echo) == 1, "not accepted", WAIT_S)
+        monkeypatch.setattr(socket.socket, "accept", refuse_twice)
+        assert echo.answers(), "a connection that waited is accepted later"
+        assert refusals == []
+        assert is_closed(stranger), "it keeps a descriptor that a worker needs"
 
 
 def test_a_listener_may_have_as_many_descriptors_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:

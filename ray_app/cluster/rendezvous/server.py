@@ -73,7 +73,7 @@ class ConnectionServer:
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
-        self._listener = Listener(self._hand_over)
+        self._listener = Listener(self._add_connection)
         self.secret = self._listener.secret
         self.connections: dict[str, _WorkerConnection] = {}
         self._is_broadcast_scheduled = False
@@ -85,18 +85,14 @@ class ConnectionServer:
     async def listen(self, host: str) -> tuple[str, int]:
         """Starts to listen on a free port of a host; returns the address."""
         self._loop = asyncio.get_running_loop()
-        return self._listener.listen(host)
+        return self._listener.listen(host, self._loop)
 
     def close(self) -> None:
         """Stops listening."""
         self._listener.close()
 
-    def _hand_over(self, connection: socket.socket) -> None:
-        """Gives an authenticated connection to the event loop; called in the listener's thread."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._add_connection, connection)
-
     def _add_connection(self, connection: socket.socket) -> None:
+        """Gives an authenticated connection its protocol."""
         assert self._loop is not None
         task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: _WorkerConnection(self), connection))
         self._tasks.add(task)
