@@ -256,7 +256,7 @@ def _check_section(section: PredictSection) -> None:
         for n in _MIN_ONE_FIELDS
         if getattr(section, n) < 1
     ]
-    # Infinity is no number of threads.
+    # The number of threads follows from num_cpus, so that it must be finite.
     if not (0 <= section.num_cpus < math.inf and section.num_gpus >= 0):
         problems.append("predict.num_cpus and predict.num_gpus must be numbers from 0.")
     if section.num_gpus > 1:
