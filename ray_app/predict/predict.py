@@ -224,7 +224,7 @@ def _check_section(section: PredictSection) -> None:
     problems = [f"predict.{name} is missing." for name in ("data", "out") if not getattr(section, name)]
     counts = {name: getattr(section, name) for name in _MIN_ONE_FIELDS}
     problems += [f"predict.{name} is {n}; it must be at least 1." for name, n in counts.items() if n < 1]
-    # Infinity is no number of threads.
+    # The number of threads follows from num_cpus, so that it must be finite.
     if not (0 <= section.num_cpus < math.inf and section.num_gpus >= 0):
         problems.append("predict.num_cpus and predict.num_gpus must be numbers from 0.")
     if section.num_gpus > 1:
