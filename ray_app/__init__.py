@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ray_app.driver.run import run_training
     from ray_app.ingest.ingest import ingest_arrays
     from ray_app.models.export import load_for_training, load_model, read_rows
-    from ray_app.preflight.task_check import TaskCheck, check_task
+    from ray_app.preflight.prepare import TaskCheck, check_task
     from ray_app.report.comparison import Comparison
     from ray_app.task.base import Losses
     from ray_app.task.ragged import Ragged
@@ -62,11 +62,11 @@ _MODULES = {
     "Observer": "watch.observers",
     "Ragged": "task.ragged",
     "Result": "driver.result",
-    "TaskCheck": "preflight.task_check",
+    "TaskCheck": "preflight.prepare",
     "Training": "driver.background",
     "Webhook": "watch.observers",
     "Worker": "driver.background",
-    "check_task": "preflight.task_check",
+    "check_task": "preflight.prepare",
     "compare_runs": "driver.result",
     "drawing": "task.transforms",
     "ingest_arrays": "ingest.ingest",

@@ -1,25 +1,46 @@
-"""The checks before a run: `CHECKS` is the list of all of them, in the order in which they run.
+"""The checks before a run: `CHECKS`, at the end, is the list of all of them, in the order in which they run.
 
 The start of a run (`prepare`) makes those with `at_start` and ends with the error of the first that refuses it.
-`ray-app check` (`check_task`) makes all of them and reports each with its duration.
+`ray-app check` (`check_task`) makes all of them and reports each with its duration. The functions before the list check
+the configuration, the data and the stored run, and compare short trainings; other modules have those of the model.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 
-from ray_app.preflight import comparisons, dry_run, gradient_checks, metric_checks, rare_rows, start_checks
+from ray_app.cluster.resources import resolve_max_workers
+from ray_app.config.checks import check_config
+from ray_app.config.config import Config, digest
+from ray_app.config.import_paths import TASK_OPTIMIZER
+from ray_app.data.arrays import spec_of_values
+from ray_app.data.dataset import open_dataset
+from ray_app.data.probes import sample_ragged_rows, sample_rows
+from ray_app.errors import ConfigError, DataError
+from ray_app.preflight import changes, data_summary, dry_run, gradient_checks, inputs, metric_checks, rare_rows
 from ray_app.preflight.context import Outcome, PreflightContext
-from ray_app.preflight.model_checks import check_shardable
-from ray_app.preflight.short_trainings import MIDDLE, STEPS, WORKERS
+from ray_app.preflight.inputs import InitialParameters
+from ray_app.preflight.metric_checks import MAX_ROWS
+from ray_app.preflight.model_checks import check_picklable, check_shardable
+from ray_app.preflight.sandbox import Sandbox
+from ray_app.preflight.short_trainings import MIDDLE, STEPS, WORKERS, ShortTrainings, TrainingResult, make_short_job
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import register_secrets
+from ray_app.runlog.stored_config import read_manifest, stored_config
+from ray_app.storage.files import read_json, to_location
+from ray_app.task.metrics import resolve_mode
 from ray_app.task.module import ModuleTask
+from ray_app.task.schema import prepare_task, refuse_other_names, refuse_other_schema
 from ray_app.task.user_loop import LoopTask
 from ray_app.task.whole_batches import BatchTask
 from ray_app.train.checkpointing.snapshots import check_snapshot_memory
+from ray_app.train.job import Job
 
 
 @dataclass(frozen=True)
@@ -63,28 +84,282 @@ class Check:
         return result if isinstance(result, Outcome) else Outcome(warnings=result or ())
 
 
+def complete_config(context: PreflightContext) -> None:
+    """Completes the configuration by the name of the run and the numbers of workers."""
+    config = context.config
+    register_secrets(config.to_dict())
+    check_config(config)
+    config = config if config.run.name else config.replace(run__name=inputs.make_run_name())
+    context.paths = RunPaths(to_location(config.run.storage_path) / str(config.run.name))
+    context.before = before = stored_config(context.paths)
+    if config.scaling.max_workers == "all":
+        config = resolve_max_workers(config, before)
+        check_config(config)
+    if config.scaling.logical_workers is None:
+        config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
+        check_config(config)
+    context.config, context.initial = config, InitialParameters(config)
+
+
+def read_initial_parameters(context: PreflightContext) -> list[str]:
+    """Reads the initial parameters, and completes the configuration by their digest."""
+    context.initial = inputs.load_initial_parameters(context.config, context.before)
+    context.config = context.initial.config
+    return inputs.replaced_weights_warnings(context.config)
+
+
+def open_training_data(context: PreflightContext) -> None:
+    """Opens the training data."""
+    context.dataset = open_dataset(context.config.data.path)
+
+
+def fit_task(context: PreflightContext) -> Outcome:
+    """Makes the task, prepares it with the training data, and completes the configuration by what it decides."""
+    config, dataset = context.config, context.dataset
+    context.task = task = prepare_task(inputs.make_task(config), dataset.facts)
+    check_picklable(task)
+    where, of = f"data.path {config.data.path}", f"train.init_from {config.train.init_from}"
+    refuse_other_names(context.initial.classes, task.data_schema["classes"], where, of)
+    if problems := task.validate_config(config):
+        raise ConfigError(f"{type(task).__name__} does not go with the configuration: {' '.join(problems)}")
+    if config.optimizer == Config.optimizer and config.optimizers is None and task.has_own_optimizer:
+        config = config.replace(optimizer={"class_path": TASK_OPTIMIZER})
+        check_config(config)
+    mode = resolve_mode(task, config.evaluate.metric, config.evaluate.mode)
+    context.config = config.replace(evaluate__mode=mode)
+    context.used_columns = data_summary.describe_training_columns(task, dataset)
+    return Outcome("\n".join(context.used_columns), warnings=data_summary.similar_class_warnings(dataset.facts))
+
+
+def plan_rows(context: PreflightContext) -> list[str]:
+    """Plans the order of the rows."""
+    config, dataset = context.config, context.dataset
+    context.plan = inputs.make_plan(config, dataset.manifest, inputs.read_classes(config, dataset))
+    return data_summary.shuffle_warnings(config, dataset, context.plan)
+
+
+def check_stored_run(context: PreflightContext) -> None:
+    """Refuses to resume the run if what decides its result has changed."""
+    assert context.before is not None
+    paths, plan = context.paths, context.plan
+    facts = context.dataset.facts
+    changes.check_resume_compatibility(paths.name, context.before, read_manifest(paths).digest, context.config, plan)
+    changes.check_same_classes(paths, plan)
+    refuse_other_schema(read_json(paths.schema) or {}, facts, facts.path, f"the data that {paths.name!r} began with")
+
+
+def read_code(context: PreflightContext) -> None:
+    """Reads the versions of the code, and compares them with those of the last start."""
+    context.code = changes.read_code_versions(context.config)
+    if context.before is not None:
+        context.changed_code = changes.describe_code_changes(context.paths, context.config, context.code)
+
+
+def decode_rows(context: PreflightContext) -> None:
+    """Decodes the first training rows, and makes the job of the workers, with fence 0 and without evaluation data."""
+    config, dataset = context.config, context.dataset
+    task = context.task
+    context.undecoded_row, row = inputs.read_training_row(config, dataset, task)
+    context.rows = sample_ragged_rows(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
+    context.fields = {name: spec_of_values(values) for name, values in context.rows.items()}
+    context.job = Job(
+        config,
+        digest(config, context.plan.manifest.digest),
+        task,
+        context.plan,
+        dataset.root,
+        context.fields,
+        str(context.paths.root),
+        0,
+        config.evaluate.metric or task.best_metric,
+        config.evaluate.mode or task.best_mode,
+        initial=str(context.paths.initial) if config.train.init_from is not None else None,
+    )
+
+
+def check_cache(context: PreflightContext) -> None:
+    """Refuses a cache of rows that are decoded differently in every epoch."""
+    if context.task.has_epoch_decode:
+        raise ConfigError(
+            f"data.cache is {context.config.data.cache}, but {type(context.task).__name__} decodes a row another way in"
+            " every epoch, which a cache cannot hold. Set data.cache to none, or draw in augment, after the cache."
+        )
+
+
+def check_length_field(context: PreflightContext) -> None:
+    """Refuses `data.by_length` if it is not a decoded field with rows of different lengths."""
+    ragged = sorted(name for name, spec in context.fields.items() if spec.padding is not None)
+    if context.config.data.by_length not in ragged:
+        raise ConfigError(
+            f"data.by_length is {context.config.data.by_length!r}; the decoded fields whose rows have different lengths"
+            f" are {', '.join(ragged) or 'none'}. Name one of them, or leave it out."
+        )
+
+
+def check_rounds(context: PreflightContext) -> None:
+    """Refuses checkpoints at the end of epochs that end within a round of `local_sgd`, without a common state."""
+    steps, rounds = context.job.steps_per_epoch, context.job.steps_per_round
+    if steps % rounds and context.config.checkpoint.every_epochs is not None:
+        below = steps // rounds * rounds
+        valid = " or ".join(str(n) for n in (below, below + rounds) if n)
+        raise ConfigError(
+            f"An epoch has {steps} steps, no multiple of train.local_steps = {rounds}, so it ends where the logical"
+            f" workers have no common state to keep. Set train.steps_per_epoch to {valid}, or checkpoint.every_epochs"
+            f" to null and checkpoint.every_steps to a multiple of {rounds}."
+        )
+
+
+def open_evaluation_data(context: PreflightContext) -> list[str]:
+    """Opens the evaluation data, and refuses data that is unlike the training data or that of earlier evaluations."""
+    config, task = context.config, context.task
+    dataset = open_dataset(str(config.data.eval_path))
+    names = f"data.eval_path {config.data.eval_path}", f"data.path {config.data.path}"
+    refuse_other_schema(task.data_schema, dataset.facts, *names)
+    context.eval_dataset, context.eval_task = dataset, task.prepare(dataset.facts)
+    source = inputs.open_source(task, dataset, config.data.read_task_mb)
+    if source.fields != context.fields:
+        raise DataError(
+            f"A decoded row of {names[0]} is {source.fields}, of {names[1]} it is {context.fields}; both must be alike."
+            " Ingest them the same way."
+        )
+    inputs.check_evaluation_data(context.paths, config, source.manifest.digest)
+    context.eval_source = source
+    context.eval_rows = sample_rows(dataset, task.columns(), task.decode, MAX_ROWS)
+    return data_summary.constant_target_warnings(task, dataset.facts, source.manifest.num_rows)
+
+
+def read_data_files(context: PreflightContext) -> None:
+    """Reads the versions of the data files, and compares them with those of the last start."""
+    context.data_versions = changes.read_data_versions(context.job.source, context.eval_source)
+    if context.before is not None:
+        context.changed_data = changes.describe_data_changes(context.paths, context.config, context.data_versions)
+
+
+def try_repetitions(context: PreflightContext) -> Outcome:
+    """Starts the sandbox, and looks for random numbers that come neither from torch's generators nor from the keys."""
+    # The model of the dry run would take the memory of one more process.
+    context.close()
+    del context.row_probe
+    enter = context.exit_stack.enter_context
+    folder = Path(enter(tempfile.TemporaryDirectory(prefix="ray_app-check-")))
+    job = make_short_job(replace(context.job, evaluation=context.eval_source), context.initial.params, folder)
+    context.short_trainings = ShortTrainings(job, enter(closing(Sandbox(folder / "processes"))))
+    result = context.short_trainings.first.impurities
+    if result.error is not None or result.value:
+        text = str(result.error) if result.error is not None else "\n".join(result.value)
+        return Outcome(text, "failed", seconds=result.seconds)
+    return Outcome(seconds=result.seconds)
+
+
+def compare_repetition(context: PreflightContext) -> Outcome:
+    """Compares a training on one worker with its repetition."""
+    _, _, one, repeated = context.short_trainings.first
+    text = ""
+    if one.error is not None:
+        text = f"{STEPS} steps on one worker: {one.error}"
+    elif repeated.error is not None:
+        text = f"{STEPS} steps on one worker, twice: {repeated.error}"
+    elif repeated.params != one.params:
+        text = (
+            f"{STEPS} steps on one worker, twice, give other parameters each time. See docs/own-task.md on where"
+            " randomness must come from."
+        )
+    return Outcome(text, "failed" if text else "ok", seconds=max(one.seconds, repeated.seconds))
+
+
+def is_repeatable(context: PreflightContext) -> bool:
+    """Returns whether a training and its repetition agree; if not, no other comparison says anything."""
+    _, _, one, repeated = context.short_trainings.first
+    return one.error is None and repeated.error is None and one.params == repeated.params
+
+
+def has_comparable_scores(context: PreflightContext) -> bool:
+    """Returns whether trainings on one worker and on several agree, or there are no metrics to compare."""
+    if not is_repeatable(context):
+        return False
+    one, (together, _) = context.short_trainings.first.one, context.short_trainings.later
+    return not one.scores or (together.error is None and together.params == one.params)
+
+
+def compare_workers(context: PreflightContext) -> Outcome:
+    """Compares a training on one worker with one on several."""
+    advice = (
+        "A worker has only its own rows: nothing may be kept from one batch for the next but in the model's parameters"
+        " and buffers."
+    )
+    together, _ = context.short_trainings.later
+    return _compare_params(context, f"{STEPS} steps on one worker and on {WORKERS}", together, advice)
+
+
+def compare_resume(context: PreflightContext) -> Outcome:
+    """Compares a training with one that was resumed in the middle."""
+    advice = (
+        "A worker that resumes has the checkpoint alone: what a task or a model keeps elsewhere than in parameters and"
+        " buffers is gone."
+    )
+    description = f"{STEPS} steps, and the same from step {MIDDLE} on after a resume on 2 workers"
+    return _compare_params(context, description, context.short_trainings.later[1], advice)
+
+
+def _compare_params(context: PreflightContext, description: str, other: TrainingResult, advice: str) -> Outcome:
+    """Compares the final parameters of a training on one worker with those of another training."""
+    one, text = context.short_trainings.first.one, ""
+    if other.error is not None:
+        text = f"{description}: {other.error}"
+    elif other.params != one.params:
+        text = f"{description}: other parameters ({one.params[:12]}, {other.params[:12]}). {advice}"
+    return Outcome(text, "failed" if text else "ok", seconds=other.seconds)
+
+
+def compare_scores(context: PreflightContext) -> Outcome:
+    """Compares the metrics by one worker with those by several."""
+    one, (together, _) = context.short_trainings.first.one, context.short_trainings.later
+    if not one.scores:
+        return Outcome("There is none: data.eval_path is not set.", "warning")
+    if one.scores == together.scores:
+        return Outcome(f"The same metrics from one worker and from {WORKERS}: {one.scores[-1][1]}.")
+    return Outcome(
+        f"One worker finds {one.scores[-1][1]}, {WORKERS} find {together.scores[-1][1]}. The metrics' states must be"
+        " sums, minima, maxima or lists, and must not depend on the process that updates them, or on the order.",
+        "failed",
+    )
+
+
+def try_export(context: PreflightContext) -> Outcome:
+    """Reports whether the model can be exported, and predicts the same."""
+    result = context.short_trainings.first.export
+    if result.error is not None:
+        text = f"{result.error}\nA run trains all the same; ray-app export and register would refuse its model."
+        return Outcome(text, "failed", seconds=result.seconds)
+    export_format, refused = result.value
+    if refused:
+        text = f"as {export_format} with the task's code; not as a program of its own ({'; '.join(refused)})."
+        return Outcome(text, "warning", seconds=result.seconds)
+    return Outcome(f"as {export_format}, which predicts the same.", seconds=result.seconds)
+
+
 # fmt: off
 CHECKS = (
     # The configuration, the data, and the run if it exists.
-    Check("configuration", 0.01, "Its values go together.", start_checks.complete_config),
-    Check("initial parameters", 0.1, "They can be read.", start_checks.read_initial_parameters, ("configuration",),
+    Check("configuration", 0.01, "Its values go together.", complete_config),
+    Check("initial parameters", 0.1, "They can be read.", read_initial_parameters, ("configuration",),
           applies=lambda context: context.config.train.init_from is not None),
-    Check("data", 0.1, "It can be read.", start_checks.open_training_data, ("configuration",)),
-    Check("task", 0.01, "It fits the data and the configuration.", start_checks.fit_task, ("data",)),
-    Check("plan", 0.01, "An epoch has at least one step.", start_checks.plan_rows, ("data",)),
-    Check("stored run", 0.1, "What decides its result is the same.", start_checks.check_stored_run, ("task", "plan"),
+    Check("data", 0.1, "It can be read.", open_training_data, ("configuration",)),
+    Check("task", 0.01, "It fits the data and the configuration.", fit_task, ("data",)),
+    Check("plan", 0.01, "An epoch has at least one step.", plan_rows, ("data",)),
+    Check("stored run", 0.1, "What decides its result is the same.", check_stored_run, ("task", "plan"),
           applies=lambda context: context.before is not None),
-    Check("code", 0.1, "It can be read.", start_checks.read_code, ("task",)),
-    Check("rows", 0.01, "The first ones can be decoded.", start_checks.decode_rows, ("task", "plan")),
-    Check("cache", 0, "It can hold the decoded rows.", start_checks.check_cache, ("task",),
+    Check("code", 0.1, "It can be read.", read_code, ("task",)),
+    Check("rows", 0.01, "The first ones can be decoded.", decode_rows, ("task", "plan")),
+    Check("cache", 0, "It can hold the decoded rows.", check_cache, ("task",),
           applies=lambda context: context.config.data.cache != "none"),
-    Check("row lengths", 0, "They are those of a decoded field.", start_checks.check_length_field, ("rows",),
+    Check("row lengths", 0, "They are those of a decoded field.", check_length_field, ("rows",),
           applies=lambda context: context.config.data.by_length is not None),
     Check("decoding", 0.01, "Rows to train on are like those to evaluate on.",
           rare_rows.check_training_decode, ("rows",), applies=lambda context: context.task.has_epoch_decode),
-    Check("rounds", 0, "Each of them ends in the epoch in which it begins.", start_checks.check_rounds, ("rows",),
+    Check("rounds", 0, "Each of them ends in the epoch in which it begins.", check_rounds, ("rows",),
           applies=lambda context: context.job.steps_per_round > 1),
-    Check("evaluation data", 0.01, "It is like the data to train on.", start_checks.open_evaluation_data, ("rows",),
+    Check("evaluation data", 0.01, "It is like the data to train on.", open_evaluation_data, ("rows",),
           applies=lambda context: context.config.data.eval_path is not None),
 
     # The dry run: the model on a few rows, and what trains it.
@@ -122,20 +397,20 @@ CHECKS = (
     Check("shards", 0, "The model can be cut into them.", lambda context: check_shardable(context.model), ("model",),
           applies=lambda context: context.config.train.strategy == "fsdp"),
     Check("schedule", 0, "It lasts for all steps of the run.", dry_run.try_schedules, ("model",)),
-    Check("data files", 0.01, "Their versions are known.", start_checks.read_data_files, ("evaluation data",)),
+    Check("data files", 0.01, "Their versions are known.", read_data_files, ("evaluation data",)),
 
     # Trainings of a few steps in processes of their own, several at a time.
     Check("randomness", 7, "The same rows, keys and seeds of torch's give the same; nothing else is drawn from.",
-          comparisons.try_repetitions, at_start=False),
+          try_repetitions, at_start=False),
     Check("training", 0, f"{STEPS} steps on one worker, twice: the same parameters, bit for bit.",
-          comparisons.compare_repetition, at_start=False),
+          compare_repetition, at_start=False),
     Check("workers", 3, f"{STEPS} steps on one worker and on {WORKERS}: the same parameters, bit for bit.",
-          comparisons.compare_workers, applies=comparisons.is_repeatable, at_start=False),
+          compare_workers, applies=is_repeatable, at_start=False),
     Check("resume", 0, f"{STEPS} steps, and the same from step {MIDDLE} on after a resume on 2 workers: the same"
-          " parameters, bit for bit.", comparisons.compare_resume, applies=comparisons.is_repeatable, at_start=False),
-    Check("evaluation", 0, f"The same metrics from one worker and from {WORKERS}.", comparisons.compare_scores,
-          applies=comparisons.has_comparable_scores, at_start=False),
-    Check("export", 0, "The model can be exported.", comparisons.try_export, at_start=False),
+          " parameters, bit for bit.", compare_resume, applies=is_repeatable, at_start=False),
+    Check("evaluation", 0, f"The same metrics from one worker and from {WORKERS}.", compare_scores,
+          applies=has_comparable_scores, at_start=False),
+    Check("export", 0, "The model can be exported.", try_export, at_start=False),
     Check("GPU", 0, "It was not tried: a check computes on the CPU.", lambda context: Outcome(level="warning"),
           applies=lambda context: context.config.scaling.gpus_per_worker > 0, at_start=False),
 )

@@ -1,12 +1,24 @@
-"""What the checks before a run share: each of them gets a `PreflightContext`, and returns an `Outcome`."""
+"""What the checks before a run share: a `PreflightContext`, and probes, which run rows through a task without a step.
+
+`RowProbe` trains or evaluates on rows and tells whether their length is the reason for an error. `explain_cost`
+extrapolates from short rows what a long row would cost, so that a dry run ends and fits into memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import psutil
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from ray_app.config.config import Config
 from ray_app.data.arrays import ArraySpec
@@ -15,16 +27,17 @@ from ray_app.data.reader import RowSource
 from ray_app.errors import ConfigError, TaskError
 from ray_app.plan.order import Plan
 from ray_app.preflight.changes import CodeVersions, DataVersions
-from ray_app.preflight.initial_parameters import InitialParameters
-from ray_app.preflight.probe_rows import RowProbe
+from ray_app.preflight.inputs import InitialParameters
 from ray_app.preflight.short_trainings import ShortTrainings
 from ray_app.runlog.paths import RunPaths
-from ray_app.task.base import Rows, Task
+from ray_app.task.base import Batch, Rows, Task
 from ray_app.task.device import restore_process_state, set_threads_and_kernels
-from ray_app.task.ragged import Arrays
+from ray_app.task.metrics import score
+from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.user_code import user_code
+from ray_app.task.user_loop import LoopTask
 from ray_app.train.job import Job
-from ray_app.train.state.state import seed_init
+from ray_app.train.state.state import TrainingState, seed_init
 from ray_app.watch.terminal import Level
 
 
@@ -119,3 +132,240 @@ class PreflightContext:
                 f" {config.optimizer.init_args}"
                 + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
             ) from error
+
+
+logger = logging.getLogger(__name__)
+
+MAX_NUMBERS = 1 << 16
+"""Longest row that is searched for and checked, in numbers; the dry run should be short."""
+SHORT_LENGTH = 8
+"""Length of the lists of rows that are used for most checks."""
+
+
+@dataclass(frozen=True)
+class RowProbe:
+    """Runs rows through a task and its model before the start, without a step.
+
+    Args:
+        task: The prepared task.
+        state: The model and its optimizers.
+    """
+
+    task: Task
+    state: TrainingState
+
+    def losses(self, fields: Batch) -> Iterator[tuple[str | None, Any]]:
+        """Yields the training loss of a batch with the name of its optimizer, None for the only one."""
+        for turn in self.state.turns.optimizers if self.state.turns is not None else ():
+            yield turn, self.task.loss_for_optimizer(turn, self.state.model, fields)
+        if self.state.turns is None:
+            yield None, self.task.training_loss(self.state.model, fields)
+
+    def run(self, rows: Arrays, evaluates: bool, description: str) -> None:
+        """Computes the training loss of rows, or evaluates them.
+
+        Args:
+            rows: Decoded rows.
+            evaluates: Whether the rows are evaluated rather than trained on.
+            description: Description of the rows in error messages.
+
+        Raises:
+            TaskError: The task fails on these rows.
+        """
+        count, model = len(next(iter(rows.values()))), self.state.model
+        with torch.no_grad(), user_code(lambda: f"{'evaluating' if evaluates else 'training'} on {description}"):
+            if evaluates:
+                list(score(self.task, model, rows, count, torch.device("cpu")))
+                return
+            self.state.train()
+            list(self.losses(self.task.augment(to_batch(rows), torch.arange(count))))
+
+    def can_run(self, rows: Arrays, evaluates: bool) -> bool:
+        """Returns whether the task accepts the rows; see `run`."""
+        try:
+            self.run(rows, evaluates, "rows")
+        except TaskError:
+            return False
+        return True
+
+    def explain_too_long(self, rows: Arrays, evaluates: bool) -> str | None:
+        """Returns a message if the length of rows is the reason why the task fails on them, otherwise None.
+
+        It is the reason if the task accepts the first number of each row alone, but not repeated to the length of the
+        row.
+        """
+        lists = {name: values for name, values in rows.items() if isinstance(values, Ragged)}
+        if not lists or isinstance(self.task, LoopTask):
+            return None
+        repeated = {**rows, **{name: _repeat_first(values) for name, values in lists.items()}}
+        if (
+            self.can_run(rows, evaluates)
+            or not self.can_run(truncate(rows, 1), evaluates)
+            or self.can_run(repeated, evaluates)
+        ):
+            return None
+        longest = max(int(values.lengths.max()) for values in lists.values())
+        return (
+            f"Rows of {longest} numbers in {' or '.join(map(repr, lists))} cannot be"
+            f" {'evaluated' if evaluates else 'trained'} on, rows of one can. Models know only so many positions"
+            " (max_position_embeddings, block_size): make these more, or set task.init_args.max_length to as many."
+        )
+
+
+def longest_of(rows: Arrays) -> Arrays:
+    """Returns the longest of some rows, each field of shape (1, ...); the first if all have the same length."""
+    total = _numbers_per_row(rows)
+    return _row_at(rows, int(np.where(total <= MAX_NUMBERS, total, 0).argmax()))
+
+
+def shortest_of(rows: Arrays) -> Arrays:
+    """Returns the shortest row of at least `SHORT_LENGTH` numbers, or the longest; each field of shape (1, ...)."""
+    total = _numbers_per_row(rows)
+    enough = total >= SHORT_LENGTH
+    return _row_at(rows, int(np.where(enough, total, total.max() + 1).argmin() if enough.any() else total.argmax()))
+
+
+def _row_at(rows: Arrays, index: int) -> Arrays:
+    return {name: values[index : index + 1] for name, values in rows.items()}
+
+
+def count_numbers(rows: Arrays) -> int:
+    """Returns the number of numbers in the lists of some rows."""
+    return int(_numbers_per_row(rows).sum())
+
+
+def _numbers_per_row(rows: Arrays) -> np.ndarray:
+    """Returns the number of numbers in the lists of each row, or one zero if no field is a list."""
+    lengths = [values.lengths for values in rows.values() if isinstance(values, Ragged) and not values.row_shape]
+    return np.sum(lengths, axis=0) if lengths else np.zeros(1, np.int64)
+
+
+def truncate(rows: Arrays, max_length: int) -> Arrays:
+    """Returns the rows with lists of at most `max_length` numbers."""
+    return {name: values.cut(max_length) if isinstance(values, Ragged) else values for name, values in rows.items()}
+
+
+def cut_unevenly(rows: Arrays) -> Arrays:
+    """Returns rows with lists cut to different lengths, at most `SHORT_LENGTH`.
+
+    With equal lengths a mean over tokens could not be told from a mean over rows.
+    """
+    return {
+        name: Ragged.of(
+            (values.row(i)[: SHORT_LENGTH - i % (SHORT_LENGTH // 2)] for i in range(len(values))),
+            values.values.dtype,
+            values.fill,
+            values.multiple,
+            values.row_shape,
+        )
+        if isinstance(values, Ragged)
+        else values
+        for name, values in rows.items()
+    }
+
+
+def _repeat_first(values: Ragged) -> Ragged:
+    """Returns lists of the same lengths that repeat the first number of each row."""
+    rows = (np.repeat(values.row(i)[:1], length, axis=0) for i, length in enumerate(values.lengths))
+    return Ragged.of(rows, values.values.dtype, values.fill, values.multiple, values.row_shape)
+
+
+MAX_OPERATIONS = 1e12
+"""Largest number of floating-point operations of one probe; on two cores they take about half a minute."""
+_LIVE_TENSORS = 4
+"""Estimated number of live tensors of the largest size.
+
+They are the scores, their float32 copy, their logarithms, and the result of the operation that reads the logarithms.
+"""
+
+
+def explain_cost(row_probe: RowProbe, rows: Arrays) -> str | None:
+    """Returns the cost of training on rows as text if it exceeds the limits of a dry run, otherwise None.
+
+    The lower bound is two operations for each parameter (except embeddings) and number. If the lists can be cut, the
+    cost of lists of three short lengths is extrapolated: operations, and bytes of the largest tensor, grow at most with
+    the square of the length.
+    """
+    operations = float(2 * _count_parameters(row_probe.state.model) * count_numbers(rows))
+    num_bytes = 0.0
+    lists = [values for values in rows.values() if isinstance(values, Ragged)]
+    multiple = max(values.multiple for values in lists)
+    # Lists are padded to a multiple.
+    base = -(-SHORT_LENGTH // multiple) * multiple
+    length = -(-max(int(values.lengths.max()) for values in lists) // multiple) * multiple
+    if operations <= MAX_OPERATIONS and length >= 8 * base:
+        lengths = np.array([base, 2 * base, 4 * base])
+        try:
+            costs = [_measure_cost(row_probe, truncate(rows, int(short_length))) for short_length in lengths]
+        except TaskError:
+            # The task may require a certain length; then only the lower bound is known.
+            costs = []
+        if costs:
+            operations = max(operations, _extrapolate(lengths, np.array([[count] for count, _ in costs]), length))
+            has_same_operations = len({len(sizes) for _, sizes in costs}) == 1
+            num_bytes = _LIVE_TENSORS * _extrapolate(
+                lengths, np.array([sizes if has_same_operations else [max(sizes)] for _, sizes in costs]), length
+            )
+    free = max_probe_bytes()
+    if operations <= MAX_OPERATIONS and num_bytes <= free:
+        return None
+    return (
+        f"about {operations:.1e} operations"
+        + (f" and {num_bytes / 1e9:.1f} GB" if num_bytes else "")
+        + f"; a dry run takes at most {MAX_OPERATIONS:.0e} and {free / 1e9:.1f} GB"
+    )
+
+
+def max_probe_bytes() -> float:
+    """Returns the memory that a dry run may use: a quarter of the available memory."""
+    return psutil.virtual_memory().available / 4
+
+
+def _count_parameters(model: nn.Module) -> int:
+    """Returns the number of parameters of a model without its embeddings."""
+    embedded = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for p in module.parameters()
+    }
+    return sum(p.numel() for p in model.parameters() if id(p) not in embedded)
+
+
+def _extrapolate(lengths: np.ndarray, quantities: np.ndarray, length: int) -> float:
+    """Returns the largest of some quantities, of shape (3, quantities), at another length: by parabolas."""
+    scale = lengths[0]
+    c, b, a = np.polyfit(lengths / scale, quantities, 2)
+    return float((a + (length / scale) * (b + (length / scale) * c)).max())
+
+
+def _measure_cost(row_probe: RowProbe, rows: Arrays) -> tuple[int, list[int]]:
+    """Returns the floating-point operations of the training loss of rows, and the bytes that each operation returns."""
+    with FlopCounterMode(display=False) as flops, _TensorSizes(row_probe.state.model) as tensor_sizes:
+        row_probe.run(rows, False, "short rows")
+    return flops.get_total_flops(), tensor_sizes.sizes or [0]
+
+
+class _TensorSizes(TorchDispatchMode):
+    """Records the bytes of the largest result of each operation, except the parameters and buffers of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self._model_storages = {
+            tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]
+        }
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(options or {}))
+        storages = [
+            leaf.untyped_storage()
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        ]
+        self.sizes.append(
+            max((storage.nbytes() for storage in storages if storage.data_ptr() not in self._model_storages), default=0)
+        )
+        return result

@@ -25,17 +25,17 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 from ray_app.config.config import Config
 from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
 from ray_app.errors import ConfigError, TaskError
-from ray_app.preflight.context import PreflightContext
-from ray_app.preflight.gradient_checks import count_norm_values, parameters_of_turn, parameters_without_gradient
-from ray_app.preflight.model_checks import KernelRecorder, check_forward, find_failing_part, first_line
-from ray_app.preflight.probe_rows import (
+from ray_app.preflight.context import (
     SHORT_LENGTH,
+    PreflightContext,
     RowProbe,
     count_numbers,
     longest_of,
     shortest_of,
     truncate,
 )
+from ray_app.preflight.gradient_checks import count_norm_values, parameters_of_turn, parameters_without_gradient
+from ray_app.preflight.model_checks import KernelRecorder, check_forward, find_failing_part, first_line
 from ray_app.task.base import Batch, Task, check_losses, sum_losses
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.metrics import Chunk, combine, score

@@ -21,9 +21,8 @@ from ray_app.config.config import Config
 from ray_app.data.probes import sample_rows
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Plan
-from ray_app.preflight.context import PreflightContext
+from ray_app.preflight.context import PreflightContext, RowProbe, cut_unevenly
 from ray_app.preflight.metric_checks import MAX_ROWS, MIN_ROWS, Means, compare_means, cycle_rows
-from ray_app.preflight.probe_rows import RowProbe, cut_unevenly
 from ray_app.task.base import check_losses, sum_losses
 from ray_app.task.ragged import Arrays, to_batch
 from ray_app.task.whole_batches import BatchTask

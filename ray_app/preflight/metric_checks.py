@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.errors import ConfigError, RayAppError, TaskError
-from ray_app.preflight.context import PreflightContext
-from ray_app.preflight.probe_rows import cut_unevenly
+from ray_app.preflight.context import PreflightContext, cut_unevenly
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Task
 from ray_app.task.metric_states import (

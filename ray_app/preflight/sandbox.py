@@ -1,15 +1,20 @@
 """The sandbox of `check_task`: processes in which a task may change generators and globals without side effects.
 
-`ray_app/preflight/sandbox_server.py` is the other side: the server that forks them, and the files of a call.
+This module, as a script, is the server that forks them. It reads lines with the numbers of calls to run concurrently,
+and answers each line with a line of exit statuses. The function and the arguments of a call are in `<number>.call`; its
+process writes the result to `<number>.result` and its output to `<number>.out`.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +22,14 @@ from select import select
 from time import monotonic
 from typing import Any
 
+import numpy as np
 from ray import cloudpickle
 
 from ray_app.errors import RayAppError, TaskError
+from ray_app.task.user_code import describe_error, format_calls
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that contains the package `ray_app`."""
-# The module is not imported here, because it imports torchmetrics, which a start does without.
-_SERVER = "ray_app.preflight.sandbox_server"
 _OUTPUT_LINES = 15
 """Maximum number of lines of output in a result."""
 
@@ -73,7 +78,7 @@ class Sandbox:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with self._server_log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", _SERVER, str(self._folder)],
+                [sys.executable, "-m", "ray_app.preflight.sandbox", str(self._folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -153,3 +158,70 @@ class Sandbox:
 def _describe_status(status: int) -> str:
     """Returns the exit status of a process, or the signal that ended it if the status is negative, as text."""
     return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+_TRUNCATE_INTERVAL_S, _MAX_OUTPUT_BYTES = 0.1, 1 << 20
+
+
+def run_call(path: Path) -> None:
+    """Runs one call and writes its result to the file beside it.
+
+    An error that is not a `RayAppError` is stored as text, because its class may not be picklable.
+    """
+    output = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    threading.Thread(target=_truncate_output, daemon=True).start()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # Workers of a run have generators in different states, too.
+    random.seed()
+    np.random.seed()
+    value: Any = None
+    start_s = time.monotonic()
+    error: RayAppError | None = None
+    try:
+        function, arguments = pickle.loads(path.read_bytes())
+        value = function(*arguments)
+    except RayAppError as app_error:
+        error = app_error
+    except BaseException as other:
+        error = TaskError(describe_error(other), format_calls(other))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(pickle.dumps((value, error, time.monotonic() - start_s)))
+    temporary.rename(path.with_suffix(".result"))
+
+
+def _truncate_output() -> None:
+    """Truncates long output now and then: only its end is shown, and it must not fill the disk."""
+    while True:
+        time.sleep(_TRUNCATE_INTERVAL_S)
+        if os.fstat(1).st_size > _MAX_OUTPUT_BYTES:
+            os.ftruncate(1, 0)
+
+
+def main() -> None:
+    """Runs calls until standard input ends, as the server of a `Sandbox`."""
+    # They are imported once for all calls. A process that only starts a server does without them.
+    import torchmetrics  # noqa: F401
+
+    from ray_app.train import loop  # noqa: F401
+
+    folder = Path(sys.argv[1])
+    sys.path[:] = pickle.loads((folder / "path").read_bytes())
+    for line in sys.stdin:
+        children = []
+        for number in line.split():
+            child = os.fork()
+            if not child:
+                try:
+                    run_call(folder / f"{number}.call")
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(0)
+            children.append(child)
+        print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,7 @@ from ray_app.data.dataset import hash_files, sha256
 from ray_app.driver.model_export import user_name
 from ray_app.errors import DataError
 from ray_app.preflight.changes import iter_import_paths, source_files
-from ray_app.preflight.initial_parameters import load_initial_parameters
+from ray_app.preflight.inputs import load_initial_parameters
 from ray_app.retrain.options import RetrainSection
 from ray_app.storage.data_files import files_below, find_file, is_folder, relative_path
 from ray_app.storage.files import (

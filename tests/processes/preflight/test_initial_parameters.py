@@ -17,7 +17,7 @@ from ray_app import load_config
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.config import Config, result_fields
 from ray_app.errors import ConfigError, RunExistsError
-from ray_app.preflight.initial_parameters import load_initial_parameters
+from ray_app.preflight.inputs import load_initial_parameters
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.task.base import Task
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run

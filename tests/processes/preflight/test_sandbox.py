@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.preflight.sandbox import Sandbox
-from ray_app.preflight.sandbox_server import _MAX_OUTPUT_BYTES
+from ray_app.preflight.sandbox import _MAX_OUTPUT_BYTES, Sandbox
 from tests.support.waiting import until
 
 

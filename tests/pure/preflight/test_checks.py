@@ -10,7 +10,6 @@ from ray_app import load_config
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError, DataError
 from ray_app.preflight import prepare as prepare_module
-from ray_app.preflight import task_check
 from ray_app.preflight.checks import CHECKS, Check
 from ray_app.preflight.context import Outcome, PreflightContext
 from ray_app.preflight.prepare import prepare
@@ -55,13 +54,12 @@ def test_a_start_and_ray_app_check_make_the_same_list(
     later = Check("later", 0.0, "It needs it.", lambda context: Outcome("never"), ("added",), at_start=at_start)
     checks = (*START, Check("added", 0.0, "It is right.", fail, at_start=at_start), later)
     monkeypatch.setattr(prepare_module, "CHECKS", checks)
-    monkeypatch.setattr(task_check, "CHECKS", checks)
     if at_start:
         with pytest.raises(ConfigError, match="It is wrong"):
             prepare(config)
     else:
         assert prepare(config).job.plan.all_rows == 16
-    findings = task_check.check_task(config).findings
+    findings = prepare_module.check_task(config).findings
     assert [(f.level, f.topic) for f in findings if f.level != "ok"] == [("refused", "added"), ("warning", "the rest")]
     assert "1 more" in findings[-1].text
 
@@ -69,13 +67,13 @@ def test_a_start_and_ray_app_check_make_the_same_list(
 def test_what_does_not_need_a_refused_check_is_made(
     config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(task_check, "CHECKS", START)
+    monkeypatch.setattr(prepare_module, "CHECKS", START)
     wrong = config.replace(
         data__eval_path=str(tmp_path / "nowhere"),
         data__by_length="image",
         schedule={"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau", "init_args": {}},
     )
-    check = task_check.check_task(wrong)
+    check = prepare_module.check_task(wrong)
     refused = {f.topic: f.text for f in check.findings if f.level == "refused"}
     assert list(refused) == ["row lengths", "evaluation data", "schedule"]
     assert check.exit_code == 2

@@ -18,7 +18,7 @@ from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError
 from ray_app.preflight.checks import CHECKS
 from ray_app.preflight.context import PreflightContext
-from ray_app.preflight.initial_parameters import InitialParameters
+from ray_app.preflight.inputs import InitialParameters
 from ray_app.preflight.model_checks import KernelRecorder, find_failing_part
 from ray_app.task.base import Batch, Losses
 from ray_app.task.configured_arguments import compute_row_losses

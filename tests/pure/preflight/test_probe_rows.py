@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ray_app import load_config
 from ray_app.errors import ConfigError
-from ray_app.preflight import probe_rows
+from ray_app.preflight import context
+from ray_app.preflight.context import RowProbe
 from ray_app.preflight.metric_checks import MAX_ROWS
 from ray_app.preflight.prepare import prepare
-from ray_app.preflight.probe_rows import RowProbe
 from ray_app.task.base import Batch
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
@@ -102,7 +102,7 @@ def test_a_row_that_would_take_too_much_is_not_tried_and_that_is_logged(
     assert f"data.path {path}: Rows of {LONG} numbers in 'tokens' or 'tags' cannot be trained on" in refused(
         tmp_path, task, path
     )
-    monkeypatch.setattr(probe_rows, limit, value)
+    monkeypatch.setattr(context, limit, value)
     start(tmp_path, task, path)
     told = [record.message for record in caplog.records if "is not tried before the start" in record.message]
     assert len(told) == 2, "the data to train and to evaluate on"
@@ -115,20 +115,20 @@ def test_a_row_that_would_take_too_much_is_not_tried_and_that_is_logged(
 def test_what_a_long_row_takes_follows_from_short_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiple: int
 ) -> None:
-    found, of_costs = list[float](), probe_rows._extrapolate
+    found, of_costs = list[float](), context._extrapolate
 
     def continued(*given: Any) -> float:
         found.append(of_costs(*given))
         return found[-1]
 
-    monkeypatch.setattr(probe_rows, "_extrapolate", continued)
+    monkeypatch.setattr(context, "_extrapolate", continued)
     prepared = start(tmp_path, texts(pad_to=multiple), write(tmp_path / "data"))
     operations, largest = found
     task = prepared.job.task
-    state = probe_rows.RowProbe(task, _State(task.build_model()))  # type: ignore[arg-type]
+    state = context.RowProbe(task, _State(task.build_model()))  # type: ignore[arg-type]
     row = Ragged.of([np.arange(LONG) % 60], np.int64, 0, multiple)
     rows = {"tokens": repeat_rows(row), "tags": repeat_rows(Ragged.of([np.arange(LONG) % 3], np.int64, 0, multiple))}
-    flops, sizes = probe_rows._measure_cost(state, rows)
+    flops, sizes = context._measure_cost(state, rows)
     padded = -(-LONG // multiple) * multiple
     assert flops == pytest.approx(operations, rel=0.01)
     assert max(sizes) >= 2 * 2 * padded**2 * 4, "scores of two rows and two heads, each number with each"
@@ -149,10 +149,10 @@ def test_the_parameters_alone_say_what_is_too_much_for_a_model(monkeypatch: pyte
     model = nn.Sequential(nn.Embedding(1000, 10), nn.Linear(10, 10, bias=False))
     attempt = RowProbe(ModuleTask.__new__(ModuleTask), _State(model))  # type: ignore[arg-type]
     rows = {"tokens": Ragged.of([[1] * 30, [1] * 30], np.int64)}
-    monkeypatch.setattr(probe_rows, "MAX_OPERATIONS", 2 * 100 * 60)
-    assert probe_rows.explain_cost(attempt, rows) is None
-    monkeypatch.setattr(probe_rows, "MAX_OPERATIONS", 2 * 100 * 60 - 1)
-    assert str(probe_rows.explain_cost(attempt, rows)).startswith(
+    monkeypatch.setattr(context, "MAX_OPERATIONS", 2 * 100 * 60)
+    assert context.explain_cost(attempt, rows) is None
+    monkeypatch.setattr(context, "MAX_OPERATIONS", 2 * 100 * 60 - 1)
+    assert str(context.explain_cost(attempt, rows)).startswith(
         "about 1.2e+04 operations; a dry run takes at most 1e+04 and"
     )
 
