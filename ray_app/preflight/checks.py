@@ -24,7 +24,7 @@ from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import sample_ragged_rows, sample_rows
 from ray_app.errors import ConfigError, DataError
 from ray_app.preflight import changes, data_summary, dry_run, gradient_checks, inputs, metric_checks, rare_rows
-from ray_app.preflight.context import Outcome, PreflightContext
+from ray_app.preflight.context import CheckResult, PreflightContext
 from ray_app.preflight.inputs import InitialParameters
 from ray_app.preflight.metric_checks import MAX_ROWS
 from ray_app.preflight.model_checks import check_picklable, check_shardable
@@ -64,13 +64,13 @@ class Check:
     name: str
     cost_s: float
     message: str
-    run: Callable[[PreflightContext], Outcome | list[str] | None]
+    run: Callable[[PreflightContext], CheckResult | list[str] | None]
     needs: tuple[str, ...] = ()
     applies: Callable[[PreflightContext], bool] = lambda context: True
     calls_task: bool = False
     at_start: bool = True
 
-    def execute(self, context: PreflightContext) -> Outcome | None:
+    def execute(self, context: PreflightContext) -> CheckResult | None:
         """Makes the check and returns its outcome, or None if it does not apply.
 
         Raises:
@@ -81,7 +81,7 @@ class Check:
             return None
         with context.dry_run() if self.calls_task else nullcontext():
             result = self.run(context)
-        return result if isinstance(result, Outcome) else Outcome(warnings=result or ())
+        return result if isinstance(result, CheckResult) else CheckResult(warnings=result or ())
 
 
 def complete_config(context: PreflightContext) -> None:
@@ -113,7 +113,7 @@ def open_training_data(context: PreflightContext) -> None:
     context.dataset = open_dataset(context.config.data.path)
 
 
-def fit_task(context: PreflightContext) -> Outcome:
+def fit_task(context: PreflightContext) -> CheckResult:
     """Makes the task, prepares it with the training data, and completes the configuration by what it decides."""
     config, dataset = context.config, context.dataset
     context.task = task = prepare_task(inputs.make_task(config), dataset.facts)
@@ -128,7 +128,7 @@ def fit_task(context: PreflightContext) -> Outcome:
     mode = resolve_mode(task, config.evaluate.metric, config.evaluate.mode)
     context.config = config.replace(evaluate__mode=mode)
     context.used_columns = data_summary.describe_training_columns(task, dataset)
-    return Outcome("\n".join(context.used_columns), warnings=data_summary.similar_class_warnings(dataset.facts))
+    return CheckResult("\n".join(context.used_columns), warnings=data_summary.similar_class_warnings(dataset.facts))
 
 
 def plan_rows(context: PreflightContext) -> list[str]:
@@ -235,7 +235,7 @@ def read_data_files(context: PreflightContext) -> None:
         context.changed_data = changes.describe_data_changes(context.paths, context.config, context.data_versions)
 
 
-def try_repetitions(context: PreflightContext) -> Outcome:
+def try_repetitions(context: PreflightContext) -> CheckResult:
     """Starts the sandbox, and looks for random numbers that come neither from torch's generators nor from the keys."""
     # The model of the dry run would take the memory of one more process.
     context.close()
@@ -247,11 +247,11 @@ def try_repetitions(context: PreflightContext) -> Outcome:
     result = context.short_trainings.first.impurities
     if result.error is not None or result.value:
         text = str(result.error) if result.error is not None else "\n".join(result.value)
-        return Outcome(text, "failed", seconds=result.seconds)
-    return Outcome(seconds=result.seconds)
+        return CheckResult(text, "failed", seconds=result.seconds)
+    return CheckResult(seconds=result.seconds)
 
 
-def compare_repetition(context: PreflightContext) -> Outcome:
+def compare_repetition(context: PreflightContext) -> CheckResult:
     """Compares a training on one worker with its repetition."""
     _, _, one, repeated = context.short_trainings.first
     text = ""
@@ -264,7 +264,7 @@ def compare_repetition(context: PreflightContext) -> Outcome:
             f"{STEPS} steps on one worker, twice, give other parameters each time. See docs/own-task.md on where"
             " randomness must come from."
         )
-    return Outcome(text, "failed" if text else "ok", seconds=max(one.seconds, repeated.seconds))
+    return CheckResult(text, "failed" if text else "ok", seconds=max(one.seconds, repeated.seconds))
 
 
 def is_repeatable(context: PreflightContext) -> bool:
@@ -281,7 +281,7 @@ def has_comparable_scores(context: PreflightContext) -> bool:
     return not one.scores or (together.error is None and together.params == one.params)
 
 
-def compare_workers(context: PreflightContext) -> Outcome:
+def compare_workers(context: PreflightContext) -> CheckResult:
     """Compares a training on one worker with one on several."""
     advice = (
         "A worker has only its own rows: nothing may be kept from one batch for the next but in the model's parameters"
@@ -291,7 +291,7 @@ def compare_workers(context: PreflightContext) -> Outcome:
     return _compare_params(context, f"{STEPS} steps on one worker and on {WORKERS}", together, advice)
 
 
-def compare_resume(context: PreflightContext) -> Outcome:
+def compare_resume(context: PreflightContext) -> CheckResult:
     """Compares a training with one that was resumed in the middle."""
     advice = (
         "A worker that resumes has the checkpoint alone: what a task or a model keeps elsewhere than in parameters and"
@@ -301,41 +301,41 @@ def compare_resume(context: PreflightContext) -> Outcome:
     return _compare_params(context, description, context.short_trainings.later[1], advice)
 
 
-def _compare_params(context: PreflightContext, description: str, other: TrainingResult, advice: str) -> Outcome:
+def _compare_params(context: PreflightContext, description: str, other: TrainingResult, advice: str) -> CheckResult:
     """Compares the final parameters of a training on one worker with those of another training."""
     one, text = context.short_trainings.first.one, ""
     if other.error is not None:
         text = f"{description}: {other.error}"
     elif other.params != one.params:
         text = f"{description}: other parameters ({one.params[:12]}, {other.params[:12]}). {advice}"
-    return Outcome(text, "failed" if text else "ok", seconds=other.seconds)
+    return CheckResult(text, "failed" if text else "ok", seconds=other.seconds)
 
 
-def compare_scores(context: PreflightContext) -> Outcome:
+def compare_scores(context: PreflightContext) -> CheckResult:
     """Compares the metrics by one worker with those by several."""
     one, (together, _) = context.short_trainings.first.one, context.short_trainings.later
     if not one.scores:
-        return Outcome("There is none: data.eval_path is not set.", "warning")
+        return CheckResult("There is none: data.eval_path is not set.", "warning")
     if one.scores == together.scores:
-        return Outcome(f"The same metrics from one worker and from {WORKERS}: {one.scores[-1][1]}.")
-    return Outcome(
+        return CheckResult(f"The same metrics from one worker and from {WORKERS}: {one.scores[-1][1]}.")
+    return CheckResult(
         f"One worker finds {one.scores[-1][1]}, {WORKERS} find {together.scores[-1][1]}. The metrics' states must be"
         " sums, minima, maxima or lists, and must not depend on the process that updates them, or on the order.",
         "failed",
     )
 
 
-def try_export(context: PreflightContext) -> Outcome:
+def try_export(context: PreflightContext) -> CheckResult:
     """Reports whether the model can be exported, and predicts the same."""
     result = context.short_trainings.first.export
     if result.error is not None:
         text = f"{result.error}\nA run trains all the same; ray-app export and register would refuse its model."
-        return Outcome(text, "failed", seconds=result.seconds)
+        return CheckResult(text, "failed", seconds=result.seconds)
     export_format, refused = result.value
     if refused:
         text = f"as {export_format} with the task's code; not as a program of its own ({'; '.join(refused)})."
-        return Outcome(text, "warning", seconds=result.seconds)
-    return Outcome(f"as {export_format}, which predicts the same.", seconds=result.seconds)
+        return CheckResult(text, "warning", seconds=result.seconds)
+    return CheckResult(f"as {export_format}, which predicts the same.", seconds=result.seconds)
 
 
 # fmt: off
@@ -411,7 +411,7 @@ CHECKS = (
     Check("evaluation", 0, f"The same metrics from one worker and from {WORKERS}.", compare_scores,
           applies=has_comparable_scores, at_start=False),
     Check("export", 0, "The model can be exported.", try_export, at_start=False),
-    Check("GPU", 0, "It was not tried: a check computes on the CPU.", lambda context: Outcome(level="warning"),
+    Check("GPU", 0, "It was not tried: a check computes on the CPU.", lambda context: CheckResult(level="warning"),
           applies=lambda context: context.config.scaling.gpus_per_worker > 0, at_start=False),
 )
 # fmt: on

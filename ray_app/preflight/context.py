@@ -42,7 +42,7 @@ from ray_app.watch.terminal import Level
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckResult:
     """What a check has shown that has not refused the run.
 
     Args:
@@ -350,7 +350,7 @@ class _TensorSizes(TorchDispatchMode):
     """Records the bytes of the largest result of each operation, except the parameters and buffers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: list[int] = []
         self._model_storages = {
             tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]

@@ -11,7 +11,7 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError, DataError
 from ray_app.preflight import prepare as prepare_module
 from ray_app.preflight.checks import CHECKS, Check
-from ray_app.preflight.context import Outcome, PreflightContext
+from ray_app.preflight.context import CheckResult, PreflightContext
 from ray_app.preflight.prepare import prepare
 from tests.support.local_world import write_images
 
@@ -51,7 +51,7 @@ def fail(context: PreflightContext) -> None:
 def test_a_start_and_ray_app_check_make_the_same_list(
     at_start: bool, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    later = Check("later", 0.0, "It needs it.", lambda context: Outcome("never"), ("added",), at_start=at_start)
+    later = Check("later", 0.0, "It needs it.", lambda context: CheckResult("never"), ("added",), at_start=at_start)
     checks = (*START, Check("added", 0.0, "It is right.", fail, at_start=at_start), later)
     monkeypatch.setattr(prepare_module, "CHECKS", checks)
     if at_start:
