@@ -138,7 +138,6 @@ class WorkerPool:
     Use it as a context, or call `close`.
 
     Args:
-        size: Number of processes.
         folder: Folder for the files at which process groups meet.
         preloaded: Modules that are imported once for all processes; those of the first pool of this process count.
     """
@@ -187,7 +186,6 @@ class WorkerPool:
         """Calls `function(rank, store, *args)` in `size` processes, and returns the result of each.
 
         Args:
-            size: Number of processes.
             function: The function; it is pickled by reference. `store` is a new file for a process group.
             *args: Further arguments.
         """
@@ -231,7 +229,6 @@ class WorkerPool:
 
         Args:
             job: What to train, from `make_job`.
-            size: Number of workers.
             hooks: Faults, such as `Hooks(after_step=DieAfter(5, killed=1))`.
             windows: How rows reach the step.
             membership: Makes the membership of each worker; it is pickled.

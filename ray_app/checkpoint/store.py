@@ -148,7 +148,6 @@ class Commit:
         environment: What else every bit of the parameters depends on: torch build, instruction set, device.
         time_s: Time at which the successful attempt to write the checkpoint began, seconds since 1970 (UTC).
         files: For each other file by name its SHA-256 (`sha256`) and its size (`bytes`).
-        schema_version: See `SCHEMA_VERSION`.
     """
 
     step: int
@@ -284,11 +283,7 @@ class Fallback:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, and the pins of its evaluators.
-
-    Args:
-        paths: The paths of the run.
-    """
+    """The checkpoints of one run, and the pins of its evaluators."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -337,7 +332,6 @@ class CheckpointStore:
 
         Raises:
             LeaseLostError: A later start has taken the run over.
-            OSError: The storage refused, a file exists with another content, or another writer has discarded files.
         """
         digests = {}
         for name, content in files.items():
@@ -563,7 +557,6 @@ def _check_files_exist(folder: Location, expected: Iterable[str]) -> None:
 
     Raises:
         _FilesRemovedError: Another process has removed some of them.
-        OSError: The storage does not answer.
     """
     if missing := set(expected) - set(list_files(folder)):
         raise _FilesRemovedError(f"Another process has removed {sorted(missing)} from {folder} meanwhile")

@@ -90,7 +90,6 @@ def make_drill_config(config: Config, section: DrillSection, starts_cluster: boo
 
     Args:
         config: The user's configuration.
-        section: The options of the drill.
         starts_cluster: Whether the drill starts its own local cluster.
 
     Raises:

@@ -77,9 +77,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
     MLflow; after its end this function does.
 
     Args:
-        options: The options of the command.
         task: Another task than the run's, for other metrics; its model must accept the same parameters.
-        console: Console that shows the progress.
 
     Raises:
         ConfigError: The run does not exist, or the options do not fit it.

@@ -43,10 +43,8 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
     """Predicts the missing parts and returns the content of `predictions.json`, which is written last.
 
     Args:
-        prepared: The prepared prediction.
         config: The configuration of the cluster.
         section: The options, with the resources of the actors.
-        console: Console that shows the progress.
 
     Raises:
         ConfigError: The cluster does not have the capacity for one actor, or another prediction has been started in the

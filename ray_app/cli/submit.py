@@ -32,7 +32,6 @@ class Submission:
         section: How the run is submitted.
         server: The cluster's job server.
         runtime_env: The runtime environment of the jobs.
-        console: Console for messages.
     """
 
     def __init__(

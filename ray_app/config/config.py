@@ -227,7 +227,6 @@ def check_same_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> No
     """Refuses to resume a run with another configuration or other data.
 
     Args:
-        name: Name of the run.
         old: `result_fields` of the stored run.
         new: `result_fields` of this start.
 

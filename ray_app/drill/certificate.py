@@ -85,7 +85,6 @@ def compare_restart(run: ScenarioResult, first: RunStart) -> dict[str, Any]:
     It is empty if the driver was not killed.
 
     Args:
-        run: The run of the scenario.
         first: The start of the undisturbed run.
     """
     killed = run.evidence.get("driver_killed")
@@ -185,7 +184,6 @@ def _count_redone_steps(faults: list[tuple[float, int]], run: ScenarioResult) ->
 
     Args:
         faults: Time and step of each fault.
-        run: The run of the scenario.
     """
     lost = 0
     for event in run.events("resumed"):
@@ -233,7 +231,6 @@ def subtract_waits(records: Iterable[StepRecord], waits: dict[int, float]) -> li
     """Returns the records with the times that they would have without the waits.
 
     Args:
-        records: Records of steps.
         waits: Seconds, by the step after which the run waited.
     """
 

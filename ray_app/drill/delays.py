@@ -28,10 +28,7 @@ class Freeze:
     A separate process sends SIGCONT later, whether the run still trains or not.
 
     Args:
-        evidence: Records the fault.
-        name: Name of the evidence.
         step: Finished steps at which the rank stops.
-        rank: The rank.
         seconds: Time until SIGCONT.
     """
 
@@ -60,10 +57,8 @@ class Slow:
 
     Args:
         evidence: Records the fault at the end, with the seconds that the rank has slept.
-        name: Name of the evidence.
         first: Finished steps at the start.
         last: Finished steps at the end.
-        rank: The rank.
         factor: Duration of a step with the sleep, divided by that without.
     """
 
@@ -94,8 +89,6 @@ class SlowCommit:
     """Delays the commit of the first checkpoint from a step on.
 
     Args:
-        evidence: Records the fault.
-        name: Name of the evidence.
         step: The first checkpoint at or after this step is delayed.
         seconds: The delay.
     """
@@ -116,8 +109,6 @@ class RefusedCommit:
     """Makes the storage refuse the first checkpoint from a step on.
 
     Args:
-        evidence: Records the fault.
-        name: Name of the evidence.
         step: The first checkpoint at or after this step is refused.
         seconds: Duration of the refusals; None: every attempt to write this checkpoint is refused.
         number: Number of the error, see `errno`.
@@ -149,7 +140,6 @@ class WaitForEvidence:
         name: Name of the evidence of the wait.
         until: Name of the evidence for which the rank waits.
         step: Finished steps at which the rank waits.
-        rank: The rank.
     """
 
     evidence: Evidence

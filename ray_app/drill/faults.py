@@ -98,7 +98,6 @@ class Kill:
     """Kills several ranks with SIGKILL at the same moment, after a step.
 
     Args:
-        evidence: Records the faults.
         names: Names of the evidence, one for each rank.
         step: Finished steps at which the ranks die.
         ranks: The ranks.
@@ -136,8 +135,6 @@ class KillJoiningWorker:
     Such a worker joins to replace a lost worker.
 
     Args:
-        evidence: Records the fault.
-        name: Name of the evidence.
         after: Name of the other fault's evidence.
     """
 
@@ -192,7 +189,6 @@ def make_driver_command(file: Path, config: Config, faults: Faults) -> list[str]
 
     Args:
         file: New file for the pickled arguments of that process.
-        config: The configuration.
         faults: The faults of the run.
     """
     file.write_bytes(pickle.dumps((config, faults, ray.get_runtime_context().gcs_address)))

@@ -92,7 +92,6 @@ def kill_worker(training: Training, rank: int) -> Worker:
     Linux kills processes in the same way when the memory runs out.
 
     Args:
-        training: The run.
         rank: Rank of the worker.
 
     Raises:

@@ -62,10 +62,7 @@ class Flip:
     It is a hook for `Hooks.built` and `Hooks.after_step`.
 
     Args:
-        evidence: Records the fault.
-        name: Name of the evidence.
         target: The kind of tensor.
-        rank: The rank.
         step: Finished steps at which the bit flips.
     """
 
@@ -167,9 +164,7 @@ class ExceedMemoryLimit:
     """Moves a rank into a group with little memory after a step, and uses more than that.
 
     Args:
-        evidence: Records the fault.
         step: Finished steps at which the rank exceeds the limit.
-        rank: The rank.
     """
 
     evidence: Evidence

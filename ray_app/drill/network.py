@@ -106,9 +106,7 @@ class CutConnections:
     """Cuts the connections of a rank to other ranks after a step; a hook for `Hooks.after_step` and `Hooks.at`.
 
     Args:
-        evidence: Records the fault.
         step: Finished steps at which the connections are cut.
-        rank: The rank.
         others: The ranks at the other ends.
         rendezvous: Whether to cut the connection to the rendezvous, too; the evidence `listening` has its address.
         restores: Whether the connections work again once the other ranks have formed a generation without this one.
@@ -219,7 +217,6 @@ def _make_scenario(
     """Returns a scenario that cuts the connections of a random rank.
 
     Args:
-        context: The input of the scenario.
         others: Maximum number of ranks at the other ends.
         restores: Whether the connection to the rendezvous is cut, too, and all connections are restored later.
         confirm: Returns what is missing in the run, given the result and the step of the cut.

@@ -54,7 +54,6 @@ def _make_scenario(
     """Returns a scenario in which the driver acts on nodes while a rank waits.
 
     Args:
-        context: The input of the scenario.
         rank: The rank that waits.
         sizes: World sizes at which the pauses after the wait end.
         act: Called with the evidence of the wait.

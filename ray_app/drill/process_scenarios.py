@@ -243,7 +243,6 @@ def _make_refusal_scenario(context: ScenarioContext, seconds: float | None, numb
     """Returns a scenario in which the storage refuses a checkpoint.
 
     Args:
-        context: The input of the scenario.
         seconds: Duration of the refusals; None: the checkpoint is never written.
         number: Number of the storage's error, see `errno`.
         kind: Kind of the event with which the run must record it.
@@ -373,7 +372,6 @@ def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, a
     """Returns a scenario that starts the run with a driver in another process, kills it, and starts the run again.
 
     Args:
-        context: The input of the scenario.
         step: The step for the certificate.
         faults: The faults of the first start.
         awaited_evidence: Names of the evidence that must exist before the driver is killed.
@@ -458,9 +456,7 @@ class ClockJump:
 
     Args:
         evidence: Records the fault with the time of the right clock.
-        name: Name of the evidence.
         step: Finished steps at which the clock jumps.
-        rank: The rank.
         offset_s: Difference of the clock to the right one from then on.
     """
 

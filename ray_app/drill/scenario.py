@@ -102,7 +102,6 @@ class ScenarioResult:
     """A run after its disturbance.
 
     Args:
-        paths: The directory of the run.
         summary: The run's summary.
         evidence: The contents of the entries of `Evidence`, by name.
     """

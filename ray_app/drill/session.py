@@ -377,7 +377,6 @@ def time_limit(seconds: float, subject: str) -> Iterator[None]:
     """Limits the time that the main thread spends in this context; in another thread there is no limit.
 
     Args:
-        seconds: The limit.
         subject: The work, as the subject of the error's sentence.
 
     Raises:

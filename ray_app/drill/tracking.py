@@ -105,7 +105,6 @@ class MlflowOutage:
     It is called in the driver. The run finishes the steps between the two waits without the server.
 
     Args:
-        server: The server.
         evidence: Has the waits of the rank, and records what the rank waits for.
     """
 
@@ -163,7 +162,6 @@ def confirm_outage(run: ScenarioResult, uri: str) -> list[str]:
     every point once and in order.
 
     Args:
-        run: The run of the scenario.
         uri: Address of the server, which answers again.
     """
     killed, back = run.evidence["server_killed"], run.evidence["server_back"]

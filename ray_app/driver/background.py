@@ -34,7 +34,6 @@ class Worker:
     """A worker that trains now.
 
     Args:
-        rank: Its rank.
         node: Ray's id of its node.
         pid: Id of its process there.
         step: Its finished steps.
@@ -71,7 +70,6 @@ class Training:
     continues it.
 
     Args:
-        run: The run.
         open_contexts: The contexts of the run, such as its lease and the cluster, which are closed when it has ended.
         output: Collects the messages of the run.
         pause_file: While this file exists the run pauses after steps.

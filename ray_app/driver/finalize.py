@@ -266,7 +266,6 @@ def make_late_tracker(job: Job, config: Config) -> Tracker:
     """Returns a tracker for a run that has ended.
 
     Args:
-        job: The run.
         config: The configuration with the address of MLflow. If it is that of the run, the address that the last driver
             used goes first.
     """

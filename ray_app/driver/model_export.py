@@ -72,7 +72,6 @@ def register_best(
     """Makes the run's best checkpoint a version of a model, unless it is one already, and records the version.
 
     Args:
-        job: The run.
         name: Name of the model.
         uri: MLflow tracking URI of the run.
         tags: Additional tags of the version.

@@ -257,7 +257,6 @@ def _explain_missing_part(class_path: str, before: str, part: str, names: list[s
     """Returns the message about a missing part of an import path.
 
     Args:
-        class_path: The whole path.
         before: The path before the part.
         part: The missing part.
         names: Names that exist in its place.

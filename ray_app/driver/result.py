@@ -34,7 +34,6 @@ class Result:
     """A run that has ended.
 
     Args:
-        path: The run's directory.
         summary: The content of `summary.json`.
         task: The prepared task; its `forward` runs the model on decoded fields.
     """

@@ -129,7 +129,6 @@ def run_training(
     Args:
         config: From `load_config`.
         console: Where progress is shown; by default standard output.
-        faults: For tests.
         observe: See `Observe`.
 
     Returns:
@@ -151,7 +150,6 @@ def open_run(
     """Checks all that can be checked before anything is written, connects to the cluster and claims the run.
 
     Args:
-        config: The run.
         console: See `run_training`.
         faults: See `run_training`.
         background: Leaves signals and progress to the foreground, such as a notebook.

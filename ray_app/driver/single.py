@@ -36,7 +36,6 @@ def train_in_process(job: Job, membership: SingleProcessMembership, hooks: Hooks
     Args:
         job: What to train.
         membership: The membership of this process.
-        hooks: For fault tests.
     """
     device = torch.device("cuda", 0) if job.config.scaling.gpus_per_worker else torch.device("cpu")
     evaluation = job.evaluation
@@ -69,7 +68,6 @@ def exclusive_process(config: Config, background: bool) -> Iterator[None]:
     torch's generators belong to the process, so no other code may draw from them meanwhile.
 
     Args:
-        config: The run.
         background: Whether other code of the user runs concurrently.
 
     Raises:
@@ -111,7 +109,6 @@ def train_single(
         sampler: Samples the nodes, and gets the step of the run.
         console: Where progress is shown.
         waiting: Returns the checkpoints that wait for the evaluator.
-        hooks: For fault tests.
     """
     membership = SingleProcessMembership(job.plan.logical_workers, lambda: stops(False))
     plain_console = console.as_plain()

@@ -34,8 +34,6 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
 
     Args:
         stack: Ends the actors when it is closed.
-        job: The run.
-        hooks: For fault tests.
 
     Returns:
         The arguments of every worker.
@@ -88,10 +86,6 @@ class TrainThread(threading.Thread):
     """Trains while its context lasts.
 
     If the caller leaves the context before training has ended, the run is abandoned and its workers are ended.
-
-    Args:
-        args: See `fit`.
-        max_workers: See `fit`.
 
     Attributes:
         error: The error that ended the run; None if there is none.

@@ -80,7 +80,6 @@ def choose_checkpoint(job: Job, name: str) -> Commit:
     """Returns the checkpoint of a run that a name stands for.
 
     Args:
-        job: The run.
         name: `best` by the evaluation metric, `newest`, or the name of a checkpoint below `checkpoints`, such as
             `step-00000120-0003` or `step-120`.
 

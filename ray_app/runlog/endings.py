@@ -29,7 +29,6 @@ class RunEnd:
     """How a run ended.
 
     Args:
-        run: Name of the run.
         ended_s: Time of the end, seconds since 1970 (UTC).
         metric: `metric_key` of the metric that decides; empty if the run did not finish, or was not evaluated.
         value: The best value of that metric; NaN without one.

@@ -75,8 +75,6 @@ def put_evaluation(paths: RunPaths, evaluation: Evaluation, name: str | None = N
     """Records an evaluation, unless the evaluator has recorded one of the same step; returns whether it did.
 
     Args:
-        paths: The run.
-        evaluation: The evaluation.
         name: Name of the evaluator; None is the evaluator of the run itself.
     """
     return put_json(paths.evaluation(evaluation.step, name), add_version(asdict(evaluation)), if_absent=True)
@@ -163,7 +161,6 @@ def rank_evaluations(evaluations: list[Evaluation], metric: str, mode: str) -> l
     Evaluations without the metric, or with NaN, are left out.
 
     Args:
-        evaluations: The evaluations.
         metric: Name of the metric.
         mode: Whether higher (`max`) or lower (`min`) is better.
     """
@@ -228,7 +225,6 @@ def early_stop(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
     """Returns the verdict of early stopping on a run; None if training goes on.
 
     Args:
-        paths: The run.
         section: The section `evaluate` of the configuration, for `patience` and `min_delta`.
         metric: Name of the metric that decides which evaluation is best.
         mode: Whether higher (`max`) or lower (`min`) is better.
@@ -259,7 +255,6 @@ def rank_candidates(
     `Verdict` names its checkpoint, which has to be kept.
 
     Args:
-        paths: The run.
         section: The section `evaluate` of the configuration, for `patience` and `min_delta`.
         metric: Name of the metric that decides which evaluation is best.
         mode: Whether higher (`max`) or lower (`min`) is better.

@@ -140,10 +140,6 @@ def disturbances(events: list[Event], limits: FailureSection) -> str:
     """Returns a text that counts the disturbances in all starts.
 
     An example: `1 of 5 failures, 3 of unlimited preemptions, 1 failure of the storage, 2 resizes`.
-
-    Args:
-        events: The events of the run.
-        limits: The failure budgets.
     """
     counts = restarts(events)
     parts = []

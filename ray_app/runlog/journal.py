@@ -188,11 +188,6 @@ class SegmentReader:
 def join_segments(paths: RunPaths, min_age_s: float = _MIN_AGE_S, full_bytes: int = FULL_BYTES) -> int:
     """Joins consecutive segments that are not full, if there are many; two processes may do it at once.
 
-    Args:
-        paths: The run.
-        min_age_s: See `_MIN_AGE_S`.
-        full_bytes: See `FULL_BYTES`.
-
     Returns:
         The number of joined segments.
 
@@ -267,8 +262,6 @@ class MetricsWriter:
     """Collects step records and writes them as segments in a thread of its own, so that no step waits.
 
     Args:
-        paths: The run.
-        fence: Number of the driver's start.
         flush_s: Seconds between two segments; None: as suits the storage.
     """
 
@@ -412,7 +405,6 @@ class Event:
         kind: `started`, `resumed`, `resized`, `failed`, `checkpointed`, `evaluated`, `fallback`, `write_retried`,
             `write_failed`, `finished`, ...
         time_s: Time of the event, seconds since 1970 (UTC).
-        fence: Number of the driver's start.
         details: Other facts: step, workers, reason.
     """
 

@@ -41,7 +41,6 @@ class LeaseHolder:
     Args:
         host: Name of its machine, for messages.
         machine: Id of the machine's boot and of the process namespace; equal for processes that see each other.
-        pid: Id of the process.
         pid_ticks: Start of the process, in clock ticks since the boot, since ids are used again.
     """
 
@@ -136,7 +135,6 @@ class Lease:
     """The right to write a run. A thread renews it until it is released; it is a context manager that releases it.
 
     Args:
-        paths: The run.
         fence: The claimed number.
         record: The contents of its file.
     """
@@ -205,7 +203,6 @@ class LeaseWatch:
     """Watches whether the holder of a fence is alive, without waiting and without trusting its clock.
 
     Args:
-        paths: The run.
         fence: The fence to watch.
     """
 
@@ -344,7 +341,6 @@ def _check_free(paths: RunPaths, fence: int, waits: bool) -> None:
 
     Raises:
         RunHeldError: Another driver writes this run.
-        OSError: The storage does not answer.
     """
     watch, record = LeaseWatch(paths, fence), _read(paths.fence(fence))
     state = watch.poll()

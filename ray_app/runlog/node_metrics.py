@@ -58,10 +58,7 @@ def put_sample(paths: RunPaths, fence: int, number: int, sample: NodeSample) -> 
     """Records a sample.
 
     Args:
-        paths: The run.
-        fence: Number of the driver's start.
         number: Number of the sample in this start.
-        sample: The sample.
 
     Raises:
         OSError: The storage refused.
@@ -73,7 +70,6 @@ def read_samples(paths: RunPaths, after: str, exclude: Collection[str] = ()) -> 
     """Returns the samples after one, by their names and in their order.
 
     Args:
-        paths: The run.
         after: Name of the last sample to leave out; empty returns all.
         exclude: Names of other samples to leave out.
 
@@ -101,8 +97,6 @@ def join_samples(paths: RunPaths, fence: int, full_bytes: int = FULL_BYTES) -> N
     """Joins the samples of this start of the driver and of earlier ones, if there are many files that are not full.
 
     Args:
-        paths: The run.
-        fence: Number of the driver's start.
         full_bytes: A file of at least this size is not joined again.
 
     Raises:

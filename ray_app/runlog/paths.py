@@ -198,10 +198,6 @@ T = TypeVar("T")
 def translate_format_errors(file: Location, values: Any) -> Iterator[None]:
     """Turns errors about the contents of a file into one that names the file and says what to do.
 
-    Args:
-        file: The file.
-        values: The contents.
-
     Raises:
         ConfigError: The file is of another version, or damaged.
     """

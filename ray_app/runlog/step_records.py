@@ -79,7 +79,6 @@ class Steps(Sequence[StepRecord]):
     0.
 
     Args:
-        columns: The columns.
         order: The rows of the columns, in the order of the sequence.
     """
 
@@ -127,7 +126,6 @@ class StepsReader:
     """Reads the steps of a run, each segment once, also while they are written.
 
     Args:
-        paths: The run.
         last_step: The last step of which first records count; None counts all.
     """
 

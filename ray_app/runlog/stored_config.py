@@ -23,7 +23,6 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
     """Returns the configuration of a run and registers its secrets for redaction.
 
     Args:
-        paths: The run.
         with_defaults: Whether to include default arguments of its classes, as they were at the first start.
 
     Raises:
@@ -63,10 +62,6 @@ def read_manifest(paths: RunPaths) -> Manifest:
 
 def parse_config(paths: RunPaths, text: str) -> Config:
     """Returns the configuration in a `config.yaml` and registers its secrets for redaction.
-
-    Args:
-        paths: The run.
-        text: The contents of the file.
 
     Raises:
         ConfigError: It is not a configuration of this version; the message names the file and the fields.

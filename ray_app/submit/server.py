@@ -70,10 +70,6 @@ class _Client(JobSubmissionClient):
 class JobServer:
     """A cluster's job server.
 
-    Args:
-        address: See `submit.address`.
-        lost_contact_s: See `submit.lost_contact_s`.
-
     Raises:
         ConfigError: The server does not answer, or refuses the credentials.
     """
@@ -145,7 +141,6 @@ class JobServer:
         """Shows the output of a job exactly once until the job has ended, and returns how it ended.
 
         Args:
-            job_id: Id of the job.
             show: Shows a part of its output.
             tell: Shows a line about the connection.
 

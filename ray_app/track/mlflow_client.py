@@ -88,7 +88,6 @@ class Backlog:
     """The part of a run's record that has not been sent; its memory grows with that part, and by some bytes per step.
 
     Args:
-        paths: The directory of the run.
         every_steps: Steps of a block. Blocks are aligned to the steps of the run, so that every driver sends the same.
     """
 
@@ -288,7 +287,6 @@ class DataSet:
         context: The use: `training` or `evaluation`.
         path: Path of the data.
         digest: Digest of the manifest.
-        rows: Number of rows.
     """
 
     context: str
@@ -358,8 +356,6 @@ class MlflowRun:
         of an MLflow run can never change, and the tag with the commit of the first start must stay.
 
         Args:
-            params: Parameters by name.
-            tags: Tags by name.
             datasets: Inputs of the run.
             is_over: Whether the run has ended: then the status stays, and other values get no additional tags.
         """

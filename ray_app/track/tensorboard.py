@@ -39,7 +39,6 @@ class EventFileWriter:
     """Writes the event files of a run while its record grows.
 
     Args:
-        paths: The directory of the run.
         config: The run's configuration, which is written as a text.
     """
 

@@ -48,7 +48,6 @@ class Tracker:
     """Sends a run's record to MLflow while it is written, with the points that an earlier driver has not sent.
 
     Args:
-        paths: The directory of the run.
         config: The run's configuration, which becomes the parameters of the MLflow run.
         tags: Tags of the MLflow run, see `make_run_tags`.
         every_steps: Number of steps that are combined into one point.
