@@ -40,8 +40,7 @@ class DrillStopError(RayAppError):
 class Evidence:
     """The evidence of a scenario: one JSON file, an entry, for each fault that happened.
 
-    Args:
-        folder: Folder of the files; all nodes must see it, as they see the directory of the run.
+    All nodes must see the folder of the files, as they see the directory of the run.
     """
 
     folder: str
@@ -95,13 +94,7 @@ class HookChain:
 
 @dataclass(frozen=True)
 class Kill:
-    """Kills several ranks with SIGKILL at the same moment, after a step.
-
-    Args:
-        names: Names of the evidence, one for each rank.
-        step: Finished steps at which the ranks die.
-        ranks: The ranks.
-    """
+    """Kills ranks with SIGKILL at the same moment, after a step; each of them writes one of the names of evidence."""
 
     evidence: Evidence
     names: list[str]
@@ -130,13 +123,7 @@ class KillAt:
 
 @dataclass
 class KillJoiningWorker:
-    """Kills a worker with SIGKILL when it forms its first generation after another fault.
-
-    Such a worker joins to replace a lost worker.
-
-    Args:
-        after: Name of the other fault's evidence.
-    """
+    """Kills a worker, which joins to replace a lost one, in its first generation after the evidence `after`."""
 
     evidence: Evidence
     name: str
@@ -187,9 +174,7 @@ class Stop:
 def make_driver_command(file: Path, config: Config, faults: Faults) -> list[str]:
     """Returns the command of a driver in another process, which runs a configuration on this process's cluster.
 
-    Args:
-        file: New file for the pickled arguments of that process.
-        faults: The faults of the run.
+    `file` is a new file for the pickled arguments of that process.
     """
     file.write_bytes(pickle.dumps((config, faults, ray.get_runtime_context().gcs_address)))
     return [sys.executable, "-m", "ray_app.drill.faults", str(file)]

@@ -24,7 +24,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cluster.ray_private import max_resources
 from ray_app.cluster.resources import workers_that_fit
 from ray_app.config.config import Config, digest, flatten
-from ray_app.drill import process_scenarios
+from ray_app.drill import process_scenarios as scenarios
 from ray_app.drill.certificate import (
     RunStart,
     Trace,
@@ -43,7 +43,6 @@ from ray_app.drill.faults import Evidence, HookChain
 from ray_app.drill.memory_faults import flip, memory
 from ray_app.drill.network import half_open, partition
 from ray_app.drill.node_scenarios import grow, head, node, node_rank0, shrink
-from ray_app.drill.process_scenarios import clock_jump, damage, driver, evaluator_and_driver, torn_write
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, kill_frozen_process
 from ray_app.drill.tracking import mlflow
 from ray_app.driver.result import Result
@@ -55,31 +54,12 @@ from ray_app.storage.files import Location, put_atomic, put_json, to_location
 from ray_app.train.job import Job
 
 _SCENARIO_FUNCTIONS = (
-    *(
-        process_scenarios.kill,
-        process_scenarios.kill_twice,
-        process_scenarios.kill_two,
-        process_scenarios.kill_all,
-        process_scenarios.kill_reduction,
-        process_scenarios.kill_saving,
-    ),
-    *(
-        process_scenarios.kill_forming,
-        process_scenarios.kill_joining,
-        process_scenarios.kill_phases,
-        process_scenarios.rendezvous,
-        process_scenarios.evaluator,
-    ),
-    *(
-        process_scenarios.freeze,
-        process_scenarios.slow,
-        process_scenarios.slow_storage,
-        process_scenarios.storage_away,
-        process_scenarios.full_disk,
-        flip,
-    ),
-    *(partition, half_open, memory, clock_jump, node, node_rank0, grow, shrink, head, mlflow),
-    *(damage, torn_write, driver, evaluator_and_driver),
+    *(scenarios.kill, scenarios.kill_twice, scenarios.kill_two, scenarios.kill_all, scenarios.kill_reduction),
+    *(scenarios.kill_saving, scenarios.kill_forming, scenarios.kill_joining, scenarios.kill_phases),
+    *(scenarios.rendezvous, scenarios.evaluator, scenarios.freeze, scenarios.slow, scenarios.slow_storage),
+    *(scenarios.storage_away, scenarios.full_disk, flip, partition, half_open, memory, scenarios.clock_jump),
+    *(node, node_rank0, grow, shrink, head, mlflow, scenarios.damage, scenarios.torn_write),
+    *(scenarios.driver, scenarios.evaluator_and_driver),
 )
 SCENARIOS: dict[str, Callable[[ScenarioContext], Scenario | str]] = {
     scenario.__name__: scenario for scenario in _SCENARIO_FUNCTIONS
@@ -101,7 +81,6 @@ class Drill:
         seed: Seed of the steps and workers at which the faults happen.
         limit_s: Seconds after which a scenario counts as hanging.
         nodes: The cluster that the drill has started; None on a cluster of the user.
-        console: Shows the progress.
         renew: Ends everything that a scenario has left on the cluster, and reconnects to it or to a new one.
 
     Raises:
@@ -150,9 +129,8 @@ class Drill:
         self._contexts = {name: self._make_context(name) for name in names}
         self._plans = plans = {name: SCENARIOS[name](context) for name, context in self._contexts.items()}
         if all(isinstance(plan, str) for plan in plans.values()):
-            raise ConfigError(
-                "No scenario is possible:\n" + "\n".join(f"  - {name}: {plan}" for name, plan in plans.items())
-            )
+            reasons = "\n".join(f"  - {name}: {plan}" for name, plan in plans.items())
+            raise ConfigError(f"No scenario is possible:\n{reasons}")
 
     @property
     def certificate(self) -> Location:
@@ -170,11 +148,12 @@ class Drill:
         results = self._certificate["scenarios"]
         for number, (name, plan) in enumerate(plans.items(), 1):
             began_s = time.monotonic()
-            with self._show_activity(f"{number}/{len(plans)} {name}: {SCENARIOS[name].__doc__}"):
+            result: dict[str, Any] = {"scenario": name, "what": SCENARIOS[name].__doc__}
+            with self._show_activity(f"{number}/{len(plans)} {name}: {result['what']}"):
                 if isinstance(plan, str):
-                    result = self._describe_left_out(name, plan)
+                    result |= {"outcome": "left out", "reason": plan}
                 else:
-                    result = self._run_scenario(name, plan, self._contexts[name], undisturbed, first)
+                    result |= self._run_scenario(name, plan, self._contexts[name], undisturbed, first)
             is_broken = result.pop("is_broken", False)
             result["seconds"] = round(time.monotonic() - began_s, 1)
             results.append(result)
@@ -212,12 +191,7 @@ class Drill:
 
         The entry has `is_broken` if the run raised or exceeded the limit, and may have left processes behind.
         """
-        result: dict[str, Any] = {
-            "scenario": name,
-            "what": SCENARIOS[name].__doc__,
-            "steps": plan.steps,
-            "changes": plan.changes,
-        }
+        result: dict[str, Any] = {"steps": plan.steps, "changes": plan.changes}
         try:
             with time_limit(self._limit_s, f"The scenario {name!r}"):
                 result |= self._run_disturbed(plan, context, undisturbed, first)
@@ -244,37 +218,25 @@ class Drill:
             kill_frozen_process(context.evidence)
             run = ScenarioResult(RunPaths(result.path), result.summary, context.evidence.all())
             outcome, reason = assess_scenario(plan, run, undisturbed)
-            return {
-                "outcome": outcome,
-                "reason": reason,
-                **collect_measurements(plan, run),
-                **compare_restart(run, first),
-            }
+            measurements = collect_measurements(plan, run) | compare_restart(run, first)
+            return {"outcome": outcome, "reason": reason, **measurements}
 
     def _clean_up(self) -> None:
         """Ends the processes that a broken scenario has left, and restarts the drill's own cluster.
 
-        The next scenario then starts from the state that the first one had.
-
         Raises:
             RuntimeError: No attempt gave a cluster for the next scenario.
         """
-        tries_left = _CLEANUP_TRIES
         # It tries several times because Ray's own limit for the start of a node is short on a busy machine.
-        while tries_left:
-            tries_left -= 1
+        for tries_left in reversed(range(_CLEANUP_TRIES)):
             try:
                 with time_limit(_CLEANUP_TIMEOUT_S, "Clearing away after a scenario"):
-                    self._renew()
-                tries_left = 0
+                    return self._renew()
             except Exception as error:
                 self._say(f"What the scenario left could not be cleared away: {type(error).__name__}: {error}")
                 if not tries_left:
                     raise RuntimeError(f"no cluster for the next scenario: {type(error).__name__}: {error}") from error
-
-    def _describe_left_out(self, name: str, reason: str) -> dict[str, Any]:
-        """Returns the certificate's entry of a scenario that this drill cannot run."""
-        return {"scenario": name, "what": SCENARIOS[name].__doc__, "outcome": "left out", "reason": reason}
+        return None
 
     def _make_context(self, name: str) -> ScenarioContext:
         """Returns the input of a scenario, with a random generator that depends on the seed and the name only."""
@@ -366,21 +328,15 @@ class LimitExceededError(Exception):
 
 
 class _LimitReached(BaseException):
-    """Raised in the main thread at the limit.
-
-    It is not an `Exception`, because code that retries after every `Exception` would continue for ever.
-    """
+    """Raised in the main thread at the limit; not an `Exception`, because code may retry after every `Exception`."""
 
 
 @contextmanager
 def time_limit(seconds: float, subject: str) -> Iterator[None]:
     """Limits the time that the main thread spends in this context; in another thread there is no limit.
 
-    Args:
-        subject: The work, as the subject of the error's sentence.
-
     Raises:
-        LimitExceededError: The work took longer.
+        LimitExceededError: The work, which `subject` names as the subject of the sentence, took longer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

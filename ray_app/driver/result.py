@@ -20,7 +20,7 @@ from ray_app.models.export import read_decoded, read_rows
 from ray_app.report.comparison import Comparison, run_cell
 from ray_app.report.facts import read_facts
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
-from ray_app.runlog.journal import MetricsReader, StepRecord
+from ray_app.runlog.journal import StepRecord, read_records
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, to_location
 from ray_app.task.base import Batch, Task, WithoutTargets
@@ -174,9 +174,7 @@ class Result:
 
     def metrics(self) -> list[StepRecord]:
         """Returns the record of every step, in order."""
-        reader = MetricsReader(RunPaths(self.path))
-        reader.poll()
-        return [record for _, record in sorted(reader.records.items())]
+        return list(read_records(RunPaths(self.path))[0].values())
 
     def evaluations(self) -> list[Evaluation]:
         """Returns the evaluations by step."""

@@ -115,11 +115,7 @@ _DEFAULTS: dict[str, Any] = {"weight": None, "metrics": {}, "imbalance": None, "
 
 
 def put_segment(paths: RunPaths, fence: int, records: list[StepRecord]) -> None:
-    """Writes records as a new segment.
-
-    Raises:
-        OSError: The storage refuses.
-    """
+    """Writes records as a new segment."""
     name = f"{records[0].step:010d}-{fence:04d}-{time.time_ns()}.json"
     put_atomic(paths.metrics / name, _to_bytes(records))
 
@@ -135,11 +131,7 @@ def list_segments(paths: RunPaths) -> list[str]:
 
 
 def read_segment(file: Location, data: bytes) -> list[StepRecord]:
-    """Returns the records of a segment.
-
-    Raises:
-        ConfigError: The segment is damaged, or of a newer version.
-    """
+    """Returns the records of a segment."""
     columns: Any = None
     with translate_format_errors(file, columns):
         columns = json.loads(data)
@@ -158,12 +150,7 @@ class SegmentReader:
         self._read: set[str] = set()
 
     def read_new(self) -> Iterator[list[StepRecord]]:
-        """Yields the records of each new segment, in order; records that were read and joined since come again.
-
-        Raises:
-            ConfigError: A segment is damaged, or of a newer version.
-            OSError: The storage does not answer.
-        """
+        """Yields the records of each new segment, in order; records that were read and joined since come again."""
         removed: set[str] = set()
         while True:
             names = list_segments(self._paths)
@@ -193,7 +180,6 @@ def join_segments(paths: RunPaths, min_age_s: float = _MIN_AGE_S, full_bytes: in
 
     Raises:
         ConfigError: A segment is damaged, or of a newer version; all stay as they are.
-        OSError: The storage does not answer.
     """
     before_ns = time.time_ns() - int(min_age_s * 1e9)
     old = [name for name in list_segments(paths) if _written_ns(name) <= before_ns]
@@ -334,12 +320,7 @@ class FirstRecords:
         self._has_step = bytearray()
 
     def poll(self) -> Iterator[StepRecord]:
-        """Yields the new records, in the order of their segments.
-
-        Raises:
-            ConfigError: A segment is damaged, or of a newer version.
-            OSError: The storage does not answer.
-        """
+        """Yields the new records, in the order of their segments."""
         for records in self._segments.read_new():
             for record in records:
                 if record.step >= len(self._has_step):
@@ -364,12 +345,7 @@ class MetricsReader:
         self.repeated: list[StepRecord] = []
 
     def poll(self) -> list[StepRecord]:
-        """Reads the new records; returns the first records of new steps, in the order of their segments.
-
-        Raises:
-            ConfigError: A segment is damaged, or of a newer version.
-            OSError: The storage does not answer.
-        """
+        """Reads the new records; returns the first records of new steps, in the order of their segments."""
         new = []
         for record in chain.from_iterable(self._segments.read_new()):
             first, key = self.records.get(record.step), (record.step, record.generation)
@@ -382,13 +358,15 @@ class MetricsReader:
         return new
 
 
-def newest_record(paths: RunPaths) -> StepRecord | None:
-    """Returns the newest step record; None before the first.
+def read_records(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord]]:
+    """Returns the first record of each step, in order, and the records of steps that were done again."""
+    reader = MetricsReader(paths)
+    reader.poll()
+    return dict(sorted(reader.records.items())), reader.repeated
 
-    Raises:
-        ConfigError: The segment is damaged, or of a newer version.
-        OSError: The storage does not answer.
-    """
+
+def newest_record(paths: RunPaths) -> StepRecord | None:
+    """Returns the newest step record; None before the first."""
     for name in reversed(list_segments(paths)):
         [data] = read_all([paths.metrics / name], missing=b"")
         # A segment that was joined meanwhile is empty here; its records are in another one.
@@ -447,12 +425,7 @@ class EventsReader:
         return [self._events[name] for name in new]
 
     def read(self, *kinds: str) -> list[Event]:
-        """Returns all events in the order of time, or those of some kinds.
-
-        Raises:
-            ConfigError: An event is damaged, or of a newer version.
-            OSError: The storage does not answer.
-        """
+        """Returns all events in the order of time, or those of some kinds."""
         files = {
             name: file
             for name, file in list_tree(self._paths.events).items()
