@@ -37,12 +37,9 @@ _COLORS = {"equal": "green", "different": "red", "failed": "red", "left out": "y
 
 @dataclass(frozen=True)
 class Trace:
-    """The values that must be equal in two runs.
+    """The values that must be equal in two runs: digest of parameters and buffers, rows, and the steps.
 
-    Args:
-        digest: SHA-256 of the parameters and persistent buffers.
-        rows: Number of rows that the run consumed.
-        steps: Loss, rows and row hashes of the logical workers, by step.
+    A step has its loss, rows and row hashes of the logical workers.
     """
 
     digest: str
@@ -155,10 +152,7 @@ def collect_measurements(scenario: Scenario, run: ScenarioResult) -> dict[str, A
 
 
 def _count_redone_steps(faults: list[tuple[float, int]], run: ScenarioResult) -> int:
-    """Returns the number of finished steps that were lost, also before their record reached the storage.
-
-    `faults` has the time and the step of each fault.
-    """
+    """Returns the number of steps that were lost after faults (time, step), also before their record was written."""
     lost = 0
     for event in run.events("resumed"):
         before = [step for time_s, step in faults if time_s < event.time_s]

@@ -30,13 +30,8 @@ _HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000
 class DrillCluster:
     """The cluster that the drill starts.
 
-    The head has the capacity of the evaluator only, so that every worker is on a node that can be killed.
-
-    Args:
-        workers: Number of workers that fit on the cluster at first.
-        evaluates: Whether the runs have an evaluator.
-        gcs_folder: Folder in which the GCS of the head, which has the state of nodes and actors, stores it; None:
-            memory.
+    The head has the capacity of the evaluator (if any) only, so that every worker is on a node that can be killed. Its
+    GCS stores the state of nodes and actors in `gcs_folder`, or in memory (None).
     """
 
     def __init__(self, workers: int, evaluates: bool, gcs_folder: str | None = None) -> None:

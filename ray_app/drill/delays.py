@@ -94,11 +94,9 @@ class SlowCommit:
 
 @dataclass(frozen=True)
 class RefusedCommit:
-    """Makes the storage refuse the first checkpoint at or after a step.
+    """Makes the storage refuse the first checkpoint at or after a step, for some seconds or (None) always.
 
-    Args:
-        seconds: Duration of the refusals; None: every attempt to write this checkpoint is refused.
-        number: Number of the error, see `errno`.
+    `number` is that of the error, see `errno`.
     """
 
     evidence: Evidence

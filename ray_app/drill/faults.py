@@ -38,10 +38,7 @@ class DrillStopError(RayAppError):
 
 @dataclass(frozen=True)
 class Evidence:
-    """The evidence of a scenario: one JSON file, an entry, for each fault that happened.
-
-    All nodes must see the folder of the files, as they see the directory of the run.
-    """
+    """The entries of a scenario: a JSON file in a folder that all nodes see for each fault that happened."""
 
     folder: str
 
@@ -172,10 +169,7 @@ class Stop:
 
 
 def make_driver_command(file: Path, config: Config, faults: Faults) -> list[str]:
-    """Returns the command of a driver in another process, which runs a configuration on this process's cluster.
-
-    `file` is a new file for the pickled arguments of that process.
-    """
+    """Returns the command of another driver on this cluster, with a new file for its pickled arguments."""
     file.write_bytes(pickle.dumps((config, faults, ray.get_runtime_context().gcs_address)))
     return [sys.executable, "-m", "ray_app.drill.faults", str(file)]
 

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from contextlib import ExitStack
-from types import TracebackType
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -45,9 +44,7 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def add_node(self) -> str:
@@ -55,11 +52,7 @@ class LocalCluster:
         return self._nodes.add_nodes(1)[0]
 
     def remove_node(self, node: str) -> None:
-        """Kills a node with all its processes, as a power failure does; returns when the cluster has declared it dead.
-
-        Raises:
-            ValueError: The node (`add_node` or `Worker.node`) is the driver's, or not in this cluster.
-        """
+        """Kills a node (not the driver's) and its processes, as a power failure does; waits for its death."""
         self._nodes.check_removable(node)
         self._nodes.kill_node(node)
 

@@ -173,11 +173,7 @@ class ExceedMemoryLimit:
 
 
 def exceed_limit() -> None:
-    """Allocates and writes more memory than the limit, so that the kernel kills this process.
-
-    Raises:
-        RuntimeError: The kernel does not enforce the limit.
-    """
+    """Allocates and writes more memory than the limit, so that the kernel kills this process."""
     chunks = [b"\1" * _CHUNK_BYTES for _ in range(_CHUNKS)]
     raise RuntimeError(f"{len(chunks) * _CHUNK_BYTES} bytes are allocated in spite of a limit of {MEMORY_LIMIT_BYTES}")
 
@@ -200,11 +196,7 @@ def find_cgroup_obstacle() -> str | None:
 
 
 def make_cgroup() -> Path:
-    """Makes an empty control group with the memory limit in this process's group or in one above; returns its folder.
-
-    Raises:
-        OSError: This process may make no such group on this machine.
-    """
+    """Makes an empty group with the memory limit in this process's one or one above; raises `OSError` if none may."""
     message = "no control groups of memory are mounted"
     for parent in _candidate_parents():
         group = parent / f"ray-app-drill-{uuid.uuid4().hex[:12]}"

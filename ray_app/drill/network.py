@@ -19,6 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import ray
 import torch.distributed as dist
 
@@ -66,20 +67,13 @@ class TcpConnection:
 def open_connections() -> list[TcpConnection]:
     """Returns the open TCP connections of this process."""
     connections = list[TcpConnection]()
-    inodes = set[str]()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            inode = os.readlink(f"/proc/self/fd/{name}")
-            # Several descriptors may refer to one socket.
-            if not inode.startswith("socket:") or inode in inodes:
-                continue
-            inodes.add(inode)
-            with ExitStack() as stack:
-                duplicate = stack.enter_context(socket.socket(fileno=os.dup(int(name))))
-                if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
-                    local, remote = _parse_address(duplicate.getsockname()), _parse_address(duplicate.getpeername())
-                    connections.append(TcpConnection(duplicate, local, remote))
-                    stack.pop_all()
+    for entry in psutil.Process().net_connections("tcp"):
+        # A socket that listens has no other end, and a connection may end meanwhile.
+        with suppress(OSError), ExitStack() as stack:
+            duplicate = stack.enter_context(socket.socket(fileno=os.dup(entry.fd)))
+            local, remote = _parse_address(duplicate.getsockname()), _parse_address(duplicate.getpeername())
+            connections.append(TcpConnection(duplicate, local, remote))
+            stack.pop_all()
     return connections
 
 
@@ -192,13 +186,9 @@ def _make_scenario(
     confirm: Callable[[ScenarioResult, int], list[str]],
     **fields: Any,
 ) -> Scenario:
-    """Returns a scenario that cuts the connections of a random rank.
+    """Returns a scenario that cuts the connections of a random rank to at most so many others.
 
-    Args:
-        others: Maximum number of ranks at the other ends.
-        restores: Whether the connection to the rendezvous is cut, too, and all connections are restored later.
-        confirm: Returns what is missing in the run, given the result and the step of the cut.
-        **fields: More fields of `Scenario`.
+    With `restores` that to the rendezvous is cut, too, and all are restored later. `confirm` gets the step of the cut.
     """
     step, (rank, *rest) = context.choose_step(), context.random.sample(range(context.workers), context.workers)
     cut = CutConnections(context.evidence, step, rank, rest[:others], rendezvous=restores, restores=restores)

@@ -7,12 +7,11 @@ import errno
 import mmap
 import os
 import platform
-import re
 import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -52,7 +51,6 @@ _LOAD_OFFSET = b"\x48\xb9%s\x48\x8b\x09"
 # mov rax, <address>; jmp rax
 _JUMP = b"\x48\xb8%s\xff\xe0"
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_SHT_DYNSYM = 11
 
 
 def kill(context: ScenarioContext) -> Scenario | str:
@@ -457,7 +455,8 @@ def find_clock_obstacle() -> str | None:
     if platform.machine() != "x86_64":
         return f"the clock of a single process can be moved on x86_64 only, and this is {platform.machine()}"
     try:
-        absent = _VDSO_CODE.keys() - dict(_vdso_functions()).keys()
+        absent = _VDSO_CODE.keys() - _vdso_functions().keys()
+
     except OSError as error:
         return f"the functions that tell the time cannot be read: {error}"
     return f"this kernel has no {', '.join(sorted(absent))}" if absent else None
@@ -467,11 +466,9 @@ def shift_clock(offset_s: int) -> None:
     """Shifts the wall clock of this process by an offset from now on, for all of its code: Python, C, threads.
 
     A process reads the clocks with functions of the vDSO, a library that the kernel maps into every process. Its pages
-    become private to the process with the first write. Each function that returns the wall clock is overwritten with a
-    jump to a replacement, which makes the system call and adds the offset. Other clocks stay right.
-
-    Raises:
-        OSError: The kernel does not allow a process to change these pages.
+    become private to the process with the first write (`OSError` if the kernel does not allow it). Each function that
+    returns the wall clock is overwritten with a jump to a replacement, which makes the system call and adds the offset.
+    Other clocks stay right.
     """
     _install_clock_offset().value = offset_s
 
@@ -504,30 +501,17 @@ def _install_clock_offset() -> ctypes.c_int64:
     # The page starts with the offset (8 bytes); the code of the replacements follows.
     offset, free = ctypes.c_int64.from_address(page), page + 8
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        for name, address in _vdso_functions():
-            if name in _VDSO_CODE:
-                code = _VDSO_CODE[name] % struct.pack("<Q", page)
-                ctypes.memmove(free, code, len(code))
-                os.pwrite(memory.fileno(), _JUMP % struct.pack("<Q", free), address)
-                free += len(code)
+        for name, address in _vdso_functions().items():
+            code = _VDSO_CODE[name] % struct.pack("<Q", page)
+            ctypes.memmove(free, code, len(code))
+            os.pwrite(memory.fileno(), _JUMP % struct.pack("<Q", free), address)
+            free += len(code)
     return offset
 
 
-def _vdso_functions() -> Iterator[tuple[str, int]]:
-    """Yields name and address of each function of the vDSO, an ELF file in memory."""
-    mapping = re.search(r"^(\w+)-(\w+) .*\[vdso\]$", Path("/proc/self/maps").read_text(), re.MULTILINE)
-    if mapping is None:
-        raise OSError("there is no vDSO")
-    base, end = int(mapping[1], 16), int(mapping[2], 16)
-    image = ctypes.string_at(base, end - base)
-    (sections,) = struct.unpack_from("<Q", image, 40)
-    size, count = struct.unpack_from("<HH", image, 58)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", image, sections + i * size) for i in range(count)]
-    for _, kind, _, _, table, length, link, _, _, entry_size in headers:
-        if kind != _SHT_DYNSYM:
-            continue
-        names = headers[link][4]
-        for entry in range(table, table + length, entry_size):
-            name, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", image, entry)
-            if section:
-                yield image[names + name : image.index(b"\0", names + name)].decode(), base + value
+def _vdso_functions() -> dict[str, int]:
+    """Returns the address of each function of the vDSO that is to be replaced and that this kernel has."""
+    # The vDSO is loaded already; the dynamic linker of glibc knows it by this name.
+    vdso = ctypes.CDLL("linux-vdso.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    functions = {name: getattr(vdso, name) for name in _VDSO_CODE if hasattr(vdso, name)}
+    return {name: int(ctypes.cast(function, ctypes.c_void_p).value or 0) for name, function in functions.items()}

@@ -30,12 +30,8 @@ MAX_DELAY_S = 40.0
 class ScenarioContext:
     """The input of a scenario: the configuration and the dimensions of its run in optimizer steps, and the cluster.
 
-    Args:
-        config: The configuration of the scenario's run.
-        workers: Number of workers that train at first.
-        random: Generator from which the scenario draws steps and ranks.
-        nodes: The cluster that the drill has started; None on a cluster of the user.
-        train: Runs a configuration with faults, as `run_training` does.
+    At first `workers` train. `random` draws steps and ranks. `nodes` is the cluster that the drill has started, None on
+    a cluster of the user; `train` is `run_training`.
     """
 
     config: Config

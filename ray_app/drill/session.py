@@ -222,11 +222,7 @@ class Drill:
             return {"outcome": outcome, "reason": reason, **measurements}
 
     def _clean_up(self) -> None:
-        """Ends the processes that a broken scenario has left, and restarts the drill's own cluster.
-
-        Raises:
-            RuntimeError: No attempt gave a cluster for the next scenario.
-        """
+        """Ends the processes that a broken scenario has left, and restarts the drill's own cluster."""
         # It tries several times because Ray's own limit for the start of a node is short on a busy machine.
         for tries_left in reversed(range(_CLEANUP_TRIES)):
             try:
@@ -253,11 +249,7 @@ class Drill:
         )
 
     def _train(self, config: Config, faults: Faults, observe: Observe | None = None) -> Result:
-        """Calls `run_training` with its output in the log.
-
-        Raises:
-            KeyboardInterrupt: SIGINT or SIGTERM came while the run trained, also if the run then finished.
-        """
+        """Calls `run_training` with its output in the log; a signal meanwhile ends the drill, whatever the run did."""
         interrupted = _InterruptFlag()
 
         def listen(_: Job) -> None:
@@ -333,11 +325,7 @@ class _LimitReached(BaseException):
 
 @contextmanager
 def time_limit(seconds: float, subject: str) -> Iterator[None]:
-    """Limits the time that the main thread spends in this context; in another thread there is no limit.
-
-    Raises:
-        LimitExceededError: The work, which `subject` names as the subject of the sentence, took longer.
-    """
+    """Limits the time that the main thread spends in this context, by a `LimitExceededError` that names the subject."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

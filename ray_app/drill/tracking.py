@@ -53,11 +53,7 @@ class MlflowServer:
                 self.kill()
 
     def start(self) -> int:
-        """Starts the server at its address and on its database; returns the process id once the server answers.
-
-        Raises:
-            RuntimeError: The server ended, or does not answer.
-        """
+        """Starts the server at its address and on its database; returns the process id once the server answers."""
         stores = ["--backend-store-uri", f"sqlite:///{self._folder}/mlflow.db"]
         stores += ["--artifacts-destination", str(self._folder / "files")]
         address = ["--host", "127.0.0.1", "--port", str(self._port), "--workers", "1"]
