@@ -61,9 +61,7 @@ _ANSWER_TIMEOUT_S = 240.0
 def make_job(config: Config, folder: Path) -> Job:
     """Prepares a configuration as `ray-app train` does, and returns the job of its workers.
 
-    Args:
-        config: A configuration, for example from `load_config`. Its `run` section does not matter.
-        folder: Folder of the run; it is made by the training.
+    The section `run` does not matter. The folder of the run is made by the training.
 
     Raises:
         ConfigError: The configuration is refused, as a run would refuse it.
@@ -95,12 +93,7 @@ class KilledError(Exception):
 
 @dataclass(frozen=True)
 class DieAfter:
-    """A `Hooks.after_step` that ends the training after a step: on all ranks by an error, or by SIGKILL on one rank.
-
-    Args:
-        step: Number of finished steps.
-        killed: Rank of the process that is killed; None for an error on all ranks.
-    """
+    """A `Hooks.after_step` that ends the training after a step: by SIGKILL of the rank `killed`, or by an error."""
 
     step: int
     killed: int | None = None
@@ -115,12 +108,9 @@ class DieAfter:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The result of a function on one rank.
+    """The value that a function returned on one rank, or its error (`KilledError` if its process was killed) as well.
 
-    Args:
-        value: The value that it returned.
-        error: The error that it raised, or `KilledError` if its process was killed.
-        trace: The traceback of the error as text.
+    `trace` is the traceback of the error as text.
     """
 
     value: Any = None
@@ -185,9 +175,7 @@ class WorkerPool:
     def call(self, size: int, function: Callable[..., Any], *args: Any) -> list[RankResult]:
         """Calls `function(rank, store, *args)` in `size` processes, and returns the result of each.
 
-        Args:
-            function: The function; it is pickled by reference. `store` is a new file for a process group.
-            *args: Further arguments.
+        The function is pickled by reference. `store` is a new file for a process group.
         """
         self._num_groups += 1
         store = self._folder / f"store-{self._num_groups}"

@@ -146,11 +146,7 @@ class NewLines:
         self._offsets: dict[str, int] = {}
 
     def poll(self) -> list[str]:
-        """Returns the lines since the last call, up to twenty, and one that counts the others.
-
-        Raises:
-            OSError: The storage does not answer.
-        """
+        """Returns the lines since the last call, up to twenty, and one that counts the others."""
         if not isinstance(self._folder, Path) or not self._folder.is_dir():
             return []
         lines: list[str] = []
