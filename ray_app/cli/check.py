@@ -16,17 +16,12 @@ _DESCRIPTION = (
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app check") -> int:
-    """Runs the command `ray-app check`.
+    """Runs `ray-app check`; returns 0 if no check failed, 1 if one did, 2 if configuration or data are refused."""
 
-    Returns:
-        Exit code: 0 if no check failed, 1 if one failed, 2 if the configuration or the data is refused.
-    """
-    failed: list[bool] = []
-
-    def work() -> None:
+    def work() -> int:
         config, _ = parse_with_sections(arguments, {}, prog, description=_DESCRIPTION)
         check = check_task(config)
         print_findings(Console(), list(check.findings))
-        failed.append(not check.ok)
+        return int(not check.ok)
 
-    return exit_code(work, "The check could not be made") or int(any(failed))
+    return exit_code(work, "The check could not be made")

@@ -30,19 +30,11 @@ def _close(paths: RunPaths) -> bool:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> int:
-    """Runs the command `ray-app report`.
-
-    Returns:
-        Exit code: see `exit_code`.
-    """
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Makes the report of a run, also of one that runs or failed."
-    )
-    parser.add_argument(
-        "--run",
-        required=True,
-        help="directory of the run, <run.storage_path>/<run.name>, on a disk or s3://bucket/prefix",
-    )
+    """Runs `ray-app report`; see `exit_code`."""
+    description = "Makes the report of a run, also of one that runs or failed."
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    run_help = "directory of the run, <run.storage_path>/<run.name>, on a disk or s3://bucket/prefix"
+    parser.add_argument("--run", required=True, help=run_help)
     parser.add_argument("--out", help="file to write instead of report.html in the run's directory")
     options = parser.parse_args(arguments)
 

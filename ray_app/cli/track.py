@@ -10,19 +10,13 @@ from ray_app.driver.trained_run import send_to_mlflow
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int:
-    """Runs the command `ray-app track`.
-
-    Returns:
-        Exit code: see `exit_code`. Records that MLflow has are not sent again.
-    """
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Sends what MLflow lacks of a run that has ended.", allow_abbrev=False
-    )
+    """Runs `ray-app track`; see `exit_code`. Records that MLflow has are not sent again."""
+    description = "Sends what MLflow lacks of a run that has ended."
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("--replay", metavar="RUN", required=True, help="Directory of the run, or its s3:// URI.")
     parser.add_argument("--uri", help="MLflow tracking URI; default: the run's own. Another one gets the whole record.")
-    parser.add_argument(
-        "--experiment", help="Experiment for a run that MLflow does not know yet; default: the run's own."
-    )
+    experiment_help = "Experiment for a run that MLflow does not know yet; default: the run's own."
+    parser.add_argument("--experiment", help=experiment_help)
     options = parser.parse_args(arguments)
     add_current_folder_to_path()
 

@@ -17,19 +17,14 @@ from ray_app.watch.server import PageServer
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int:
-    """Runs the command `ray-app watch`.
-
-    Returns:
-        Exit code: see `exit_code`.
-    """
+    """Runs `ray-app watch`; see `exit_code`."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Shows runs as they are now, on a disk or S3, also after their end. It reads their files and costs"
         " them nothing.",
     )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="directory of a run, <run.storage_path>/<run.name>, on a disk or s3://"
-    )
+    runs_help = "directory of a run, <run.storage_path>/<run.name>, on a disk or s3://"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=runs_help)
     parser.add_argument("--port", type=int, help="serve a page there, too, until Ctrl-C; 0: any port that is free")
     parser.add_argument("--host", default="127.0.0.1", help="where the page listens; by default this machine alone")
     options = parser.parse_args(arguments)
