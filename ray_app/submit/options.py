@@ -1,7 +1,4 @@
-"""The section `submit` of the command, the transfer of the configuration to the cluster, and the resubmission of jobs.
-
-`judge` decides whether a job that has ended is submitted again, `wait_s` how long to wait before that.
-"""
+"""The section `submit` of the command, the transfer of the configuration to the cluster, and repeated submissions."""
 
 from __future__ import annotations
 
@@ -59,17 +56,12 @@ class SubmitSection:
     lost_contact_s: float = 300.0
 
     def check(self) -> None:
-        """Refuses values out of range and a working directory that does not exist.
-
-        Raises:
-            ConfigError: All problems of the values, one per line, or the problem of the folder.
-        """
+        """Raises `ConfigError` for values out of range, or a working directory that does not exist."""
         min_values = {"retries": 0, "backoff_s": 0, "stop_wait_s": 1, "lost_contact_s": 1, "max_package_mb": 0}
-        values = {name: (getattr(self, name), limit) for name, limit in min_values.items()}
         problems = [
-            f"submit.{name} is {value}; it must be at least {limit}."
-            for name, (value, limit) in values.items()
-            if not value >= limit
+            f"submit.{name} is {getattr(self, name)}; it must be at least {limit}."
+            for name, limit in min_values.items()
+            if not getattr(self, name) >= limit
         ]
         if problems:
             raise ConfigError("\n".join(problems))
@@ -86,14 +78,7 @@ class SubmitSection:
         return {} if self.ray_app == "installed" else {"pip": [self.ray_app]}
 
     def environment(self, values: dict[str, str]) -> dict[str, str]:
-        """Returns the environment variables of the job.
-
-        Args:
-            values: The environment variables of this process.
-
-        Raises:
-            ConfigError: A variable in `submit.env` is not set in this process.
-        """
+        """Returns the job's environment variables from those of this one; raises `ConfigError` if one is missing."""
         names = split(self.env)
         missing = [name for name in names if name not in values]
         if missing:
@@ -129,11 +114,7 @@ def _without_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[
 
 
 def check_no_secrets(config: Config) -> None:
-    """Refuses a configuration with secrets, since all users of the cluster can read a job's command and package.
-
-    Raises:
-        ConfigError: The configuration holds a secret; the message names the fields.
-    """
+    """Raises `ConfigError` for a configuration with secrets: all users of the cluster can read a job's command."""
     values = config.to_dict()
     if register_secrets(values):
         names = ", ".join(_changed(values, redact_value(values)))
@@ -147,11 +128,8 @@ def check_no_secrets(config: Config) -> None:
 def _changed(before: Any, after: Any, name: str = "") -> list[str]:
     """Returns the dotted names of the values that redaction changes."""
     if isinstance(before, dict) and isinstance(after, dict):
-        return [
-            changed_name
-            for key in before
-            for changed_name in _changed(before[key], after.get(key, HIDDEN), f"{name}.{key}".lstrip("."))
-        ]
+        pairs = ((key, value, after.get(key, HIDDEN)) for key, value in before.items())
+        return [part for key, one, other in pairs for part in _changed(one, other, f"{name}.{key}".lstrip("."))]
     return [] if before == after or (isinstance(before, list | tuple) and list(before) == list(after)) else [name]
 
 
@@ -168,8 +146,7 @@ class EndedJob:
     """How a job ended.
 
     Args:
-        status: Ray's status `SUCCEEDED`, `FAILED` or `STOPPED`, or `UNKNOWN`: the cluster does not know the job any
-            more.
+        status: Ray's status `SUCCEEDED`, `FAILED` or `STOPPED`, or `UNKNOWN`: the cluster does not know it any more.
         exit_code: Exit code of the driver, or minus the signal that ended it; None if Ray did not see it end.
         message: Ray's message about the end.
         error_type: Ray's name for the kind of failure.
@@ -183,13 +160,7 @@ class EndedJob:
 
 @dataclass(frozen=True)
 class AfterTry:
-    """The decision about a job that has ended.
-
-    Args:
-        again: Whether the run is submitted again.
-        exit_code: Exit code of the command if it is not.
-        reason: The reason, as a phrase.
-    """
+    """The decision whether to submit a job that has ended `again`, the command's exit code if not, and the reason."""
 
     again: bool
     exit_code: int
@@ -197,30 +168,24 @@ class AfterTry:
 
 
 def judge(ended: EndedJob, done: int, retries: int) -> AfterTry:
-    """Decides whether a run is submitted again after its job has ended.
+    """Decides whether a run is submitted again after `done` submissions; `retries` are allowed after the first.
 
     Exit code 1 is final: the run has used up its own budget of failures, or failed for a permanent reason.
-
-    Args:
-        ended: How the job ended.
-        done: Number of submissions so far.
-        retries: Number of submissions that are allowed after the first.
     """
-    code = ended.exit_code
     if ended.status == "SUCCEEDED":
         return AfterTry(False, 0, "done")
     if ended.status == "STOPPED":
         return AfterTry(False, 75, "somebody stopped the job; submitting the same run.name again continues it")
     if ended.error_type in _FINAL_ERRORS:
-        return AfterTry(
-            False, _FINAL_ERRORS[ended.error_type], f"the cluster could not set the job up: {ended.message}"
-        )
-    reason, exit_code = _loss(ended)
-    if reason is None:
-        return AfterTry(False, exit_code, _FINAL_CODES.get(exit_code, f"the driver ended with exit code {code}"))
+        reason = f"the cluster could not set the job up: {ended.message}"
+        return AfterTry(False, _FINAL_ERRORS[ended.error_type], reason)
+    loss, exit_code = _loss(ended)
+    if loss is None:
+        reason = _FINAL_CODES.get(exit_code, f"the driver ended with exit code {ended.exit_code}")
+        return AfterTry(False, exit_code, reason)
     if done > retries:
-        return AfterTry(False, exit_code, f"{reason}; no try is left of {retries + 1} (submit.retries is {retries})")
-    return AfterTry(True, exit_code, reason)
+        return AfterTry(False, exit_code, f"{loss}; no try is left of {retries + 1} (submit.retries is {retries})")
+    return AfterTry(True, exit_code, loss)
 
 
 def _loss(ended: EndedJob) -> tuple[str | None, int]:
@@ -229,11 +194,8 @@ def _loss(ended: EndedJob) -> tuple[str | None, int]:
     if code == 75:
         return "the run was interrupted", 75
     if code is None:
-        return (
-            "the driver was lost"
-            f" ({(ended.message or 'the cluster does not know the job any more').splitlines()[0][:200]})",
-            1,
-        )
+        message = ended.message or "the cluster does not know the job any more"
+        return f"the driver was lost ({message.splitlines()[0][:200]})", 1
     number = -code if code < 0 else code - _SHELL_SIGNALS
     if number in signal.valid_signals():
         return f"the driver was lost (killed by signal {int(number)})", 1
@@ -241,10 +203,5 @@ def _loss(ended: EndedJob) -> tuple[str | None, int]:
 
 
 def wait_s(done: int, backoff_s: float) -> float:
-    """Returns the seconds to wait before the next submission.
-
-    Args:
-        done: Number of submissions so far, at least one.
-        backoff_s: Seconds to wait after the first submission.
-    """
+    """Returns the seconds to wait before the next submission after the first `done`, which is at least 1."""
     return float(min(_MAX_WAIT_S, backoff_s * 2 ** (done - 1)))

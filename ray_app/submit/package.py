@@ -23,32 +23,10 @@ _MB = 1 << 20
 _TABLE_ROWS = 5
 _BIG_DATA_MB = 100
 _NEVER = [
-    *(
-        ".git",
-        "venv",
-        ".venv",
-        "mlruns",
-        "mlartifacts",
-        "mlflow.db*",
-        "__pycache__",
-        ".*_cache",
-        ".hypothesis",
-        ".ipynb_checkpoints",
-    ),
-    *("*.egg-info", "node_modules", ".tox", ".nox", ".env", ".env.*", "*.pem", ".netrc"),
-    *(
-        "*.parquet",
-        "*.arrow",
-        "*.npz",
-        "*.npy",
-        "*.h5",
-        "*.hdf5",
-        "*.tfrecord",
-        "*.pt",
-        "*.pth",
-        "*.ckpt",
-        "*.safetensors",
-    ),
+    *(".git", "venv", ".venv", "mlruns", "mlartifacts", "mlflow.db*", "__pycache__", ".*_cache", ".hypothesis"),
+    *(".ipynb_checkpoints", "*.egg-info", "node_modules", ".tox", ".nox", ".env", ".env.*", "*.pem", ".netrc"),
+    *("*.parquet", "*.arrow", "*.npz", "*.npy", "*.h5", "*.hdf5", "*.tfrecord", "*.pt", "*.pth", "*.ckpt"),
+    "*.safetensors",
 ]
 """Patterns that are never uploaded: repositories, environments, records, caches, secrets, data and models."""
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
@@ -85,15 +63,15 @@ class JobFiles:
         """Returns the largest files and folders of the top level, one per line."""
         sizes = self.by_folder()
         lines = [f"{size / _MB:10.2f} MB  {name}" for name, size in sizes[:rows]]
-        rest = sum(size for _, size in sizes[rows:])
-        return "\n".join(
-            [*lines, f"{rest / _MB:10.2f} MB  in {len(sizes) - rows} more"] if len(sizes) > rows else lines
-        )
+        if len(sizes) > rows:
+            rest = sum(size for _, size in sizes[rows:])
+            lines.append(f"{rest / _MB:10.2f} MB  in {len(sizes) - rows} more")
+        return "\n".join(lines)
 
-    def holds(self, path: str) -> bool:
-        """Returns whether a file, or a file in a folder, would be uploaded."""
+    def sizes_below(self, path: str) -> list[int]:
+        """Returns the size of a file that would be uploaded, or of each one in a folder; none of them for others."""
         name = os.path.normpath(path)
-        return any(file == name or file.startswith(name + "/") for file in self.files)
+        return [size for file, size in self.files.items() if file == name or file.startswith(name + "/")]
 
 
 def list_job_files(config: Config, section: SubmitSection) -> JobFiles:
@@ -135,11 +113,7 @@ def _inside(folder: Path, path: str) -> str | None:
 
 
 def check_size(package: JobFiles, section: SubmitSection) -> str | Finding:
-    """Returns the size of the upload and its largest parts, as text.
-
-    Raises:
-        ConfigError: The upload is larger than `submit.max_package_mb`.
-    """
+    """Returns the size of the upload and its largest parts, as text; raises `ConfigError` if it is too large."""
     size = package.num_bytes / _MB
     if size > section.max_package_mb:
         raise ConfigError(
@@ -153,23 +127,17 @@ def check_size(package: JobFiles, section: SubmitSection) -> str | Finding:
 def check_uploaded_data(package: JobFiles, config: Config) -> list[Finding]:
     """Returns findings about data with a relative path, which is uploaded with the job."""
     findings = []
-    fields = (
-        ("training data", "data.path", config.data.path),
-        ("evaluation data", "data.eval_path", config.data.eval_path),
-    )
+    data = config.data
+    fields = (("training data", "data.path", data.path), ("evaluation data", "data.eval_path", data.eval_path))
     for topic, field, path in fields:
         if not path or os.path.isabs(path) or "://" in path:
             continue
         advice = "Give a path that all nodes see."
-        if not package.holds(path):
+        size = sum(package.sizes_below(path)) / _MB
+        if not package.sizes_below(path):
             why = f"relative, but nothing of it would be uploaded from {package.folder} (is it ignored, or not there?)"
-            text = f"{field} is {path!r}, {why}. {advice}"
-            findings.append(Finding("refused", topic, text))
-            continue
-        name = os.path.normpath(path)
-        size = sum(n for file, n in package.files.items() if file == name or file.startswith(name + "/")) / _MB
-        if size > _BIG_DATA_MB:
-            findings.append(
-                Finding("warning", topic, f"{field} is {path!r}, so {size:.0f} MB of data are uploaded. {advice}")
-            )
+            findings.append(Finding("refused", topic, f"{field} is {path!r}, {why}. {advice}"))
+        elif size > _BIG_DATA_MB:
+            text = f"{field} is {path!r}, so {size:.0f} MB of data are uploaded. {advice}"
+            findings.append(Finding("warning", topic, text))
     return findings

@@ -51,6 +51,10 @@ class LostContactError(Exception):
     """The cluster has not answered for `submit.lost_contact_s`."""
 
 
+def _refused(address: str | None, error: AuthenticationError) -> ConfigError:
+    return ConfigError(f"{address} refuses us: {str(error).splitlines()[0]} {_TOKENS}")
+
+
 class _Client(JobSubmissionClient):
     """Ray's client with time-outs; by itself it waits for ever for a server that accepts a connection but is silent."""
 
@@ -68,11 +72,7 @@ class _Client(JobSubmissionClient):
 
 
 class JobServer:
-    """A cluster's job server.
-
-    Raises:
-        ConfigError: The server does not answer, or refuses the credentials.
-    """
+    """A cluster's job server; a `ConfigError` says that it does not answer, or refuses the credentials."""
 
     def __init__(self, address: str | None, lost_contact_s: float) -> None:
         for name in _CHATTY:
@@ -90,7 +90,7 @@ class JobServer:
             _check_listening(configured_address)
             self._client = _Client()
         except AuthenticationError as error:
-            raise ConfigError(f"{configured_address} refuses us: {str(error).splitlines()[0]} {_TOKENS}") from error
+            raise _refused(configured_address, error) from error
         except (*_LOST, ValueError) as error:
             raise ConfigError(
                 f"no job server answers at {configured_address or 'this machine'}: {error} {advice}"
@@ -98,9 +98,7 @@ class JobServer:
         self.address = self._client.get_address()
 
     def submit(self, name: str, command: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> str:
-        """Submits a job under the first free id `<name>-<n>` and returns the id.
-
-        The request is repeated while the cluster does not answer.
+        """Submits a job under the first free id `<name>-<n>`, until the cluster answers; returns the id.
 
         Raises:
             ConfigError: The cluster refuses the job.
@@ -124,10 +122,7 @@ class JobServer:
                     return job_id
                 if is_taken or not (is_lost or _UNABLE.match(str(error))):
                     raise ConfigError(f"the cluster does not take the job: {redact(str(error))}") from error
-                if time.monotonic() - start_s > self._lost_contact_s:
-                    raise LostContactError(
-                        f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}"
-                    ) from error
+                self._check_contact(start_s, error)
             time.sleep(_LOOK_S)
 
     def _free_id(self, name: str) -> str:
@@ -140,9 +135,7 @@ class JobServer:
     def follow(self, job_id: str, show: Show, tell: Show) -> EndedJob:
         """Shows the output of a job exactly once until the job has ended, and returns how it ended.
 
-        Args:
-            show: Shows a part of its output.
-            tell: Shows a line about the connection.
+        `tell` shows a line about the connection.
 
         Raises:
             LostContactError: The cluster did not answer for too long.
@@ -155,13 +148,10 @@ class JobServer:
                 ended = self.ended(job_id)
                 tail.heard_s = time.monotonic()
             except AuthenticationError as error:
-                raise ConfigError(f"{self.address} refuses us: {str(error).splitlines()[0]} {_TOKENS}") from error
+                raise _refused(self.address, error) from error
             except _LOST as error:
                 ended, trouble = None, error
-                if time.monotonic() - tail.heard_s > self._lost_contact_s:
-                    raise LostContactError(
-                        f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}"
-                    ) from error
+                self._check_contact(tail.heard_s, error)
             if ended is not None:
                 tail.rest(self._client, job_id)
                 return ended
@@ -169,6 +159,11 @@ class JobServer:
                 tell(f"The connection to {self.address} is lost, trying again: {type(trouble).__name__}")
             is_reported = trouble is not None
             time.sleep(_LOOK_S)
+
+    def _check_contact(self, since_s: float, error: Exception) -> None:
+        if time.monotonic() - since_s > self._lost_contact_s:
+            text = f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}"
+            raise LostContactError(text) from error
 
     def ended(self, job_id: str) -> EndedJob | None:
         """Returns how a job ended, or None while it runs."""
@@ -185,10 +180,7 @@ class JobServer:
 
 
 class _Tail:
-    """Shows the output of a job without repetitions, although the server always sends it from the start.
-
-    `heard_s` is the time of the last answer of the server.
-    """
+    """Shows the output of a job without repetitions, although the server always sends it from the start."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
@@ -228,11 +220,7 @@ class _Tail:
 
 
 def _check_listening(address: str | None) -> None:
-    """Checks that a server listens at an address, since Ray's client would wait for ever for a silent host.
-
-    Raises:
-        OSError: No server listens there.
-    """
+    """Checks that a server listens, since Ray's client would wait for ever for a silent host; raises `OSError`."""
     parts = urlsplit(address or "")
     if parts.scheme in ("http", "https") and parts.hostname:
         socket.create_connection(
