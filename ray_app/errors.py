@@ -59,14 +59,7 @@ class DataError(RayAppError):
 
 
 class BadRowError(DataError):
-    """One row cannot be decoded.
-
-    Args:
-        path: Path of the file, relative to the data set.
-        row_group: Index of the row group in the file.
-        row: Index of the row in the row group.
-        reason: The fault of the row.
-    """
+    """One row, the `row`-th of a row group of a file (relative to the data set), cannot be decoded for a reason."""
 
     def __init__(self, path: str, row_group: int, row: int, reason: str) -> None:
         super().__init__(path, row_group, row, reason)
@@ -119,8 +112,7 @@ class TaskError(RayAppError):
     `ray_app.task.user_code` raises it. The original error is stored as text, since its class may not be picklable.
 
     Args:
-        message: The error and the line of user code that raised it: `KeyError: 'labels' (my_task.py, line 31, in
-            update)`.
+        message: The error and the line that raised it: `KeyError: 'labels' (my_task.py, line 31, in update)`.
         trace: The calls that led to it, a line or two each.
         context: The operation during which it was raised, as far as it is known.
         positions: Manifest positions of the rows of that operation.
@@ -136,12 +128,7 @@ class TaskError(RayAppError):
         self.positions = positions
 
     def with_context(self, worker: str, rows: str = "") -> TaskError:
-        """Returns the same error with more context.
-
-        Args:
-            worker: The worker and its step: `rank 1 after step 7`.
-            rows: The rows by their files.
-        """
+        """Returns the same error with more context: the worker and its step (`rank 1 after step 7`), and the rows."""
         return TaskError(self.message, self.trace, ", ".join(part for part in (worker, self.context, rows) if part))
 
     def __str__(self) -> str:
@@ -195,18 +182,12 @@ class RunEndedError(RayAppError):
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Returns whether the input is to blame, so that a command ends with exit code 2.
-
-    A storage that does not answer is a failure, not a refusal.
-    """
+    """Returns whether the input is to blame (exit code 2); a storage that does not answer is a failure instead."""
     return isinstance(error, ConfigError | DataError) and not isinstance(error, StorageError)
 
 
 def unwrap_app_error(error: BaseException) -> BaseException:
-    """Returns the application's error inside the errors that wrap it (Ray tasks, Ray Train, exception chains).
-
-    If there is none, it returns the error itself.
-    """
+    """Returns the application's error inside errors that wrap it (Ray, exception chains), or the error itself."""
     visited: list[BaseException] = []
     pending = [error]
     while pending:
@@ -227,8 +208,5 @@ def unwrap_app_error(error: BaseException) -> BaseException:
 
 
 def remove_addresses(text: str) -> str:
-    """Returns the text of an error without the addresses of Python objects (`<_io.BytesIO object at 0x7f3c5a1b2e80>`).
-
-    The addresses say nothing to a reader, and files and messages with them would differ each time.
-    """
+    """Returns a text without addresses of Python objects, which differ each time (`<BytesIO object at 0x7f3c5a>`)."""
     return _ADDRESS.sub("", text)

@@ -36,12 +36,11 @@ _FLUSH_POLL_S = 0.1
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep up to a gigabyte of freed memory for the next allocations.
+    """Makes glibc keep up to a gigabyte of freed memory for the next allocations, in a process that only computes.
 
-    It is for a process that only computes for a run. Each step allocates what the last one has freed. Memory that went
-    back to the system in between comes back page by page, filled with zeros: up to 9,000 page faults in a step of
-    ResNet-18, a tenth of its time (see `man 3 mallopt`). Of a thread's own memory up to 64 MB are kept. Settings in the
-    environment take precedence. glibc cannot be told to return to its own changing thresholds.
+    Each step allocates what the last one has freed. Memory that went back to the system in between comes back page by
+    page, filled with zeros: up to 9,000 page faults in a step of ResNet-18, a tenth of its time (see `man 3 mallopt`).
+    Settings in the environment take precedence. glibc cannot be told to return to its own changing thresholds.
     """
     malloc = ctypes.CDLL(None)
     if not hasattr(malloc, "mallopt") or any(
@@ -54,10 +53,7 @@ def keep_freed_memory() -> None:
 
 
 def log_to_stderr() -> None:
-    """Writes the log lines of this application from INFO on to standard error, which Ray keeps in the process's log.
-
-    It is called in all processes of a run but the driver, which shows the same events on its console.
-    """
+    """Writes log lines from INFO on to standard error, in all processes but the driver, which has its console."""
     application_logger = logging.getLogger("ray_app")
     if not application_logger.handlers:
         handler = logging.StreamHandler()
@@ -84,10 +80,7 @@ def defer_interrupts() -> Iterator[None]:
 
 @contextmanager
 def restore_handler(number: signal.Signals) -> Iterator[None]:
-    """Restores a signal's present handler at the end of the block.
-
-    Only the main thread may do that, so in another thread the block does nothing.
-    """
+    """Restores a signal's present handler at the end of the block; outside of the main thread it does nothing."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(number)
     try:
@@ -102,7 +95,7 @@ def stop_at_signals(interrupted: threading.Event) -> Iterator[None]:
     """Turns SIGINT and SIGTERM into a stop at the next step boundary; a second SIGINT raises `KeyboardInterrupt`.
 
     The context is entered after `ray.init`, which installs its own handler, and left when the run is closed. So a
-    claimed run records how it ended, also if the signal comes before its workers start or while its record is closed.
+    claimed run records how it ended.
     """
 
     def stop(number: int, _: Any) -> None:
@@ -116,10 +109,7 @@ def stop_at_signals(interrupted: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def interrupt_at_sigterm() -> Iterator[None]:
-    """Makes SIGTERM raise `KeyboardInterrupt` within the block, as SIGINT does.
-
-    This holds also after `ray.init`, which installs a handler that raises `SystemExit(SIGTERM)`.
-    """
+    """Makes SIGTERM raise `KeyboardInterrupt` within the block, as SIGINT does, also after `ray.init`."""
     with _handled((signal.SIGTERM,), signal.default_int_handler):
         try:
             yield
@@ -145,11 +135,7 @@ def _handled(numbers: tuple[signal.Signals, ...], handler: Callable[[int, Any], 
 
 @contextmanager
 def set_variables(**settings: str | None) -> Iterator[None]:
-    """Sets environment variables, also for processes that start meanwhile, and restores them at the end of the block.
-
-    Args:
-        settings: The values by name; None leaves a variable as it is.
-    """
+    """Sets environment variables (None: as it is), also of new processes, and restores them at its end."""
     with ExitStack() as stack:
         for name, value in settings.items():
             stack.enter_context(restore_setting(name, partial(os.environ.get, name), partial(_set_variable, name)))
@@ -164,14 +150,9 @@ def _set_variable(name: str, value: str | None) -> None:
 
 @contextmanager
 def restore_setting(name: str, read: Callable[[], T], write: Callable[[T], object]) -> Iterator[None]:
-    """Restores a setting at the end of the block, whatever the block has done with it.
+    """Restores a setting of a name at the end of the block, whatever the block has done with it.
 
     Blocks may overlap, as those of two runs do; then the last one to end restores the value before the first.
-
-    Args:
-        name: Name of the setting.
-        read: Returns its value.
-        write: Sets its value.
     """
     previous: list[Any] = []
     with _lock:
@@ -204,17 +185,10 @@ def without_gc() -> Iterator[None]:
 
 
 class SafeStream:
-    """A text stream that never raises: it drops text that cannot be written, and logs the first failure.
+    """A text stream that never raises: it drops text that cannot be written, and logs the first failure (`failure`).
 
     Characters that the encoding lacks are written as escapes. A slow reader of a non-blocking pipe is waited for, up to
-    two seconds.
-
-    Args:
-        stream: The stream to write to.
-        name: The name of the stream in the warning.
-
-    Attributes:
-        failure: The first failure; None if there was none.
+    two seconds. `name` names the stream in the warning.
     """
 
     def __init__(self, stream: Any, name: str) -> None:
@@ -255,11 +229,7 @@ class SafeStream:
                 )
 
     def _flush_slowly(self) -> None:
-        """Writes the contents of the buffers as the reader of a non-blocking pipe accepts them.
-
-        Raises:
-            BlockingIOError: The reader accepts nothing for too long.
-        """
+        """Writes the contents of the buffers as the reader of a non-blocking pipe accepts them, for a limited time."""
         deadline_s = time.monotonic() + (_FLUSH_S if self.failure is None else 0.0)
         # Not `Retry`: it waits until the stream can be written, and does not sleep.
         while True:

@@ -53,9 +53,7 @@ _ANSWER_TIMEOUT_S = 240.0
 def make_job(config: Config, folder: Path) -> Job:
     """Prepares a configuration as `ray-app train` does, and returns the job of its workers.
 
-    Args:
-        config: A configuration, for example from `load_config`. Its `run` section does not matter.
-        folder: Folder of the run; it is made by the training.
+    The section `run` does not matter. The folder of the run is made by the training.
 
     Raises:
         ConfigError: The configuration is refused, as a run would refuse it.
@@ -75,12 +73,7 @@ class KilledError(Exception):
 
 @dataclass(frozen=True)
 class DieAfter:
-    """A `Hooks.after_step` that ends the training after a step: on all ranks by an error, or by SIGKILL on one rank.
-
-    Args:
-        step: Number of finished steps.
-        killed: Rank of the process that is killed; None for an error on all ranks.
-    """
+    """A `Hooks.after_step` that ends the training after a step: by SIGKILL of the rank `killed`, or by an error."""
 
     step: int
     killed: int | None = None
@@ -95,12 +88,9 @@ class DieAfter:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The result of a function on one rank.
+    """The value that a function returned on one rank, or its error (`KilledError` if its process was killed) as well.
 
-    Args:
-        value: The value that it returned.
-        error: The error that it raised, or `KilledError` if its process was killed.
-        trace: The traceback of the error as text.
+    `trace` is the traceback of the error as text.
     """
 
     value: Any = None
@@ -114,7 +104,6 @@ class WorkerPool:
     Use it as a context, or call `close`.
 
     Args:
-        size: Number of processes.
         folder: Folder for the files at which process groups meet.
         preloaded: Modules that are imported once for all processes; those of the first pool of this process count.
     """
@@ -162,10 +151,7 @@ class WorkerPool:
     def call(self, size: int, function: Callable[..., Any], *args: Any) -> list[RankResult]:
         """Calls `function(rank, store, *args)` in `size` processes, and returns the result of each.
 
-        Args:
-            size: Number of processes.
-            function: The function; it is pickled by reference. `store` is a new file for a process group.
-            *args: Further arguments.
+        The function is pickled by reference. `store` is a new file for a process group.
         """
         self._num_groups += 1
         store = self._folder / f"store-{self._num_groups}"
@@ -207,7 +193,6 @@ class WorkerPool:
 
         Args:
             job: What to train, from `make_job`.
-            size: Number of workers.
             hooks: Faults, such as `Hooks(after_step=DieAfter(5, killed=1))`.
             windows: How rows reach the step.
             membership: Makes the membership of each worker; it is pickled.

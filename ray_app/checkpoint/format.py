@@ -28,7 +28,6 @@ class Snapshot:
     Args:
         step: Number of finished steps.
         model: Parameters and persistent buffers of the model that training returns, by name.
-        optimizer: State of the optimizer.
         schedule: State of the learning-rate schedule; None without one.
         extra_state: Other state that a resume needs: the trained parameters if `model` has their average, the scale of
             the loss, and the outer optimizer of `local_sgd`. Files have it under the key `more`.
@@ -44,7 +43,7 @@ class Snapshot:
 def file_writers(snapshot: Snapshot) -> dict[str, Content]:
     """Returns functions, by file name, that write the files of a snapshot directly from its memory.
 
-    The functions copy nothing and do not hold the GIL for long, so that training goes on in another thread.
+    They copy nothing and do not hold the GIL for long, so that training goes on in another thread.
     """
     rest = {
         "step": snapshot.step,
@@ -63,7 +62,7 @@ def pack(snapshot: Snapshot) -> dict[str, bytes]:
 def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
     """Writes everything except the model by `torch.save`, without the CRC-32 of zip files.
 
-    The CRC-32 would be computed under the GIL, and `COMMIT.json` has the SHA-256 of the file.
+    It would be computed under the GIL, and `COMMIT.json` has the SHA-256 of the file.
     """
     # torch keeps this option per thread (torch 2.15), so a write in another thread is not affected.
     before = torch.serialization.get_crc32_options()
@@ -123,12 +122,7 @@ def unpack(files: dict[str, bytes]) -> Snapshot:
 
 
 def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:
-    """Returns only the parameters and persistent buffers of a snapshot, by name.
-
-    Raises:
-        CheckpointError: The file of the model contains something else.
-        MemoryError: There is not enough memory for its contents.
-    """
+    """Returns only the parameters and persistent buffers of a snapshot, by name; see `unpack`."""
     try:
         return safetensors.torch.load(files[MODEL])
     except Exception as error:
@@ -138,7 +132,7 @@ def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:
 def _refusal(name: str, error: Exception) -> Exception:
     """Returns the error to raise for a file that cannot be read.
 
-    A lack of memory is a `MemoryError` and not a `CheckpointError`, since the file may be intact.
+    With a lack of memory it is a `MemoryError` and not a `CheckpointError`, since the file may be intact.
     """
     # On the CPU torch has no error type for a lack of memory, only a message.
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
@@ -149,8 +143,8 @@ def _refusal(name: str, error: Exception) -> Exception:
 def has_same_values(one: bytes, other: bytes) -> bool:
     """Returns whether two contents of `training.pt` have equal values.
 
-    Two workers may write equal values in different bytes, because pickle writes a second occurrence of the same object
-    as a reference, and of an equal object in full.
+    Their bytes may differ, because pickle writes a second occurrence of the same object as a reference, and of an equal
+    object in full.
     """
     try:
         return _equal(*(torch.load(io.BytesIO(data), weights_only=True) for data in (one, other)))

@@ -4,14 +4,14 @@ A directory without a valid `COMMIT.json` is not a checkpoint. Loading takes the
 of several of this step, the one with the highest fence, and verifies the digest of every file. It skips a checkpoint
 that it cannot use and takes the next one; a checkpoint with changed bytes is marked bad.
 
-Two workers may write the same checkpoint at the same time. So a file is put only if it is absent, and no file is moved,
-appended to, or replaced before the commit.
+Two workers may write the same checkpoint at the same time: one that leaves its node, and the next rank 0. So a file is
+put only if it is absent, and no file is moved, appended to, or replaced before the commit.
 
 A writer checks right before the commit that no later start of the driver has taken the run over, and otherwise commits
 nothing. A start that takes the run over between this check and the commit does no harm: the checkpoint is intact, its
 directory has the fence of its writer, and a run can be resumed from it like from any other.
 
-`removable_steps` decides which checkpoints are removed.
+All methods raise `OSError` while the storage does not answer.
 """
 
 from __future__ import annotations
@@ -63,11 +63,7 @@ _FILE = re.compile(r"\w[\w.-]*")
 
 
 class _HashingFile:
-    """A file to write to that computes the digest and the size of its content.
-
-    Args:
-        file: The file that receives the content; None if only the digest and the size are needed.
-    """
+    """A file to write to that computes the digest and the size of its content; without a file it does only that."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
         self._file = file
@@ -91,8 +87,7 @@ class _HashingFile:
 def put_if_absent(path: Location, content: Content) -> dict[str, Any] | None:
     """Writes a file unless it exists; returns its digest and size, or None if it exists with another content.
 
-    The digest is computed from the content while it is written, not from the file that the storage returns, which may
-    be damaged.
+    The digest is that of the written content, not of the file that the storage returns, which may be damaged.
     """
     # Each call of `write` adds one; all of them have the same digest.
     hashing_files: list[_HashingFile] = []
@@ -141,14 +136,11 @@ class Commit:
         epoch: Epoch of the next step, from 0.
         epoch_step: Number of finished steps in that epoch, which is the index of the next step in it.
         why: `cadence` for a planned checkpoint, `extra` for one before a stop or a resize.
-        config_digest: Digest of the run's configuration.
-        manifest_digest: Digest of the run's data.
         logical_workers: L.
         params_digest: Digest of the parameters and persistent buffers.
         environment: What else every bit of the parameters depends on: torch build, instruction set, device.
         time_s: Time at which the successful attempt to write the checkpoint began, seconds since 1970 (UTC).
         files: For each other file by name its SHA-256 (`sha256`) and its size (`bytes`).
-        schema_version: See `SCHEMA_VERSION`.
     """
 
     step: int
@@ -177,11 +169,7 @@ def _digest(values: dict[str, Any]) -> str:
 
 
 def parse_commit(name: str, data: bytes) -> Commit:
-    """Returns the commit in a `COMMIT.json`, after it was verified.
-
-    Args:
-        name: Name of the checkpoint's directory.
-        data: Content of the file.
+    """Returns the verified commit in the `COMMIT.json` of the checkpoint's directory of a name.
 
     Raises:
         DamagedError: The content differs from what was committed, or belongs to another checkpoint.
@@ -223,7 +211,6 @@ class Pin:
     """The declaration of an evaluator that it still needs the newest checkpoints after `done_step`.
 
     Args:
-        done_step: The newest step that the evaluator has evaluated.
         expires_s: Time at which the pin ends unless it is renewed, seconds since 1970 (UTC).
         max_checkpoints: The maximum number of checkpoints that the pin keeps, at least 1. Older ones are removed, and
             their evaluations are recorded as skipped.
@@ -241,12 +228,8 @@ def removable_steps(
 ) -> set[int]:
     """Returns the steps of the checkpoints that can be removed.
 
-    Args:
-        steps: Steps of all intact checkpoints.
-        keep_last: Number of newest checkpoints to keep; at least one always stays.
-        best: Other steps to keep.
-        pins: The pins of the evaluators; expired ones do not count.
-        now_s: The time, seconds since 1970 (UTC).
+    The newest `keep_last` of the intact checkpoints (at least one), the `best` ones, and those of pins that have not
+    expired at `now_s` stay.
     """
     ordered = sorted(set(steps))
     kept = set(ordered[-max(1, keep_last) :]) | set(best)
@@ -259,8 +242,7 @@ def removable_steps(
 def skipped_evaluations(removed: Iterable[int], pins: Iterable[Pin], now_s: float) -> set[tuple[int, str | None]]:
     """Returns the removed steps that an evaluator has not evaluated, with its name (None is the run's own evaluator).
 
-    A named evaluator counts until its pin expires. The run's own evaluator always counts, since it may be waiting for
-    capacity or restarting.
+    A named evaluator counts until its pin expires, the run's own one always, since it may wait for capacity.
     """
     waiting = [pin for pin in pins if pin.evaluator is None or pin.expires_s > now_s]
     return {(step, pin.evaluator) for pin in waiting for step in removed if step > pin.done_step}
@@ -272,23 +254,14 @@ _Folders = dict[str, dict[str, Location]]
 
 @dataclass(frozen=True)
 class Fallback:
-    """A checkpoint that loading has skipped, and the reason.
-
-    Args:
-        name: Name of the checkpoint's directory.
-        reason: Why the checkpoint cannot be used.
-    """
+    """A checkpoint that loading has skipped, by the name of its directory, and the reason."""
 
     name: str
     reason: str
 
 
 class CheckpointStore:
-    """The checkpoints of one run, and the pins of its evaluators.
-
-    Args:
-        paths: The paths of the run.
-    """
+    """The checkpoints of one run, and the pins of its evaluators."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -296,10 +269,8 @@ class CheckpointStore:
     def write(self, files: Mapping[str, Content], commit: Commit) -> Location:
         """Writes and commits a checkpoint; returns its directory.
 
-        A checkpoint that is committed already stays as it is, unless it is marked bad. Two workers may write the same
-        checkpoint at the same time: one that leaves its node, and the next rank 0. So a file is put only if it is
-        absent, and stays until the checkpoint is committed or discarded; the first worker commits, and the other one
-        has nothing left to do.
+        A checkpoint that is committed already stays as it is, unless it is marked bad. Of two workers that write the
+        same checkpoint the first one commits, and the other one has nothing left to do.
 
         Args:
             files: The contents of the files by name.
@@ -333,12 +304,7 @@ class CheckpointStore:
         return folder
 
     def _put_all(self, folder: Location, files: Mapping[str, Content], commit: Commit) -> None:
-        """Puts all files and then `COMMIT.json`, and checks that no other writer has discarded files meanwhile.
-
-        Raises:
-            LeaseLostError: A later start has taken the run over.
-            OSError: The storage refused, a file exists with another content, or another writer has discarded files.
-        """
+        """Puts all files and then `COMMIT.json`, and checks that no other writer has discarded files meanwhile."""
         digests = {}
         for name, content in files.items():
             digests[name] = put_if_absent(folder / name, content)
@@ -361,23 +327,13 @@ class CheckpointStore:
             raise
 
     def discard(self, commit: Commit) -> None:
-        """Removes the files that failed writes have left of a checkpoint, unless it was committed after all.
-
-        Raises:
-            OSError: The storage does not answer.
-        """
+        """Removes the files that failed writes have left of a checkpoint, unless it was committed after all."""
         folder = self._paths.checkpoint(commit.step, commit.fence)
         if not (folder / COMMIT).exists():
             remove_tree(folder)
 
     def commits(self) -> list[Commit]:
-        """Returns all committed checkpoints that are not marked bad, in the order of step and fence.
-
-        Checkpoints with a `COMMIT.json` that is damaged or of another version are left out.
-
-        Raises:
-            OSError: The storage does not answer.
-        """
+        """Returns all committed checkpoints that are neither bad, damaged nor of another version, by step and fence."""
         commit_files = {
             name: files[COMMIT] for name, files in self._folders().items() if COMMIT in files and _BAD not in files
         }
@@ -395,7 +351,6 @@ class CheckpointStore:
             DamagedError: A file is missing, cut short or changed.
             CheckpointError: The name of a file would lead out of the checkpoint's directory.
             FileNotFoundError: The whole checkpoint was removed meanwhile.
-            OSError: The storage does not answer; the checkpoint may be intact.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         files = {}
@@ -418,7 +373,7 @@ class CheckpointStore:
         return files
 
     def load_newest(self, on_fallback: Callable[[Fallback], None], above: int = -1) -> tuple[Commit, Snapshot] | None:
-        """Returns the newest intact checkpoint after a step, or None if none was committed after it.
+        """Returns the newest intact checkpoint after the step `above`, or None if none was committed after it.
 
         Args:
             on_fallback: Called for every checkpoint that is skipped, even if it was marked bad before. A damaged
@@ -429,7 +384,6 @@ class CheckpointStore:
         Raises:
             CheckpointError: There are checkpoints, but none can be used; nothing is deleted.
             MemoryError: There is not enough memory for the checkpoint.
-            OSError: The storage does not answer.
         """
         refused = []
         for name, files in sorted(self._folders().items(), key=lambda item: parse_folder_name(item[0]), reverse=True):
@@ -457,17 +411,7 @@ class CheckpointStore:
         return None
 
     def mark_suspect(self, after: int, reason: str) -> list[int]:
-        """Marks the checkpoints after a step as suspect; returns their steps.
-
-        A corrupt rank may have contributed to them. They are still used like others.
-
-        Args:
-            after: The step; checkpoints up to it are not marked.
-            reason: Why the others are suspect.
-
-        Raises:
-            OSError: The storage does not answer.
-        """
+        """Marks the checkpoints after a step, which stay in use, as those of a corrupt rank; returns their steps."""
         commits = [commit for commit in self.commits() if commit.step > after]
         for commit in commits:
             put_json(
@@ -482,14 +426,7 @@ class CheckpointStore:
         _mark_bad(self._paths.checkpoint(commit.step, commit.fence), reason)
 
     def clean(self, fence: int) -> None:
-        """Removes the uncommitted checkpoints of earlier starts.
-
-        Args:
-            fence: Number of this start.
-
-        Raises:
-            OSError: The storage does not answer.
-        """
+        """Removes the uncommitted checkpoints of starts before that with this fence."""
         # A directory with temporary and other files is in both listings; the second one shows whether it is committed.
         for name, files in (self._folders(temporary=True) | self._folders()).items():
             if COMMIT not in files and parse_folder_name(name)[1] < fence:
@@ -509,9 +446,6 @@ class CheckpointStore:
             best: Steps of the best checkpoints, which are kept as well.
             pins: Pins that the caller read earlier; they count in addition to those that exist now.
             before: Called with the steps to remove, before the first one is removed.
-
-        Raises:
-            OSError: The storage does not answer.
         """
         commits = self.commits()
         removed = removable_steps([c.step for c in commits], keep_last, best, [*pins, *self.read_pins()], time.time())
@@ -559,12 +493,7 @@ class _FilesRemovedError(OSError):
 
 
 def _check_files_exist(folder: Location, expected: Iterable[str]) -> None:
-    """Checks that the files of a checkpoint exist.
-
-    Raises:
-        _FilesRemovedError: Another process has removed some of them.
-        OSError: The storage does not answer.
-    """
+    """Raises `_FilesRemovedError` if another process has removed files of a checkpoint."""
     if missing := set(expected) - set(list_files(folder)):
         raise _FilesRemovedError(f"Another process has removed {sorted(missing)} from {folder} meanwhile")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -16,15 +17,14 @@ from typing import Any
 import ray
 from rich.console import Console
 
+from ray_app.cli.main import exit_code
 from ray_app.cluster.resources import cluster, reconnect
 from ray_app.config.config import Config
 from ray_app.drill.cluster import DrillCluster, open_drill_cluster
 from ray_app.drill.session import SCENARIOS, Drill
 from ray_app.driver.parsing import parse_with_sections
-from ray_app.errors import ConfigError, is_refusal, unwrap_app_error
+from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import prepare
-from ray_app.process import interrupt_at_sigterm
-from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, to_location
 
 _DESCRIPTION = (
@@ -63,11 +63,7 @@ class DrillSection:
 
 
 def choose_scenarios(section: DrillSection) -> list[str]:
-    """Returns the names of the chosen scenarios.
-
-    Raises:
-        ConfigError: A name is unknown.
-    """
+    """Returns the names of the chosen scenarios; raises `ConfigError` if a name is unknown."""
     if section.scenarios is None:
         return list(SCENARIOS)
     names = [name.strip() for name in section.scenarios.split(",") if name.strip()]
@@ -81,38 +77,22 @@ def choose_scenarios(section: DrillSection) -> list[str]:
 
 
 def make_drill_config(config: Config, section: DrillSection, starts_cluster: bool) -> Config:
-    """Returns the configuration of every drilled run.
+    """Returns the configuration of every drilled run; raises `ConfigError` if it cannot be drilled.
 
     Of the fields that decide the result only the number of steps changes, and early stopping is off, so that the
     scenarios have enough steps.
-
-    Args:
-        config: The user's configuration.
-        section: The options of the drill.
-        starts_cluster: Whether the drill starts its own local cluster.
-
-    Raises:
-        ConfigError: The configuration does not give bit-identical results, or has too few steps.
-        DataError: The data is refused.
     """
     train, free = config.train, "does not promise the same bits, which a drill compares"
-    for is_refused, problem in (
-        (
-            train.reduction != "exact",
-            f"train.reduction is {train.reduction!r}, which {free}. Give --train.reduction exact.",
-        ),
-        (train.staleness, f"train.staleness is {train.staleness}, which {free}. Give --train.staleness 0."),
-        (
-            config.scaling.max_workers == "all",
-            "scaling.max_workers is all; a drill needs a number. Give --scaling.max_workers 3.",
-        ),
-        (
-            train.strategy == "single",
-            "train.strategy is single: its only worker is the driver, which cannot be disturbed and go on.",
-        ),
-    ):
-        if is_refused:
-            raise ConfigError(problem)
+    if train.reduction != "exact":
+        raise ConfigError(f"train.reduction is {train.reduction!r}, which {free}. Give --train.reduction exact.")
+    if train.staleness:
+        raise ConfigError(f"train.staleness is {train.staleness}, which {free}. Give --train.staleness 0.")
+    if config.scaling.max_workers == "all":
+        raise ConfigError("scaling.max_workers is all; a drill needs a number. Give --scaling.max_workers 3.")
+    if train.strategy == "single":
+        raise ConfigError(
+            "train.strategy is single: its only worker is the driver, which cannot be disturbed and go on."
+        )
     changed: dict[str, Any] = {
         "run__name": "undisturbed",
         "run__storage_path": str(_output_folder(config, section)),
@@ -142,19 +122,14 @@ def make_drill_config(config: Config, section: DrillSection, starts_cluster: boo
             f" ({section.max_steps}), train.max_steps ({config.train.max_steps}) or train.epochs"
             f" ({config.train.epochs})."
         )
-    every = max(1, steps // _CHECKPOINTS)
-    keep = max(config.checkpoint.keep_last, 3)
+    every, keep = max(1, steps // _CHECKPOINTS), max(config.checkpoint.keep_last, 3)
     return drill_config.replace(
         checkpoint__every_steps=every, checkpoint__every_epochs=None, checkpoint__keep_last=keep
     )
 
 
 def _output_folder(config: Config, section: DrillSection) -> Location:
-    """Returns the folder of the runs and the certificate.
-
-    Raises:
-        ConfigError: It has the certificate of another drill.
-    """
+    """Returns the folder of the runs and the certificate; raises `ConfigError` if it has that of another drill."""
     name = time.strftime("%Y%m%d-%H%M%S")
     storage = to_location(config.run.storage_path)
     beside = (storage.parent if isinstance(storage, Path) else storage) / "drills"
@@ -178,39 +153,24 @@ def _connected(config: Config, starts_cluster: bool) -> Iterator[DrillCluster | 
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int:
-    """Runs the command `ray-app drill`.
+    """Runs `ray-app drill`; returns 0 if every scenario happened and ended with equal parameters.
 
-    Returns:
-        Exit code: 0 if every scenario happened and ended with equal parameters, 1 if one did not or the drill was not
-        completed, 2 if it was refused before anything started.
+    It returns 1 if one did not or the drill was not completed, 2 if it was refused before anything started.
     """
-    console, started = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150), False
-    try:
-        with interrupt_at_sigterm():
-            config, sections = parse_with_sections(arguments, {"drill": DrillSection}, prog, description=_DESCRIPTION)
-            section: DrillSection = sections["drill"]
-            choose_scenarios(section)
-            starts_cluster = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
-            drill_config = make_drill_config(config, section, starts_cluster)
-            with redirect_stdout(StringIO()), _connected(drill_config, starts_cluster) as nodes:
-                renew = nodes.restart if nodes is not None else partial(reconnect, drill_config)
-                session = Drill(
-                    drill_config,
-                    config,
-                    choose_scenarios(section),
-                    section.seed,
-                    section.limit_s,
-                    nodes,
-                    console,
-                    renew,
-                )
-                started = True
-                return session.run()
-    except KeyboardInterrupt:
-        print("Interrupted; the certificate says how far the drill came.", file=sys.stderr)
-        return 1
-    except Exception as error:
-        error = unwrap_app_error(error)  # type: ignore[assignment]
-        refused = not started and is_refusal(error)
-        print(redact(f"{'' if refused else 'The drill ended early: '}{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2 if refused else 1
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
+    started = threading.Event()
+
+    def work() -> int:
+        config, sections = parse_with_sections(arguments, {"drill": DrillSection}, prog, description=_DESCRIPTION)
+        section: DrillSection = sections["drill"]
+        names = choose_scenarios(section)
+        starts_cluster = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
+        drill_config = make_drill_config(config, section, starts_cluster)
+        with redirect_stdout(StringIO()), _connected(drill_config, starts_cluster) as nodes:
+            renew = nodes.restart if nodes is not None else partial(reconnect, drill_config)
+            session = Drill(drill_config, config, names, section.seed, section.limit_s, nodes, console, renew)
+            started.set()
+            return session.run()
+
+    interrupted = "Interrupted; the certificate says how far the drill came.", 1
+    return exit_code(work, "The drill ended early", interrupted, started.is_set)

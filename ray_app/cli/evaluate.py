@@ -69,12 +69,8 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
     """Evaluates the committed checkpoints, with `follow` also later ones; returns this evaluator's evaluations by step.
 
     Checkpoints that are already evaluated are not evaluated again. The driver of a running run sends the evaluations to
-    MLflow; after its end this function does.
-
-    Args:
-        options: The options of the command.
-        task: Another task than the run's, for other metrics; its model must accept the same parameters.
-        console: Console that shows the progress.
+    MLflow; after its end this function does. The model of another `task`, for other metrics, must accept the same
+    parameters.
 
     Raises:
         ConfigError: The run does not exist, or the options do not fit it.
@@ -123,11 +119,7 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
 
 
 def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
-    """Returns the job of the evaluator.
-
-    Raises:
-        DataError: The data does not fit the task, or is not that of earlier evaluations.
-    """
+    """Returns the job of the evaluator."""
     task = prepare_task(make_task(config), open_training_data(paths, config).facts)
     data = open_evaluation_source(task, str(config.data.eval_path), config.data.read_task_mb)
     if options.name is None:
@@ -171,11 +163,7 @@ def _follow(job: EvaluationJob, evaluator: EvaluatorHandle, follow: bool, consol
 
 
 def _check_resources(section: EvaluateSection) -> None:
-    """Refuses an evaluator that needs more resources than any node has.
-
-    Raises:
-        ConfigError: No node is large enough.
-    """
+    """Raises `ConfigError` if the evaluator needs more resources than any node has."""
     nodes = [
         node["Resources"] for node in nodes_with_labels(ray.nodes(), section.label_selector, "evaluate.label_selector")
     ]
@@ -199,28 +187,15 @@ def _publish(paths: RunPaths, config: Config) -> None:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app evaluate") -> int:
-    """Runs the command `ray-app evaluate`.
-
-    Returns:
-        Exit code: see `exit_code`. A second start continues with the remaining checkpoints.
-    """
+    """Runs `ray-app evaluate`; see `exit_code`. A second start continues with the remaining checkpoints."""
     add_current_folder_to_path()
-    parser = Parser(
-        prog=prog, description="Evaluates the checkpoints of a run, also while it trains.", allow_abbrev=False
-    )
+    description = "Evaluates the checkpoints of a run, also while it trains."
+    parser = Parser(prog=prog, description=description, allow_abbrev=False)
     parser.add_class_arguments(EvaluateOptions, None, skip={"follow"})
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="Goes on until the run has ended, rather than ending with what is committed.",
-    )
-    parser.add_subclass_arguments(
-        Task,
-        "task",
-        instantiate=False,
-        required=False,
-        help="Another task, for other metrics: class_path and init_args; needs a name.",
-    )
+    follow_help = "Goes on until the run has ended, rather than ending with what is committed."
+    parser.add_argument("--follow", action="store_true", help=follow_help)
+    task_help = "Another task, for other metrics: class_path and init_args; needs a name."
+    parser.add_subclass_arguments(Task, "task", instantiate=False, required=False, help=task_help)
     values = parser.parse_args(arguments).as_dict()
     spec = values.pop("task", None)
     options = EvaluateOptions(**values)

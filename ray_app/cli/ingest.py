@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -16,11 +17,7 @@ from ray_app.plan.manifest import find_similar_names
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> int:
-    """Runs the command `ray-app ingest`.
-
-    Returns:
-        Exit code: see `exit_code`.
-    """
+    """Runs `ray-app ingest`; see `exit_code`."""
     parser = ArgumentParser(prog=prog, description="Turns raw data into folders of Parquet shards.")
     parser.add_class_arguments(IngestOptions, None)
     parser.add_argument(
@@ -54,40 +51,31 @@ def _ingest(options: IngestOptions, address: str | None) -> DatasetSummary:
 
 def _print(summary: DatasetSummary, source: str) -> None:
     """Shows the parts of the data set, their columns and warnings."""
-    console = Console(soft_wrap=True, highlight=False)
+    say = partial(Console(soft_wrap=True, highlight=False).print, markup=False)
     for part in summary.parts.values():
-        labels = f", {len(part.class_counts)} labels" if part.class_counts else ""
-        skipped = (
-            f", {part.skipped_files} other files left out (refused.jsonl names them)" if part.skipped_files else ""
-        )
-        refused = f", {part.refused} rows refused (refused.jsonl says why)" if part.refused else ""
-        console.print(
-            f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}{refused}", markup=False
-        )
+        text = f"{part.path}: {part.rows} rows in {len(part.shards)} shards"
+        text += f", {len(part.class_counts)} labels" if part.class_counts else ""
+        text += f", {part.skipped_files} other files left out (refused.jsonl names them)" if part.skipped_files else ""
+        say(text + (f", {part.refused} rows refused (refused.jsonl says why)" if part.refused else ""))
         for names in find_similar_names(part.classes or ()):
-            console.print(
+            say(
                 f"  Warning: the classes {', '.join(map(repr, names))} differ in upper and lower case, blanks or the"
-                " form of a character alone. If they are meant to be one, correct the labels and ingest again.",
-                markup=False,
+                " form of a character alone. If they are meant to be one, correct the labels and ingest again."
             )
-        console.print(f"  columns: {', '.join(part.columns)}", markup=False)
+        say(f"  columns: {', '.join(part.columns)}")
         if source == "parquet":
             for name, facts in part.columns.items():
-                console.print(_column_line(name, facts), markup=False)
-    unusable = [
-        name for part in summary.parts.values() for name, facts in part.columns.items() if facts.get("unusable")
-    ]
+                say(_column_line(name, facts))
+    columns = [column for part in summary.parts.values() for column in part.columns.items()]
+    unusable = [name for name, facts in columns if facts.get("unusable")]
     usable = f"It can be trained on as it is{', but not by ' + ', '.join(unusable) if unusable else ''}"
     reused = usable if source == "parquet" else "Made before from the same options and files"
-    console.print(f"{reused}: nothing was written." if summary.reused else "Done.", markup=False)
+    say(f"{reused}: nothing was written." if summary.reused else "Done.")
 
 
 def _column_line(name: str, facts: dict[str, Any]) -> str:
     """Returns a line with the type, the missing values and the usability of a Parquet column."""
     kind = f"{facts['type']} {facts['dtype']}".rstrip() + (f" {tuple(facts['shape'])}" if facts["shape"] else "")
-    missing = (
-        f", {facts['nulls']} rows with a missing value, which are bad rows where a task reads it"
-        if facts["nulls"]
-        else ""
-    )
+    nulls = f"{facts['nulls']} rows with a missing value, which are bad rows where a task reads it"
+    missing = f", {nulls}" if facts["nulls"] else ""
     return f"    {name}: {kind}{missing}" + (f"; not usable: {facts['unusable']}" if facts["unusable"] else "")

@@ -22,26 +22,17 @@ _TAKEN = {"tests", "data", "runs", "predictions", "make_data"}
 
 
 def project_files(package: str) -> Iterator[tuple[Path, str]]:
-    """Yields the files of a new project: their relative paths and contents.
-
-    Args:
-        package: Name of the project's package.
-    """
+    """Yields the files of a new project with a package of this name: their relative paths and contents."""
+    names = {"package": package, "gitignore": ".gitignore"}
     for file in sorted(_TEMPLATE.rglob("*")):
         if file.is_file() and file.suffix != ".pyc":
-            parts = [
-                {"package": package, "gitignore": ".gitignore"}.get(part, part)
-                for part in file.relative_to(_TEMPLATE).parts
-            ]
+            parts = [names.get(part, part) for part in file.relative_to(_TEMPLATE).parts]
             yield Path(*parts), file.read_text().replace(_NAME, package)
 
 
 def package_name(folder: Path, requested: str | None) -> str:
-    """Returns the name of the project's package: the requested one, or one derived from the folder's name.
+    """Returns the requested package name or one derived from the folder's; raises `ConfigError` if it is unusable."""
 
-    Raises:
-        ConfigError: The name is not a valid module name, or another module has it.
-    """
     name = requested or re.sub(r"\W", "_", folder.name).lower()
     advice = "Give another name with --package, such as --package surface."
     if not name.isidentifier() or keyword.iskeyword(name):
@@ -58,15 +49,7 @@ def _describe_owner(name: str) -> str:
 
 
 def write_project(folder: Path, package: str) -> None:
-    """Writes the files of a new project.
-
-    Args:
-        folder: Folder of the project, which is created if it does not exist.
-        package: Name of the project's package.
-
-    Raises:
-        ConfigError: The folder is not empty, or cannot be written to.
-    """
+    """Writes the files of a new project; raises `ConfigError` if the folder is not empty or cannot be written to."""
     try:
         entries = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
         if entries:
@@ -84,20 +67,12 @@ def write_project(folder: Path, package: str) -> None:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
-    """Runs the command `ray-app init`.
-
-    Returns:
-        Exit code: see `exit_code`.
-    """
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Begins a project of your own: a package with a task, data, a configuration, a test.",
-        allow_abbrev=False,
-    )
+    """Runs `ray-app init`; see `exit_code`."""
+    description = "Begins a project of your own: a package with a task, data, a configuration, a test."
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("folder", metavar="FOLDER", help="a new or an empty folder")
-    parser.add_argument(
-        "--package", metavar="NAME", help="of the Python package in it; default: made from the folder's name"
-    )
+    package_help = "of the Python package in it; default: made from the folder's name"
+    parser.add_argument("--package", metavar="NAME", help=package_help)
     options = parser.parse_args(arguments)
 
     def work() -> None:
@@ -105,11 +80,6 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
         package = package_name(folder, options.package)
         write_project(folder, package)
         print(f"{folder} has a project with the package {package}; README.md says what is what. To see it train:\n")
-        for command in (
-            ["cd", options.folder],
-            ["python", "make_data.py"],
-            ["ray-app", "train", "--config", "train.yaml"],
-        ):
-            print(f"  {shlex.join(command)}")
+        print(f"  {shlex.join(['cd', options.folder])}\n  python make_data.py\n  ray-app train --config train.yaml")
 
     return exit_code(work, "The project was not begun")

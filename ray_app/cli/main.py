@@ -41,12 +41,8 @@ COMMANDS = {
 def run(prog: str = "ray-app", name: str | None = None) -> int:
     """Runs a command as a process and returns its exit code; see `main`.
 
-    The process ends without the shutdown of the interpreter. The shutdown takes a second, and can abort the process
-    (with the exit code of SIGABRT) if a thread in C++ waits for the interpreter.
-
-    Args:
-        prog: The program as the user typed it, for messages.
-        name: The subcommand. Default: the first argument of the command line.
+    The process ends without the shutdown of the interpreter, which takes a second, and can abort the process if a
+    thread in C++ waits for the interpreter. By default the first argument of the command line names the subcommand.
     """
     # The exit code of a subcommand reports its work, so a closed output must not change it.
     if name is not None or (sys.argv[1:2] and sys.argv[1] in COMMANDS):
@@ -76,14 +72,9 @@ def _exit_process(*codes: int) -> None:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app") -> int:
-    """Runs the subcommand that the first argument names with the remaining arguments.
+    """Runs the subcommand that the first argument names with the remaining ones; returns its exit code, 2 if unknown.
 
-    Args:
-        arguments: The command line without the program. Default: the command line of this process.
-        prog: The program as the user typed it, for messages.
-
-    Returns:
-        The subcommand's exit code; 2 if there is no such subcommand.
+    `prog` is the program as the user typed it, for messages.
     """
     command_line = sys.argv[1:] if arguments is None else arguments
     name, rest = (command_line[0], command_line[1:]) if command_line else ("", [])
@@ -128,12 +119,19 @@ def _refusal(prog: str, name: str) -> str:
     return f"{prog}: {name!r} is no command.{meant} There are {', '.join(COMMANDS)}; {prog} --help says what each does."
 
 
-def exit_code(work: Callable[[], object], failed: str) -> int:
+def exit_code(
+    work: Callable[[], int | None],
+    failed: str,
+    interrupted: tuple[str, int] = ("Interrupted; it can be started again.", 75),
+    is_started: Callable[[], bool] = lambda: False,
+) -> int:
     """Does the work of a command and returns its exit code; an error is a line without secrets on standard error.
 
     Args:
-        work: Does the work and prints its output.
+        work: Does the work and prints its output; returns the exit code, None for 0.
         failed: The meaning of an error other than a refusal, as the beginning of a sentence.
+        interrupted: The message and the exit code after SIGINT or SIGTERM.
+        is_started: Returns whether the work has begun, so that an error is no refusal any more.
 
     Returns:
         0 if the work is done, 2 if it was refused, 75 if it was interrupted, 1 if it failed.
@@ -144,13 +142,13 @@ def exit_code(work: Callable[[], object], failed: str) -> int:
 
     try:
         with interrupt_at_sigterm():
-            work()
+            return work() or 0
     except KeyboardInterrupt:
-        print("Interrupted; it can be started again.", file=sys.stderr)
-        return 75
+        message, code = interrupted
+        print(message, file=sys.stderr)
+        return code
     except Exception as error:
         app_error = unwrap_app_error(error)
-        refused = is_refusal(app_error)
+        refused = is_refusal(app_error) and not is_started()
         print(redact(f"{'' if refused else failed + ': '}{type(app_error).__name__}: {app_error}"), file=sys.stderr)
         return 2 if refused else 1
-    return 0

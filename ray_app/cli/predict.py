@@ -41,15 +41,9 @@ _MAX_CLASSES = 20
 def predict(prepared: PreparedPrediction, config: Config, section: PredictSection, console: Console) -> dict[str, Any]:
     """Predicts the missing parts and returns the content of `predictions.json`, which is written last.
 
-    Args:
-        prepared: The prepared prediction.
-        config: The configuration of the cluster.
-        section: The options, with the resources of the actors.
-        console: Console that shows the progress.
-
     Raises:
-        ConfigError: The cluster does not have the capacity for one actor, or another prediction has been started in the
-            same folder meanwhile.
+        ConfigError: The cluster has no capacity for one actor, or another prediction was started in the folder
+            meanwhile.
         DataError: A row cannot be used, or the data set has changed meanwhile.
     """
     job, out = prepared.job, prepared.out
@@ -105,11 +99,7 @@ def _read_finished_parts(prepared: PreparedPrediction) -> dict[str, dict[str, An
 
 
 def _result(prepared: PreparedPrediction, done: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the content of `predictions.json`.
-
-    Raises:
-        DataError: The number of predicted rows is not the number of rows of the data set.
-    """
+    """Returns the content of `predictions.json`; raises `DataError` if rows are missing."""
     parts = [done[name] | {"name": name} for name, _ in prepared.job.parts.values() if name in done]
     rows_out = sum(part["rows"] for part in parts)
     if rows_out != prepared.rows:
@@ -178,12 +168,7 @@ def _summary(result: dict[str, Any], out: Location) -> list[str]:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app predict") -> int:
-    """Runs the command `ray-app predict`.
-
-    Returns:
-        Exit code: see `exit_code`. A second start of an interrupted or failed prediction continues with the missing
-        parts.
-    """
+    """Runs `ray-app predict`; see `exit_code`. A second start continues with the missing parts."""
 
     def work() -> None:
         console = Console(file=sys.stdout)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from ray_app.cli.main import exit_code
 from ray_app.driver.model_export import RegisterOptions, register_run
-from ray_app.driver.parsing import add_current_folder_to_path
+from ray_app.driver.parsing import parse_options
 from ray_app.watch.terminal import describe_model
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> int:
-    """Runs the command `ray-app register`.
-
-    Returns:
-        Exit code: see `exit_code`. Registering a checkpoint again is safe.
-    """
-    add_current_folder_to_path()
-    parser = ArgumentParser(
-        prog=prog, description="Makes the best checkpoint of a run a version of a model in MLflow's registry."
-    )
-    parser.add_class_arguments(RegisterOptions, None)
-    options = RegisterOptions(**parser.parse_args(arguments).as_dict())
+    """Runs `ray-app register`; see `exit_code`. Registering a checkpoint again is safe."""
+    description = "Makes the best checkpoint of a run a version of a model in MLflow's registry."
+    options = parse_options(RegisterOptions, arguments, prog, description)
 
     def work() -> None:
         registered = register_run(options)

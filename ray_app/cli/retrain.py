@@ -8,10 +8,10 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from ray_app.cli.main import exit_code
 from ray_app.config.config import Config
 from ray_app.driver.parsing import parse_with_sections
-from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError, is_refusal, unwrap_app_error
-from ray_app.process import interrupt_at_sigterm
+from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError
 from ray_app.retrain.champion import roll_back
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.retraining import EXIT_CODES, retrain
@@ -63,13 +63,7 @@ def _run(parser: argparse.ArgumentParser, arguments: list[str] | None, console: 
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> int:
-    """Runs the command `ray-app retrain`.
-
-    Returns:
-        Exit code: 0 if the work is done or there is none, 2 if the data or the configuration is refused, 75 if another
-        scheduler is active or the command was interrupted (start it again later), 1 if it failed (start it again to
-        continue).
-    """
+    """Runs `ray-app retrain`; see `exit_code`. It also returns 75 if another scheduler is active."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument(
@@ -78,22 +72,13 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> i
         help="Lets the champion before serve again; trains nothing. The same reason again goes back no further.",
     )
     parser.add_argument("--history", action="store_true", help="Shows the audit record; does nothing.")
-    try:
-        with interrupt_at_sigterm():
+
+    def work() -> int:
+        try:
             return _run(parser, arguments, console)
-    except (RunHeldError, LeaseLostError) as error:
-        print(redact(f"Another scheduler is at it, start again later: {error}"), file=sys.stderr)
-        return _INTERRUPTED
-    except KeyboardInterrupt:
-        print("Interrupted; starting again goes on.", file=sys.stderr)
-        return _INTERRUPTED
-    except Exception as error:
-        if is_refusal(error):
-            print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
-            return 2
-        app_error = unwrap_app_error(error)
-        print(
-            redact(f"The retraining failed, starting again goes on: {type(app_error).__name__}: {app_error}"),
-            file=sys.stderr,
-        )
-        return 1
+        except (RunHeldError, LeaseLostError) as error:
+            print(redact(f"Another scheduler is at it, start again later: {error}"), file=sys.stderr)
+            return _INTERRUPTED
+
+    interrupted = "Interrupted; starting again goes on.", _INTERRUPTED
+    return exit_code(work, "The retraining failed, starting again goes on", interrupted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -24,46 +25,34 @@ _DESCRIPTION = "Submits a run to a Ray cluster as a job, after checks that find 
 _INTERRUPTED = 130
 
 
+@dataclass
 class Submission:
     """Submits a checked run, and again after an interruption or the loss of its driver.
 
     Args:
-        config: The configuration, with the name of the run.
-        section: How the run is submitted.
-        server: The cluster's job server.
-        runtime_env: The runtime environment of the jobs.
-        console: Console for messages.
+        job_id: The id of the present job, as long as it may run.
     """
 
-    def __init__(
-        self, config: Config, section: SubmitSection, server: JobServer, runtime_env: dict[str, Any], console: Console
-    ) -> None:
-        self._config = config
-        self._section = section
-        self._server = server
-        self._console = console
-        self._runtime_env = runtime_env
-        self._tries = section.retries + 1
-        # The id of the present job, as long as it may run.
-        self._job_id: str | None = None
+    config: Config
+    section: SubmitSection
+    server: JobServer
+    runtime_env: dict[str, Any]
+    console: Console
+    job_id: str | None = None
 
     def submit(self, number: int) -> str:
-        """Submits a job of the run, shows how to follow and to stop it, and returns its id.
-
-        Args:
-            number: Number of the submission, from 1.
-        """
-        name = str(self._config.run.name)
-        command = self._section.command(["-m", "ray_app", "train"], self._config)
-        directory = RunPaths(to_location(self._config.run.storage_path) / name).root
+        """Submits the job with this number (from 1), shows how to follow and to stop it, and returns its id."""
+        name = str(self.config.run.name)
+        command = self.section.command(["-m", "ray_app", "train"], self.config)
+        directory = RunPaths(to_location(self.config.run.storage_path) / name).root
         job_metadata = {
             "job_name": name,
             "ray_app_run": name,
             "ray_app_directory": redact(str(directory)),
             "ray_app_try": str(number),
         }
-        self._job_id = job_id = self._server.submit(name, command, self._runtime_env, job_metadata)
-        self._say(f"Submitted run {name} as job {job_id} (try {number} of {self._tries}).")
+        self.job_id = job_id = self.server.submit(name, command, self.runtime_env, job_metadata)
+        self._say(f"Submitted run {name} as job {job_id} (try {number} of {self.section.retries + 1}).")
         if number == 1:
             self._say(self._how(job_id))
         return job_id
@@ -74,13 +63,13 @@ class Submission:
             return self._supervise()
         except KeyboardInterrupt:
             goes_on = (
-                f"The job {self._job_id} goes on.\n{self._how(self._job_id)}"
-                if self._job_id
+                f"The job {self.job_id} goes on.\n{self._how(self.job_id)}"
+                if self.job_id
                 else "Nothing of the run goes on."
             )
             self._say(
                 f"\n{goes_on}\nThe run is not submitted again; the same command with --run.name"
-                f" {self._config.run.name} does."
+                f" {self.config.run.name} does."
             )
             raise
 
@@ -89,19 +78,19 @@ class Submission:
         # Not `Retry.call`: `judge` decides from the end of the job, which is no error, whether it is submitted again.
         while True:
             job_id = self.submit(number)
-            ended = self._server.follow(job_id, self._print, self._say)
-            self._job_id = None
-            after = judge(ended, number, self._section.retries)
+            ended = self.server.follow(job_id, self._print, self._say)
+            self.job_id = None
+            after = judge(ended, number, self.section.retries)
             if not after.again:
                 self._say(f"Job {job_id} ended as {ended.status}: {after.reason}. Exit code {after.exit_code}.")
                 return after.exit_code
             pause_s = SUBMISSION_BACKOFF.pause_s(number)
             number += 1
-            self._say(f"try {number} of {self._tries} in {pause_s:g} s: {after.reason}")
+            self._say(f"try {number} of {self.section.retries + 1} in {pause_s:g} s: {after.reason}")
             time.sleep(pause_s)
 
     def _how(self, job_id: str) -> str:
-        at = f"--address {self._server.address} {job_id}"
+        at = f"--address {self.server.address} {job_id}"
         return f"  follow: ray job logs --follow {at}\n  stop:   ray job stop {at}"
 
     def _print(self, piece: str) -> None:
@@ -109,7 +98,7 @@ class Submission:
         sys.stdout.flush()
 
     def _say(self, text: str) -> None:
-        self._console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _describe(console: Console, config: Config, result: Preflight) -> None:
@@ -145,12 +134,9 @@ def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app submit") -> int:
-    """Runs the command `ray-app submit`.
+    """Runs `ray-app submit`; returns the exit code of the run's driver, 2 if the checks refuse the run.
 
-    Returns:
-        Exit code of the run's driver (0 done, 1 failed, 2 refused, 75 interrupted and resumable). It is also 2 if the
-        checks refuse the run, 1 if the cluster does not answer any more, and 130 after Ctrl-C, which does not stop the
-        job.
+    It returns 1 if the cluster does not answer any more, and 130 after Ctrl-C, which does not stop the job.
     """
     try:
         return _submit(arguments, prog, Console(file=sys.stdout))

@@ -20,9 +20,8 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int
     )
     parser.add_argument("--replay", metavar="RUN", required=True, help="Directory of the run, or its URI in a bucket.")
     parser.add_argument("--uri", help="MLflow tracking URI; default: the run's own. Another one gets the whole record.")
-    parser.add_argument(
-        "--experiment", help="Experiment for a run that MLflow does not know yet; default: the run's own."
-    )
+    experiment_help = "Experiment for a run that MLflow does not know yet; default: the run's own."
+    parser.add_argument("--experiment", help=experiment_help)
     options = parser.parse_args(arguments)
     add_current_folder_to_path()
 

@@ -17,11 +17,9 @@ EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int:
-    """Runs the command `ray-app train`.
+    """Runs `ray-app train`; returns 0 if the run is done, 2 if it was refused before anything started.
 
-    Returns:
-        Exit code: 0 if the run is done, 2 if it was refused before anything started, 75 if it was interrupted and can
-        be resumed, 1 if it failed.
+    It returns 75 if the run was interrupted and can be resumed, 1 if it failed.
     """
     console, started = Console(), False
     try:

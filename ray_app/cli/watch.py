@@ -17,11 +17,7 @@ from ray_app.watch.server import PageServer
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int:
-    """Runs the command `ray-app watch`.
-
-    Returns:
-        Exit code: see `exit_code`.
-    """
+    """Runs `ray-app watch`; see `exit_code`."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Shows runs as they are now, on a disk or in a bucket, also after their end. It reads their files"

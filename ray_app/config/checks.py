@@ -66,11 +66,8 @@ def _check_spec(field: str, spec: OptimizerSpec) -> list[str]:
     problems = _check_numbers(f"{field}.init_args", spec.class_path, spec.init_args)
     for i, group in enumerate(spec.groups or []):
         # jsonargparse does not know the types of a group, and an optimizer accepts true as 1.
-        wrong = [
-            name
-            for name in _NUMERIC_ARGUMENTS
-            if name in group and (isinstance(group[name], bool) or not isinstance(group[name], int | float))
-        ]
+        numeric = [name for name in _NUMERIC_ARGUMENTS if name in group]
+        wrong = [n for n in numeric if isinstance(group[n], bool) or not isinstance(group[n], int | float)]
         problems += [f"{field}.groups has {name} = {group[name]!r}; it must be a number." for name in wrong]
         problems += _check_numbers(f"{field}.groups[{i}]", spec.class_path, group)
     return problems
@@ -176,9 +173,8 @@ def check_ranges(config: Config) -> list[str]:
     problems = []
     for section, section_class in SECTIONS.items():
         for name, hint in get_type_hints(section_class).items():
-            allowed = [
-                choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)
-            ]
+            literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+            allowed = [choice for literal in literals for choice in get_args(literal)]
             value = getattr(getattr(config, section), name)
             is_number = int in get_args(hint) and isinstance(value, int)
             if allowed and value is not None and not is_number and value not in allowed:
@@ -191,10 +187,8 @@ def check_ranges(config: Config) -> list[str]:
     for name in POSITIVE_FIELDS:
         if values[name] is not None and not values[name] > 0:
             problems.append(f"{name} is {values[name]}; it must be greater than 0.")
-    for name in _FINITE_FIELDS:
-        if math.isinf(values[name]):
-            problems.append(f"{name} is {values[name]}; it must be finite.")
-    return problems
+    infinite = [name for name in _FINITE_FIELDS if math.isinf(values[name])]
+    return [*problems, *(f"{name} is {values[name]}; it must be finite." for name in infinite)]
 
 
 _MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")
@@ -202,11 +196,7 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_config(config: Config) -> None:
-    """Refuses impossible values and combinations.
-
-    Raises:
-        ConfigError: All problems, one per line: the value, what is allowed and what to do.
-    """
+    """Refuses impossible values and combinations by a `ConfigError` with all problems, one per line."""
     # The other checks need a value in every field.
     problems = check_empty_fields(config)
     if problems or (
@@ -254,24 +244,22 @@ def _check_scaling(config: Config) -> list[str]:
             for name in ("standby_workers", "evict_straggler_after_s")
             if getattr(scaling, name)
         ]
-    if scaling.load_balancing == "speed" and (
-        config.train.strategy not in LOAD_BALANCED_STRATEGIES or config.train.reduction != "exact"
-    ):
+    can_move = config.train.strategy in LOAD_BALANCED_STRATEGIES and config.train.reduction == "exact"
+    setup = f"with train.strategy {config.train.strategy} and train.reduction {config.train.reduction}"
+    needed = f"with {' or '.join(LOAD_BALANCED_STRATEGIES)} and exact only"
+    if scaling.load_balancing == "speed" and not can_move:
         problems.append(
-            f"scaling.load_balancing is speed with train.strategy {config.train.strategy} and train.reduction"
-            f" {config.train.reduction}; logical workers can move with {' or '.join(LOAD_BALANCED_STRATEGIES)} and"
-            " exact only. Set scaling.load_balancing to none, or choose these."
+            f"scaling.load_balancing is speed {setup}; logical workers can move {needed}. Set scaling.load_balancing to"
+            " none, or choose these."
         )
-    if config.failure.sdc_check_rate and (
-        config.train.strategy not in LOAD_BALANCED_STRATEGIES or config.train.reduction != "exact"
-    ):
+    rate = config.failure.sdc_check_rate
+    if rate and not can_move:
         problems.append(
-            f"failure.sdc_check_rate is {config.failure.sdc_check_rate} with train.strategy {config.train.strategy}"
-            f" and train.reduction {config.train.reduction}; shares can be computed again with"
-            f" {' or '.join(LOAD_BALANCED_STRATEGIES)} and exact only. Set it to 0, or choose these."
+            f"failure.sdc_check_rate is {rate} {setup}; shares can be computed again {needed}. Set it to 0, or choose"
+            " these."
         )
-    if not 0 <= config.failure.sdc_check_rate <= 1:
-        problems.append(f"failure.sdc_check_rate is {config.failure.sdc_check_rate}; it must be between 0 and 1.")
+    if not 0 <= rate <= 1:
+        problems.append(f"failure.sdc_check_rate is {rate}; it must be between 0 and 1.")
     if config.failure.compare_params_every_steps is not None and config.train.strategy != "ddp":
         problems.append(
             f"failure.compare_params_every_steps is {config.failure.compare_params_every_steps} with train.strategy"

@@ -38,8 +38,7 @@ _SQLITE = "sqlite:///"
 def expand_home(value: Any) -> Any:
     """Returns a value of a configuration with `~/...` and `~user/...` expanded, also inside lists and mappings.
 
-    A shell expands these on a command line, but not in a file. A single `~` is left alone: in the arguments of a class
-    it may be any text, and code that opens a path expands it.
+    A shell expands these only on a command line. A single `~` stays: in the arguments of a class it may be any text.
     """
     if isinstance(value, dict):
         return {name: expand_home(item) for name, item in value.items()}
@@ -109,11 +108,7 @@ class Config:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """Builds a configuration from nested dictionaries, without checking its values.
-
-    Raises:
-        ConfigError: A section or a field is not known.
-    """
+    """Builds a configuration from nested dictionaries; raises `ConfigError` for unknown names, checks no values."""
     _check_field_names(values)
     fields: dict[str, Any] = dict(expand_home(values))
     for name, section in SECTIONS.items():
@@ -125,7 +120,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     if fields.get("observers") is not None:
         fields["observers"] = [_make_class_spec(spec) for spec in fields["observers"]]
     if fields.get("optimizers") is not None:
-        fields["optimizers"] = {name: _make_turn_spec(dict(spec)) for name, spec in fields["optimizers"].items()}
+        fields["optimizers"] = {name: _make_turn_spec(spec) for name, spec in fields["optimizers"].items()}
     return Config(**fields)
 
 
@@ -135,17 +130,13 @@ def _make_class_spec(spec: dict[str, Any]) -> ClassSpec:
 
 
 def _make_turn_spec(spec: dict[str, Any]) -> TurnSpec:
-    """Returns one of several optimizers from its mapping, from which it removes the schedule."""
-    schedule = spec.pop("schedule", None)
-    return TurnSpec(**spec, schedule=schedule and _make_class_spec(schedule))
+    """Returns one of several optimizers from its mapping."""
+    schedule = spec.get("schedule")
+    return TurnSpec(**{**spec, "schedule": schedule and _make_class_spec(schedule)})
 
 
 def _check_field_names(values: dict[str, Any]) -> None:
-    """Refuses unknown fields and sections that are not mappings.
-
-    Raises:
-        ConfigError: All problems, one per line, with the nearest known name.
-    """
+    """Raises `ConfigError` with all unknown fields, with the nearest known names, and sections that are no mappings."""
     if not isinstance(values, dict):
         raise ConfigError(f"it is {values!r:.60}; it must be fields by name.")
     sections = {"": Config, **{f"{name}.": section for name, section in SECTIONS.items() if name in values}}
@@ -224,16 +215,7 @@ def digest(config: Config, manifest_digest: str) -> str:
 
 
 def check_same_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Refuses to resume a run with another configuration or other data.
-
-    Args:
-        name: Name of the run.
-        old: `result_fields` of the stored run.
-        new: `result_fields` of this start.
-
-    Raises:
-        RunExistsError: The fields differ; the message is a diff.
-    """
+    """Raises `RunExistsError` with a diff if the `result_fields` of a stored run and of this start differ."""
     if old == new:
         return
     before, after = ([f"{key}: {value}" for key, value in sorted(fields.items())] for fields in (old, new))
@@ -245,11 +227,7 @@ def check_same_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> No
 
 
 def default_tracking_uri(config: Config) -> str:
-    """Returns the MLflow tracking URI of a run.
-
-    Raises:
-        ConfigError: `tracking.uri` is not set and the run is stored on S3, which cannot hold a SQLite database.
-    """
+    """Returns the MLflow tracking URI of a run; raises `ConfigError` if it would be a SQLite file on S3."""
     if not config.tracking.uri and "://" in config.run.storage_path:
         raise ConfigError(
             f"run.storage_path is {config.run.storage_path!r}, where MLflow's SQLite file cannot be, and tracking.uri"

@@ -17,12 +17,7 @@ from ray_app.errors import ConfigError
 
 
 def load_class(spec: ClassSpec | str) -> Any:
-    """Imports and returns a class, a function, or a method of a class (`transformers.AutoModel.from_pretrained`).
-
-    Raises:
-        ImportError: The module does not exist, or a module that it imports is missing.
-        AttributeError: The module has no attribute of this name.
-    """
+    """Imports a class, a function, or a method; raises `ImportError` or `AttributeError` if it is missing."""
     path = spec if isinstance(spec, str) else spec.class_path
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
@@ -91,15 +86,9 @@ EXTRAS = {
 
 
 def require(library: str, feature: str, otherwise: str = "") -> None:
-    """Refuses a feature if the optional library that it needs is not installed.
+    """Raises `ConfigError` if a feature (the beginning of a sentence) needs an optional library that is not installed.
 
-    Args:
-        library: Import name of the library.
-        feature: What needs the library, as the beginning of a sentence.
-        otherwise: What can be done instead of installing it.
-
-    Raises:
-        ConfigError: The library is not installed.
+    `library` is its import name; `otherwise` is what can be done instead of installing it.
     """
     if importlib.util.find_spec(library) is None:
         advice = f", or {otherwise}" if otherwise else ""

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from rich.table import Table
 
 from ray_app.drill.scenario import Scenario, ScenarioResult, is_gone
 from ray_app.runlog.history import goodput
-from ray_app.runlog.journal import MetricsReader, StepRecord
+from ray_app.runlog.journal import StepRecord, read_records
 from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
 from ray_app.version import __version__
@@ -36,12 +37,9 @@ _COLORS = {"equal": "green", "different": "red", "failed": "red", "left out": "y
 
 @dataclass(frozen=True)
 class Trace:
-    """The values that must be equal in two runs.
+    """The values that must be equal in two runs: digest of parameters and buffers, rows, and the steps.
 
-    Args:
-        digest: SHA-256 of the parameters and persistent buffers.
-        rows: Rows that the run consumed.
-        steps: Loss, rows and row hashes of the logical workers, by step.
+    A step has its loss, rows and row hashes of the logical workers.
     """
 
     digest: str
@@ -51,22 +49,13 @@ class Trace:
 
 def read_trace(paths: RunPaths, summary: dict[str, Any]) -> Trace:
     """Returns the trace of a run that has ended."""
-    records, _ = _read_records(paths)
-    return Trace(
-        str(summary["params_digest"]),
-        summary["rows"],
-        {step: (r.loss, r.rows, r.row_hash) for step, r in records.items()},
-    )
+    steps = {step: (r.loss, r.rows, r.row_hash) for step, r in read_records(paths)[0].items()}
+    return Trace(str(summary["params_digest"]), summary["rows"], steps)
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """The time that a run needed to its first step.
-
-    Args:
-        seconds: From the start of the run, or from the death of its driver, to the next finished step.
-        workers: World size at that step.
-    """
+    """The seconds to the first step of a run, or after the death of its driver to the next one, and its world size."""
 
     seconds: float
     workers: int
@@ -74,31 +63,22 @@ class RunStart:
 
 def find_start_after(paths: RunPaths, time_s: float) -> RunStart:
     """Returns the first step that a run finished after a time (seconds since 1970, UTC)."""
-    records, repeated = _read_records(paths)
+    records, repeated = read_records(paths)
     first = min((r for r in [*records.values(), *repeated] if r.time_s > time_s), key=lambda r: r.time_s)
     return RunStart(round(first.time_s - time_s, 3), first.workers)
 
 
 def compare_restart(run: ScenarioResult, first: RunStart) -> dict[str, Any]:
-    """Returns the comparison of the start after the driver was killed with a first start on the same cluster.
-
-    It is empty if the driver was not killed.
-
-    Args:
-        run: The run of the scenario.
-        first: The start of the undisturbed run.
-    """
+    """Returns the comparison of the start after a kill of the driver with the first start; empty without a kill."""
     killed = run.evidence.get("driver_killed")
     if killed is None:
         return {}
-    restart_start = find_start_after(run.paths, killed["time_s"])
-    ratio = round(restart_start.seconds / first.seconds, 2)
+    again = find_start_after(run.paths, killed["time_s"])
+    ratio = round(again.seconds / first.seconds, 2)
     warning = f", more than {MAX_RESTART_RATIO}" if ratio > MAX_RESTART_RATIO else ""
-    note = f"back after {ratio:.2f} of a first start{warning}, on {restart_start.workers} of {first.workers} workers"
-    return {
-        "restart": {"first": asdict(first), "again": asdict(restart_start), "ratio": ratio, "bar": MAX_RESTART_RATIO},
-        "note": note,
-    }
+    note = f"back after {ratio:.2f} of a first start{warning}, on {again.workers} of {first.workers} workers"
+    restart = {"first": asdict(first), "again": asdict(again), "ratio": ratio, "bar": MAX_RESTART_RATIO}
+    return {"restart": restart, "note": note}
 
 
 def find_difference(undisturbed: Trace, disturbed: Trace) -> str | None:
@@ -138,16 +118,16 @@ def assess_scenario(scenario: Scenario, run: ScenarioResult, undisturbed: Trace)
 
 
 def collect_fault_evidence(evidence: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the evidence of the faults, with `process_gone` in each entry of another process.
+    """Returns the evidence of the faults, without the pauses of the drill (`paced-`).
 
-    `process_gone` is whether that process has ended, None if it is on another machine. The pauses of the drill
-    (`paced-`) are not faults.
+    In each entry of another process, `process_gone` is whether that process has ended, None if it is on another
+    machine.
     """
-    fault_evidence = {name: entry for name, entry in evidence.items() if not name.startswith("paced-")}
     this_process = asdict(LeaseHolder.here())
     return {
         name: entry | ({"process_gone": is_gone(entry)} if entry["process"] != this_process else {})
-        for name, entry in fault_evidence.items()
+        for name, entry in evidence.items()
+        if not name.startswith("paced-")
     }
 
 
@@ -156,37 +136,23 @@ def collect_measurements(scenario: Scenario, run: ScenarioResult) -> dict[str, A
 
     `goodput` does not count the waits that the drill itself has caused.
     """
-    kept_records, repeated_records = _read_records(run.paths)
+    kept_records, repeated_records = read_records(run.paths)
     records = {step: _correct_clock(r, run.evidence) for step, r in kept_records.items()}
     repeated = [_correct_clock(r, run.evidence) for r in repeated_records]
     waits = _collect_waits(scenario, run.evidence)
-    names = [*scenario.waits.values()] or scenario.expected
-    faults = sorted(
-        (run.evidence[name]["time_s"], run.evidence[name]["step"])
-        for name in names
-        if "step" in run.evidence.get(name, {})
-    )
+    entries = [run.evidence.get(name, {}) for name in [*scenario.waits.values()] or scenario.expected]
+    faults = sorted((entry["time_s"], entry["step"]) for entry in entries if "step" in entry)
     return {
-        "world_sizes": run.summary["world_sizes"],
+        **{name: run.summary[name] for name in ("world_sizes", "recovery_s", "rows", "params_digest")},
         "redone_steps": max(run.summary["redone_steps"], _count_redone_steps(faults, run)),
-        "recovery_s": run.summary["recovery_s"],
         "next_step_s": _recovery_times_s(faults, records, repeated),
         "goodput": goodput(subtract_waits(records.values(), waits), subtract_waits(repeated, waits)),
         "waited_s": round(sum(waits.values()), 3),
-        "rows": run.summary["rows"],
-        "params_digest": run.summary["params_digest"],
     }
 
 
 def _count_redone_steps(faults: list[tuple[float, int]], run: ScenarioResult) -> int:
-    """Returns the number of finished steps that were lost.
-
-    It includes steps that were lost before their record reached the storage.
-
-    Args:
-        faults: Time and step of each fault.
-        run: The run of the scenario.
-    """
+    """Returns the number of steps that were lost after faults (time, step), also before their record was written."""
     lost = 0
     for event in run.events("resumed"):
         before = [step for time_s, step in faults if time_s < event.time_s]
@@ -197,21 +163,14 @@ def _count_redone_steps(faults: list[tuple[float, int]], run: ScenarioResult) ->
 def _recovery_times_s(
     faults: list[tuple[float, int]], records: dict[int, StepRecord], repeated: list[StepRecord]
 ) -> list[float]:
-    """Returns the seconds from each fault to the next finished step.
-
-    Of several faults before the same step only the first one counts.
-    """
+    """Returns the seconds from each fault to the next finished step, for the first of several faults before a step."""
     recovery_s: dict[float, float] = {}
     for time_s, step in faults:
         # The other ranks may still finish the step of the fault, in the generation of the fault. That does not count
         # as the next step.
         generation = records[step].generation if step in records else None
-        after = [
-            r.time_s
-            for r in [*records.values(), *repeated]
-            if r.time_s > time_s and (r.step > step or r.generation != generation)
-        ]
-        if after:
+        later = (r for r in [*records.values(), *repeated] if r.time_s > time_s)
+        if after := [r.time_s for r in later if r.step > step or r.generation != generation]:
             recovery_s.setdefault(min(after), round(min(after) - time_s, 3))
     return list(recovery_s.values())
 
@@ -230,12 +189,7 @@ def _collect_waits(scenario: Scenario, evidence: dict[str, dict[str, Any]]) -> d
 
 
 def subtract_waits(records: Iterable[StepRecord], waits: dict[int, float]) -> list[StepRecord]:
-    """Returns the records with the times that they would have without the waits.
-
-    Args:
-        records: Records of steps.
-        waits: Seconds, by the step after which the run waited.
-    """
+    """Returns the records with the times that they would have without the waits (seconds, by the step before)."""
 
     def without_waits(record: StepRecord) -> StepRecord:
         before_s = sum(wait_s for step, wait_s in waits.items() if step < record.step)
@@ -253,16 +207,9 @@ def _correct_clock(record: StepRecord, evidence: dict[str, dict[str, Any]]) -> S
     return replace(record, time_s=record.time_s - jumps[-1][1]) if jumps else record
 
 
-def _read_records(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord]]:
-    """Returns the records of a run by step, and those of steps that were repeated."""
-    reader = MetricsReader(paths)
-    reader.poll()
-    return dict(sorted(reader.records.items())), reader.repeated
-
-
 def describe_environment() -> dict[str, Any]:
     """Returns the environment for which the results hold: versions, this machine, the nodes of the cluster."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    names = ("CPU", "GPU", "memory")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "versions": {
@@ -277,15 +224,15 @@ def describe_environment() -> dict[str, Any]:
             "cpu": _cpu_model(),
             "cores": os.cpu_count(),
             "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
-            "gpus": gpus,
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
         "nodes": [
             {
-                "host": n["NodeManagerHostname"],
-                "resources": {k: n["Resources"][k] for k in ("CPU", "GPU", "memory") if k in n["Resources"]},
+                "host": node["NodeManagerHostname"],
+                "resources": {name: node["Resources"][name] for name in names if name in node["Resources"]},
             }
-            for n in ray.nodes()
-            if n["Alive"]
+            for node in ray.nodes()
+            if node["Alive"]
         ],
     }
 
@@ -295,12 +242,8 @@ def _describe_version() -> str:
     # Where the package is installed, a folder further up may be another repository: git must not be asked.
     if not (_ROOT / ".git").exists():
         return __version__
-    git = subprocess.run(
-        ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    git = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"{__version__} ({git.stdout.strip()})" if git.returncode == 0 else __version__
 
 
@@ -314,12 +257,12 @@ def _cpu_model() -> str:
 
 def summarize_results(results: list[dict[str, Any]], digest: str, planned: int) -> str:
     """Returns one sentence on the whole drill."""
-    left_out = sum(r["outcome"] == "left out" for r in results)
-    equal = sum(r["outcome"] == "equal" for r in results)
+    outcomes = Counter(result["outcome"] for result in results)
     text = (
-        f"{equal} of {planned - left_out} scenarios ended with the parameters of the undisturbed run: sha256 {digest}"
+        f"{outcomes['equal']} of {planned - outcomes['left out']} scenarios ended with the parameters of the"
+        f" undisturbed run: sha256 {digest}"
     )
-    counts = {kind: sum(r["outcome"] == kind for r in results) for kind in ("different", "failed", "left out")}
+    counts = {kind: outcomes[kind] for kind in ("different", "failed", "left out")}
     counts["not reached"] = planned - len(results)
     remainder = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     return f"{text} ({remainder})" if remainder else text

@@ -30,13 +30,8 @@ _HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000
 class DrillCluster:
     """The cluster that the drill starts.
 
-    The head has the capacity of the evaluator only, so that every worker is on a node that can be killed.
-
-    Args:
-        workers: Number of workers that fit on the cluster at first.
-        evaluates: Whether the runs have an evaluator.
-        gcs_folder: Folder in which the GCS of the head, the process that has the state of the nodes and actors, keeps
-            that state; None: in memory only.
+    The head has the capacity of the evaluator (if any) only, so that every worker is on a node that can be killed. Its
+    GCS stores the state of nodes and actors in `gcs_folder`, or in memory (None).
     """
 
     def __init__(self, workers: int, evaluates: bool, gcs_folder: str | None = None) -> None:
@@ -72,10 +67,7 @@ class DrillCluster:
 
     @contextmanager
     def with_storage(self) -> Iterator[DrillCluster]:
-        """Connects this process within the context to another cluster, with a GCS that keeps its state on disk.
-
-        The other cluster has the first size of this one.
-        """
+        """Connects this process within the context to a new cluster of the first size with the GCS's state on disk."""
         ray.shutdown()
         try:
             with (
@@ -95,10 +87,7 @@ class DrillCluster:
         return process
 
     def start_gcs(self) -> LeaseHolder:
-        """Starts a new GCS at the address of the last one; returns the identity of its process.
-
-        It returns once all nodes have reported to the new GCS.
-        """
+        """Starts a new GCS at the address of the last one; returns its process once all nodes have reported to it."""
         self._cluster.head_node.start_gcs_server()
         _wait_until(list(self._nodes), alive=True)
         return LeaseHolder.of(self._gcs)
@@ -109,11 +98,10 @@ class DrillCluster:
         return int(self._cluster.head_node.all_processes["gcs_server"][0].process.pid)
 
     def resize(self, workers: int) -> None:
-        """Adds or kills nodes until there is one for each of this number of workers and one for a reading task.
-
-        Dead and drained nodes do not count; they are killed first.
-        """
-        self._remove_unusable_nodes()
+        """Kills dead and drained nodes; adds or kills others to one for each worker, and one for a reading task."""
+        alive = _alive_nodes()
+        for node in [n for n in self._nodes if n not in alive or n in self._drained]:
+            self.kill_node(node)
         for node in list(self._nodes)[workers + 1 :]:
             self.kill_node(node)
         self.add_nodes(workers + 1 - len(self._nodes))
@@ -129,11 +117,7 @@ class DrillCluster:
         return added
 
     def check_removable(self, node: str) -> None:
-        """Checks that a node can be killed or drained.
-
-        Raises:
-            ValueError: The node is the head, or not in this cluster.
-        """
+        """Raises `ValueError` for the head and for a node that is not in this cluster."""
         if node not in self._nodes:
             raise ValueError(f"the node {node} is the head of the drill's cluster, or not a part of it")
 
@@ -151,20 +135,9 @@ class DrillCluster:
         """
         self.check_removable(node)
         self._drained.add(node)
-        options = {
-            "address": self._cluster.address,
-            "node-id": node,
-            "reason": "DRAIN_NODE_REASON_PREEMPTION",
-            "reason-message": "drill",
-        }
-        options["deadline-remaining-seconds"] = str(deadline_s)
-        command = [
-            sys.executable,
-            "-m",
-            "ray.scripts.scripts",
-            "drain-node",
-            *(f"--{name}={value}" for name, value in options.items()),
-        ]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={self._cluster.address}"]
+        command += [f"--node-id={node}", "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=drill"]
+        command += [f"--deadline-remaining-seconds={deadline_s}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"ray drain-node failed: {done.stderr.strip()[-500:]}")
@@ -174,11 +147,9 @@ class DrillCluster:
         ray.shutdown()
         self._cluster.shutdown()
 
-    def _remove_unusable_nodes(self) -> None:
-        """Kills the nodes that are dead or drained, and forgets them."""
-        alive = _alive_nodes()
-        for node in [n for n in self._nodes if n not in alive or n in self._drained]:
-            self.kill_node(node)
+
+def _alive_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 @contextmanager
@@ -189,16 +160,11 @@ def open_drill_cluster(workers: int, evaluates: bool) -> Iterator[DrillCluster]:
     quiet_cluster_start()
     require_token()
     # The nodes and their workers inherit these variables.
-    with set_variables(PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"):
-        nodes = DrillCluster(workers, evaluates)
-        try:
-            yield nodes
-        finally:
-            nodes.close()
-
-
-def _alive_nodes() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    with (
+        set_variables(PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"),
+        closing(DrillCluster(workers, evaluates)) as nodes,
+    ):
+        yield nodes
 
 
 def _wait_until(nodes: list[str], alive: bool) -> None:

@@ -9,13 +9,16 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
 from ray_app.checkpoint.store import Commit
 from ray_app.drill.faults import Evidence
 from ray_app.storage.files import put_json, to_location
+from ray_app.train.job import Job
 
 MAX_WAIT_S = 120.0
 """Maximum time that a worker waits at a step boundary until the drill has disturbed its node or its driver."""
@@ -23,17 +26,7 @@ MAX_WAIT_S = 120.0
 
 @dataclass(frozen=True)
 class Freeze:
-    """Stops a rank with SIGSTOP after a step.
-
-    A separate process sends SIGCONT later, whether the run still trains or not.
-
-    Args:
-        evidence: Records the fault.
-        name: Name of the evidence.
-        step: Finished steps at which the rank stops.
-        rank: The rank.
-        seconds: Time until SIGCONT.
-    """
+    """Stops a rank with SIGSTOP after a step; a separate process sends SIGCONT after some seconds."""
 
     evidence: Evidence
     name: str
@@ -56,15 +49,10 @@ class Freeze:
 
 @dataclass
 class Slow:
-    """Makes a rank a straggler: it sleeps after each step.
+    """Makes a rank a straggler: it sleeps after each of the steps `first` to `last`.
 
-    Args:
-        evidence: Records the fault at the end, with the seconds that the rank has slept.
-        name: Name of the evidence.
-        first: Finished steps at the start.
-        last: Finished steps at the end.
-        rank: The rank.
-        factor: Duration of a step with the sleep, divided by that without.
+    The evidence at the end has the seconds that it has slept. `factor` is the duration of a step with the sleep,
+    divided by that without.
     """
 
     evidence: Evidence
@@ -91,14 +79,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class SlowCommit:
-    """Delays the commit of the first checkpoint from a step on.
-
-    Args:
-        evidence: Records the fault.
-        name: Name of the evidence.
-        step: The first checkpoint at or after this step is delayed.
-        seconds: The delay.
-    """
+    """Delays the commit of the first checkpoint at or after a step."""
 
     evidence: Evidence
     name: str
@@ -113,14 +94,9 @@ class SlowCommit:
 
 @dataclass(frozen=True)
 class RefusedCommit:
-    """Makes the storage refuse the first checkpoint from a step on.
+    """Makes the storage refuse the first checkpoint at or after a step, for some seconds or (None) always.
 
-    Args:
-        evidence: Records the fault.
-        name: Name of the evidence.
-        step: The first checkpoint at or after this step is refused.
-        seconds: Duration of the refusals; None: every attempt to write this checkpoint is refused.
-        number: Number of the error, see `errno`.
+    `number` is that of the error, see `errno`.
     """
 
     evidence: Evidence
@@ -142,15 +118,7 @@ class RefusedCommit:
 
 @dataclass(frozen=True)
 class WaitForEvidence:
-    """Makes a rank wait after a step until some evidence exists; the other ranks wait for it in the next step.
-
-    Args:
-        evidence: Records the wait.
-        name: Name of the evidence of the wait.
-        until: Name of the evidence for which the rank waits.
-        step: Finished steps at which the rank waits.
-        rank: The rank.
-    """
+    """Makes a rank wait after a step until the evidence `until` exists; in the next step the others wait for it."""
 
     evidence: Evidence
     name: str
@@ -164,16 +132,41 @@ class WaitForEvidence:
             self.evidence.wait([self.until], MAX_WAIT_S)
 
 
+@dataclass(frozen=True)
+class ActOnWaits:
+    """Acts in the driver while a rank waits for evidence, and then writes this evidence; an `Observe`.
+
+    Args:
+        evidence: Has the waits.
+        acts: By the name of a wait: the name of the evidence that ends it, and the action. The action gets the entry
+            of the wait and the job, and returns the facts of the evidence, or None to be called again later.
+    """
+
+    evidence: Evidence
+    acts: Mapping[str, tuple[str, Callable[[dict[str, Any], Job], dict[str, Any] | None]]]
+
+    def __call__(self, job: Job) -> None:
+        """See `Observe`."""
+        for name, (until, act) in self.acts.items():
+            wait = self.evidence.get(name)
+            if wait is None or self.evidence.has(until):
+                continue
+            # On an error the scenario counts as failed, but the run must go on: the evidence ends the wait.
+            try:
+                facts = act(wait, job)
+            except Exception as error:
+                self.evidence.put("trouble", error=f"{type(error).__name__}: {error}")
+                facts = {}
+            if facts is not None:
+                self.evidence.put(until, **{"step": wait["step"]} | facts)
+
+
 @dataclass
 class DelayPlan:
-    """Pauses the run for a short time after each step, so that a starting worker joins before the last step.
-
-    A worker needs seconds to start.
+    """Pauses the run for a short time after each of some steps, so that a starting worker joins before the last step.
 
     Args:
         evidence: Records the pauses by step; the drill subtracts them from its measurements.
-        first: Finished steps at the first pause.
-        last: Finished steps at the last pause.
         sizes: World sizes at which the pauses end.
         limit_s: Maximum of all pauses together, in seconds.
         min_s: Minimum of all pauses together, in seconds.

@@ -38,11 +38,7 @@ class DrillStopError(RayAppError):
 
 @dataclass(frozen=True)
 class Evidence:
-    """The evidence of a scenario: one JSON file, an entry, for each fault that happened.
-
-    Args:
-        folder: Folder of the files; all nodes must see it, as they see the directory of the run.
-    """
+    """The entries of a scenario: a JSON file in a folder that all nodes see for each fault that happened."""
 
     folder: str
 
@@ -95,14 +91,7 @@ class HookChain:
 
 @dataclass(frozen=True)
 class Kill:
-    """Kills several ranks with SIGKILL at the same moment, after a step.
-
-    Args:
-        evidence: Records the faults.
-        names: Names of the evidence, one for each rank.
-        step: Finished steps at which the ranks die.
-        ranks: The ranks.
-    """
+    """Kills ranks with SIGKILL at the same moment, after a step; each of them writes one of the names of evidence."""
 
     evidence: Evidence
     names: list[str]
@@ -131,15 +120,7 @@ class KillAt:
 
 @dataclass
 class KillJoiningWorker:
-    """Kills a worker with SIGKILL when it forms its first generation after another fault.
-
-    Such a worker joins to replace a lost worker.
-
-    Args:
-        evidence: Records the fault.
-        name: Name of the evidence.
-        after: Name of the other fault's evidence.
-    """
+    """Kills a worker, which joins to replace a lost one, in its first generation after the evidence `after`."""
 
     evidence: Evidence
     name: str
@@ -188,13 +169,7 @@ class Stop:
 
 
 def make_driver_command(file: Path, config: Config, faults: Faults) -> list[str]:
-    """Returns the command of a driver in another process, which runs a configuration on this process's cluster.
-
-    Args:
-        file: New file for the pickled arguments of that process.
-        config: The configuration.
-        faults: The faults of the run.
-    """
+    """Returns the command of another driver on this cluster, with a new file for its pickled arguments."""
     file.write_bytes(pickle.dumps((config, faults, ray.get_runtime_context().gcs_address)))
     return [sys.executable, "-m", "ray_app.drill.faults", str(file)]
 

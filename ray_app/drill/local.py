@@ -1,7 +1,4 @@
-"""Tools for notebooks to watch a run survive faults: `LocalCluster` and `kill_worker`.
-
-`LocalCluster` is a cluster on this machine with nodes that can be added, drained and killed.
-"""
+"""`LocalCluster` and `kill_worker`, with which a notebook shows that a run survives the loss of nodes and workers."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import os
 import signal
 import time
 from contextlib import ExitStack
-from types import TracebackType
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -23,11 +19,11 @@ _DEPARTURE_TIMEOUT_S = 60.0
 
 
 class LocalCluster:
-    """Starts a Ray cluster on this machine and connects to it.
+    """A Ray cluster on this machine to which this process connects, with nodes that can be added, drained and killed.
 
-    One node is for the driver and the evaluator; each other node has the capacity of one worker. One more of these
-    nodes than there are workers provides the capacity to read the data. Close the cluster, or use it as a context
-    manager; it also ends with the process.
+    One node is for the driver and the evaluator; each other node has the capacity of one worker. There is one more of
+    these than there are workers, to read the data. Close the cluster, or use it as a context manager; it also ends with
+    the process.
 
     Args:
         workers: Number of workers that fit on the cluster at first.
@@ -48,9 +44,7 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def add_node(self) -> str:
@@ -58,14 +52,7 @@ class LocalCluster:
         return self._nodes.add_nodes(1)[0]
 
     def remove_node(self, node: str) -> None:
-        """Kills a node with all its processes, as a power failure does; returns when the cluster has declared it dead.
-
-        Args:
-            node: Id of the node, from `add_node` or `Worker.node`.
-
-        Raises:
-            ValueError: The node is the driver's, or not in this cluster.
-        """
+        """Kills a node (not the driver's) and its processes, as a power failure does; waits for its death."""
         self._nodes.check_removable(node)
         self._nodes.kill_node(node)
 
@@ -90,10 +77,6 @@ def kill_worker(training: Training, rank: int) -> Worker:
     """Kills a worker's process with SIGKILL; returns the worker once the run has declared it lost.
 
     Linux kills processes in the same way when the memory runs out.
-
-    Args:
-        training: The run.
-        rank: Rank of the worker.
 
     Raises:
         ValueError: No worker has this rank now.

@@ -1,7 +1,6 @@
-"""Two faults of memory: `flip`, silent data corruption, and `memory`, a worker that runs out of memory.
+"""Two faults of memory: `flip`, silent data corruption, and `memory`, a worker that the kernel kills for its memory.
 
-`flip` changes a bit in the tensors of a worker. With `memory` the kernel kills a worker, because the memory of its
-control group (cgroup, version 1 or 2) is used up.
+The latter is put into a control group (cgroup, version 1 or 2) with little memory.
 """
 
 from __future__ import annotations
@@ -21,18 +20,27 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor, nn
 
 from ray_app.config.checks import LOAD_BALANCED_STRATEGIES
-from ray_app.drill.faults import Evidence, HookChain
+from ray_app.drill.faults import Evidence
 from ray_app.drill.process_scenarios import confirm_deaths
-from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, unmet
 from ray_app.driver.run import Faults
 from ray_app.retry import Retry
 from ray_app.train.job import Hooks
 
 FlipTarget = Literal["gradient", "activation", "parameter"]
-
-
 _BIT = 1 << 22
 """The highest bit of the mantissa of a float32."""
+MEMORY_LIMIT_BYTES = 64 << 20
+_CHUNK_BYTES, _CHUNKS = 16 << 20, 64
+_LIMIT_FILES = {
+    "memory.limit_in_bytes": MEMORY_LIMIT_BYTES,
+    "memory.max": MEMORY_LIMIT_BYTES,
+    "memory.memsw.limit_in_bytes": MEMORY_LIMIT_BYTES,
+    "memory.swap.max": 0,
+}
+_COUNTER_FILES = ("memory.oom_control", "memory.events")
+_TASK_TIMEOUT_S, _REMOVE_TIMEOUT_S = 60.0, 10.0
+_POLL_INTERVAL_S = 0.05
 
 
 def flip(context: ScenarioContext) -> Scenario | str:
@@ -44,29 +52,20 @@ def flip(context: ScenarioContext) -> Scenario | str:
         return f"shares are computed again with {' or '.join(LOAD_BALANCED_STRATEGIES)} and train.reduction exact only"
     step, rank = context.choose_step(), context.choose_rank()
     bit = Flip(context.evidence, "flipped", "activation", rank, step)
-    hooks = Hooks(after_step=HookChain((bit, context.make_delay_plan(step + 1))), built=bit.built)
+    hooks = Hooks(after_step=context.delayed(step, bit), built=bit.built)
 
     def confirm(run: ScenarioResult) -> list[str]:
-        blamed_ranks = [e.details["rank"] for e in run.events("sdc_detected")]
-        if blamed_ranks == [rank]:
-            return []
-        return [f"rank {rank} computed wrongly once, found corrupt were: {blamed_ranks or 'none'}"]
+        ranks = [e.details["rank"] for e in run.events("sdc_detected")]
+        return unmet((ranks == [rank], f"rank {rank} computed wrongly once, found corrupt were: {ranks or 'none'}"))
 
     return Scenario([step], ["flipped"], confirm, Faults(train=hooks), changes={"failure__sdc_check_rate": 1.0})
 
 
 @dataclass
 class Flip:
-    """Flips one bit after a step (parameter) or in the next step (gradient, activation).
+    """Flips one bit of a rank after a step (parameter) or in the next step (gradient, activation).
 
     It is a hook for `Hooks.built` and `Hooks.after_step`.
-
-    Args:
-        evidence: Records the fault.
-        name: Name of the evidence.
-        target: The kind of tensor.
-        rank: The rank.
-        step: Finished steps at which the bit flips.
     """
 
     evidence: Evidence
@@ -112,9 +111,6 @@ class Flip:
         return values + (flipped - values).detach() if values.requires_grad and not values.is_leaf else flipped
 
 
-MEMORY_LIMIT_BYTES = 64 << 20
-
-
 def memory(context: ScenarioContext) -> Scenario | str:
     """A worker uses more memory than the kernel lets it have, and is killed by it."""
     if obstacle := _find_obstacle(context):
@@ -133,15 +129,11 @@ def memory(context: ScenarioContext) -> Scenario | str:
     def confirm(run: ScenarioResult) -> list[str]:
         entry = run.evidence["limited"]
         kills = _run_on_node(entry["node"], count_oom_kills, entry["group"])
-        missing = [] if kills == 1 else [f"the kernel counts {kills} processes that it ended for their memory"]
-        return missing + confirm_deaths(["limited"])(run)
+        message = f"the kernel counts {kills} processes that it ended for their memory"
+        return unmet((kills == 1, message)) + confirm_deaths(["limited"])(run)
 
-    exceed_limit_hook = ExceedMemoryLimit(evidence, step, context.choose_rank())
-    hooks = Hooks(after_step=HookChain((exceed_limit_hook, context.make_delay_plan(step + 1))))
+    hooks = Hooks(after_step=context.delayed(step, ExceedMemoryLimit(evidence, step, context.choose_rank())))
     return Scenario([step], ["limited"], confirm, Faults(train=hooks), setup=setup)
-
-
-_TASK_TIMEOUT_S = 60.0
 
 
 def _find_obstacle(context: ScenarioContext) -> str | None:
@@ -164,13 +156,7 @@ def _run_on_node(node: str, work: Callable[..., Any], *arguments: str) -> Any:
 
 @dataclass(frozen=True)
 class ExceedMemoryLimit:
-    """Moves a rank into a group with little memory after a step, and uses more than that.
-
-    Args:
-        evidence: Records the fault.
-        step: Finished steps at which the rank exceeds the limit.
-        rank: The rank.
-    """
+    """Moves a rank into a group with little memory after a step, and uses more than that."""
 
     evidence: Evidence
     step: int
@@ -186,18 +172,8 @@ class ExceedMemoryLimit:
             exceed_limit()
 
 
-_CHUNK_BYTES = 16 << 20
-
-
-_CHUNKS = 64
-
-
 def exceed_limit() -> None:
-    """Allocates and writes more memory than the limit, so that the kernel kills this process.
-
-    Raises:
-        RuntimeError: The kernel does not enforce the limit.
-    """
+    """Allocates and writes more memory than the limit, so that the kernel kills this process."""
     chunks = [b"\1" * _CHUNK_BYTES for _ in range(_CHUNKS)]
     raise RuntimeError(f"{len(chunks) * _CHUNK_BYTES} bytes are allocated in spite of a limit of {MEMORY_LIMIT_BYTES}")
 
@@ -219,22 +195,8 @@ def find_cgroup_obstacle() -> str | None:
     return None
 
 
-_LIMIT_FILES = {
-    "memory.limit_in_bytes": MEMORY_LIMIT_BYTES,
-    "memory.max": MEMORY_LIMIT_BYTES,
-    "memory.memsw.limit_in_bytes": MEMORY_LIMIT_BYTES,
-    "memory.swap.max": 0,
-}
-
-
 def make_cgroup() -> Path:
-    """Makes an empty control group with the memory limit and returns its folder.
-
-    The group is a child of this process's group or, if that is not allowed, of a group above it.
-
-    Raises:
-        OSError: This process may make no such group on this machine.
-    """
+    """Makes an empty group with the memory limit in this process's one or one above; raises `OSError` if none may."""
     message = "no control groups of memory are mounted"
     for parent in _candidate_parents():
         group = parent / f"ray-app-drill-{uuid.uuid4().hex[:12]}"
@@ -279,15 +241,8 @@ def _candidate_parents() -> Iterator[Path]:
 
 
 def add_to_cgroup(group: Path, pid: int) -> None:
-    """Moves a process into a group; the memory that it has allocated before stays charged to its old group.
-
-    Raises:
-        OSError: The kernel does not allow it.
-    """
+    """Moves a process into a group; the memory that it has allocated before stays charged to its old group."""
     (group / "cgroup.procs").write_text(str(pid))
-
-
-_COUNTER_FILES = ("memory.oom_control", "memory.events")
 
 
 def count_oom_kills(group: str) -> int:

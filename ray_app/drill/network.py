@@ -15,28 +15,24 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import ray
 import torch.distributed as dist
 
 from ray_app.drill.delays import MAX_WAIT_S
-from ray_app.drill.faults import Evidence, HookChain
-from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone
+from ray_app.drill.faults import Evidence
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone, unmet
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks, Job
 
-# These options of Linux have no name in Python.
-_ATTACH = 26
-"""`SO_ATTACH_FILTER`."""
-_DETACH = 27
-"""`SO_DETACH_FILTER`."""
-_MEMORY = 55
-"""`SO_MEMINFO`."""
-_DROPS = 8
-"""Index of the number of dropped packets in the value of `SO_MEMINFO`, see `SK_MEMINFO_DROPS`."""
+# Linux calls these SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_MEMINFO and, for the index of the number of dropped packets
+# in the value of SO_MEMINFO, SK_MEMINFO_DROPS; Python has no names for them.
+_ATTACH, _DETACH = 26, 27
+_MEMORY, _DROPS = 55, 8
 _RETURN = 0x06
 _POLL_INTERVAL_S = 0.02
 _STEP_TIMEOUT_S = 8.0
@@ -46,13 +42,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class TcpConnection:
-    """One end of a TCP connection of this process.
-
-    Args:
-        socket: A duplicate of the connection's descriptor.
-        local: Address of this end.
-        remote: Address of the other end.
-    """
+    """One end of a TCP connection of this process, with a duplicate of its descriptor."""
 
     socket: socket.socket
     local: Address
@@ -77,22 +67,13 @@ class TcpConnection:
 def open_connections() -> list[TcpConnection]:
     """Returns the open TCP connections of this process."""
     connections = list[TcpConnection]()
-    inodes = set[str]()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            inode = os.readlink(f"/proc/self/fd/{name}")
-            # Several descriptors may refer to one socket.
-            if not inode.startswith("socket:") or inode in inodes:
-                continue
-            inodes.add(inode)
-            duplicate = socket.socket(fileno=os.dup(int(name)))
-            try:
-                if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
-                    local, remote = _parse_address(duplicate.getsockname()), _parse_address(duplicate.getpeername())
-                    connections.append(TcpConnection(duplicate, local, remote))
-            finally:
-                if not connections or connections[-1].socket is not duplicate:
-                    duplicate.close()
+    for entry in psutil.Process().net_connections("tcp"):
+        # A socket that listens has no other end, and a connection may end meanwhile.
+        with suppress(OSError), ExitStack() as stack:
+            duplicate = stack.enter_context(socket.socket(fileno=os.dup(entry.fd)))
+            local, remote = _parse_address(duplicate.getsockname()), _parse_address(duplicate.getpeername())
+            connections.append(TcpConnection(duplicate, local, remote))
+            stack.pop_all()
     return connections
 
 
@@ -106,9 +87,6 @@ class CutConnections:
     """Cuts the connections of a rank to other ranks after a step; a hook for `Hooks.after_step` and `Hooks.at`.
 
     Args:
-        evidence: Records the fault.
-        step: Finished steps at which the connections are cut.
-        rank: The rank.
         others: The ranks at the other ends.
         rendezvous: Whether to cut the connection to the rendezvous, too; the evidence `listening` has its address.
         restores: Whether the connections work again once the other ranks have formed a generation without this one.
@@ -139,13 +117,8 @@ class CutConnections:
 
     def forming(self, phase: str, rank: int, step: int) -> None:
         """Records that the other ranks form a generation without the cut rank; see `Hooks.at`."""
-        if (
-            self.restores
-            and phase == "forming"
-            and not self._is_cut
-            and self.evidence.has("cut")
-            and not self.evidence.has("continued")
-        ):
+        is_other = self.restores and phase == "forming" and not self._is_cut
+        if is_other and self.evidence.has("cut") and not self.evidence.has("continued"):
             size = dist.get_world_size() if dist.is_initialized() else 1
             self.evidence.put("continued", rank=rank, workers=size)
 
@@ -177,20 +150,17 @@ class CutConnections:
     def _watch(self) -> None:
         """Records the dropped packets, and restores the connections once the others have gone on."""
         deadline_s = time.monotonic() + MAX_WAIT_S
-        while not self._is_done() and time.monotonic() < deadline_s:
+        is_done = False
+        while not is_done and time.monotonic() < deadline_s:
             time.sleep(_POLL_INTERVAL_S)
-        dropped_packets = self._dropped_packets()
-        if self.restores:
-            for connection in self._connections:
-                connection.restore()
-        self.evidence.put("restored" if self.restores else "silent", rank=self.rank, dropped_packets=dropped_packets)
+            is_done = self.evidence.has("continued") if self.restores else any(self._dropped_packets())
+        self.evidence.put(
+            "restored" if self.restores else "silent", rank=self.rank, dropped_packets=self._dropped_packets()
+        )
         for connection in self._connections:
+            if self.restores:
+                connection.restore()
             connection.socket.close()
-
-    def _is_done(self) -> bool:
-        if self.restores:
-            return self.evidence.has("continued")
-        return any(self._dropped_packets())
 
     def _dropped_packets(self) -> list[int]:
         """Returns for each connection how many packets have been dropped since the cut."""
@@ -216,14 +186,9 @@ def _make_scenario(
     confirm: Callable[[ScenarioResult, int], list[str]],
     **fields: Any,
 ) -> Scenario:
-    """Returns a scenario that cuts the connections of a random rank.
+    """Returns a scenario that cuts the connections of a random rank to at most so many others.
 
-    Args:
-        context: The input of the scenario.
-        others: Maximum number of ranks at the other ends.
-        restores: Whether the connection to the rendezvous is cut, too, and all connections are restored later.
-        confirm: Returns what is missing in the run, given the result and the step of the cut.
-        **fields: More fields of `Scenario`.
+    With `restores` that to the rendezvous is cut, too, and all are restored later. `confirm` gets the step of the cut.
     """
     step, (rank, *rest) = context.choose_step(), context.random.sample(range(context.workers), context.workers)
     cut = CutConnections(context.evidence, step, rank, rest[:others], rendezvous=restores, restores=restores)
@@ -234,17 +199,15 @@ def _make_scenario(
             context.evidence.put("listening", address=address)
 
     def confirm_cut(run: ScenarioResult) -> list[str]:
-        entry = run.evidence["cut"]
-        missing = []
-        if len(entry["connections"]) <= entry["rendezvous_connections"]:
-            missing.append("no connection to another worker was cut")
-        if restores and not entry["rendezvous_connections"]:
-            missing.append("no connection to the rendezvous was cut")
-        if not sum(run.evidence["restored" if restores else "silent"]["dropped_packets"]):
-            missing.append("nothing was thrown away")
-        return missing + confirm(run, step)
+        entry, dropped_packets = run.evidence["cut"], run.evidence["restored" if restores else "silent"]
+        has_others = len(entry["connections"]) > entry["rendezvous_connections"]
+        return unmet(
+            (has_others, "no connection to another worker was cut"),
+            (not restores or entry["rendezvous_connections"], "no connection to the rendezvous was cut"),
+            (sum(dropped_packets["dropped_packets"]) > 0, "nothing was thrown away"),
+        ) + confirm(run, step)
 
-    hooks = Hooks(after_step=HookChain((cut, context.make_delay_plan(step + 1))), at=cut.forming)
+    hooks = Hooks(after_step=context.delayed(step, cut), at=cut.forming)
     return Scenario([step], confirm=confirm_cut, faults=Faults(train=hooks), observe=observe, **fields)
 
 
@@ -252,14 +215,12 @@ def partition(context: ScenarioContext) -> Scenario | str:
     """A worker is cut off from all others and the rendezvous, until these have gone on without it."""
 
     def confirm(run: ScenarioResult, step: int) -> list[str]:
-        remaining_workers = run.evidence["continued"]["workers"]
-        missing = []
-        if remaining_workers >= context.workers:
-            missing.append(f"the others went on as {remaining_workers} workers")
-        has_rejoined = run.sizes[-1] > remaining_workers
-        if is_gone(run.evidence["cut"]) is False and not has_rejoined:
-            missing.append("the worker still lives and is not one of them again")
-        return missing
+        remaining = run.evidence["continued"]["workers"]
+        is_back = is_gone(run.evidence["cut"]) is not False or run.sizes[-1] > remaining
+        return unmet(
+            (remaining < context.workers, f"the others went on as {remaining} workers"),
+            (is_back, "the worker still lives and is not one of them again"),
+        )
 
     changes = {"scaling__min_workers": 1}
     return _find_obstacle(context) or _make_scenario(
@@ -271,10 +232,12 @@ def half_open(context: ScenarioContext) -> Scenario | str:
     """The connections between two workers transfer nothing any more, but do not end."""
 
     def confirm(run: ScenarioResult, step: int) -> list[str]:
-        has_stalled = any(e.details["step"] == step for e in run.events("stacks"))
-        has_formed = any(e.details["step"] == step for e in run.events("formed"))
-        return ([] if has_stalled else ["the run has no record of a stalled step"]) + (
-            [] if has_formed else [f"no generation formed at step {step}"]
+        has_stalled, has_formed = (
+            any(e.details["step"] == step for e in run.events(kind)) for kind in ("stacks", "formed")
+        )
+        return unmet(
+            (has_stalled, "the run has no record of a stalled step"),
+            (has_formed, f"no generation formed at step {step}"),
         )
 
     changes = {"failure__step_timeout_s": _STEP_TIMEOUT_S}

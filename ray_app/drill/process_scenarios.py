@@ -1,8 +1,4 @@
-"""Scenarios in which processes of a run die, are stopped or slowed down, end early or have a wrong clock.
-
-In this order: workers and the evaluator are killed; a worker or the storage is slow, or the storage refuses; the
-rendezvous is killed; the run ends early and is started again; the wall clock of a worker is hours wrong (`clock_jump`).
-"""
+"""Scenarios in which processes of a run die, are stopped or slowed down, end early or have a wrong clock."""
 
 from __future__ import annotations
 
@@ -11,22 +7,22 @@ import errno
 import mmap
 import os
 import platform
-import re
 import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
-from ray_app.drill.delays import Freeze, RefusedCommit, Slow, SlowCommit, WaitForEvidence
+from ray_app.drill.delays import ActOnWaits, Freeze, RefusedCommit, Slow, SlowCommit, WaitForEvidence
 from ray_app.drill.faults import (
     DrillStopError,
     Evidence,
@@ -38,38 +34,57 @@ from ray_app.drill.faults import (
     Stop,
     make_driver_command,
 )
-from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone, unmet
 from ray_app.driver.run import Faults
 from ray_app.errors import unwrap_app_error
 from ray_app.runlog.evaluations import read_evaluations
-from ray_app.runlog.journal import MetricsReader
+from ray_app.runlog.journal import read_records
 from ray_app.storage.files import put_atomic
 from ray_app.train.job import Hooks, Job
+
+_RENDEZVOUS_TIMEOUT_S = 60.0
+_DRIVER_TIMEOUT_S = 180.0
+_HOUR_S = 3600
+_TOLERANCE_S = 900
+# mov rcx, <address of the offset>; mov rcx, [rcx]
+_LOAD_OFFSET = b"\x48\xb9%s\x48\x8b\x09"
+# mov rax, <address>; jmp rax
+_JUMP = b"\x48\xb8%s\xff\xe0"
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def kill(context: ScenarioContext) -> Scenario | str:
     """One worker is killed."""
-    return _make_kill_scenario(context, context.choose_step(), [context.choose_rank()])
+    return _kill_at_once(context, [context.choose_rank()])
 
 
-def _make_kill_scenario(
-    context: ScenarioContext, step: int, ranks: list[int], make_hooks: Callable[[Kill], Hooks] | None = None
-) -> Scenario:
-    """Returns a scenario that kills these ranks right after the step, or with the hooks that `make_hooks` returns."""
-    names = [f"killed-{i}" for i in range(len(ranks))]
-    kill = Kill(context.evidence, names, step, ranks)
-    delay_plan = context.make_delay_plan(step + 1)
-    hooks = make_hooks(kill) if make_hooks else Hooks(after_step=kill)
-    after = HookChain((hooks.after_step, delay_plan)) if hooks.after_step else delay_plan
-    return Scenario([step], names, confirm_deaths(names), Faults(train=Hooks(after_step=after, at=hooks.at)))
+def _make_kills(context: ScenarioContext, step: int, ranks: list[int]) -> Kill:
+    """Returns a hook that kills these ranks at the same moment, right after a step."""
+    return Kill(context.evidence, [f"killed-{i}" for i in range(len(ranks))], step, ranks)
+
+
+def _make_death_scenario(steps: list[int], names: list[str], hooks: Hooks) -> Scenario:
+    """Returns a scenario in which hooks kill workers, with these names of the evidence."""
+    return Scenario(steps, names, confirm_deaths(names), Faults(train=hooks))
+
+
+def _kill_at_once(context: ScenarioContext, ranks: list[int]) -> Scenario:
+    kills = _make_kills(context, context.choose_step(), ranks)
+    return _make_death_scenario([kills.step], kills.names, Hooks(after_step=context.delayed(kills.step, kills)))
+
+
+def make_kill_for_replacement(context: ScenarioContext, step: int) -> Kill:
+    """Returns a hook that kills so many workers after a step that others join for them."""
+    num_victims = context.workers - context.sufficient_workers.start + 1
+    return _make_kills(context, step, context.random.sample(range(context.workers), num_victims))
 
 
 def confirm_deaths(names: list[str]) -> Callable[[ScenarioResult], list[str]]:
     """Returns a check that the processes of this evidence have ended, and that the run has recorded a failure."""
 
     def confirm(run: ScenarioResult) -> list[str]:
-        missing = [f"the process of {name} still lives" for name in names if is_gone(run.evidence[name]) is False]
-        return missing if run.events("failed") else [*missing, "the run has no record of a failure"]
+        deaths = [(is_gone(run.evidence[name]) is not False, f"the process of {name} still lives") for name in names]
+        return unmet(*deaths, (bool(run.events("failed")), "the run has no record of a failure"))
 
     return confirm
 
@@ -78,42 +93,36 @@ def kill_twice(context: ScenarioContext) -> Scenario | str:
     """A worker is killed, and after another one has joined, one more in the same epoch."""
     low, high = int(0.2 * context.total_steps), int(0.8 * context.total_steps)
     starts = range(0, context.total_steps, context.steps_per_epoch)
-    first, last = max(
-        ((max(low, s) + 1, min(high, s + context.steps_per_epoch) - 1) for s in starts),
-        key=lambda span: span[1] - span[0],
-    )
+    spans = ((max(low, s) + 1, min(high, s + context.steps_per_epoch) - 1) for s in starts)
+    first, last = max(spans, key=lambda span: span[1] - span[0])
     if last - first < 3:
         return f"an epoch of {context.steps_per_epoch} steps is too short to kill twice in it"
-    first_kill, second_kill = (
-        Kill(context.evidence, ["killed-0"], first, [context.choose_rank()]),
-        Kill(context.evidence, ["killed-1"], last, [0]),
-    )
+    first_kill = Kill(context.evidence, ["killed-0"], first, [context.choose_rank()])
+    second_kill = Kill(context.evidence, ["killed-1"], last, [0])
     delay_plans = context.make_delay_plan(first + 1, last - 1), context.make_delay_plan(last + 1)
     hooks = Hooks(after_step=HookChain((first_kill, second_kill, *delay_plans)))
-    return Scenario(
-        [first, last], ["killed-0", "killed-1"], confirm_deaths(["killed-0", "killed-1"]), Faults(train=hooks)
-    )
+    return _make_death_scenario([first, last], ["killed-0", "killed-1"], hooks)
 
 
 def kill_two(context: ScenarioContext) -> Scenario | str:
     """Two workers are killed at once."""
     if context.workers < 3:
         return f"it needs 3 workers so that one goes on, there are {context.workers}"
-    return _make_kill_scenario(context, context.choose_step(), context.random.sample(range(context.workers), 2))
+    return _kill_at_once(context, context.random.sample(range(context.workers), 2))
 
 
 def kill_all(context: ScenarioContext) -> Scenario | str:
     """All workers are killed at once."""
-    return _make_kill_scenario(context, context.choose_step(), list(range(context.workers)))
+    return _kill_at_once(context, list(range(context.workers)))
 
 
 def kill_reduction(context: ScenarioContext) -> Scenario | str:
     """A worker is killed as its gradient reduction begins."""
     if context.workers < 2:
         return "one worker exchanges nothing"
-    return _make_kill_scenario(
-        context, context.choose_step(), [context.choose_rank()], lambda kill: Hooks(at=KillAt("reduction", kill))
-    )
+    kills = _make_kills(context, context.choose_step(), [context.choose_rank()])
+    hooks = Hooks(after_step=context.delayed(kills.step), at=KillAt("reduction", kills))
+    return _make_death_scenario([kills.step], kills.names, hooks)
 
 
 def kill_forming(context: ScenarioContext) -> Scenario | str:
@@ -121,23 +130,19 @@ def kill_forming(context: ScenarioContext) -> Scenario | str:
     if context.workers < 3:
         return f"it needs 3 workers so that one goes on, there are {context.workers}"
     step, (first, second) = context.choose_step(), context.random.sample(range(context.workers), 2)
-    first_kill, second_kill = (
-        Kill(context.evidence, ["killed-0"], step, [first]),
-        Kill(context.evidence, ["killed-1"], step, [second]),
-    )
-    after_step = HookChain((first_kill, context.make_delay_plan(step + 1)))
-    hooks = Hooks(after_step=after_step, at=KillAt("forming", second_kill))
-    return Scenario([step], ["killed-0", "killed-1"], confirm_deaths(["killed-0", "killed-1"]), Faults(train=hooks))
+    first_kill = Kill(context.evidence, ["killed-0"], step, [first])
+    second_kill = Kill(context.evidence, ["killed-1"], step, [second])
+    hooks = Hooks(after_step=context.delayed(step, first_kill), at=KillAt("forming", second_kill))
+    return _make_death_scenario([step], ["killed-0", "killed-1"], hooks)
 
 
 def kill_joining(context: ScenarioContext) -> Scenario | str:
     """So many workers are killed that others come for them, and the first of these is killed as it joins."""
-    step, victims = context.choose_step(), context.workers - context.sufficient_workers.start + 1
-    names = [f"killed-{i}" for i in range(victims)]
-    kill = Kill(context.evidence, names, step, context.random.sample(range(context.workers), victims))
-    kill_joining_worker = KillJoiningWorker(context.evidence, "killed-joining", names[0])
-    hooks = Hooks(after_step=HookChain((kill, context.make_delay_plan(step + 1))), at=kill_joining_worker)
-    return Scenario([step], [*names, "killed-joining"], confirm_deaths([*names, "killed-joining"]), Faults(train=hooks))
+    step = context.choose_step()
+    kills = make_kill_for_replacement(context, step)
+    kill_joining_worker = KillJoiningWorker(context.evidence, "killed-joining", kills.names[0])
+    hooks = Hooks(after_step=context.delayed(step, kills), at=kill_joining_worker)
+    return _make_death_scenario([step], [*kills.names, "killed-joining"], hooks)
 
 
 def kill_phases(context: ScenarioContext) -> Scenario | str:
@@ -147,12 +152,9 @@ def kill_phases(context: ScenarioContext) -> Scenario | str:
     names = [f"killed-{i}" for i in range(len(phases))]
     kills = zip(phases, names, steps, strict=True)
     at = HookChain(tuple(KillAt(phase, Kill(context.evidence, [name], step, [0])) for phase, name, step in kills))
-    delay_plans = [
-        context.make_delay_plan(step + 1, until)
-        for step, until in zip(steps, [step - 1 for step in steps[1:]] + [None], strict=True)
-    ]
-    hooks = Hooks(after_step=HookChain(tuple(delay_plans)), at=at)
-    return Scenario(steps, names, confirm_deaths(names), Faults(train=hooks))
+    spans = zip(steps, [step - 1 for step in steps[1:]] + [None], strict=True)
+    delay_plans = tuple(context.make_delay_plan(step + 1, until) for step, until in spans)
+    return _make_death_scenario(steps, names, Hooks(after_step=HookChain(delay_plans), at=at))
 
 
 def kill_saving(context: ScenarioContext) -> Scenario | str:
@@ -162,8 +164,8 @@ def kill_saving(context: ScenarioContext) -> Scenario | str:
 
     def confirm(run: ScenarioResult) -> list[str]:
         is_committed = any(e.details["step"] == step for e in run.events("checkpointed"))
-        return confirm_deaths(["killed-0"])(run) + (
-            [] if is_committed else [f"the checkpoint of step {step} was never written"]
+        return confirm_deaths(["killed-0"])(run) + unmet(
+            (is_committed, f"the checkpoint of step {step} was never written")
         )
 
     return Scenario([step], ["killed-0"], confirm, Faults(train=hooks))
@@ -178,25 +180,29 @@ def evaluator(context: ScenarioContext) -> Scenario | str:
     step = context.choose_checkpoint_step()
 
     def confirm(run: ScenarioResult) -> list[str]:
-        missing = ["the evaluator's process still lives"] if is_gone(run.evidence["killed-0"]) is False else []
-        is_evaluated = any(e.step >= step for e in read_evaluations(run.paths))
-        return missing if is_evaluated else [*missing, "nothing was evaluated after it"]
+        is_killed = is_gone(run.evidence["killed-0"]) is not False
+        return unmet((is_killed, "the evaluator's process still lives")) + _confirm_evaluation(run, step)
 
     kill = KillOnCommit(context.evidence, "killed-0", step)
     return Scenario([step], ["killed-0"], confirm, Faults(before_evaluation=kill))
+
+
+def _confirm_evaluation(run: ScenarioResult, step: int) -> list[str]:
+    """Confirms that a checkpoint from a step on was evaluated; returns what is missing."""
+    return unmet((any(e.step >= step for e in read_evaluations(run.paths)), "nothing was evaluated after it"))
 
 
 def freeze(context: ScenarioContext) -> Scenario | str:
     """A worker is stopped (SIGSTOP) for longer than failure.heartbeat_timeout_s, then wants to go on."""
     step, seconds = context.choose_step(), context.config.failure.heartbeat_timeout_s + 4.0
     hook = Freeze(context.evidence, "frozen", step, context.choose_rank(), seconds)
-    delay_plan = context.make_delay_plan(step + 1, min_s=seconds)
 
     def confirm(run: ScenarioResult) -> list[str]:
         is_recorded = any("no heartbeat for" in str(e.details["errors"]) for e in run.events("failed"))
-        return [] if is_recorded else ["the run has no record of a worker that was silent"]
+        return unmet((is_recorded, "the run has no record of a worker that was silent"))
 
-    return Scenario([step], ["frozen"], confirm, Faults(train=Hooks(after_step=HookChain((hook, delay_plan)))))
+    hooks = Hooks(after_step=context.delayed(step, hook, min_s=seconds))
+    return Scenario([step], ["frozen"], confirm, Faults(train=hooks))
 
 
 def slow(context: ScenarioContext) -> Scenario | str:
@@ -207,7 +213,7 @@ def slow(context: ScenarioContext) -> Scenario | str:
 
     def confirm(run: ScenarioResult) -> list[str]:
         failures = [str(e.details["errors"]) for e in run.events("failed")]
-        missing = [] if run.evidence["slow"]["seconds"] > 0 else ["no time was wasted"]
+        missing = unmet((run.evidence["slow"]["seconds"] > 0, "no time was wasted"))
         return [*missing, *(f"a slow worker was taken for a lost one: {errors}" for errors in failures)]
 
     return Scenario([step], ["slow"], confirm, Faults(train=Hooks(after_step=hook)))
@@ -219,12 +225,9 @@ def slow_storage(context: ScenarioContext) -> Scenario | str:
     hooks = Hooks(before_commit=SlowCommit(context.evidence, "slow", step, seconds))
 
     def confirm(run: ScenarioResult) -> list[str]:
-        durations_s = [
-            e.details["duration_s"]
-            for e in run.events("checkpointed")
-            if e.details["step"] == run.evidence["slow"]["step"]
-        ]
-        return [] if durations_s and durations_s[0] >= seconds else [f"no checkpoint took {seconds:g} s"]
+        details = [e.details for e in run.events("checkpointed")]
+        durations_s = [d["duration_s"] for d in details if d["step"] == run.evidence["slow"]["step"]]
+        return unmet((bool(durations_s) and durations_s[0] >= seconds, f"no checkpoint took {seconds:g} s"))
 
     return Scenario([step], ["slow"], confirm, Faults(train=hooks))
 
@@ -240,13 +243,9 @@ def full_disk(context: ScenarioContext) -> Scenario | str:
 
 
 def _make_refusal_scenario(context: ScenarioContext, seconds: float | None, number: int, kind: str) -> Scenario:
-    """Returns a scenario in which the storage refuses a checkpoint.
+    """Returns a scenario in which the storage refuses a checkpoint for some seconds, or (None) until it is given up.
 
-    Args:
-        context: The input of the scenario.
-        seconds: Duration of the refusals; None: the checkpoint is never written.
-        number: Number of the storage's error, see `errno`.
-        kind: Kind of the event with which the run must record it.
+    The run must record the error `number` (see `errno`) by an event of this kind.
     """
     step = context.choose_checkpoint_step()
     hooks = Hooks(before_commit=RefusedCommit(context.evidence, "refused", step, seconds, number))
@@ -255,17 +254,17 @@ def _make_refusal_scenario(context: ScenarioContext, seconds: float | None, numb
         refused_step = run.evidence["refused"]["step"]
         has_event = any(e.details["step"] == refused_step for e in run.events(kind))
         written_steps = {e.details["step"] for e in run.events("checkpointed")}
-        missing = [] if has_event else [f"there is no event {kind} of step {refused_step}"]
         is_written = refused_step in written_steps
-        if is_written != (seconds is not None):
-            missing.append(f"the checkpoint of step {refused_step} was {'' if is_written else 'not '}written")
-        has_later = max(written_steps) > refused_step
-        return missing if has_later else [*missing, f"no checkpoint after that of step {refused_step}"]
+        return unmet(
+            (has_event, f"there is no event {kind} of step {refused_step}"),
+            (
+                is_written == (seconds is not None),
+                f"the checkpoint of step {refused_step} was {'' if is_written else 'not '}written",
+            ),
+            (max(written_steps) > refused_step, f"no checkpoint after that of step {refused_step}"),
+        )
 
     return Scenario([step], ["refused"], confirm, Faults(train=hooks))
-
-
-_RENDEZVOUS_TIMEOUT_S = 60.0
 
 
 def rendezvous(context: ScenarioContext) -> Scenario | str:
@@ -274,24 +273,24 @@ def rendezvous(context: ScenarioContext) -> Scenario | str:
     wait = WaitForEvidence(context.evidence, "held", "rendezvous_killed", step, 0)
     kill = Kill(context.evidence, ["killed-0"], step + 1, [context.choose_rank()])
 
-    def observe(job: Job) -> None:
-        if context.evidence.has("held") and not context.evidence.has("rendezvous_killed"):
-            actor = ray.get_actor(job.rendezvous)
-            old_address, _ = ray.get(actor.address_and_secret.remote())
-            ray.kill(actor, no_restart=False)
-            new_address, deadline_s = old_address, time.monotonic() + _RENDEZVOUS_TIMEOUT_S
-            # `ray.kill` does not wait for the death of the actor: the old process may still answer.
-            while new_address == old_address and time.monotonic() < deadline_s:
-                new_address, _ = ray.get(actor.address_and_secret.remote())
-            context.evidence.put("rendezvous_killed", step=step, before=old_address, after=new_address)
+    def restart(_: dict[str, Any], job: Job) -> dict[str, Any]:
+        actor = ray.get_actor(job.rendezvous)
+        old_address, _secret = ray.get(actor.address_and_secret.remote())
+        ray.kill(actor, no_restart=False)
+        new_address, deadline_s = old_address, time.monotonic() + _RENDEZVOUS_TIMEOUT_S
+        # `ray.kill` does not wait for the death of the actor: the old process may still answer.
+        while new_address == old_address and time.monotonic() < deadline_s:
+            new_address, _secret = ray.get(actor.address_and_secret.remote())
+        return {"before": old_address, "after": new_address}
 
     def confirm(run: ScenarioResult) -> list[str]:
         killed = run.evidence["rendezvous_killed"]
-        missing = ["the rendezvous listens where it did before"] if killed["before"] == killed["after"] else []
-        return missing + confirm_deaths(["killed-0"])(run)
+        has_moved = killed["before"] != killed["after"]
+        return unmet((has_moved, "the rendezvous listens where it did before")) + confirm_deaths(["killed-0"])(run)
 
-    hooks = Hooks(after_step=HookChain((wait, kill, context.make_delay_plan(step + 2))))
+    hooks = Hooks(after_step=context.delayed(step + 1, wait, kill))
     names, waits = ["held", "rendezvous_killed", "killed-0"], {"held": "rendezvous_killed"}
+    observe = ActOnWaits(context.evidence, {"held": ("rendezvous_killed", restart)})
     return Scenario([step], names, confirm, Faults(train=hooks), observe, waits)
 
 
@@ -306,10 +305,7 @@ def torn_write(context: ScenarioContext) -> Scenario | str:
 
 
 def _make_damage_scenario(context: ScenarioContext, damage: Callable[[bytearray], bytearray]) -> Scenario:
-    """Returns a scenario that stops a run, damages its newest checkpoint, and starts the run again.
-
-    It damages the largest file of the checkpoint.
-    """
+    """Returns a scenario that stops a run, damages the largest file of its newest checkpoint, and starts it again."""
     step = context.random.randrange(2 * context.checkpoint_every + 1, 5 * context.checkpoint_every)
 
     def first_start(config: Config) -> None:
@@ -327,7 +323,7 @@ def _make_damage_scenario(context: ScenarioContext, damage: Callable[[bytearray]
     def confirm(run: ScenarioResult) -> list[str]:
         damaged = run.evidence["damaged"]["checkpoint"]
         was_passed_over = any(e.details["checkpoint"] == damaged for e in run.events("fallback"))
-        return [] if was_passed_over else [f"the run has no record that {damaged} was passed over"]
+        return unmet((was_passed_over, f"the run has no record that {damaged} was passed over"))
 
     return Scenario([step], ["stopped", "damaged"], confirm, first_start=first_start)
 
@@ -358,44 +354,33 @@ def evaluator_and_driver(context: ScenarioContext) -> Scenario | str:
     wait = WaitForEvidence(context.evidence, "held", "driver_killed", step + 1, 0)
     faults = Faults(train=Hooks(after_step=wait), before_evaluation=KillOnCommit(context.evidence, "killed-0", step))
     scenario = _make_driver_scenario(context, step + 1, faults, ["held", "killed-0"])
-
-    def confirm(run: ScenarioResult) -> list[str]:
-        is_evaluated = any(e.step >= step for e in read_evaluations(run.paths))
-        return scenario.confirm(run) + ([] if is_evaluated else ["nothing was evaluated after it"])
-
-    return replace(scenario, confirm=confirm)
-
-
-_DRIVER_TIMEOUT_S = 180.0
+    return replace(scenario, confirm=lambda run: scenario.confirm(run) + _confirm_evaluation(run, step))
 
 
 def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, awaited_evidence: list[str]) -> Scenario:
-    """Returns a scenario that starts the run with a driver in another process, kills it, and starts the run again.
+    """Returns a scenario that kills a driver in another process once some evidence exists, and starts the run again.
 
-    Args:
-        context: The input of the scenario.
-        step: The step for the certificate.
-        faults: The faults of the first start.
-        awaited_evidence: Names of the evidence that must exist before the driver is killed.
+    `step` is the one of the certificate, and `faults` those of the first start.
     """
 
     def first_start(config: Config) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            with (Path(folder) / "output").open("wb") as output:
+            log = Path(folder) / "output"
+            with log.open("wb") as output:
                 command = make_driver_command(Path(folder) / "run", config, faults)
                 process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
             try:
                 deadline_s = time.monotonic() + _DRIVER_TIMEOUT_S
-                while process.poll() is None and time.monotonic() < deadline_s:
-                    if all(map(context.evidence.has, awaited_evidence)):
-                        break
+                is_reached = False
+                while process.poll() is None and not is_reached and time.monotonic() < deadline_s:
                     time.sleep(0.1)
-                if process.poll() is None and all(map(context.evidence.has, awaited_evidence)):
+                    is_reached = all(map(context.evidence.has, awaited_evidence))
+                if process.poll() is None and is_reached:
                     process.kill()
                     process.wait()
                     context.evidence.put("driver_killed", step=step, pid=process.pid, exit_code=process.returncode)
                 else:
-                    context.evidence.put("trouble", error=(Path(folder) / "output").read_text()[-2000:])
+                    context.evidence.put("trouble", error=log.read_text()[-2000:])
             finally:
                 with suppress(ProcessLookupError):
                     process.kill()
@@ -403,17 +388,11 @@ def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, a
 
     def confirm(run: ScenarioResult) -> list[str]:
         starts = len(run.events("started"))
-        return [] if starts == 2 else [f"the run has the record of {starts} starts"]
+        return unmet((starts == 2, f"the run has the record of {starts} starts"))
 
     return Scenario(
         [step], [*awaited_evidence, "driver_killed"], confirm, waits={"held": "driver_killed"}, first_start=first_start
     )
-
-
-_HOUR_S = 3600
-
-
-_TOLERANCE_S = 900
 
 
 def clock_jump(context: ScenarioContext) -> Scenario | str:
@@ -425,43 +404,32 @@ def clock_jump(context: ScenarioContext) -> Scenario | str:
     step, every = context.choose_step(), context.checkpoint_every + 1
     hours_s = _HOUR_S * context.random.randrange(2, 10)
     jumps = [(step, hours_s), (step + every, -hours_s), (step + 2 * every, 0)]
-    names = [f"clock-{i}" for i in range(len(jumps))]
     hooks = tuple(
-        ClockJump(context.evidence, name, jump_step, 0, offset_s)
-        for name, (jump_step, offset_s) in zip(names, jumps, strict=True)
+        ClockJump(context.evidence, f"clock-{i}", jump_step, 0, offset_s)
+        for i, (jump_step, offset_s) in enumerate(jumps)
     )
     faults = Faults(train=Hooks(after_step=HookChain(hooks)))
-    return Scenario([jump_step for jump_step, _ in jumps], names, confirm_clock_jumps, faults)
+    return Scenario([hook.step for hook in hooks], [hook.name for hook in hooks], confirm_clock_jumps, faults)
 
 
 def confirm_clock_jumps(run: ScenarioResult) -> list[str]:
-    """Confirms that the run was recorded by a clock that was wrong, then right; returns what is missing.
-
-    The time of each step's record must be that of the clock after the last jump before it.
-    """
-    reader = MetricsReader(run.paths)
-    reader.poll()
+    """Confirms that each step was recorded by the clock after the last jump before it; returns what is missing."""
+    records, _ = read_records(run.paths)
     jumps = sorted((p for name, p in run.evidence.items() if name.startswith("clock-")), key=lambda p: p["step"])
     missing = []
-    for jump, last_step in zip(jumps, [jump["step"] for jump in jumps[1:]] + [max(reader.records)], strict=True):
-        errors_s = [
-            reader.records[n].time_s - jump["time_s"] - jump["clock_s"] for n in range(jump["step"] + 1, last_step + 1)
-        ]
+    for jump, last_step in zip(jumps, [jump["step"] for jump in jumps[1:]] + [max(records)], strict=True):
+        shifted_s = jump["time_s"] + jump["clock_s"]
+        errors_s = [records[n].time_s - shifted_s for n in range(jump["step"] + 1, last_step + 1)]
         if not errors_s or max(map(abs, errors_s)) > _TOLERANCE_S:
             missing.append(f"steps after {jump['step']} were not recorded by a clock that is {jump['clock_s']} s wrong")
-    return missing if run.paths.report.exists() else [*missing, "there is no report of the run"]
+    return missing + unmet((run.paths.report.exists(), "there is no report of the run"))
 
 
 @dataclass(frozen=True)
 class ClockJump:
-    """Shifts the wall clock of a rank after a step; a hook for `Hooks.after_step`.
+    """Shifts the wall clock of a rank after a step, by an offset to the right clock; a hook for `Hooks.after_step`.
 
-    Args:
-        evidence: Records the fault with the time of the right clock.
-        name: Name of the evidence.
-        step: Finished steps at which the clock jumps.
-        rank: The rank.
-        offset_s: Difference of the clock to the right one from then on.
+    The evidence has the time of the right clock.
     """
 
     evidence: Evidence
@@ -487,7 +455,8 @@ def find_clock_obstacle() -> str | None:
     if platform.machine() != "x86_64":
         return f"the clock of a single process can be moved on x86_64 only, and this is {platform.machine()}"
     try:
-        absent = _VDSO_CODE.keys() - dict(_vdso_functions()).keys()
+        absent = _VDSO_CODE.keys() - _vdso_functions().keys()
+
     except OSError as error:
         return f"the functions that tell the time cannot be read: {error}"
     return f"this kernel has no {', '.join(sorted(absent))}" if absent else None
@@ -497,17 +466,11 @@ def shift_clock(offset_s: int) -> None:
     """Shifts the wall clock of this process by an offset from now on, for all of its code: Python, C, threads.
 
     A process reads the clocks with functions of the vDSO, a library that the kernel maps into every process. Its pages
-    become private to the process with the first write. Each function that returns the wall clock is overwritten with a
-    jump to a replacement, which makes the system call and adds the offset. Other clocks stay right.
-
-    Raises:
-        OSError: The kernel does not allow a process to change these pages.
+    become private to the process with the first write (`OSError` if the kernel does not allow it). Each function that
+    returns the wall clock is overwritten with a jump to a replacement, which makes the system call and adds the offset.
+    Other clocks stay right.
     """
     _install_clock_offset().value = offset_s
-
-
-# mov rcx, <address of the offset>; mov rcx, [rcx]
-_LOAD_OFFSET = b"\x48\xb9%s\x48\x8b\x09"
 
 
 _VDSO_CODE = {
@@ -524,13 +487,6 @@ It makes the system call of that name and adds the offset to the seconds of the 
 """
 
 
-# mov rax, <address>; jmp rax
-_JUMP = b"\x48\xb8%s\xff\xe0"
-
-
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
 @cache
 def _install_clock_offset() -> ctypes.c_int64:
     """Installs the replacements of the vDSO's functions, once in the life of the process; returns their offset."""
@@ -545,33 +501,17 @@ def _install_clock_offset() -> ctypes.c_int64:
     # The page starts with the offset (8 bytes); the code of the replacements follows.
     offset, free = ctypes.c_int64.from_address(page), page + 8
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        for name, address in _vdso_functions():
-            if name in _VDSO_CODE:
-                code = _VDSO_CODE[name] % struct.pack("<Q", page)
-                ctypes.memmove(free, code, len(code))
-                os.pwrite(memory.fileno(), _JUMP % struct.pack("<Q", free), address)
-                free += len(code)
+        for name, address in _vdso_functions().items():
+            code = _VDSO_CODE[name] % struct.pack("<Q", page)
+            ctypes.memmove(free, code, len(code))
+            os.pwrite(memory.fileno(), _JUMP % struct.pack("<Q", free), address)
+            free += len(code)
     return offset
 
 
-_SHT_DYNSYM = 11
-
-
-def _vdso_functions() -> Iterator[tuple[str, int]]:
-    """Yields name and address of each function of the vDSO, an ELF file in memory."""
-    mapping = re.search(r"^(\w+)-(\w+) .*\[vdso\]$", Path("/proc/self/maps").read_text(), re.MULTILINE)
-    if mapping is None:
-        raise OSError("there is no vDSO")
-    base, end = int(mapping[1], 16), int(mapping[2], 16)
-    image = ctypes.string_at(base, end - base)
-    (sections,) = struct.unpack_from("<Q", image, 40)
-    size, count = struct.unpack_from("<HH", image, 58)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", image, sections + i * size) for i in range(count)]
-    for _, kind, _, _, table, length, link, _, _, entry_size in headers:
-        if kind != _SHT_DYNSYM:
-            continue
-        names = headers[link][4]
-        for entry in range(table, table + length, entry_size):
-            name, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", image, entry)
-            if section:
-                yield image[names + name : image.index(b"\0", names + name)].decode(), base + value
+def _vdso_functions() -> dict[str, int]:
+    """Returns the address of each function of the vDSO that is to be replaced and that this kernel has."""
+    # The vDSO is loaded already; the dynamic linker of glibc knows it by this name.
+    vdso = ctypes.CDLL("linux-vdso.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    functions = {name: getattr(vdso, name) for name in _VDSO_CODE if hasattr(vdso, name)}
+    return {name: int(ctypes.cast(function, ctypes.c_void_p).value or 0) for name, function in functions.items()}

@@ -1,8 +1,4 @@
-"""The description of a drill scenario: its input, its plan and its result.
-
-`ScenarioContext` is the input, `Scenario` the plan that the scenario returns, and `ScenarioResult` the run that the
-plan has disturbed.
-"""
+"""The description of a drill scenario: its input, the plan that it returns, and the run that the plan has disturbed."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from typing import Any
 from ray_app.config.config import Config
 from ray_app.drill.cluster import DrillCluster
 from ray_app.drill.delays import DelayPlan
-from ray_app.drill.faults import Evidence
+from ray_app.drill.faults import Evidence, HookChain
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe
 from ray_app.runlog.journal import Event, read_events
@@ -32,18 +28,10 @@ MAX_DELAY_S = 40.0
 
 @dataclass(frozen=True)
 class ScenarioContext:
-    """The input of a scenario: the configuration and the dimensions of its run, and the cluster.
+    """The input of a scenario: the configuration and the dimensions of its run in optimizer steps, and the cluster.
 
-    Args:
-        config: The configuration of the scenario's run.
-        workers: Number of workers that train at first.
-        total_steps: Optimizer steps of the run.
-        steps_per_epoch: Optimizer steps of an epoch.
-        checkpoint_every: Optimizer steps between two checkpoints.
-        evidence: Records the faults that really happened.
-        random: Generator from which the scenario draws steps and ranks.
-        nodes: The cluster that the drill has started; None on a cluster of the user.
-        train: Runs a configuration with faults, as `run_training` does.
+    At first `workers` train. `random` draws steps and ranks. `nodes` is the cluster that the drill has started, None on
+    a cluster of the user; `train` is `run_training`.
     """
 
     config: Config
@@ -75,10 +63,7 @@ class ScenarioContext:
 
     @property
     def sufficient_workers(self) -> range:
-        """The numbers of workers at which the run is as fast as with all workers.
-
-        At these numbers the worker with the largest share runs as many logical workers as with all workers.
-        """
+        """The numbers of workers at which the largest share has as many logical workers as with all workers."""
         logical = self.config.logical_workers
         return range(ceil(logical / ceil(logical / self.workers)), self.workers + 1)
 
@@ -87,25 +72,21 @@ class ScenarioContext:
     ) -> DelayPlan:
         """Returns a hook that pauses the run after steps, until a replacement worker has joined.
 
-        Args:
-            first: Finished steps at the first pause.
-            last: Finished steps at the last pause; by default shortly before the end of the run.
-            sizes: World sizes at which the pauses end; by default `sufficient_workers`.
-            min_s: Minimum of all pauses together, in seconds.
+        By default it ends shortly before the end of the run, and at `sufficient_workers`; see `DelayPlan`.
         """
         last = last or self.total_steps - max(3, self.total_steps // 10)
         return DelayPlan(self.evidence, first, last, sizes or self.sufficient_workers, MAX_DELAY_S, min_s)
 
+    def delayed(
+        self, step: int, *hooks: Callable[[int, int], None], sizes: range | None = None, min_s: float = 0.0
+    ) -> HookChain:
+        """Returns hooks for `Hooks.after_step`, followed by pauses after the steps that follow a step."""
+        return HookChain((*hooks, self.make_delay_plan(step + 1, sizes=sizes, min_s=min_s)))
+
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """A run after its disturbance.
-
-    Args:
-        paths: The directory of the run.
-        summary: The run's summary.
-        evidence: The contents of the entries of `Evidence`, by name.
-    """
+    """A run after its disturbance; `evidence` has the contents of the entries of `Evidence`, by name."""
 
     paths: RunPaths
     summary: dict[str, Any]
@@ -129,8 +110,6 @@ class Scenario:
         steps: Finished steps at which the faults happen, for the certificate.
         expected: Names of the evidence that must exist at the end.
         confirm: Returns a line for each trace of the disturbance that is missing in the run.
-        faults: Hooks that run in the processes of the run.
-        observe: Called in the driver while the run goes on.
         waits: Pairs of names of evidence between which the drill makes the run wait: from the key to the value. The
             time between them is taken out of the measurements.
         initial_workers: Number of workers that fit on the drill's own cluster at first; None: all.
@@ -156,6 +135,11 @@ def is_gone(entry: dict[str, Any]) -> bool | None:
     """Returns whether the process that an entry of `Evidence` names has ended; None if it runs on another machine."""
     process = LeaseHolder(**entry["process"])
     return process.is_gone() if process.machine == LeaseHolder.here().machine else None
+
+
+def unmet(*conditions: tuple[bool, str]) -> list[str]:
+    """Returns the messages of the conditions that do not hold."""
+    return [message for holds, message in conditions if not holds]
 
 
 def kill_frozen_process(evidence: Evidence) -> None:

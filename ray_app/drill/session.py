@@ -22,7 +22,7 @@ from rich.spinner import Spinner
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cluster.resources import cluster_capacity, workers_that_fit
 from ray_app.config.config import Config, digest, flatten
-from ray_app.drill import process_scenarios
+from ray_app.drill import process_scenarios as scenarios
 from ray_app.drill.certificate import (
     RunStart,
     Trace,
@@ -41,7 +41,6 @@ from ray_app.drill.faults import Evidence, HookChain
 from ray_app.drill.memory_faults import flip, memory
 from ray_app.drill.network import half_open, partition
 from ray_app.drill.node_scenarios import grow, head, node, node_rank0, shrink
-from ray_app.drill.process_scenarios import clock_jump, damage, driver, evaluator_and_driver, torn_write
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, kill_frozen_process
 from ray_app.drill.tracking import mlflow
 from ray_app.driver.result import Result
@@ -54,31 +53,12 @@ from ray_app.storage.files import Location, put_atomic, put_json, to_location
 from ray_app.train.job import Job
 
 _SCENARIO_FUNCTIONS = (
-    *(
-        process_scenarios.kill,
-        process_scenarios.kill_twice,
-        process_scenarios.kill_two,
-        process_scenarios.kill_all,
-        process_scenarios.kill_reduction,
-        process_scenarios.kill_saving,
-    ),
-    *(
-        process_scenarios.kill_forming,
-        process_scenarios.kill_joining,
-        process_scenarios.kill_phases,
-        process_scenarios.rendezvous,
-        process_scenarios.evaluator,
-    ),
-    *(
-        process_scenarios.freeze,
-        process_scenarios.slow,
-        process_scenarios.slow_storage,
-        process_scenarios.storage_away,
-        process_scenarios.full_disk,
-        flip,
-    ),
-    *(partition, half_open, memory, clock_jump, node, node_rank0, grow, shrink, head, mlflow),
-    *(damage, torn_write, driver, evaluator_and_driver),
+    *(scenarios.kill, scenarios.kill_twice, scenarios.kill_two, scenarios.kill_all, scenarios.kill_reduction),
+    *(scenarios.kill_saving, scenarios.kill_forming, scenarios.kill_joining, scenarios.kill_phases),
+    *(scenarios.rendezvous, scenarios.evaluator, scenarios.freeze, scenarios.slow, scenarios.slow_storage),
+    *(scenarios.storage_away, scenarios.full_disk, flip, partition, half_open, memory, scenarios.clock_jump),
+    *(node, node_rank0, grow, shrink, head, mlflow, scenarios.damage, scenarios.torn_write),
+    *(scenarios.driver, scenarios.evaluator_and_driver),
 )
 SCENARIOS: dict[str, Callable[[ScenarioContext], Scenario | str]] = {
     scenario.__name__: scenario for scenario in _SCENARIO_FUNCTIONS
@@ -102,7 +82,6 @@ class Drill:
         seed: Seed of the steps and workers at which the faults happen.
         limit_s: Seconds after which a scenario counts as hanging.
         nodes: The cluster that the drill has started; None on a cluster of the user.
-        console: Shows the progress.
         renew: Ends everything that a scenario has left on the cluster, and reconnects to it or to a new one.
 
     Raises:
@@ -151,9 +130,8 @@ class Drill:
         self._contexts = {name: self._make_context(name) for name in names}
         self._plans = plans = {name: SCENARIOS[name](context) for name, context in self._contexts.items()}
         if all(isinstance(plan, str) for plan in plans.values()):
-            raise ConfigError(
-                "No scenario is possible:\n" + "\n".join(f"  - {name}: {plan}" for name, plan in plans.items())
-            )
+            reasons = "\n".join(f"  - {name}: {plan}" for name, plan in plans.items())
+            raise ConfigError(f"No scenario is possible:\n{reasons}")
 
     @property
     def certificate(self) -> Location:
@@ -171,11 +149,12 @@ class Drill:
         results = self._certificate["scenarios"]
         for number, (name, plan) in enumerate(plans.items(), 1):
             began_s = time.monotonic()
-            with self._show_activity(f"{number}/{len(plans)} {name}: {SCENARIOS[name].__doc__}"):
+            result: dict[str, Any] = {"scenario": name, "what": SCENARIOS[name].__doc__}
+            with self._show_activity(f"{number}/{len(plans)} {name}: {result['what']}"):
                 if isinstance(plan, str):
-                    result = self._describe_left_out(name, plan)
+                    result |= {"outcome": "left out", "reason": plan}
                 else:
-                    result = self._run_scenario(name, plan, self._contexts[name], undisturbed, first)
+                    result |= self._run_scenario(name, plan, self._contexts[name], undisturbed, first)
             is_broken = result.pop("is_broken", False)
             result["seconds"] = round(time.monotonic() - began_s, 1)
             results.append(result)
@@ -213,12 +192,7 @@ class Drill:
 
         The entry has `is_broken` if the run raised or exceeded the limit, and may have left processes behind.
         """
-        result: dict[str, Any] = {
-            "scenario": name,
-            "what": SCENARIOS[name].__doc__,
-            "steps": plan.steps,
-            "changes": plan.changes,
-        }
+        result: dict[str, Any] = {"steps": plan.steps, "changes": plan.changes}
         try:
             with time_limit(self._limit_s, f"The scenario {name!r}"):
                 result |= self._run_disturbed(plan, context, undisturbed, first)
@@ -245,12 +219,8 @@ class Drill:
             kill_frozen_process(context.evidence)
             run = ScenarioResult(RunPaths(result.path), result.summary, context.evidence.all())
             outcome, reason = assess_scenario(plan, run, undisturbed)
-            return {
-                "outcome": outcome,
-                "reason": reason,
-                **collect_measurements(plan, run),
-                **compare_restart(run, first),
-            }
+            measurements = collect_measurements(plan, run) | compare_restart(run, first)
+            return {"outcome": outcome, "reason": reason, **measurements}
 
     def _clean_up(self) -> None:
         """Ends the processes that a broken scenario has left, and restarts the drill's own cluster.
@@ -292,11 +262,7 @@ class Drill:
         )
 
     def _train(self, config: Config, faults: Faults, observe: Observe | None = None) -> Result:
-        """Calls `run_training` with its output in the log.
-
-        Raises:
-            KeyboardInterrupt: SIGINT or SIGTERM came while the run trained, also if the run then finished.
-        """
+        """Calls `run_training` with its output in the log; a signal meanwhile ends the drill, whatever the run did."""
         interrupted = _InterruptFlag()
 
         def listen(_: Job) -> None:
@@ -367,23 +333,12 @@ class LimitExceededError(Exception):
 
 
 class _LimitReached(BaseException):
-    """Raised in the main thread at the limit.
-
-    It is not an `Exception`, because code that retries after every `Exception` would continue for ever.
-    """
+    """Raised in the main thread at the limit; not an `Exception`, because code may retry after every `Exception`."""
 
 
 @contextmanager
 def time_limit(seconds: float, subject: str) -> Iterator[None]:
-    """Limits the time that the main thread spends in this context; in another thread there is no limit.
-
-    Args:
-        seconds: The limit.
-        subject: The work, as the subject of the error's sentence.
-
-    Raises:
-        LimitExceededError: The work took longer.
-    """
+    """Limits the time that the main thread spends in this context, by a `LimitExceededError` that names the subject."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

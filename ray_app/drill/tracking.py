@@ -13,15 +13,14 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_app.drill.delays import WaitForEvidence
+from ray_app.drill.delays import ActOnWaits, WaitForEvidence
 from ray_app.drill.faults import Evidence, HookChain
-from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, unmet
 from ray_app.driver.run import Faults
-from ray_app.runlog.journal import MetricsReader, StepRecord
+from ray_app.runlog.journal import StepRecord, read_records
 from ray_app.storage.files import read_json
 from ray_app.track.mlflow_client import connect
 from ray_app.train.job import Hooks, Job
@@ -58,30 +57,21 @@ class MlflowServer:
                 self.kill()
 
     def start(self) -> int:
-        """Starts the server at its address and on its database; returns the process id once the server answers.
-
-        Raises:
-            RuntimeError: The server ended, or does not answer.
-        """
+        """Starts the server at its address and on its database; returns the process id once the server answers."""
+        stores = ["--backend-store-uri", f"sqlite:///{self._folder}/mlflow.db"]
+        stores += ["--artifacts-destination", str(self._folder / "files")]
         address = ["--host", "127.0.0.1", "--port", str(self._port), "--workers", "1"]
-        stores = [
-            "--backend-store-uri",
-            f"sqlite:///{self._folder}/mlflow.db",
-            "--artifacts-destination",
-            str(self._folder / "files"),
-        ]
         command = [sys.executable, "-m", "mlflow", "server", *address, *stores]
         settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        with (self._folder / "output").open("ab") as output:
+        log = self._folder / "output"
+        with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command, env=os.environ | settings, stdout=output, stderr=output, start_new_session=True
             )
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while not self.is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(
-                    f"the drill's MLflow server does not start: {(self._folder / 'output').read_text()[-1000:]}"
-                )
+                raise RuntimeError(f"the drill's MLflow server does not start: {log.read_text()[-1000:]}")
             time.sleep(_POLL_INTERVAL_S)
         return self._process.pid
 
@@ -102,37 +92,24 @@ class MlflowServer:
             process.wait()
 
 
-@dataclass
-class MlflowOutage:
-    """Kills the server while a rank waits, and starts it again while the rank waits at a later step.
+def _make_outage(server: MlflowServer, evidence: Evidence) -> ActOnWaits:
+    """Returns what kills the server while a rank waits, and starts it again while the rank waits at a later step.
 
-    It is called in the driver. The run finishes the steps between the two waits without the server.
-
-    Args:
-        server: The server.
-        evidence: Has the waits of the rank, and records what the rank waits for.
+    The run finishes the steps between the two waits without the server.
     """
 
-    server: MlflowServer
-    evidence: Evidence
+    def kill(_: dict[str, Any], job: Job) -> dict[str, Any] | None:
+        # The server must die while the run uses it, not before the first points have arrived.
+        if not _read_sent_step(job):
+            return None
+        server.kill()
+        return {}
 
-    def __call__(self, job: Job) -> None:
-        """See `Observe`."""
-        first_wait, second_wait = self.evidence.get("held"), self.evidence.get("held_again")
-        if first_wait and not self.evidence.has("server_killed"):
-            # The server must die while the run uses it, not before the first points have arrived.
-            if not _read_sent_step(job):
-                return
-            self.server.kill()
-            self.evidence.put("server_killed", step=first_wait["step"])
-        elif second_wait and not self.evidence.has("server_back"):
-            outage = {"answers": self.server.is_ready(), "sent_step": _read_sent_step(job)}
-            # On an error the scenario counts as failed, but the run must go on: the second entry ends the wait.
-            try:
-                self.evidence.put("server_back", step=second_wait["step"], pid=self.server.start(), before=outage)
-            except RuntimeError as error:
-                self.evidence.put("trouble", error=str(error))
-                self.evidence.put("server_back", step=second_wait["step"], before=outage)
+    def restart(_: dict[str, Any], job: Job) -> dict[str, Any]:
+        outage = {"answers": server.is_ready(), "sent_step": _read_sent_step(job)}
+        return {"pid": server.start(), "before": outage}
+
+    return ActOnWaits(evidence, {"held": ("server_killed", kill), "held_again": ("server_back", restart)})
 
 
 def mlflow(context: ScenarioContext) -> Scenario | str:
@@ -153,7 +130,7 @@ def mlflow(context: ScenarioContext) -> Scenario | str:
         ["held", "server_killed", "held_again", "server_back"],
         lambda run: confirm_outage(run, server.uri),
         Faults(train=Hooks(after_step=HookChain((first, second)))),
-        MlflowOutage(server, context.evidence),
+        _make_outage(server, context.evidence),
         {"held": "server_killed", "held_again": "server_back"},
         changes={"tracking__enabled": True, "tracking__every_steps": 1, "tracking__registered_model": None},
         setup=setup,
@@ -163,42 +140,30 @@ def mlflow(context: ScenarioContext) -> Scenario | str:
 def confirm_outage(run: ScenarioResult, uri: str) -> list[str]:
     """Confirms that the run trained without the server and lost no point in MLflow; returns what is missing.
 
-    The run must have finished all steps of the outage while the server was away. Afterwards one MLflow run must have
-    every point once and in order.
-
-    Args:
-        run: The run of the scenario.
-        uri: Address of the server, which answers again.
+    The run must have finished all steps of the outage while the server was away. Afterwards one MLflow run, at `uri`,
+    must have every point once and in order.
     """
     killed, back = run.evidence["server_killed"], run.evidence["server_back"]
-    reader = MetricsReader(run.paths)
-    reader.poll()
-    records = dict(sorted(reader.records.items()))
-    missing = ["the server answered while it was away"] if back["before"]["answers"] else []
-    outage_steps = [
-        n
-        for n, r in records.items()
-        if killed["step"] < n <= back["step"] and killed["time_s"] < r.time_s < back["time_s"]
-    ]
-    if len(outage_steps) < back["step"] - killed["step"]:
-        missing.append(f"only the steps {outage_steps} were finished while the server was away")
-    if back["before"]["sent_step"] > killed["step"]:
-        missing.append(f"step {back['before']['sent_step']} was sent while the server was away")
-    return missing + _compare_points(run, uri, records)
+    records, _ = read_records(run.paths)
+    planned = range(killed["step"] + 1, back["step"] + 1)
+    steps = [n for n in planned if n in records and killed["time_s"] < records[n].time_s < back["time_s"]]
+    sent_step = back["before"]["sent_step"]
+    return unmet(
+        (not back["before"]["answers"], "the server answered while it was away"),
+        (len(steps) >= len(planned), f"only the steps {steps} were finished while the server was away"),
+        (sent_step <= killed["step"], f"step {sent_step} was sent while the server was away"),
+    ) + _compare_points(run, uri, records)
 
 
 def _compare_points(run: ScenarioResult, uri: str, records: dict[int, StepRecord]) -> list[str]:
     """Returns a message for each difference between MLflow and the run's step records."""
     client = connect(uri)
-    runs = [
-        r
-        for e in client.search_experiments()
-        for r in client.search_runs([e.experiment_id])
-        if r.info.run_name == run.paths.name
-    ]
+    all_runs = [r for e in client.search_experiments() for r in client.search_runs([e.experiment_id])]
+    runs = [r for r in all_runs if r.info.run_name == run.paths.name]
     if [r.info.run_id for r in runs] != [run.summary["mlflow_run_id"]]:
         return [f"MLflow has {len(runs)} runs of this name"]
-    missing = [] if runs[0].info.status == "FINISHED" else [f"MLflow says that the run is {runs[0].info.status}"]
+    status = runs[0].info.status
+    missing = unmet((status == "FINISHED", f"MLflow says that the run is {status}"))
     for name, value_of in _POINTS.items():
         points = [(m.step, m.timestamp, m.value) for m in client.get_metric_history(runs[0].info.run_id, name)]
         expected_points = [(n, int(r.time_s * 1e3), value_of(r)) for n, r in records.items()]

@@ -31,15 +31,7 @@ _EXIT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker that trains now.
-
-    Args:
-        rank: Its rank.
-        node: Ray's id of its node.
-        pid: Id of its process there.
-        step: Its finished steps.
-        id: Id of its Ray actor.
-    """
+    """A worker that trains now; `id` is that of its Ray actor."""
 
     rank: int
     node: str
@@ -69,12 +61,6 @@ class Training:
 
     It ends with the process at the latest: then it is stopped, with a checkpoint, and starting the same run name again
     continues it.
-
-    Args:
-        run: The run.
-        open_contexts: The contexts of the run, such as its lease and the cluster, which are closed when it has ended.
-        output: Collects the messages of the run.
-        pause_file: While this file exists the run pauses after steps.
     """
 
     def __init__(self, run: Run, open_contexts: ExitStack, output: StringIO, pause_file: Location) -> None:
@@ -113,12 +99,9 @@ class Training:
         return [Worker(beat.rank, beat.node, beat.pid, beat.step, beat.worker) for beat in heartbeats]
 
     def watch(self, *, step: int | None = None, workers: int | None = None, limit_s: float = 600.0) -> None:
-        """Shows progress until the run has reached a step or a number of workers; an interrupt does not affect the run.
+        """Shows progress until so many steps are finished, and so many workers have finished a step together.
 
-        Args:
-            step: Returns when so many steps are finished.
-            workers: Returns when so many workers have finished a step together.
-            limit_s: Seconds to wait at most.
+        An interrupt does not affect the run. It waits for `limit_s` seconds at most.
 
         Raises:
             RunEndedError: The run has ended before, or has ended and no longer has so many workers.
@@ -145,12 +128,9 @@ class Training:
         self._show_until(is_reached)
 
     def wait(self) -> Result:
-        """Ends the pauses, shows progress to the end of the run, and prints its result, as `run_training` does.
+        """Ends the pauses, shows progress to the end of the run, and prints its result; raises as `run_training` does.
 
         An interrupt does not affect the run.
-
-        Raises:
-            RayAppError: See `run_training`.
         """
         self._pause_file.unlink(missing_ok=True)
         self._show_until(lambda: not self._thread.is_alive(), shows_last=True)
@@ -162,13 +142,7 @@ class Training:
         return self._result
 
     def stop(self) -> Result:
-        """Stops the run after the present step, with a checkpoint, and waits until its workers have ended.
-
-        Starting it again continues it.
-
-        Raises:
-            RayAppError: See `run_training`.
-        """
+        """Stops the run after the present step, with a checkpoint, and waits for its end; a new start continues it."""
         self._run.stop()
         return self.wait()
 
@@ -203,9 +177,8 @@ class Training:
     def _steps_with(self, workers: int) -> bool:
         """Returns whether so many workers form the generation now and have finished a step together."""
         status = self._query_status()
-        if status is None or status.record is None:
-            return False
-        return status.record.workers == workers == len(self.workers())
+        record = status.record if status is not None else None
+        return record is not None and record.workers == workers == len(self.workers())
 
     def _query_status(self) -> RendezvousStatus | None:
         """Returns the newest status of the rendezvous; None before the first."""
@@ -247,8 +220,7 @@ def start_training(config: Config, *, pause_s: float = 0.0) -> Training:
         pause_s: Seconds of a pause after each step, to watch a short run. `wait` and `stop` end the pauses.
 
     Raises:
-        ConfigError: The configuration is refused; nothing was started or written.
-        DataError: The data is refused; nothing was started or written.
+        ConfigError, DataError: The configuration or the data is refused; nothing was started or written.
     """
     output = StringIO()
     pause_file = to_location(config.run.storage_path) / f"slowed-{uuid.uuid4().hex}"

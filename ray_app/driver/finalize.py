@@ -46,19 +46,19 @@ RunStatus = Literal["finished", "stopped_early", "interrupted", "failed"]
 
 def summarize(job: Job, status: RunStatus) -> dict[str, Any]:
     """Makes the content of `summary.json`, a public interface; see docs/runs.md for its fields."""
-    stop = job.early_stop()
-    newest = newest_commit(job)
+    stop, newest = job.early_stop(), newest_commit(job)
     last_step = stop.stop_step if stop else newest.step if newest else 0
     course = read_steps(job.paths, last_step)
-    records = course.records
-    events = read_events(job.paths)
+    records, events = course.records, read_events(job.paths)
     evaluations = [e for e in read_scores(job.paths) if e.step <= last_step]
-    best = job.best_first()[:1]
-    tracking = read_json(job.paths.tracking) or {}
+    best = next(iter(job.best_first()), None)
+    digests = (c.params_digest for c in CheckpointStore(job.paths).commits() if stop and c.step == stop.best_step)
+    newest_events = {event.kind: event.details for event in events}
+    skipped = {e.details["step"] for e in events if e.kind == "evaluation_skipped" and "by" not in e.details}
     summary = {
         "status": status,
         "run_name": job.paths.name,
-        "mlflow_run_id": tracking.get("run_id"),
+        "mlflow_run_id": (read_json(job.paths.tracking) or {}).get("run_id"),
         "ray_job": newest_detail(events, "ray_job"),
         "ended_s": events[-1].time_s if events else None,
         "epochs": last_step // job.steps_per_epoch,
@@ -72,18 +72,14 @@ def summarize(job: Job, status: RunStatus) -> dict[str, Any]:
         "redone_steps": len(course.repeated),
         "recovery_s": recoveries(events, course.in_time),
         "goodput": goodput(records, course.repeated),
-        "params_digest": _digest_at(job, stop.best_step) if stop else newest.params_digest if newest else None,
+        "params_digest": next(digests, None) if stop else newest.params_digest if newest else None,
         "metrics": evaluations[-1].metrics if evaluations else {},
         "training": means(records[-((last_step - 1) % job.steps_per_epoch + 1) :]) if records else {},
-        "best": {"step": best[0].step, "metric": job.best_metric, "value": best[0].metrics[job.best_metric]}
-        if best
-        else None,
+        "best": best and {"step": best.step, "metric": job.best_metric, "value": best.metrics[job.best_metric]},
         "stopped_early": {"step": stop.stop_step, "best_step": stop.best_step} if stop else None,
         "evaluation": {
             "done": len(evaluations),
-            "skipped": len(
-                {e.details["step"] for e in events if e.kind == "evaluation_skipped" and "by" not in e.details}
-            ),
+            "skipped": len(skipped),
             "max_pending": max((e.behind for e in evaluations), default=0),
             "lag_s": round(max((e.lag_s for e in evaluations), default=0.0), 3),
         },
@@ -95,22 +91,15 @@ def summarize(job: Job, status: RunStatus) -> dict[str, Any]:
         "sdc_checks": {"shares": course.recomputed, "corrupt_ranks": count(events, "sdc_detected")},
         "start_s": start(events, records),
         "timing": _timing(records, events),
-        "parameter_servers": next(
-            (event.details["servers"] for event in reversed(events) if event.kind == "partitioned"), None
-        ),
-        "model": next((event.details for event in reversed(events) if event.kind == "registered"), None),
+        "parameter_servers": newest_events.get("partitioned", {}).get("servers"),
+        "model": newest_events.get("registered"),
     }
     return replace_nan(summary)
 
 
-def _digest_at(job: Job, step: int) -> str | None:
-    return next((c.params_digest for c in CheckpointStore(job.paths).commits() if c.step == step), None)
-
-
 def newest_commit(job: Job) -> Commit | None:
     """Returns the newest checkpoint that is not marked bad; None if there is none."""
-    commits = CheckpointStore(job.paths).commits()
-    return commits[-1] if commits else None
+    return next(reversed(CheckpointStore(job.paths).commits()), None)
 
 
 def _timing(records: Sequence[StepRecord], events: list[Event]) -> dict[str, float | None]:
@@ -144,17 +133,11 @@ def to_mlflow_status(status: RunStatus) -> MlflowStatus:
 
 
 def close_orphan(root: str) -> bool:
-    """Records the end of a run if its driver ended without doing so, or was killed while it did.
+    """Records the end of a run if its driver ended without doing so, or while it did; returns whether it did.
 
     It blocks for as long as the lease of a driver on another machine must be watched (half a minute), and for MLflow at
     most 20 s. A start at the same moment waits until it has returned. It has an effect once for each lost driver, and
     again after later evaluations. `send_to_mlflow` sends what MLflow does not take now.
-
-    Args:
-        root: The run's directory, as a path or an S3 URI.
-
-    Returns:
-        Whether the run was closed now; False if it has ended in order, or another process closed it.
 
     Raises:
         RunHeldError: The driver lives, or another process closes the run at this moment.
@@ -180,12 +163,7 @@ def close_orphan(root: str) -> bool:
 
 @dataclass(frozen=True)
 class NewestStart:
-    """The newest start of a run.
-
-    Args:
-        fence: Its number.
-        status: How it ended; None if that is not recorded.
-    """
+    """The number of the newest start of a run, and how it ended; None if that is not recorded."""
 
     fence: int
     status: RunStatus | None
@@ -202,11 +180,7 @@ def _newest_start(paths: RunPaths) -> NewestStart | None:
 
 
 def newest_start(paths: RunPaths) -> NewestStart:
-    """Returns the newest start of a run.
-
-    Raises:
-        ConfigError: The directory contains no run, or one that was never started.
-    """
+    """Returns the newest start of a run; raises `ConfigError` if the directory has no run, or one never started."""
     start = _newest_start(paths) if paths.config.exists() else None
     if start is None:
         raise ConfigError(
@@ -217,9 +191,7 @@ def newest_start(paths: RunPaths) -> NewestStart:
 
 
 def stored_job(paths: RunPaths) -> Job:
-    """Returns the job of a run from its directory alone.
-
-    The data need not be reachable, so the task is not prepared, and the job cannot be trained.
+    """Returns the job of a run from its directory alone, which cannot be trained, as its task is not prepared.
 
     Raises:
         ConfigError: It is not a run of this version, or its task cannot be made here.
@@ -234,12 +206,9 @@ def stored_job(paths: RunPaths) -> Job:
 
 
 def finalize_run(job: Job, start: NewestStart) -> RunStatus:
-    """Writes `summary.json` of a run without a driver if it is missing or outdated.
+    """Writes `summary.json` of a run without a driver if it is missing or outdated, and `driver_lost` if its end is.
 
-    It also records `driver_lost` if the driver did not record how the run ended.
-
-    Returns:
-        How the run ended; `finished` also if that is not recorded but the last planned step is committed.
+    It returns how the run ended: `finished` also if only the commit of the last planned step is recorded.
     """
     status = start.status
     if status is None:
@@ -263,12 +232,9 @@ def _lacks_evaluations(paths: RunPaths) -> bool:
 
 
 def make_late_tracker(job: Job, config: Config) -> Tracker:
-    """Returns a tracker for a run that has ended.
+    """Returns a tracker for a run that has ended, with the address of MLflow in a configuration.
 
-    Args:
-        job: The run.
-        config: The configuration with the address of MLflow. If it is that of the run, the address that the last driver
-            used goes first.
+    If it is that of the run, the address that the last driver used goes first.
     """
     manifest = job.plan.manifest
     uri = (read_json(job.paths.tracking) or {}).get("uri")
@@ -291,11 +257,7 @@ def _is_tracked(config: Config) -> bool:
 
 
 def report_end(paths: RunPaths) -> Facts | None:
-    """Writes the report of a run that has ended. A failure is only a warning.
-
-    Returns:
-        The facts of the run, for the console; None if they could not be read.
-    """
+    """Writes the report of a run that has ended; returns its facts, or after a warning None."""
     facts = None
     try:
         facts = read_facts(paths)

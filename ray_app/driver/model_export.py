@@ -1,8 +1,7 @@
 """Registration and export of a run's models.
 
-`register_best` makes the best checkpoint a version in MLflow's model registry, at the end of a run and for `ray-app
-register`. `export_run` writes the model of a checkpoint to a folder, for machines without Ray and registry, for
-`ray-app export` and `Result.export`.
+`register_best` makes the best checkpoint a version in MLflow's model registry. `export_run` writes the model of a
+checkpoint to a folder, for machines without Ray and registry.
 """
 
 from __future__ import annotations
@@ -72,8 +71,6 @@ def register_best(
     """Makes the run's best checkpoint a version of a model, unless it is one already, and records the version.
 
     Args:
-        job: The run.
-        name: Name of the model.
         uri: MLflow tracking URI of the run.
         tags: Additional tags of the version.
         first_serves: Whether the first version of all becomes the champion at once.
@@ -103,18 +100,15 @@ def register_best(
             user_name(),
             first_serves,
         )
-    _put_registered(job.paths, job.fence, version)
+    put_event(job.paths, "registered", job.fence, **_describe_version(version))
     return version
 
 
 def try_to_register(job: Job, limit_s: float | None = None) -> Registered | None:
     """Calls `register_best` at the end of a run, with a time limit, and returns the version.
 
-    An error is only a warning, with the command that registers the model later; the result is None then.
-
-    Args:
-        job: The run, with `tracking.registered_model` set.
-        limit_s: Seconds to wait; by default two minutes and the time for uploading the model and reading it back.
+    An error is only a warning, with the command that registers the model later; the result is None then. By default the
+    limit is two minutes and the time for uploading the model and reading it back.
     """
     if limit_s is None:
         limit_s = _REGISTER_TIMEOUT_S + 2 * request_timeout_s(_model_bytes(job))
@@ -133,13 +127,9 @@ def try_to_register(job: Job, limit_s: float | None = None) -> Registered | None
     if result and isinstance(result[0], Registered):
         return result[0]
     why = redact(f"{type(result[0]).__name__}: {result[0]}") if result else f"it was not done within {limit_s:g} s"
-    logger.warning(
-        "The best checkpoint did not become a version of the model %r: %s\nThe run itself is complete. To do it later:"
-        " %s",
-        name,
-        why,
-        shlex.join(["ray-app", "register", "--run", str(job.paths.root), "--name", name]),
-    )
+    command = shlex.join(["ray-app", "register", "--run", str(job.paths.root), "--name", name])
+    problem = f"The best checkpoint did not become a version of the model {name!r}: {why}"
+    logger.warning("%s\nThe run itself is complete. To do it later: %s", problem, command)
     return None
 
 
@@ -172,12 +162,11 @@ def input_example(job: Job) -> dict[str, Any]:
 
 
 def register_run(options: RegisterOptions) -> Registered:
-    """Registers the best checkpoint of a run that has ended, without starting Ray.
+    """Registers the best checkpoint of a run that has ended, without starting Ray; see also `register_best`.
 
     Raises:
         ConfigError: There is no such run, it has not ended, or a name for the model is missing.
         DataError: The run's data has changed since.
-        Exception: See `register_best`.
     """
     if options.promote is not None and not options.promote.strip():
         raise ConfigError("--promote needs a reason: why is this version better than what serves now?")
@@ -188,19 +177,17 @@ def register_run(options: RegisterOptions) -> Registered:
         raise ConfigError(
             f"The run {paths.name!r} is {status}; its best checkpoint is known at its end. Start it again to finish it."
         )
-    prepared = prepare(config)
     name, uri = str(config.tracking.registered_model), default_tracking_uri(config)
-    version = register_best(prepared.job, name, uri)
+    version = register_best(prepare(config).job, name, uri)
     if options.promote is not None and promote(connect(uri), name, version.version, options.promote, user_name()):
         version = Registered(version.name, version.version, tuple(sorted({*version.aliases, "champion"})))
-        _put_registered(paths, 0, version)
-    model = {"name": version.name, "version": version.version, "aliases": list(version.aliases)}
-    put_summary(paths, summary | {"model": model})
+        put_event(paths, "registered", 0, **_describe_version(version))
+    put_summary(paths, summary | {"model": _describe_version(version)})
     return version
 
 
-def _put_registered(paths: RunPaths, fence: int, version: Registered) -> None:
-    put_event(paths, "registered", fence, name=version.name, version=version.version, aliases=list(version.aliases))
+def _describe_version(version: Registered) -> dict[str, Any]:
+    return {"name": version.name, "version": version.version, "aliases": list(version.aliases)}
 
 
 def user_name() -> str:
@@ -254,10 +241,7 @@ class ExportOptions:
 
 
 def export_run(options: ExportOptions) -> dict[str, Any]:
-    """Writes the model of a checkpoint to a folder, without Ray and MLflow.
-
-    Returns:
-        The content of `export.json`.
+    """Writes the model of a checkpoint to a folder, without Ray and MLflow; returns the content of `export.json`.
 
     Raises:
         ConfigError: There is no such run or checkpoint, or the folder is taken.
@@ -276,20 +260,18 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
     data = job.config.data
     if data.eval_path is not None:
         job = replace(job, evaluation=open_evaluation_source(job.task, data.eval_path, data.read_task_mb))
-    return write_export(
-        job.task, load_model(job, commit), input_example(job), out, _source(job, commit), options.overwrite
-    )
+    model, source = load_model(job, commit), _source(job, commit)
+    return write_export(job.task, model, input_example(job), out, source, options.overwrite)
 
 
 def _source(job: Job, commit: Commit) -> dict[str, Any]:
     """Returns the run, the step, the digests and the metrics of an exported model."""
-    digests = {
-        "params_digest": commit.params_digest,
-        "config_digest": commit.config_digest,
-        "manifest_digest": commit.manifest_digest,
+    digests = {name: getattr(commit, name) for name in ("params_digest", "config_digest", "manifest_digest")}
+    metrics = {
+        name: value
+        for evaluation in read_evaluations(job.paths)
+        if (evaluation.step, evaluation.params_digest) == (commit.step, commit.params_digest)
+        for name, value in evaluation.metrics.items()
+        if isinstance(value, int | float)
     }
-    evaluations = [
-        e for e in read_evaluations(job.paths) if (e.step, e.params_digest) == (commit.step, commit.params_digest)
-    ]
-    metrics = {name: value for e in evaluations for name, value in e.metrics.items() if isinstance(value, int | float)}
     return {"run": job.paths.name, "step": commit.step, **digests, "metrics": metrics}

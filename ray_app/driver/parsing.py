@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader
@@ -49,17 +49,21 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def check_files(arguments: Sequence[str]) -> None:
-    """Checks the YAML files that a command line names with `--config`.
+    """Raises `ConfigError` for a YAML file in a command line (`--config`) that is broken or has a section twice.
 
-    Raises:
-        ConfigError: A file is not YAML, or has a section twice; the message names the file, the line and what to do.
+    The message names the file, the line and what to do.
     """
-    following = [*arguments[1:], ""]
-    for argument, next_argument in zip(arguments, following, strict=True):
+    for name, value in _named_values(arguments):
+        if name == "--config" and os.path.isfile(value):
+            _check_file(Path(value))
+
+
+def _named_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields each option of a command line with the value that it may have, in the same or in the next argument."""
+    for argument, next_argument in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals_sign, value = argument.partition("=")
-        path = value if equals_sign else next_argument
-        if name == "--config" and os.path.isfile(path):
-            _check_file(Path(path))
+        if name.startswith("--"):
+            yield name, value if equals_sign or next_argument.startswith("--") else next_argument
 
 
 def _check_file(file: Path) -> None:
@@ -86,14 +90,9 @@ def _check_file(file: Path) -> None:
 
 
 def check_import_paths(task: str, init_args: dict[str, Any]) -> None:
-    """Checks the import paths in the arguments of a task: models, losses, transforms, functions of a script.
+    """Raises `ConfigError` for an import path in the arguments of a task that cannot be imported, with similar names.
 
-    Args:
-        task: Class path of the task.
-        init_args: Its arguments.
-
-    Raises:
-        ConfigError: A class or function cannot be imported; the message names its field and similar names.
+    They are those of models, losses, transforms, and functions of a script.
     """
     functions = getattr(load_class(task), "functions", ())
     paths = [
@@ -123,6 +122,7 @@ def _class_paths(parent: str, value: Any) -> Iterator[tuple[str, str, str]]:
             yield from _class_paths(parent if name == "init_args" else f"{parent}.{name}", element)
 
 
+T = TypeVar("T")
 _GROUPS = "groups"
 """The key beside `class_path` and `init_args` of an optimizer, which the parser handles as one of `init_args`."""
 _UNTYPED = {"fail_untyped": False}
@@ -142,11 +142,9 @@ def load_config(path: str | os.PathLike[str] | None = None, **fields: Any) -> Co
     """
     arguments = ["--config", str(path)] if path is not None else []
     for name, value in fields.items():
-        text = (
-            value
-            if isinstance(value, str)
-            else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
-        )
+        text = value
+        if not isinstance(value, str):
+            text = yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
         arguments.append(f"--{name.replace('__', '.')}={text}")
     try:
         return parse(arguments, prog="load_config", exit_on_error=False)
@@ -177,20 +175,14 @@ def parse_with_sections(
     exit_on_error: bool = True,
     description: str = _TRAINS,
 ) -> tuple[Config, dict[str, Any]]:
-    """Parses a command line with sections that are not part of a run's configuration, such as options of a command.
+    """Parses a command line as `parse` does, with sections that are not part of a run's configuration.
 
     Args:
-        arguments: See `parse`.
         more: A dataclass for each additional section, by name.
-        prog: See `parse`.
-        exit_on_error: See `parse`.
         description: What the program does, for its help.
 
     Returns:
         The configuration, and the additional sections by name.
-
-    Raises:
-        ConfigError: See `parse`.
     """
     add_current_folder_to_path()
     parser = _parser(prog, description, exit_on_error, SECTIONS | more)
@@ -232,6 +224,14 @@ def parse_with_sections(
     config = from_dict(values)
     check_config(config)
     return config, more_sections
+
+
+def parse_options(kind: type[T], arguments: Sequence[str] | None, prog: str, description: str) -> T:
+    """Parses a command line with options that are the fields of a dataclass."""
+    add_current_folder_to_path()
+    parser = ArgumentParser(prog=prog, description=description)
+    parser.add_class_arguments(kind, None)
+    return kind(**parser.parse_args(arguments).as_dict())
 
 
 def add_current_folder_to_path() -> None:
@@ -290,12 +290,7 @@ class Parser(ArgumentParser):
 
 def _register_secrets_of(arguments: Sequence[str]) -> None:
     """Registers the secrets of a command line and of the files that it names, also if they contain errors."""
-    following = [*arguments[1:], ""]
-    for argument, next_argument in zip(arguments, following, strict=True):
-        name, equals_sign, value = argument.partition("=")
-        if not name.startswith("--"):
-            continue
-        value = value if equals_sign or next_argument.startswith("--") else next_argument
+    for name, value in _named_values(arguments):
         register_secrets({name.rpartition(".")[2].lstrip("-"): value})
         # The parser reports errors.
         with suppress(Exception):
@@ -315,32 +310,18 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
     )
     parser.fields = _fields(sections)
     parser.add_argument("--config", action="config", help="YAML file with any of the fields below; later ones win.")
-    parser.add_subclass_arguments(
-        Task,
-        "task",
-        instantiate=False,
-        required=True,
-        help="What is trained: class_path and init_args of a subclass of Task.",
+    task = "What is trained: class_path and init_args of a subclass of Task."
+    parser.add_subclass_arguments(Task, "task", instantiate=False, required=True, help=task)
+    optimizer = "The optimizer; default torch.optim.Adam."
+    parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, instantiate=False, help=optimizer)
+    schedule = "Learning-rate schedule, moved after every step; default none."
+    parser.add_subclass_arguments(LRScheduler, "schedule", instantiate=False, help=schedule)
+    optimizers = "Optimizers by name that take turns: class_path, init_args, groups, parameters, steps, schedule."
+    parser.add_argument("--optimizers", type=dict[str, dict[str, Any]] | None, default=None, help=optimizers)
+    observers = (
+        "Classes, derived from ray_app.Observer, that the driver tells what happens: class_path and init_args of each."
     )
-    parser.add_subclass_arguments(
-        Optimizer, "optimizer", skip={"params"}, instantiate=False, help="The optimizer; default torch.optim.Adam."
-    )
-    parser.add_subclass_arguments(
-        LRScheduler, "schedule", instantiate=False, help="Learning-rate schedule, moved after every step; default none."
-    )
-    parser.add_argument(
-        "--optimizers",
-        type=dict[str, dict[str, Any]] | None,
-        default=None,
-        help="Optimizers by name that take turns: class_path, init_args, groups, parameters, steps, schedule.",
-    )
-    parser.add_argument(
-        "--observers",
-        type=list[dict[str, Any]] | None,
-        default=None,
-        help="Classes, derived from ray_app.Observer, that the driver tells what happens: class_path and init_args of"
-        " each.",
-    )
+    parser.add_argument("--observers", type=list[dict[str, Any]] | None, default=None, help=observers)
     parser.add_argument("--seed", type=int, default=0, help="Everything random derives from it.")
     for name, section in sections.items():
         parser.add_class_arguments(section, name)
@@ -348,11 +329,7 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
 
 
 def _parse_optimizer(name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """Returns one of several optimizers, with its class and its schedule checked like those of a single optimizer.
-
-    Raises:
-        ConfigError: It has an unknown or mistyped field.
-    """
+    """Returns one of several optimizers, with its class and its schedule checked like those of a single optimizer."""
     field, allowed = f"optimizers.{name}", [item.name for item in dataclasses.fields(TurnSpec)]
     if unknown := spec.keys() - set(allowed):
         raise ConfigError(
@@ -380,11 +357,7 @@ def _parse_optimizer(name: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_optimizer_types(field: str, spec: dict[str, Any]) -> None:
-    """Checks the types of the fields that the parser does not check, where a text would count as a list of letters.
-
-    Raises:
-        ConfigError: `parameters` is not a list of texts, or `steps` is not a number.
-    """
+    """Checks the types of the fields that the parser does not check, where a text would count as a list of letters."""
     names, steps = spec.get("parameters", []), spec.get("steps", 1)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -415,7 +388,7 @@ def _fields(sections: dict[str, type]) -> list[str]:
 
 
 def _without_defaults(value: Any) -> Any:
-    """Returns the specification of a class, or of several, with only those arguments that differ from their defaults.
+    """Returns the specifications of classes with only those arguments that differ from their defaults.
 
     So an argument that a library adds later does not become a part of a run.
     """

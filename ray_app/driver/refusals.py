@@ -1,7 +1,4 @@
-"""Explanations of jsonargparse's errors in one line: the field, its value, and the nearest valid names.
-
-jsonargparse's messages contain these too, but between many lines about other alternatives.
-"""
+"""Explanations of jsonargparse's long errors in one line: the field, its value, and the nearest valid names."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ray_app.config.import_paths import load_class
 from ray_app.task.base import Task
 
 _BASES: dict[str, type] = {"task": Task, "optimizer": Optimizer, "schedule": LRScheduler}
@@ -51,9 +49,7 @@ _MAX_NAMES = 12
 def explain_error(message: str, fields: Iterable[str]) -> str:
     """Returns an explanation of an error of jsonargparse, or its message if the error is of an unknown kind.
 
-    Args:
-        message: The message of the error.
-        fields: The dotted names of the fields of a configuration.
+    `fields` are the dotted names of the fields of a configuration.
     """
     names = sorted(fields)
     if not names:
@@ -76,12 +72,11 @@ def explain_error(message: str, fields: Iterable[str]) -> str:
 
 def _explain_value(name: str, value: str, expected: list[tuple[str, str]]) -> str | None:
     """Returns what is wrong with the value of a field; None if the type of the field is not known."""
-    allowed = list(
-        dict.fromkeys(
-            f"one of {choices.replace(chr(39), '')}" if choices else _TYPE_NAMES.get(kind, kind)
-            for kind, choices in expected
-        )
+    texts = (
+        f"one of {choices.replace(chr(39), '')}" if choices else _TYPE_NAMES.get(kind, kind)
+        for kind, choices in expected
     )
+    allowed = list(dict.fromkeys(texts))
     if not allowed:
         return None
     quotes = ""
@@ -136,7 +131,7 @@ def _explain_argument_value(class_path: str, name: str, value: str) -> str | Non
             " weight_decay: 0.0."
         )
     try:
-        annotation = inspect.signature(_import(class_path)).parameters[name].annotation
+        annotation = inspect.signature(load_class(class_path)).parameters[name].annotation
     # The class may raise any error when it is imported or inspected.
     except Exception:
         return None
@@ -156,43 +151,29 @@ def _argument_of(text: str, name: str) -> Any:
 
 
 def _explain_field(option: str, name: str, fields: list[str]) -> str:
-    """Returns that a field does not exist, with the nearest name and the fields of its section.
-
-    Args:
-        option: The field as the user has written it.
-        name: Its dotted name.
-        fields: The dotted names of all fields.
-    """
-    section = name.rpartition(".")[0]
-    top = name.partition(".")[0]
+    """Returns that a field (`option` as the user wrote it) does not exist, with the nearest name and its section."""
+    section, top = name.rpartition(".")[0], name.partition(".")[0]
     if top in _BASES:
         return f"{option} is not a field; {top} has class_path and init_args."
-    nearest = _nearest(name, fields)
     siblings = [field.removeprefix(f"{section}.") for field in fields if section and field.startswith(f"{section}.")]
     sections = dict.fromkeys([*_BASES, *(field.partition(".")[0] for field in fields)])
     available = f"{section} has {', '.join(siblings)}." if siblings else f"Sections are {', '.join(sections)}."
-    return f"{option} is not a field.{f' Did you mean {nearest}?' if nearest else ''} {available}"
+    return f"{option} is not a field.{_suggest(name, fields)} {available}"
 
 
 def _explain_argument(field: str, class_path: str, argument: str) -> str:
     """Returns that a class has no argument of a name, with the nearest name and its arguments."""
     if argument in ("clas_path", "classpath", "class", "init_arg", "args", "kwargs"):
         return f"{field} has a key {argument!r}; it has class_path and init_args."
+    problem = f"{class_path} has no argument {argument!r}."
     try:
-        parameters = inspect.signature(_import(class_path)).parameters.values()
+        parameters = inspect.signature(load_class(class_path)).parameters.values()
     # The class may raise any error when it is imported or inspected.
     except Exception:
-        return f"{class_path} has no argument {argument!r}."
-    names = [
-        p.name
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in ("params", "optimizer")
-    ]
-    nearest = _nearest(argument, names)
-    return (
-        f"{class_path} has no argument {argument!r}.{f' Did you mean {nearest}?' if nearest else ''} It has"
-        f" {', '.join(names) or 'none'}."
-    )
+        return problem
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [name for name in named if name not in ("params", "optimizer")]
+    return f"{problem}{_suggest(argument, names)} It has {', '.join(names) or 'none'}."
 
 
 def explain_missing(class_path: str, base: type) -> str | None:
@@ -215,11 +196,7 @@ def explain_missing(class_path: str, base: type) -> str | None:
 
 
 def _import_part(parent: Any, path: str, name: str) -> Any:
-    """Returns the next part of an import path: a module, or an attribute of a module or a class.
-
-    Raises:
-        AttributeError: The part does not exist.
-    """
+    """Returns the next part of an import path: a module or an attribute; `AttributeError` if there is none."""
     if parent is None or isinstance(parent, ModuleType):
         try:
             return importlib.import_module(path)
@@ -233,53 +210,37 @@ def _import_part(parent: Any, path: str, name: str) -> Any:
 
 
 def _names_in(parent: Any, base: type, is_last: bool) -> list[str]:
-    """Returns the names that could follow in an import path.
+    """Returns the names that could follow in an import path after a module or class, or begin it (None).
 
-    Args:
-        parent: The module or class before; None at the beginning of the path.
-        base: The base class that the path has to name; `object` for any callable.
-        is_last: Whether it is the last part of the path.
+    `base` is the class that the path has to name the subclass of; `object` for any callable.
     """
     if parent is None:
         return [module.name for module in pkgutil.iter_modules()]
+    members = vars(parent).items()
     if base is object and is_last:
-        return sorted(name for name, value in vars(parent).items() if callable(value) and not name.startswith("_"))
-    classes = [
-        name
-        for name, value in vars(parent).items()
-        if isinstance(value, type) and issubclass(value, base) and value is not base
-    ]
+        return sorted(name for name, value in members if callable(value) and not name.startswith("_"))
+    classes = [n for n, value in members if isinstance(value, type) and issubclass(value, base) and value is not base]
     modules = [module.name for module in pkgutil.iter_modules(getattr(parent, "__path__", []))]
     return sorted(classes if is_last and classes else [*classes, *modules])
 
 
 def _explain_missing_part(class_path: str, before: str, part: str, names: list[str], after: list[str]) -> str:
-    """Returns the message about a missing part of an import path.
-
-    Args:
-        class_path: The whole path.
-        before: The path before the part.
-        part: The missing part.
-        names: Names that exist in its place.
-        after: The parts that follow.
-    """
-    problem = f"there is no module {part!r} where Python looks (the current folder, PYTHONPATH)"
-    if before:
-        problem = f"{before} has no {part!r}"
-    nearest = difflib.get_close_matches(part, names, 1, 0.6)
-    if nearest:
-        suggestion = ".".join([*([before] if before else []), nearest[0], *after])
-        return f"class_path is {class_path!r}, but {problem}. Did you mean {suggestion}?"
+    """Returns the message about a missing part of an import path, with the `names` that exist in its place."""
+    missing = f"there is no module {part!r} where Python looks (the current folder, PYTHONPATH)"
+    problem = f"class_path is {class_path!r}, but {f'{before} has no {part!r}' if before else missing}"
+    if nearest := _nearest(part, names):
+        return f"{problem}. Did you mean {'.'.join(filter(None, [before, nearest, *after]))}?"
     available = ""
     if before and names:
         available = f" It has {', '.join(names[:_MAX_NAMES])}{', ...' if len(names) > _MAX_NAMES else ''}."
-    return f"class_path is {class_path!r}, but {problem}.{available}"
+    return f"{problem}.{available}"
 
 
 def _nearest(name: str, names: list[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, names, 1, 0.6)), None)
 
 
-def _import(class_path: str) -> Any:
-    module, _, name = class_path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+def _suggest(name: str, names: list[str]) -> str:
+    """Returns a question with the nearest of some names; an empty text if none is near."""
+    nearest = _nearest(name, names)
+    return f" Did you mean {nearest}?" if nearest else ""

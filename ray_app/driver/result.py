@@ -20,7 +20,7 @@ from ray_app.models.export import read_decoded, read_rows
 from ray_app.report.comparison import Comparison, run_cell
 from ray_app.report.facts import read_facts
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
-from ray_app.runlog.journal import MetricsReader, StepRecord
+from ray_app.runlog.journal import StepRecord, read_records
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, to_location
 from ray_app.task.base import Batch, Task, WithoutTargets
@@ -34,7 +34,6 @@ class Result:
     """A run that has ended.
 
     Args:
-        path: The run's directory.
         summary: The content of `summary.json`.
         task: The prepared task; its `forward` runs the model on decoded fields.
     """
@@ -69,13 +68,10 @@ class Result:
         return RunPaths(self.path).checkpoint(commit.step, commit.fence)
 
     def load_model(self, checkpoint: str = "best") -> nn.Module:
-        """Loads a model in plain PyTorch, without Ray.
+        """Loads a model in plain PyTorch, without Ray, in evaluation mode and on the CPU.
 
         Args:
-            checkpoint: See `ExportOptions.checkpoint`.
-
-        Returns:
-            The model in evaluation mode, on the CPU.
+            checkpoint: See `ExportOptions.checkpoint`; so in the other methods.
 
         Raises:
             ConfigError: There is no checkpoint of this name.
@@ -84,33 +80,19 @@ class Result:
         return load_model(self._job, choose_checkpoint(self._job, checkpoint))
 
     def export(self, folder: str, checkpoint: str = "best", overwrite: bool = False) -> dict[str, Any]:
-        """Writes a model to a folder, as `ray-app export` does.
+        """Writes a model to a folder, as `ray-app export` does; returns the content of `export.json`. See `export_run`.
 
         `ray_app.load_model(folder)` loads it without Ray and MLflow.
-
-        Args:
-            folder: Folder of the export.
-            checkpoint: See `ExportOptions.checkpoint`.
-            overwrite: Replace an existing export.
-
-        Returns:
-            The content of `export.json`.
-
-        Raises:
-            RayAppError: See `export_run`.
         """
         return export_run(ExportOptions(str(self.path), folder, checkpoint, overwrite))
 
     def read(self, path: str) -> Batch:
-        """Reads a whole data set as input of the model, in this process.
+        """Reads a whole data set as input of the model, in this process: a tensor (rows, ...) for each decoded field.
 
         `result.task.forward(model, result.read(path))` runs the model on it.
 
         Args:
             path: Folder (or file) of Parquet, with the columns of the training data.
-
-        Returns:
-            A tensor for each decoded field, with the rows as its first axis.
 
         Raises:
             DataError: The data set does not exist, or cannot be decoded.
@@ -131,7 +113,6 @@ class Result:
 
         Raises:
             DataError: The data set does not exist, or cannot be decoded.
-            CheckpointError: There is no checkpoint, or it is damaged.
         """
         rows, batch_size = read_decoded(self.task, path), self._job.config.evaluate.batch_size
         return combine(
@@ -148,7 +129,7 @@ class Result:
 
         Returns:
             The result of `Task.predictions` by name, each (rows, ...) or `Ragged`: for a classification `predicted`,
-            `predicted_index` and `confidence`.
+                `predicted_index` and `confidence`.
 
         Raises:
             DataError: A column is missing.
@@ -175,9 +156,7 @@ class Result:
 
     def metrics(self) -> list[StepRecord]:
         """Returns the record of every step, in order."""
-        reader = MetricsReader(RunPaths(self.path))
-        reader.poll()
-        return [record for _, record in sorted(reader.records.items())]
+        return list(read_records(RunPaths(self.path))[0].values())
 
     def evaluations(self) -> list[Evaluation]:
         """Returns the evaluations by step."""

@@ -35,15 +35,7 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.driver.finalize import RunStatus, newest_commit, report_end, summarize, to_mlflow_status
 from ray_app.driver.model_export import REGISTRABLE, try_to_register
 from ray_app.driver.result import Result
-from ray_app.driver.services import (
-    EvaluatorClient,
-    load_observers,
-    make_board,
-    make_metrics,
-    make_observers,
-    make_sampler,
-    make_tracker,
-)
+from ray_app.driver.services import EvaluatorClient, load_observers, make_sampler, make_tracker
 from ray_app.driver.single import exclusive_process, train_single
 from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
@@ -62,6 +54,7 @@ from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, Phase, RendezvousStatus
 from ray_app.version import __version__
 from ray_app.watch.observers import Observers
+from ray_app.watch.prometheus import RunMetrics
 from ray_app.watch.terminal import RunConsole, SafeConsole, print_end
 
 logger = logging.getLogger(__name__)
@@ -100,15 +93,7 @@ class Faults:
 
 
 class Phases:
-    """Measures the seconds of each phase of a start.
-
-    Args:
-        since_s: When the first phase began, in seconds since 1970; None if that is not known, and then the first phase
-            is left out.
-
-    Attributes:
-        seconds: The seconds of the finished phases by name.
-    """
+    """Measures the seconds of each phase of a start; without its time (s since 1970) the first one is left out."""
 
     def __init__(self, since_s: float | None) -> None:
         self.seconds: dict[str, float] = {}
@@ -130,7 +115,6 @@ def run_training(
     Args:
         config: From `load_config`.
         console: Where progress is shown; by default standard output.
-        faults: For tests.
         observe: See `Observe`.
 
     Returns:
@@ -151,15 +135,11 @@ def open_run(
 ) -> Iterator[Run]:
     """Checks all that can be checked before anything is written, connects to the cluster and claims the run.
 
+    Raises what `run_training` raises.
+
     Args:
-        config: The run.
-        console: See `run_training`.
-        faults: See `run_training`.
         background: Leaves signals and progress to the foreground, such as a notebook.
         since_s: When the command was entered, in seconds since 1970; None without a command.
-
-    Raises:
-        RayAppError: See `run_training`.
     """
     phases = Phases(since_s)
     phases.end("command")
@@ -190,7 +170,8 @@ def open_run(
         with acquire_lease(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
             safe_console = SafeConsole(console)
-            safe_console.report_to(partial(_put_console_failed, prepared.job))
+            console_failed = partial(put_event, prepared.job.paths, "console_failed", lease.fence)
+            safe_console.report_to(lambda reason: console_failed(reason=reason))
             print_start(safe_console, prepared, max_workers)
             if prepared.changed_data:
                 put_event(prepared.job.paths, "data_changed", lease.fence, changed=list(prepared.changed_data))
@@ -199,33 +180,19 @@ def open_run(
             quiet_console = SafeConsole(Console(quiet=True, force_jupyter=False))
             progress = quiet_console if background else safe_console
             phases.end("claim")
-            yield Run(
-                prepared,
-                lease,
-                max_workers,
-                safe_console,
-                faults,
-                is_own_cluster,
-                interrupted,
-                progress,
-                phases.seconds,
-            )
+            consoles = safe_console, progress
+            yield Run(prepared, lease, max_workers, consoles, faults, is_own_cluster, interrupted, phases.seconds)
 
 
 class Run:
     """One start of a run, made by `open_run`.
 
     Args:
-        lease: The lease of the run's directory.
         max_workers: Maximum number of workers that fit into the cluster.
-        console: Shows messages.
+        consoles: The console for messages, and that for the progress of the steps.
         is_own_cluster: Whether the driver started the cluster, which then ends with it.
         interrupted: Set when the run is to stop.
-        progress: Shows the progress of the steps.
         phases: Seconds of the phases of the start.
-
-    Attributes:
-        job: The run, as the workers get it.
     """
 
     def __init__(
@@ -233,19 +200,18 @@ class Run:
         prepared: Prepared,
         lease: Lease,
         max_workers: int,
-        console: SafeConsole,
+        consoles: tuple[SafeConsole, SafeConsole],
         faults: Faults,
         is_own_cluster: bool,
         interrupted: threading.Event,
-        progress: SafeConsole,
         phases: dict[str, float],
     ) -> None:
         self.job = prepared.job
-        self._evaluation = prepared.evaluation
         self._config = prepared.job.config
+        self._evaluation = prepared.evaluation
         self._phases = phases
         self._max_workers = max_workers
-        self._console, self._progress = console, progress
+        self._console, self._progress = consoles
         self._faults = faults
         self._is_own_cluster = is_own_cluster
         self._stops_early = False
@@ -274,8 +240,8 @@ class Run:
         }
         put_event(job.paths, "started", job.fence, **facts)
         tracker = make_tracker(job, self._console)
-        board = make_board(job)
-        observers = make_observers(job)
+        board = EventFileWriter(job.paths, job.config) if job.config.tracking.tensorboard else None
+        observers = Observers(job, load_observers(job.config))
         recorders = [recorder for recorder in (tracker, board) if recorder is not None]
         for recorder in recorders:
             recorder.start()
@@ -319,7 +285,7 @@ class Run:
                 raise self._error
             status = _retry(self._status)
             _retry(lambda: self._put_end(status))
-            summary = _retry(lambda: self._put_summary(status))
+            summary = _retry(lambda: _put_new_summary(job, status))
         except (LeaseLostError, OSError) as error:
             # The next start records how this one ended.
             for recorder in (tracker, board):
@@ -336,13 +302,15 @@ class Run:
                 try_to_register(job)
             # Only now the ids of the run and its model in MLflow are known, so the summary is written again.
             try:
-                summary = _retry(lambda: self._put_summary(status))
+                summary = _retry(lambda: _put_new_summary(job, status))
             except OSError as error:
                 logger.warning("summary.json has not what MLflow calls the run: %s", error)
         observers.ended(status, summary)
         tracking_uri = redact(default_tracking_uri(self._config)) if tracker is not None else None
         with self._console.guarded():
-            warn_of_changed_environment(self._console, job)
+            for event in read_events(job.paths, "environment_changed"):
+                if event.fence == job.fence:
+                    self._console.print(_CHANGED_ENVIRONMENT.format(**event.details))
             print_end(self._console, job, summary, facts, tracking_uri)
         if self._error is not None:
             raise self._error
@@ -354,20 +322,12 @@ class Run:
         if not put_event(self.job.paths, kind, self.job.fence, reason=str(self._error) if self._error else None):
             raise OSError(f"the end of the run could not be recorded in {self.job.paths.root}")
 
-    def _put_summary(self, status: RunStatus) -> dict[str, Any]:
-        summary = summarize(self.job, status)
-        put_summary(self.job.paths, summary)
-        return summary
-
     def _is_complete(self) -> bool:
         newest = newest_commit(self.job)
         return (newest is not None and newest.step >= self.job.total_steps) or self._is_over()
 
     def _is_over_and_intact(self) -> bool:
-        """Returns whether there is nothing to train and the newest checkpoint is intact.
-
-        A start that trains verifies the checkpoint when it restores it; one that does not train verifies it here.
-        """
+        """Returns whether there is nothing to train, and verifies the newest checkpoint, which no restore does then."""
         if not self._is_complete():
             return False
         CheckpointStore(self.job.paths).load_newest(partial(record_fallback, self.job))
@@ -390,9 +350,8 @@ class Run:
         job = self.job
         worker_args = start_actors(stack, job, self._faults.train)
         rendezvous = worker_args.rendezvous
-        console = RunConsole(
-            job, self._config.scaling.worker_limit, self._progress, evaluator.waiting, make_metrics(job)
-        )
+        max_workers, metrics = self._config.scaling.worker_limit, RunMetrics(job.paths.name)
+        console = RunConsole(job, max_workers, self._progress, evaluator.waiting, metrics)
         with console as run_console, TrainThread(worker_args, self._max_workers) as thread:
             is_stop_printed = False
             polled_s = time.monotonic()
@@ -448,16 +407,18 @@ class Run:
         return "finished" if self._is_complete() and not is_undecided else "interrupted"
 
 
+def _put_new_summary(job: Job, status: RunStatus) -> dict[str, Any]:
+    summary = summarize(job, status)
+    put_summary(job.paths, summary)
+    return summary
+
+
 def _reply(ref: ray.ObjectRef) -> Any:
     """Returns the rendezvous' reply; None if there is none in time, such as without free CPUs or file descriptors."""
     try:
         return ray.get(ref, timeout=_REPLY_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError:
         return None
-
-
-def _put_console_failed(job: Job, reason: str) -> None:
-    put_event(job.paths, "console_failed", job.fence, reason=reason)
 
 
 def _retry(work: Callable[[], T]) -> T:
@@ -484,30 +445,28 @@ class WaitLimits:
             status: The rendezvous' status; None if it does not reply.
             phases: The phases of the workers if the run is to stop; otherwise None.
         """
-        reason, limit_s = self._waits_for(status, phases)
+        reason = self._waits_for(status, phases)
+        limit_s = END_LIMIT_S if phases is None else STOP_LIMIT_S
         step = status.step if status is not None else self._step
         if reason != self._reason or step != self._step:
             self._reason = reason
             self._step, self._since_s = step, now_s
         return f"{reason} for {limit_s:g} s" if reason and now_s - self._since_s >= limit_s else None
 
-    def _waits_for(self, status: RendezvousStatus | None, phases: Collection[Phase] | None) -> tuple[str, float]:
-        """Returns what the run waits for, an empty text if there is no limit for it, and the limit in seconds."""
+    def _waits_for(self, status: RendezvousStatus | None, phases: Collection[Phase] | None) -> str:
+        """Returns what the run waits for; an empty text if there is no limit for it."""
+        has_workers = status is None or bool(status.live or status.leaving)
         if phases is None:
-            has_ended = (
-                status is not None and status.step >= self._total_steps and not status.live and not status.leaving
-            )
+            has_ended = status is not None and status.step >= self._total_steps and not has_workers
             reason = "all steps are done, all workers have left, and Ray Train's controller has not ended"
-            return reason if has_ended else "", END_LIMIT_S
+            return reason if has_ended else ""
         if status is None:
-            return "the rendezvous has not answered", STOP_LIMIT_S
+            return "the rendezvous has not answered"
         if "data" in phases:
-            return "a worker has waited for data", STOP_LIMIT_S
-        if not status.live and not status.leaving:
-            return "there has been no worker, and the controller has not ended", STOP_LIMIT_S
-        if not phases:
-            return "the workers have formed no group", STOP_LIMIT_S
-        return "", STOP_LIMIT_S
+            return "a worker has waited for data"
+        if not has_workers:
+            return "there has been no worker, and the controller has not ended"
+        return "" if phases else "the workers have formed no group"
 
 
 def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> None:
@@ -518,23 +477,23 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
     if (submission := ray_job()) is not None and submission["page"] is not None:
         submission_id = f" ({submission['submission_id']})" if submission["submission_id"] else ""
         console.print(f"Ray job {submission['job_id']}{submission_id}: {submission['page']}")
+    warnings = list[str]()
     if "_ray_pkg_" in str(job.paths.root):
-        console.print(
-            "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set"
+        warnings.append(
+            "this run is stored inside the job's own copy of the working directory, which Ray removes; set"
             " run.storage_path to a folder that all nodes share."
         )
     if prepared.changed:
-        console.print(
-            f"Warning: {job.paths.name} goes on with other code than at its last start: {', '.join(prepared.changed)}."
-            " Its result will be that of neither; run.changed_code: refuse does not start such a run.",
+        warnings.append(
+            f"{job.paths.name} goes on with other code than at its last start: {', '.join(prepared.changed)}."
+            " Its result will be that of neither; run.changed_code: refuse does not start such a run."
         )
     if prepared.changed_data:
-        console.print(
-            f"Warning: the data of {job.paths.name} was changed since its last start:"
-            f" {'; '.join(prepared.changed_data)}. Its result and its evaluations will be of both;"
-            " run.changed_data: refuse does not start such a run.",
+        warnings.append(
+            f"the data of {job.paths.name} was changed since its last start: {'; '.join(prepared.changed_data)}. Its"
+            " result and its evaluations will be of both; run.changed_data: refuse does not start such a run."
         )
-    for line in prepared.data:
+    for line in [*(f"Warning: {text}" for text in warnings), *prepared.data]:
         console.print(line)
     for warning in prepared.warnings:
         console.print(f"Warning: {warning}")
@@ -583,10 +542,3 @@ def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
     if not scaling.gpus_per_worker:
         advice = "This run computes on CPUs; set scaling.gpus_per_worker to 1 to train on GPUs."
     return f"{idle} of the {gpus:g} GPUs of the cluster are not used by this run. {advice}"
-
-
-def warn_of_changed_environment(console: SafeConsole, job: Job) -> None:
-    """Prints a warning for every change of the environment during this start."""
-    for event in read_events(job.paths, "environment_changed"):
-        if event.fence == job.fence:
-            console.print(_CHANGED_ENVIRONMENT.format(**event.details))

@@ -1,8 +1,4 @@
-"""The services that a run starts beside training.
-
-These are the tracker for MLflow, the writer of TensorBoard's files, metrics, observers, the sampler of the nodes, and
-the evaluator with the driver's client of it.
-"""
+"""The services that a run starts beside training: tracker, observers, sampler, the evaluator with its client, ..."""
 
 from __future__ import annotations
 
@@ -22,11 +18,10 @@ from ray_app.errors import ConfigError, DataError, EvaluationError
 from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.preflight.changes import fill_defaults
 from ray_app.track.mlflow_client import DataSet
-from ray_app.track.tensorboard import EventFileWriter
 from ray_app.track.tracker import Tracker, make_run_tags
 from ray_app.train.job import Job
 from ray_app.watch.node_sampler import NodeSampler
-from ray_app.watch.observers import Observer, Observers
+from ray_app.watch.observers import Observer
 from ray_app.watch.prometheus import RunMetrics
 from ray_app.watch.terminal import SafeConsole
 
@@ -52,33 +47,15 @@ def make_tracker(job: Job, console: SafeConsole) -> Tracker | None:
         evaluated = job.evaluation.manifest
         datasets.append(DataSet("evaluation", str(config.data.eval_path), evaluated.digest, evaluated.num_rows))
     tags, submission = make_run_tags(config, manifest.digest), ray_job()
-    if submission is None or submission["page"] is None:
-        return Tracker(job.paths, fill_defaults(config)[0], tags, config.tracking.every_steps, datasets)
-    tags["ray_app.ray_job"] = submission["page"]
-    return Tracker(job.paths, fill_defaults(config)[0], tags, config.tracking.every_steps, datasets, say=console.print)
-
-
-def make_board(job: Job) -> EventFileWriter | None:
-    """Returns the writer of TensorBoard's event files, which the caller starts; None if it is not configured."""
-    return EventFileWriter(job.paths, job.config) if job.config.tracking.tensorboard else None
-
-
-def make_metrics(job: Job) -> RunMetrics:
-    """Returns the metrics of a run for Ray's metrics agent, which have no effect without an agent."""
-    return RunMetrics(job.paths.name)
-
-
-def make_observers(job: Job) -> Observers:
-    """Returns the observers of a run; the caller enters their context."""
-    return Observers(job, load_observers(job.config))
+    has_page = submission is not None and submission["page"] is not None
+    if submission is not None and has_page:
+        tags["ray_app.ray_job"] = submission["page"]
+    say = console.print if has_page else None
+    return Tracker(job.paths, fill_defaults(config)[0], tags, config.tracking.every_steps, datasets, say=say)
 
 
 def load_observers(config: Config) -> list[Observer]:
-    """Makes the observers that a configuration names.
-
-    Raises:
-        ConfigError: An observer cannot be made.
-    """
+    """Makes the observers that a configuration names; raises `ConfigError` if one cannot be made."""
     observers = list[Observer]()
     for spec in config.observers or []:
         try:
@@ -135,11 +112,7 @@ class EvaluatorClient:
             self._evaluator.end()
 
     def waiting(self) -> list[Commit]:
-        """Returns the checkpoints that wait for an evaluation.
-
-        Raises:
-            OSError: The storage does not answer.
-        """
+        """Returns the checkpoints that wait for an evaluation; raises `OSError` if the storage does not answer."""
         if self._job is None or self._metrics is None:
             return []
         waiting = pending_commits(self._job)
@@ -147,11 +120,7 @@ class EvaluatorClient:
         return waiting
 
     def finish(self, is_over: Callable[[], bool], console: SafeConsole) -> bool:
-        """Waits until the evaluator has caught up, at most `evaluate.drain_timeout_s`.
-
-        Args:
-            is_over: Returns whether to stop waiting.
-            console: Where to print that the evaluator has not caught up.
+        """Waits until the evaluator has caught up, at most `evaluate.drain_timeout_s`, or until `is_over` says to stop.
 
         Returns:
             Whether the evaluations are complete: the next start would have none to catch up.

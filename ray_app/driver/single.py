@@ -1,6 +1,6 @@
-"""Training in the calling process and thread, with `train.strategy: single`, while another thread shows progress.
+"""Training in the calling process and thread (`train.strategy: single`), for debugging with breakpoints.
 
-It is for debugging with breakpoints. The result is bit-identical to that of workers.
+Another thread shows progress. The result is bit-identical to that of workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ray_app.data.local_readers import choose_fetch, load_all
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import CachedWindows, Windows
-from ray_app.driver.services import make_metrics
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
 from ray_app.storage.files import poll_interval_s
@@ -27,17 +26,12 @@ from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
 from ray_app.watch.node_sampler import NodeSampler
+from ray_app.watch.prometheus import RunMetrics
 from ray_app.watch.terminal import RunConsole, SafeConsole
 
 
 def train_in_process(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> None:
-    """Trains in this process; blocks until the run ends or is to stop. An error ends the run, without a retry.
-
-    Args:
-        job: What to train.
-        membership: The membership of this process.
-        hooks: For fault tests.
-    """
+    """Trains in this process; blocks until the run ends or is to stop. An error ends the run, without a retry."""
     device = torch.device("cuda", 0) if job.config.scaling.gpus_per_worker else torch.device("cpu")
     evaluation = job.evaluation
     load = (
@@ -64,17 +58,7 @@ _process_lock = threading.Lock()
 
 @contextmanager
 def exclusive_process(config: Config, background: bool) -> Iterator[None]:
-    """Reserves this process for a run that trains in it.
-
-    torch's generators belong to the process, so no other code may draw from them meanwhile.
-
-    Args:
-        config: The run.
-        background: Whether other code of the user runs concurrently.
-
-    Raises:
-        ConfigError: Other code could draw from the generators.
-    """
+    """Reserves this process and its generators for a run that trains in it; raises `ConfigError` if others may draw."""
     if config.train.strategy != "single":
         yield
         return
@@ -106,12 +90,9 @@ def train_single(
     """Trains in this thread and shows progress in another, as plain lines, which leave the terminal to a debugger.
 
     Args:
-        job: What to train.
         stops: Returns whether to stop; its argument says whether to read the evaluations for that.
         sampler: Samples the nodes, and gets the step of the run.
-        console: Where progress is shown.
         waiting: Returns the checkpoints that wait for the evaluator.
-        hooks: For fault tests.
     """
     membership = SingleProcessMembership(job.plan.logical_workers, lambda: stops(False))
     plain_console = console.as_plain()
@@ -119,7 +100,7 @@ def train_single(
 
     def watch() -> None:
         polled_s = 0.0
-        with RunConsole(job, 1, plain_console, waiting, make_metrics(job)) as run_console:
+        with RunConsole(job, 1, plain_console, waiting, RunMetrics(job.paths.name)) as run_console:
             while not ended.wait(_CHECK_S):
                 if time.monotonic() - polled_s > poll_interval_s(job.paths.root):
                     polled_s = time.monotonic()

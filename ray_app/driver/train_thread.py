@@ -29,15 +29,9 @@ _ABANDON_S = 15.0
 
 
 def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
-    """Starts the rendezvous and, if they are configured, snapshot actors, memory caches and parameter servers.
+    """Starts the actors that the workers share, which end with the stack; returns the arguments of every worker.
 
-    Args:
-        stack: Ends the actors when it is closed.
-        job: The run.
-        hooks: For fault tests.
-
-    Returns:
-        The arguments of every worker.
+    They are the rendezvous and, if configured, snapshot actors, memory caches and parameter servers.
     """
     config = job.config
     # Fewer workers would not have the memory with `fsdp`. With other strategies those that remain go on.
@@ -84,16 +78,9 @@ def _end_actor(actor: ActorHandle) -> None:
 
 
 class TrainThread(threading.Thread):
-    """Trains while its context lasts.
+    """Trains while its context lasts; `error` is what ended the run, None if nothing did.
 
     If the caller leaves the context before training has ended, the run is abandoned and its workers are ended.
-
-    Args:
-        args: See `fit`.
-        max_workers: See `fit`.
-
-    Attributes:
-        error: The error that ended the run; None if there is none.
     """
 
     def __init__(self, args: WorkerArgs, max_workers: int) -> None:
@@ -116,10 +103,7 @@ class TrainThread(threading.Thread):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Waits until the workers have ended, which they have if the thread has ended.
-
-        If both threads have an error, that of this thread is the cause and is raised.
-        """
+        """Waits until the workers have ended; if both threads have an error, that of this thread is raised."""
         self._abandoned.set()
         self.join(_ABANDON_S)
         if isinstance(error, Exception) and self.error is not None:

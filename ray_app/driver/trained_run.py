@@ -1,7 +1,4 @@
-"""Trained runs, read from their directories: the prepared task, the choice of a checkpoint, and its model.
-
-`send_to_mlflow` sends to MLflow what it lacks of a run that has ended.
-"""
+"""Trained runs, read from their directories: the prepared task, the choice of a checkpoint, and its model."""
 
 from __future__ import annotations
 
@@ -62,11 +59,7 @@ def load_trained_job(paths: RunPaths) -> Job:
 
 
 def open_training_data(paths: RunPaths, config: Config) -> Dataset:
-    """Opens the data on which a run was trained.
-
-    Raises:
-        DataError: The data has changed since.
-    """
+    """Opens the data on which a run was trained; raises `DataError` if it has changed since."""
     dataset = open_dataset(config.data.path)
     if dataset.manifest.digest != read_manifest(paths).digest:
         raise DataError(
@@ -77,12 +70,7 @@ def open_training_data(paths: RunPaths, config: Config) -> Dataset:
 
 
 def choose_checkpoint(job: Job, name: str) -> Commit:
-    """Returns the checkpoint of a run that a name stands for.
-
-    Args:
-        job: The run.
-        name: `best` by the evaluation metric, `newest`, or the name of a checkpoint below `checkpoints`, such as
-            `step-00000120-0003` or `step-120`.
+    """Returns the checkpoint of a run that a name stands for, see `ExportOptions.checkpoint`.
 
     Raises:
         ConfigError: There is no checkpoint of this name.
@@ -93,53 +81,35 @@ def choose_checkpoint(job: Job, name: str) -> Commit:
     commits = _commits(job)
     if name == "newest":
         return commits[-1]
-    match = _STEP.fullmatch(name)
-    matching = [
-        c for c in commits if match and c.step == int(match[1]) and (match[2] is None or c.fence == int(match[2]))
-    ]
-    if not matching:
-        valid = ", ".join(job.paths.checkpoint(c.step, c.fence).name for c in commits)
-        raise ConfigError(
-            f"The run {job.paths.name!r} has no checkpoint {name!r}; it must be best, newest or one of {valid}."
-        )
-    return matching[-1]
+    if match := _STEP.fullmatch(name):
+        same_step = [c for c in commits if c.step == int(match[1])]
+        if matching := [c for c in same_step if match[2] is None or c.fence == int(match[2])]:
+            return matching[-1]
+    valid = ", ".join(job.paths.checkpoint(c.step, c.fence).name for c in commits)
+    raise ConfigError(
+        f"The run {job.paths.name!r} has no checkpoint {name!r}; it must be best, newest or one of {valid}."
+    )
 
 
 def best_commit(job: Job) -> tuple[Commit, Evaluation | None]:
-    """Returns the existing checkpoint with the best evaluation, or the newest if none of them was evaluated.
-
-    Raises:
-        CheckpointError: There is no checkpoint.
-    """
+    """Returns the existing checkpoint with the best evaluation, or the newest if none of them was evaluated."""
     commits = {(c.step, c.params_digest): c for c in _commits(job)}
     evaluations = job.best_first()
     existing = [(commits[key], e) for e in evaluations if (key := (e.step, e.params_digest)) in commits]
     commit, evaluation = existing[0] if existing else (list(commits.values())[-1], None)
     if not any(math.isfinite(e.metrics[job.best_metric]) for e in evaluations) and read_scores(job.paths):
-        logger.warning(
-            "%s is not a number in any evaluation of %s, so none says which checkpoint is best; that of step %d is"
-            " taken.",
-            job.best_metric,
-            job.paths.name,
-            commit.step,
-        )
+        problem = f"{job.best_metric} is not a number in any evaluation of {job.paths.name}"
+        logger.warning("%s, so none says which checkpoint is best; that of step %d is taken.", problem, commit.step)
         return commit, None
     if evaluations and evaluation is not evaluations[0]:
-        logger.warning(
-            "The best checkpoint, of step %d, is gone (checkpoint.keep_best); %s is taken: step %d.",
-            evaluations[0].step,
-            "the newest" if evaluation is None else "the best of the others",
-            commit.step,
-        )
+        problem = f"The best checkpoint, of step {evaluations[0].step}, is gone (checkpoint.keep_best)"
+        substitute = "the newest" if evaluation is None else "the best of the others"
+        logger.warning("%s; %s is taken: step %d.", problem, substitute, commit.step)
     return commit, evaluation
 
 
 def load_model(job: Job, commit: Commit) -> torch.nn.Module:
-    """Returns the model of a checkpoint, on the CPU and in evaluation mode, after a check of its parameters' digest.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged.
-    """
+    """Returns the model of a checkpoint, on the CPU and in evaluation mode, after a check of its parameters' digest."""
     model = job.task.build_model()
     model.load_state_dict(unpack_model(CheckpointStore(job.paths).load(commit)))
     if params_digest(model.state_dict()) != commit.params_digest:
@@ -148,11 +118,7 @@ def load_model(job: Job, commit: Commit) -> torch.nn.Module:
 
 
 def _commits(job: Job) -> list[Commit]:
-    """Returns the checkpoints of a run.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """Returns the checkpoints of a run, at least one."""
     commits = CheckpointStore(job.paths).commits()
     if not commits:
         raise CheckpointError(f"{job.paths.root} holds no committed checkpoint yet.")
@@ -161,14 +127,9 @@ def _commits(job: Job) -> list[Commit]:
 
 @dataclass(frozen=True)
 class SentSummary:
-    """A summary of what was sent to MLflow.
+    """What was sent to MLflow: the points that it lacked, those of `evaluations` included, and the run's status there.
 
-    Args:
-        run_id: Id of the MLflow run.
-        uri: Address of MLflow, without credentials.
-        status: MLflow's name of the run's status.
-        points: Number of points that MLflow lacked, those of evaluations included.
-        evaluations: Number of evaluations that MLflow lacked.
+    `uri` is without credentials.
     """
 
     run_id: str
@@ -182,7 +143,6 @@ def send_to_mlflow(root: str, uri: str | None = None, experiment: str | None = N
     """Sends what MLflow lacks of a run without a driver, each point once, and in the order of the record.
 
     Args:
-        root: The run's directory, as a path or an S3 URI.
         uri: MLflow tracking URI; by default that of the run.
         experiment: Name of the experiment, for a run that MLflow does not have; by default that of the run.
 
@@ -212,10 +172,5 @@ def send_to_mlflow(root: str, uri: str | None = None, experiment: str | None = N
             ) from error
         if (read_json(paths.summary) or {}).get("mlflow_run_id") != tracker.run_id:
             put_summary(paths, summarize(job, status))
-        return SentSummary(
-            str(tracker.run_id),
-            redact(tracker.uri),
-            to_mlflow_status(status),
-            tracker.sent_points,
-            tracker.sent_evaluations,
-        )
+        sent = tracker.sent_points, tracker.sent_evaluations
+        return SentSummary(str(tracker.run_id), redact(tracker.uri), to_mlflow_status(status), *sent)

@@ -55,7 +55,6 @@ class Evaluator:
     """Follows the checkpoints of one run until it is stopped. An actor, see `start_evaluator`.
 
     Args:
-        job: The settings and the data.
         fetch: Runs the read tasks.
         before_evaluation: Called before each evaluation, for fault tests.
         when_orphaned: Called with the run's directory when the driver is gone and everything is evaluated, and again if
@@ -345,12 +344,7 @@ def start_evaluator(
     """Pins the checkpoints, starts the evaluator actor with its resources, and returns its handle.
 
     Ray restarts the actor whenever it dies; an unfinished evaluation is then repeated. It fails for good after three
-    deaths at one checkpoint.
-
-    Args:
-        job: The settings and the data.
-        before_evaluation: Called before each evaluation, for fault tests.
-        when_orphaned: See `Evaluator`; with it the actor outlives the driver.
+    deaths at one checkpoint. With `when_orphaned` it outlives the driver.
     """
     done = last_evaluated(evaluated_steps(job.paths, job.name))
     CheckpointStore(job.paths).put_pin(job.evaluator_id, job.make_pin(done, time.time() + PIN_LIFE_S))

@@ -20,10 +20,6 @@ class EvaluationJob:
 
     Args:
         section: The configuration of evaluation.
-        task: The prepared task.
-        run_root: The run's directory.
-        fence: Number of the driver's start.
-        data: The evaluation data.
         name: Name of an additional evaluator; None for the evaluator that belongs to the run.
         attached: Whether it belongs to another job than the run's driver.
         deterministic: Whether it computes with deterministic kernels, as the workers do with `reduction: exact`.

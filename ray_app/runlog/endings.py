@@ -29,7 +29,6 @@ class RunEnd:
     """How a run ended.
 
     Args:
-        run: Name of the run.
         ended_s: Time of the end, seconds since 1970 (UTC).
         metric: `metric_key` of the metric that decides; empty if the run did not finish, or was not evaluated.
         value: The best value of that metric; NaN without one.
@@ -47,21 +46,13 @@ class RunEnd:
 
     @classmethod
     def from_name(cls, name: str) -> RunEnd:
-        """Returns the end that the name of a file contains.
-
-        Raises:
-            ValueError: The name contains none.
-        """
+        """Returns the end that the name of a file contains; raises `ValueError` if it contains none."""
         run, ended_s, metric, value = name.split(",")
         return cls(run, float(ended_s), metric, float(value))
 
     @classmethod
     def from_summary(cls, run: str, summary: Any) -> RunEnd:
-        """Returns the end that a `summary.json` contains.
-
-        Raises:
-            ValueError, KeyError, TypeError, AttributeError: The summary contains none.
-        """
+        """Returns the end that a `summary.json` contains; raises one of `_NO_END_ERRORS` if it contains none."""
         ended_s, best = float(summary["ended_s"]), summary["best"]
         if summary["status"] not in ("finished", "stopped_early") or best is None or best["value"] is None:
             return cls(run, ended_s)
@@ -74,11 +65,7 @@ def metric_key(metric: str) -> str:
 
 
 def put_summary(paths: RunPaths, summary: dict[str, Any]) -> None:
-    """Writes a run's `summary.json`, and the file with its end in the folder of all runs.
-
-    Raises:
-        OSError: The storage refuses the summary.
-    """
+    """Writes a run's `summary.json`, and the file with its end in the folder of all runs; only the summary may fail."""
     put_json(paths.summary, summary)
     try:
         end = RunEnd.from_summary(paths.name, summary)
@@ -91,13 +78,7 @@ def put_summary(paths: RunPaths, summary: dict[str, Any]) -> None:
 
 
 def read_ends(storage: Location) -> list[RunEnd]:
-    """Returns the ends of all runs in a folder.
-
-    The summary of a run without a file for its end is read, and the file is written.
-
-    Raises:
-        OSError: The storage does not answer.
-    """
+    """Returns the ends of all runs in a folder; a file that is missing is made from the summary of its run."""
     listed: dict[str, RunEnd] = {}
     for name in list_files(storage / _FOLDER):
         try:

@@ -41,11 +41,9 @@ class Evaluation:
 
     Args:
         step: Number of finished steps of the checkpoint.
-        epoch: Epoch of the checkpoint.
         params_digest: Digest of the parameters that were evaluated.
         metrics: Values of the metrics by name.
         rows: Number of evaluated rows.
-        duration_s: Seconds that the evaluation took.
         time_s: When the evaluation ended, in seconds since 1970 (UTC).
         data_digest: Digest of the evaluation data's manifest.
         behind: Number of other checkpoints that waited to be evaluated when this evaluation started.
@@ -71,13 +69,7 @@ class Evaluation:
 
 
 def put_evaluation(paths: RunPaths, evaluation: Evaluation, name: str | None = None) -> bool:
-    """Records an evaluation, unless the evaluator has recorded one of the same step; returns whether it did.
-
-    Args:
-        paths: The run.
-        evaluation: The evaluation.
-        name: Name of the evaluator; None is the evaluator of the run itself.
-    """
+    """Records the evaluation of a (named) evaluator, unless it has recorded one of the same step; returns whether."""
     return put_json(paths.evaluation(evaluation.step, name), add_version(asdict(evaluation)), if_absent=True)
 
 
@@ -85,9 +77,6 @@ def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluatio
     """Returns the evaluations of one evaluator in the order of their steps, with their tables and examples.
 
     Damaged files are left out, with a warning.
-
-    Raises:
-        OSError: The storage does not answer.
     """
     files = [file for path, file in list_tree(paths.evaluations_of(name)).items() if _is_evaluation(path)]
     evaluations = map(_parse_evaluation, files, read_all(files))
@@ -97,11 +86,7 @@ def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluatio
 def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
     """Returns the evaluations of one evaluator in the order of their steps, without tables, classes and examples.
 
-    A process reads each version of a file once, so that frequent calls are cheap. Damaged files are left out, with a
-    warning.
-
-    Raises:
-        OSError: The storage does not answer.
+    A process reads each version of a file once. Damaged files are left out, with a warning.
     """
     folder = paths.evaluations_of(name)
     files = [file for path, file in list_tree(folder).items() if _is_evaluation(path)]
@@ -149,14 +134,9 @@ def _is_evaluation(file: str) -> bool:
 
 
 def rank_evaluations(evaluations: list[Evaluation], metric: str, mode: str) -> list[Evaluation]:
-    """Returns the evaluations from best to worst by a metric; among equal values the earlier step comes first.
+    """Returns the evaluations that have a metric, from best to worst; among equal values the earlier step comes first.
 
-    Evaluations without the metric, or with NaN, are left out.
-
-    Args:
-        evaluations: The evaluations.
-        metric: Name of the metric.
-        mode: Whether higher (`max`) or lower (`min`) is better.
+    Evaluations with NaN are left out. With `mode` `max` higher values are better, with `min` lower ones.
     """
     # NaN is the only value that differs from itself.
     usable = [e for e in evaluations if e.metrics.get(metric) is not None and e.metrics[metric] == e.metrics[metric]]
@@ -169,8 +149,7 @@ class Verdict:
 
     Args:
         stop_step: Step of the planned checkpoint at which patience ran out; later checkpoints do not count.
-        best_step: Step of the best planned checkpoint up to `stop_step`, which is the result of the run; among equal
-            values the earliest.
+        best_step: Step of the best planned checkpoint up to then, the result of the run; of equal values the earliest.
     """
 
     stop_step: int
@@ -219,11 +198,8 @@ def early_stop(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
     """Returns the verdict of early stopping on a run; None if training goes on.
 
     Args:
-        paths: The run.
-        section: The section `evaluate` of the configuration, for `patience` and `min_delta`.
         metric: Name of the metric that decides which evaluation is best.
         mode: Whether higher (`max`) or lower (`min`) is better.
-        planned: Returns the steps of the planned checkpoints that are evaluated.
     """
     if section.patience is None:
         return None
@@ -243,18 +219,11 @@ def early_stop(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
 def rank_candidates(
     paths: RunPaths, section: EvaluateSection, metric: str, mode: str, planned: Planned
 ) -> list[Evaluation]:
-    """Returns the evaluations of checkpoints that may be the result of the run, from best to worst.
+    """Returns the evaluations of checkpoints that may be the result of the run, from best to worst; see `early_stop`.
 
     Only evaluations on the newest evaluation data count; with patience only those of planned checkpoints, up to the
     step at which the run stops. If the metric is NaN in all of the latter, the first one is returned alone, since
     `Verdict` names its checkpoint, which has to be kept.
-
-    Args:
-        paths: The run.
-        section: The section `evaluate` of the configuration, for `patience` and `min_delta`.
-        metric: Name of the metric that decides which evaluation is best.
-        mode: Whether higher (`max`) or lower (`min`) is better.
-        planned: Returns the steps of the planned checkpoints that are evaluated.
     """
     evaluations = read_scores(paths)
     newest = max(evaluations, key=lambda e: e.time_s, default=None)

@@ -25,10 +25,7 @@ def world_sizes(records: Iterable[StepRecord]) -> list[list[int]]:
 
 
 def restarts(events: list[Event]) -> dict[str, int]:
-    """Returns how often the workers or the driver were restarted, by cause.
-
-    Another start of a finished run does not count.
-    """
+    """Returns how often workers or driver were restarted, by cause; another start of a finished run does not count."""
     ended = {event.fence for event in events if event.kind in ("finished", "stopped_early")}
     starts = [event.fence for event in events if event.kind == "started"]
     return {
@@ -41,10 +38,7 @@ def restarts(events: list[Event]) -> dict[str, int]:
 
 
 def start(events: list[Event], records: Sequence[StepRecord]) -> dict[str, float]:
-    """Returns the seconds of each phase of the newest start that reached a step, in their order.
-
-    The first phase is that of the command, if a command has started the run.
-    """
+    """Returns the seconds of each phase of the newest start that reached a step, from that of the command on."""
     newest = max((record.time_s for record in records), default=0.0)
     started = next((event for event in reversed(events) if event.kind == "started" and event.time_s <= newest), None)
     if started is None:
@@ -62,10 +56,8 @@ def start(events: list[Event], records: Sequence[StepRecord]) -> dict[str, float
 
 
 def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float]:
-    """Returns the seconds from each loss of workers to the next finished step.
+    """Returns the seconds from each loss of workers, as the others notice it, to the next finished step."""
 
-    The time begins when the other workers notice the loss, or the controller if no worker is left.
-    """
     times = array("d", sorted(record.time_s for record in records))
     lost_times = [
         e.time_s for e in events if e.kind in ("failed", "preempted", "storage_failed") and not e.details["left"]
@@ -75,10 +67,7 @@ def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float
 
 
 def means(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Returns the means of the loss and of the task's metrics over some steps, at least one.
-
-    A step is weighted by the weight of its own means, see `StepRecord.over`.
-    """
+    """Returns the means of the loss and of the task's metrics over some steps, weighted by `StepRecord.over`."""
     averages: dict[str, float] = {}
     for name in dict.fromkeys(["loss", *(name for record in records for name in record.metrics)]):
         values = [
@@ -94,11 +83,7 @@ def means(records: Sequence[StepRecord]) -> dict[str, float]:
 def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> float | None:
     """Returns counted rows x undisturbed time per row / wall time since the first step; None for fewer than two steps.
 
-    1 means that no time was lost.
-
-    Args:
-        records: The steps that count, in order.
-        repeated: The records of steps that were done again.
+    1 means that no time was lost. `repeated` has the records of steps that were done again.
     """
     if len(records) < 2:
         return None
@@ -111,12 +96,8 @@ def undisturbed_row_s(records: Sequence[StepRecord]) -> float:
     """Returns the seconds per row of the undisturbed steps on the maximum number of workers that the run had.
 
     A step is undisturbed if it is not in the first 3 s of its stretch; a stretch ends where the generation or the
-    number of workers changes. The result is the time of all these steps divided by their rows, so checkpoints and
-    waiting for data count as normal work. In a run that is too short for such steps, all steps on that number of
-    workers count.
-
-    Args:
-        records: At least two steps, in order; the first only sets the clock.
+    number of workers changes. Checkpoints and waiting for data count as normal work. In a run that is too short for
+    such steps, all steps on that number of workers count. The first of at least two records only sets the clock.
     """
     max_workers = max(r.workers for r in records[1:])
     stretch, began_s = None, 0.0
@@ -137,14 +118,7 @@ def undisturbed_row_s(records: Sequence[StepRecord]) -> float:
 
 
 def disturbances(events: list[Event], limits: FailureSection) -> str:
-    """Returns a text that counts the disturbances in all starts.
-
-    An example: `1 of 5 failures, 3 of unlimited preemptions, 1 failure of the storage, 2 resizes`.
-
-    Args:
-        events: The events of the run.
-        limits: The failure budgets.
-    """
+    """Returns a count of the disturbances in all starts: `1 of 5 failures, 3 of unlimited preemptions, 2 resizes`."""
     counts = restarts(events)
     parts = []
     for name, limit in (("failures", limits.max_failures), ("preemptions", limits.max_preemptions)):

@@ -8,6 +8,9 @@ A segment contains columns of step records in the order in which they were writt
 their first record, which is in the name. Small segments are joined, so that their number does not grow with the length
 of a run: a file with the records of several consecutive segments is put, and only then these are removed. A process
 that is stopped in between leaves records in two files, and readers count the record of a step in a generation once.
+
+All functions raise `OSError` while the storage does not answer. Those that read raise `ConfigError` for a file that is
+damaged or of a newer version.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import re
 import threading
 import time
 import uuid
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import chain, groupby
@@ -67,7 +71,6 @@ class StepRecord:
         epoch: Epoch of the step, from 0.
         time_s: Time of the end, seconds since 1970 (UTC).
         loss: Mean loss over the global batch.
-        lr: Learning rate of the step.
         grad_norm: L2 norm of the global gradient, before clipping.
         step_ms: Milliseconds since the end of the previous step.
         data_wait_ms: Milliseconds of `step_ms` in which the worker waited for data.
@@ -79,7 +82,7 @@ class StepRecord:
         skipped: Number of rows that were planned for the step and cannot be decoded; they are not among `rows`.
         weight: The sum of the rows' weights, if means are over these and not over `rows`.
         metrics: The task's own metrics of the step, means like the loss.
-        imbalance: Load of the busiest worker in each of the steps before, as a multiple of the mean; None if unknown.
+        imbalance: Load of the busiest worker in the steps before, as a multiple of the mean; None if unknown.
         recomputed: Number of shares of logical workers that two workers computed, with equal checksums.
         slow: The stragglers by rank, with their time as a multiple of the others' time.
     """
@@ -110,23 +113,16 @@ class StepRecord:
 
 
 _COLUMNS = [column.name for column in fields(StepRecord)]
+_NUMBERS = ("loss", "lr", "grad_norm", "metrics")
+"""Columns with numbers that may not be finite, as the norm of a gradient that overflowed; JSON has null for them."""
 _DEFAULTS: dict[str, Any] = {"weight": None, "metrics": {}, "imbalance": None, "recomputed": 0, "slow": {}}
 """Columns that are left out of a segment in which every record has this value."""
 
 
 def put_segment(paths: RunPaths, fence: int, records: list[StepRecord]) -> None:
-    """Writes records as a new segment.
-
-    Raises:
-        OSError: The storage refuses.
-    """
+    """Writes records as a new segment."""
     name = f"{records[0].step:010d}-{fence:04d}-{time.time_ns()}.json"
     put_atomic(paths.metrics / name, _to_bytes(records))
-
-
-_NUMBERS = ("loss", "lr", "grad_norm", "metrics")
-"""Columns with numbers that may not be finite, such as the norm of a gradient that overflowed; JSON has null for them.
-"""
 
 
 def list_segments(paths: RunPaths) -> list[str]:
@@ -135,11 +131,7 @@ def list_segments(paths: RunPaths) -> list[str]:
 
 
 def read_segment(file: Location, data: bytes) -> list[StepRecord]:
-    """Returns the records of a segment.
-
-    Raises:
-        ConfigError: The segment is damaged, or of a newer version.
-    """
+    """Returns the records of a segment."""
     columns: Any = None
     with translate_format_errors(file, columns):
         columns = json.loads(data)
@@ -158,12 +150,7 @@ class SegmentReader:
         self._read: set[str] = set()
 
     def read_new(self) -> Iterator[list[StepRecord]]:
-        """Yields the records of each new segment, in order; records that were read and joined since come again.
-
-        Raises:
-            ConfigError: A segment is damaged, or of a newer version.
-            OSError: The storage does not answer.
-        """
+        """Yields the records of each new segment, in order; records that were read and joined since come again."""
         removed: set[str] = set()
         while True:
             names = list_segments(self._paths)
@@ -186,19 +173,9 @@ class SegmentReader:
 
 
 def join_segments(paths: RunPaths, min_age_s: float = _MIN_AGE_S, full_bytes: int = FULL_BYTES) -> int:
-    """Joins consecutive segments that are not full, if there are many; two processes may do it at once.
+    """Joins consecutive segments that are not full, if there are many; returns their number.
 
-    Args:
-        paths: The run.
-        min_age_s: See `_MIN_AGE_S`.
-        full_bytes: See `FULL_BYTES`.
-
-    Returns:
-        The number of joined segments.
-
-    Raises:
-        ConfigError: A segment is damaged, or of a newer version; all stay as they are.
-        OSError: The storage does not answer.
+    Two processes may do it at once. If a segment is damaged, all stay as they are.
     """
     before_ns = time.time_ns() - int(min_age_s * 1e9)
     old = [name for name in list_segments(paths) if _written_ns(name) <= before_ns]
@@ -229,9 +206,8 @@ def _join_run(paths: RunPaths, run: list[str], full_bytes: int) -> int:
         size += len(data)
         if size >= full_bytes:
             joined += _put_joined(paths, parts, list(records.values()), _FULL)
-            parts = []
+            parts, records = [], {}
             size = 0
-            records = {}
     return joined + (_put_joined(paths, parts, list(records.values()), "") if len(parts) > 1 else 0)
 
 
@@ -266,10 +242,7 @@ So less than one object per second is written, together with joined segments and
 class MetricsWriter:
     """Collects step records and writes them as segments in a thread of its own, so that no step waits.
 
-    Args:
-        paths: The run.
-        fence: Number of the driver's start.
-        flush_s: Seconds between two segments; None: as suits the storage.
+    `flush_s` are the seconds between two segments; None: as suits the storage.
     """
 
     def __init__(self, paths: RunPaths, fence: int, flush_s: float | None = None) -> None:
@@ -288,11 +261,7 @@ class MetricsWriter:
         self._pending.append(record)
 
     def flush(self) -> None:
-        """Writes the queued records.
-
-        Raises:
-            OSError: The storage refuses; the records stay queued.
-        """
+        """Writes the queued records; if the storage refuses (`OSError`), they stay queued."""
         with self._lock:
             records = self._pending[:]
             if not records:
@@ -330,30 +299,32 @@ class MetricsWriter:
             )
 
 
-class FirstRecords:
-    """Reads the first record of each step of a run, also while records are written.
-
-    It keeps one byte for each step, not the records.
-    """
+class RecordReader:
+    """Reads each execution of each step once, also while records are written; it keeps some bytes for each step."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._segments = SegmentReader(paths)
-        self._has_step = bytearray()
+        self._generations: dict[str, int] = {}
+        # The number of the generation of each step's first record; 0 for a step without one.
+        self._first_generation = array("i")
+        self._repeated_keys: set[tuple[int, str]] = set()
 
-    def poll(self) -> Iterator[StepRecord]:
-        """Yields the new records, in the order of their segments.
+    def read_new(self) -> Iterator[tuple[StepRecord, bool]]:
+        """Yields the new records, in the order of their segments, and whether each is the first one of its step."""
+        for record in chain.from_iterable(self._segments.read_new()):
+            self._first_generation.extend([0] * (record.step + 1 - len(self._first_generation)))
+            generation = self._generations.setdefault(record.generation, len(self._generations) + 1)
+            first, key = self._first_generation[record.step], (record.step, record.generation)
+            if not first:
+                self._first_generation[record.step] = generation
+                yield record, True
+            elif first != generation and key not in self._repeated_keys:
+                self._repeated_keys.add(key)
+                yield record, False
 
-        Raises:
-            ConfigError: A segment is damaged, or of a newer version.
-            OSError: The storage does not answer.
-        """
-        for records in self._segments.read_new():
-            for record in records:
-                if record.step >= len(self._has_step):
-                    self._has_step.extend(bytes(record.step + 1 - len(self._has_step)))
-                if not self._has_step[record.step]:
-                    self._has_step[record.step] = 1
-                    yield record
+    def first_records(self) -> Iterator[StepRecord]:
+        """Yields those of the new records that are the first one of their step."""
+        return (record for record, is_first in self.read_new() if is_first)
 
 
 class MetricsReader:
@@ -365,37 +336,31 @@ class MetricsReader:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        self._segments = SegmentReader(paths)
-        self._repeated_keys: set[tuple[int, str]] = set()
+        self._reader = RecordReader(paths)
         self.records: dict[int, StepRecord] = {}
         self.repeated: list[StepRecord] = []
 
     def poll(self) -> list[StepRecord]:
-        """Reads the new records; returns the first records of new steps, in the order of their segments.
-
-        Raises:
-            ConfigError: A segment is damaged, or of a newer version.
-            OSError: The storage does not answer.
-        """
+        """Reads the new records; returns the first records of new steps, in the order of their segments."""
         new = []
-        for record in chain.from_iterable(self._segments.read_new()):
-            first, key = self.records.get(record.step), (record.step, record.generation)
-            if first is None:
+        for record, is_first in self._reader.read_new():
+            if is_first:
                 self.records[record.step] = record
                 new.append(record)
-            elif first.generation != record.generation and key not in self._repeated_keys:
-                self._repeated_keys.add(key)
+            else:
                 self.repeated.append(record)
         return new
 
 
-def newest_record(paths: RunPaths) -> StepRecord | None:
-    """Returns the newest step record; None before the first.
+def read_records(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord]]:
+    """Returns the first record of each step, in order, and the records of steps that were done again."""
+    reader = MetricsReader(paths)
+    reader.poll()
+    return dict(sorted(reader.records.items())), reader.repeated
 
-    Raises:
-        ConfigError: The segment is damaged, or of a newer version.
-        OSError: The storage does not answer.
-    """
+
+def newest_record(paths: RunPaths) -> StepRecord | None:
+    """Returns the newest step record; None before the first."""
     for name in reversed(list_segments(paths)):
         [data] = read_all([paths.metrics / name], missing=b"")
         # A segment that was joined meanwhile is empty here; its records are in another one.
@@ -409,8 +374,7 @@ class Event:
     """An event of the run.
 
     Args:
-        kind: `started`, `resumed`, `resized`, `failed`, `checkpointed`, `evaluated`, `fallback`, `write_retried`,
-            `write_failed`, `finished`, ...
+        kind: `started`, `resumed`, `resized`, `failed`, `checkpointed`, `evaluated`, `fallback`, `finished`, ...
         time_s: Time of the event, seconds since 1970 (UTC).
         fence: Number of the driver's start.
         details: Other facts: step, workers, reason.
@@ -423,10 +387,7 @@ class Event:
 
 
 def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
-    """Records an event without secrets; returns whether it was written.
-
-    A failure to write it is logged and raises nothing.
-    """
+    """Records an event without secrets; returns whether it was written. A failure is logged and raises nothing."""
     register_run_secrets(paths.config)
     event = Event(kind, time.time(), fence, redact_value(details))
     try:
@@ -483,17 +444,9 @@ class EventsReader:
         return [self._events[name] for name in new]
 
     def read(self, *kinds: str) -> list[Event]:
-        """Returns all events in the order of time, or those of some kinds.
-
-        Raises:
-            ConfigError: An event is damaged, or of a newer version.
-            OSError: The storage does not answer.
-        """
-        files = {
-            name: file
-            for name, file in list_tree(self._paths.events).items()
-            if not kinds or name.split("-")[1] in kinds
-        }
+        """Returns all events in the order of time, or those of some kinds."""
+        tree = list_tree(self._paths.events)
+        files = {name: file for name, file in tree.items() if not kinds or name.split("-")[1] in kinds}
         new = [(name, file) for name, file in files.items() if name not in self._events]
         for (name, file), value in zip(new, read_all_json(file for _, file in new), strict=True):
             self._events[name] = _event(file, value)

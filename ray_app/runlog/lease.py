@@ -10,6 +10,8 @@ Clocks of different machines are not trusted. On the same machine the holder's p
 the lease is live. For a lease of another machine the observer waits for the life of the lease by its own clock and
 watches whether the file changes; only a lease that was not renewed for a quarter of an hour (S3 refuses clocks that
 differ by more) counts as expired without watching.
+
+All functions raise `OSError` while the storage does not answer.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from ray_app.errors import LeaseLostError, RunHeldError
@@ -41,7 +42,6 @@ class LeaseHolder:
     Args:
         host: Name of its machine, for messages.
         machine: Id of the machine's boot and of the process namespace; equal for processes that see each other.
-        pid: Id of the process.
         pid_ticks: Start of the process, in clock ticks since the boot, since ids are used again.
     """
 
@@ -67,12 +67,10 @@ class LeaseHolder:
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """The contents of the file of a fence.
+    """The contents of the file of a fence; times are seconds since 1970 (UTC) by the holder's clock.
 
     Args:
         holder: The process that claimed the fence.
-        since_s: Time of the claim, seconds since 1970 (UTC) by the holder's clock.
-        renewed_s: Time of the last renewal, seconds since 1970 (UTC) by the holder's clock.
         life_s: Seconds from the last renewal until the lease expires.
         released: Whether the holder has released the lease.
         closing: Whether the holder only closes an orphaned run, which takes seconds: a start waits for it.
@@ -86,12 +84,7 @@ class LeaseRecord:
     closing: bool = False
 
     def state(self, here: LeaseHolder, now_s: float) -> Literal["free", "held", "unclear"]:
-        """Returns the state of the lease as far as one read of the file shows it.
-
-        Args:
-            here: The process that observes.
-            now_s: Its time, seconds since 1970 (UTC).
-        """
+        """Returns the state of the lease as far as one read by the process `here` at `now_s` shows it."""
         overdue_s = now_s - self.renewed_s - self.life_s
         if self.released:
             return "free"
@@ -133,13 +126,7 @@ _POLLS_PER_LIFE = 30
 
 
 class Lease:
-    """The right to write a run. A thread renews it until it is released; it is a context manager that releases it.
-
-    Args:
-        paths: The run.
-        fence: The claimed number.
-        record: The contents of its file.
-    """
+    """The right to write a run. A thread renews it until it is released; it is a context manager that releases it."""
 
     def __init__(self, paths: RunPaths, fence: int, record: LeaseRecord) -> None:
         self._paths = paths
@@ -154,9 +141,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     @property
@@ -202,12 +187,7 @@ class Lease:
 
 
 class LeaseWatch:
-    """Watches whether the holder of a fence is alive, without waiting and without trusting its clock.
-
-    Args:
-        paths: The run.
-        fence: The fence to watch.
-    """
+    """Watches whether the holder of a fence is alive, without waiting and without trusting its clock."""
 
     def __init__(self, paths: RunPaths, fence: int) -> None:
         self._paths, self._fence = paths, fence
@@ -221,9 +201,6 @@ class LeaseWatch:
             `unclear`: the holder is on another machine, or alive and overdue, and no renewal was observed yet; within
             one life of the lease the state becomes `held` or `over`. `superseded`: a later start has taken the run
             over.
-
-        Raises:
-            OSError: The storage does not answer.
         """
         try:
             if newest_fence(self._paths) > self._fence:
@@ -247,19 +224,17 @@ class LeaseWatch:
 
 
 def acquire_lease(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False, waits: bool = True) -> Lease:
-    """Claims a run for this process, and takes it over from a dead driver; returns the lease.
+    """Claims a run, which need not exist yet, for this process, or takes it over from a dead driver; returns the lease.
 
     Blocks for the life of the present lease if that has to be watched.
 
     Args:
-        paths: The run; it need not exist yet.
         life_s: Seconds after which the lease expires unless it is renewed.
         closing: Whether this process only closes an orphaned run, so that an evaluator goes on.
         waits: Whether to wait for another process that only closes the run.
 
     Raises:
         RunHeldError: Another driver writes this run.
-        OSError: The storage does not answer.
     """
     while True:
         fence = newest_fence(paths)
@@ -272,11 +247,7 @@ def acquire_lease(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False
 
 
 def is_held(paths: RunPaths) -> bool:
-    """Returns whether a driver seems to write the run, by one read; for display, not for a decision to write.
-
-    Raises:
-        OSError: The storage does not answer.
-    """
+    """Returns whether a driver seems to write the run, by one read; for display, not for a decision to write."""
     fence = newest_fence(paths)
     record = _read(paths.fence(fence)) if fence else None
     return record is not None and record.state(LeaseHolder.here(), time.time()) != "free"
@@ -301,11 +272,7 @@ def remove_old_fences(paths: RunPaths, fence: int) -> None:
 
 
 def is_taken_over(paths: RunPaths, fence: int) -> bool:
-    """Returns whether a later start has taken a run over; a process that only closes the run does not count.
-
-    Raises:
-        OSError: The storage does not answer.
-    """
+    """Returns whether a later start has taken a run over; a process that only closes the run does not count."""
     later = (_read(paths.fence(number)) for number in range(fence + 1, newest_fence(paths) + 1))
     return any(record is None or not record.closing for record in later)
 
@@ -318,12 +285,7 @@ def is_released(paths: RunPaths) -> bool:
 
 
 def check_lease(paths: RunPaths, fence: int) -> None:
-    """Checks, before every commit, that no later start has taken the run over.
-
-    Raises:
-        LeaseLostError: A higher fence was claimed.
-        OSError: The storage does not answer.
-    """
+    """Raises `LeaseLostError` if a later start has taken the run over; to be called before every commit."""
     newest = newest_fence(paths)
     if newest > fence:
         record = _read(paths.fence(newest))
@@ -340,12 +302,7 @@ def check_lease(paths: RunPaths, fence: int) -> None:
 
 
 def _check_free(paths: RunPaths, fence: int, waits: bool) -> None:
-    """Checks that no live driver has the lease of a fence; watches it if one read does not show that.
-
-    Raises:
-        RunHeldError: Another driver writes this run.
-        OSError: The storage does not answer.
-    """
+    """Raises `RunHeldError` if a live driver has the lease of a fence; watches it if one read does not show that."""
     watch, record = LeaseWatch(paths, fence), _read(paths.fence(fence))
     state = watch.poll()
     if record and state == "unclear":

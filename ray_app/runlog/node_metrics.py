@@ -1,7 +1,7 @@
 """How busy the nodes were: one file per sample of all nodes, written by the driver and ordered by name.
 
 Consecutive samples are joined in one file with the name of the last one, and only then their files are removed. A
-sample that is in two files, because a process was stopped in between, counts once.
+sample that is in two files, because a process was stopped in between, counts once. Errors are those of `journal`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class NodeSample:
     Args:
         step: Number of finished steps of the run at that time.
         time_s: Time of the sample, seconds since 1970 (UTC).
-        nodes: For each node that answered, the values by name: `cpu_percent`, `memory_percent`, `memory_gb`,
-            `gpu0_percent`, `gpu0_memory_gb`, ...; for more than 16 nodes see `summarize_nodes`.
+        nodes: For each node that answered, the values by name: `cpu_percent`, `memory_gb`, `gpu0_percent`, ...; for
+            more than 16 nodes see `summarize_nodes`.
     """
 
     step: int
@@ -55,32 +55,12 @@ def summarize_nodes(nodes: dict[str, dict[str, float]]) -> dict[str, dict[str, f
 
 
 def put_sample(paths: RunPaths, fence: int, number: int, sample: NodeSample) -> None:
-    """Records a sample.
-
-    Args:
-        paths: The run.
-        fence: Number of the driver's start.
-        number: Number of the sample in this start.
-        sample: The sample.
-
-    Raises:
-        OSError: The storage refused.
-    """
+    """Records a sample with its number in this start."""
     put_json(paths.system / f"{fence:06d}-{number:09d}.json", add_version(asdict(sample)))
 
 
 def read_samples(paths: RunPaths, after: str, exclude: Collection[str] = ()) -> dict[str, NodeSample]:
-    """Returns the samples after one, by their names and in their order.
-
-    Args:
-        paths: The run.
-        after: Name of the last sample to leave out; empty returns all.
-        exclude: Names of other samples to leave out.
-
-    Raises:
-        ConfigError: A file is damaged, or of a newer version.
-        OSError: The storage does not answer.
-    """
+    """Returns the samples after the one with a name (empty: all), without those in `exclude`, by name and in order."""
     before: set[str] = set()
     while True:
         files = [name for name in list_files(paths.system) if (last := _last(name)) > after and last not in exclude]
@@ -98,17 +78,7 @@ def read_samples(paths: RunPaths, after: str, exclude: Collection[str] = ()) -> 
 
 
 def join_samples(paths: RunPaths, fence: int, full_bytes: int = FULL_BYTES) -> None:
-    """Joins the samples of this start of the driver and of earlier ones, if there are many files that are not full.
-
-    Args:
-        paths: The run.
-        fence: Number of the driver's start.
-        full_bytes: A file of at least this size is not joined again.
-
-    Raises:
-        ConfigError: A file is damaged, or of a newer version; all are left as they are.
-        OSError: The storage does not answer.
-    """
+    """Joins the samples of this start and of earlier ones, if many files are smaller than `full_bytes`."""
     small = sorted(name for name in list_files(paths.system) if not name.endswith(_FULL) and int(name[:6]) <= fence)
     if len(small) < MAX_SMALL_FILES:
         return

@@ -27,8 +27,6 @@ class Output:
     """Copies the output of this process until it is closed.
 
     Args:
-        paths: The run.
-        fence: Number of the driver's start.
         process_name: A name for the process, unique in a start.
         context: Returns the text in brackets before every line, such as the step.
     """
@@ -104,11 +102,7 @@ class _OutputCopy:
         self._chars += len(part)
 
     def put(self) -> None:
-        """Writes the whole file again if there is more output than before.
-
-        Raises:
-            OSError: The storage refuses.
-        """
+        """Writes the whole file again if there is more output than before."""
         chars = self._chars
         if chars == self._copied:
             return
@@ -145,23 +139,14 @@ _MAX_LINES = 20
 
 
 class NewLines:
-    """Reads the new output of the processes of a start, for a console; only for runs on a disk.
-
-    Args:
-        paths: The run.
-        fence: Number of the driver's start.
-    """
+    """Reads the new output of the processes of a start, for a console; only for runs on a disk."""
 
     def __init__(self, paths: RunPaths, fence: int) -> None:
         self._folder, self._start = paths.outputs, f"{fence:04d}-"
         self._offsets: dict[str, int] = {}
 
     def poll(self) -> list[str]:
-        """Returns the lines since the last call, up to twenty, and one that counts the others.
-
-        Raises:
-            OSError: The storage does not answer.
-        """
+        """Returns the lines since the last call, up to twenty, and one that counts the others."""
         if not isinstance(self._folder, Path) or not self._folder.is_dir():
             return []
         lines: list[str] = []

@@ -19,13 +19,19 @@ from ray_app.storage.files import Location
 from ray_app.version import __version__
 
 
+class _Entry:
+    """A file or folder of a run directory, as an attribute of `RunPaths`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, paths: RunPaths, _: type[RunPaths]) -> Location:
+        return paths.root / self._name
+
+
 @dataclass(frozen=True)
 class RunPaths:
-    """The layout of one run directory.
-
-    Args:
-        root: `<storage_path>/<run_name>`.
-    """
+    """The layout of one run directory, `<storage_path>/<run_name>`."""
 
     root: Location
 
@@ -39,125 +45,61 @@ class RunPaths:
         """The run's name and a digest of its location, since two storages may have runs of the same name."""
         return f"{self.name}-{hashlib.sha256(str(self.root).encode()).hexdigest()[:12]}"
 
-    @property
-    def config(self) -> Location:
-        """The resolved configuration of the newest start.
+    config = _Entry("config.yaml")
+    """The resolved configuration of the newest start.
 
-        The fields that decide the result are those of the first start.
-        """
-        return self.root / "config.yaml"
+    The fields that decide the result are those of the first start.
+    """
+    code = _Entry("code.json")
+    """The digests of source files and the versions of libraries at the newest start.
 
-    @property
-    def code(self) -> Location:
-        """The digests of source files and the versions of libraries at the newest start.
-
-        The file also has the names of the arguments in `config.yaml` that are defaults.
-        """
-        return self.root / "code.json"
-
-    @property
-    def data(self) -> Location:
-        """Size and time, or ETag, of the data files at the newest start."""
-        return self.root / "data.json"
-
-    @property
-    def manifest(self) -> Location:
-        """The row groups that the run trains on."""
-        return self.root / "manifest.json"
-
-    @property
-    def classes(self) -> Location:
-        """The classes of the rows, if rows are balanced by class."""
-        return self.root / "classes.json"
-
-    @property
-    def schema(self) -> Location:
-        """The types of the columns that the run trains on, and the names of its classes."""
-        return self.root / "schema.json"
-
-    @property
-    def initial(self) -> Location:
-        """The initial parameters, if `train.init_from` names some."""
-        return self.root / "initial.safetensors"
-
-    @property
-    def checkpoints(self) -> Location:
-        """The folder of the checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def pins(self) -> Location:
-        """The folder with one file per evaluator that still needs checkpoints."""
-        return self.root / "pins"
-
-    @property
-    def evaluations(self) -> Location:
-        """The folder with one file per step that the run's own evaluator has evaluated."""
-        return self.root / "evaluations"
-
-    @property
-    def evaluators(self) -> Location:
-        """The folder with one folder for each other evaluator, by its name."""
-        return self.root / "evaluators"
-
-    @property
-    def metrics(self) -> Location:
-        """The folder of the segments with step records."""
-        return self.root / "metrics"
-
-    @property
-    def events(self) -> Location:
-        """The folder with one file per event."""
-        return self.root / "events"
-
-    @property
-    def bad_rows(self) -> Location:
-        """The folder with one file per skipped row, which cannot be decoded or lacks a value that the task reads."""
-        return self.root / "bad_rows"
-
-    @property
-    def system(self) -> Location:
-        """The folder of the samples of how busy the nodes are."""
-        return self.root / "system"
-
-    @property
-    def outputs(self) -> Location:
-        """The folder with the output of user code."""
-        return self.root / "output"
+    The file also has the names of the arguments in `config.yaml` that are defaults.
+    """
+    data = _Entry("data.json")
+    """Size and time, or ETag, of the data files at the newest start."""
+    manifest = _Entry("manifest.json")
+    """The row groups that the run trains on."""
+    classes = _Entry("classes.json")
+    """The classes of the rows, if rows are balanced by class."""
+    schema = _Entry("schema.json")
+    """The types of the columns that the run trains on, and the names of its classes."""
+    initial = _Entry("initial.safetensors")
+    """The initial parameters, if `train.init_from` names some."""
+    checkpoints = _Entry("checkpoints")
+    """The folder of the checkpoints."""
+    pins = _Entry("pins")
+    """The folder with one file per evaluator that still needs checkpoints."""
+    evaluations = _Entry("evaluations")
+    """The folder with one file per step that the run's own evaluator has evaluated."""
+    evaluators = _Entry("evaluators")
+    """The folder with one folder for each other evaluator, by its name."""
+    metrics = _Entry("metrics")
+    """The folder of the segments with step records."""
+    events = _Entry("events")
+    """The folder with one file per event."""
+    bad_rows = _Entry("bad_rows")
+    """The folder with one file per skipped row, which cannot be decoded or lacks a value that the task reads."""
+    system = _Entry("system")
+    """The folder of the samples of how busy the nodes are."""
+    outputs = _Entry("output")
+    """The folder with the output of user code."""
 
     def output(self, fence: int, process_name: str, kind: str) -> Location:
         """Returns the file with the output of a process during a start; `kind` is `out` or `err`."""
         return self.outputs / f"{fence:04d}-{process_name}.{kind}"
 
-    @property
-    def profile(self) -> Location:
-        """The folder of the traces of steps, if the configuration asks for them."""
-        return self.root / "profile"
-
-    @property
-    def summary(self) -> Location:
-        """The summary of the run."""
-        return self.root / "summary.json"
-
-    @property
-    def report(self) -> Location:
-        """The report about the run: one page with curves and tables."""
-        return self.root / "report.html"
-
-    @property
-    def tracking(self) -> Location:
-        """The MLflow run, and how far the journal has been sent to it."""
-        return self.root / "tracking.json"
-
-    @property
-    def tensorboard(self) -> Location:
-        """The folder of TensorBoard's event files, if the configuration asks for them."""
-        return self.root / "tensorboard"
-
-    @property
-    def fences(self) -> Location:
-        """The folder with one file per start of the driver, its lease; only the newest start may write the run."""
-        return self.root / "fences"
+    profile = _Entry("profile")
+    """The folder of the traces of steps, if the configuration asks for them."""
+    summary = _Entry("summary.json")
+    """The summary of the run."""
+    report = _Entry("report.html")
+    """The report about the run: one page with curves and tables."""
+    tracking = _Entry("tracking.json")
+    """The MLflow run, and how far the journal has been sent to it."""
+    tensorboard = _Entry("tensorboard")
+    """The folder of TensorBoard's event files, if the configuration asks for them."""
+    fences = _Entry("fences")
+    """The folder with one file per start of the driver, its lease; only the newest start may write the run."""
 
     def fence(self, number: int) -> Location:
         """Returns the file that claims a fence."""
@@ -196,15 +138,7 @@ T = TypeVar("T")
 
 @contextmanager
 def translate_format_errors(file: Location, values: Any) -> Iterator[None]:
-    """Turns errors about the contents of a file into one that names the file and says what to do.
-
-    Args:
-        file: The file.
-        values: The contents.
-
-    Raises:
-        ConfigError: The file is of another version, or damaged.
-    """
+    """Turns errors about the contents of a file into a `ConfigError` that names the file and says what to do."""
     try:
         yield
     except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -225,9 +159,7 @@ def add_version(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_known_fields(kind: type[T], values: dict[str, Any]) -> T:
-    """Returns a dataclass with the values of a file.
-
-    Fields that a newer version adds are ignored; fields that an older version lacks have their defaults.
+    """Returns a dataclass with the values of a file: unknown fields are ignored, missing ones have their defaults.
 
     Raises:
         TypeError: A field without a default is missing, or the values are not fields by name.

@@ -55,11 +55,7 @@ def is_secret_name(name: str) -> bool:
 def register_secrets(values: Mapping[str, Any]) -> bool:
     """Registers the secrets of a configuration in this process, so that `redact` and the log lines hide them.
 
-    Args:
-        values: The configuration as nested dictionaries.
-
-    Returns:
-        Whether the configuration contains any, those in URIs included.
+    It returns whether the configuration contains any, those in URIs included.
     """
     _registered.update(_in_fields(values))
     return redact_value(values) != values
@@ -77,24 +73,14 @@ def register_run_secrets(config: Location) -> None:
 
 
 def redact(text: str) -> str:
-    """Returns the text without the registered secrets, in any quoting, and without the credentials of URIs in it.
-
-    Addresses of Python objects are removed, too, see `remove_addresses`.
-    """
+    """Returns the text without registered secrets in any quoting, credentials of URIs, and Python's addresses."""
     text = _hide(remove_addresses(text), _forms(frozenset(_registered | _in_environment(os.environ))))
     text = re.sub(r"(://)[^/\s'\"]*@", rf"\1{HIDDEN}@", text)
     return re.sub(r"(?i)([?&][\w.-]*(?:token|secret|password|signature|key)=)[^&\s'\"]+", rf"\1{HIDDEN}", text)
 
 
 def redact_value(value: Any, name: str = "") -> Any:
-    """Returns a value of nested dictionaries and lists without secrets.
-
-    The whole value of a field with the name of a secret is hidden.
-
-    Args:
-        value: Any value of JSON or YAML.
-        name: Name of the field with the value.
-    """
+    """Returns a value of JSON or YAML without secrets; all of a field with the `name` of a secret is hidden."""
     if isinstance(value, dict):
         return {
             redact(key) if isinstance(key, str) else key: redact_value(item, _below(name, key))

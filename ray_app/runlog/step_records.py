@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import overload
+from typing import Any, overload
 
-from ray_app.runlog.journal import SegmentReader, StepRecord
+from ray_app.runlog.journal import RecordReader, StepRecord
 from ray_app.runlog.paths import RunPaths
 
 _INTEGERS = ("step", "epoch", "workers", "skipped")
-_FLOATS = ("time_s", "loss", "lr", "grad_norm", "step_ms", "data_wait_ms")
+_OPTIONAL = ("weight", "imbalance")
+_FLOATS = ("time_s", "loss", "lr", "grad_norm", "step_ms", "data_wait_ms", *_OPTIONAL)
 
 
 class _RecordColumns:
-    """Step records as columns of numbers; a record is one row."""
+    """Step records as columns of numbers; a record is one row, and NaN stands for None."""
 
     def __init__(self) -> None:
         self.integers = {name: array("q") for name in _INTEGERS}
         self.floats = {name: array("d") for name in _FLOATS}
+        self.columns: Mapping[str, array[Any]] = {**self.integers, **self.floats}
         self.rows, self.generation = array("q"), array("i")
-        self.weight, self.imbalance = array("d"), array("d")
         # The generation of a record is stored as the index of its name.
         self.generation_index: dict[str, int] = {}
         self.generation_names: list[str] = []
@@ -34,9 +34,8 @@ class _RecordColumns:
         for name, numbers in self.integers.items():
             numbers.append(getattr(record, name))
         for name, values in self.floats.items():
-            values.append(getattr(record, name))
-        self.weight.append(math.nan if record.weight is None else record.weight)
-        self.imbalance.append(math.nan if record.imbalance is None else record.imbalance)
+            value = getattr(record, name)
+            values.append(math.nan if value is None else value)
         for name in record.metrics.keys() - self.metrics.keys():
             self.metrics[name] = array("d", [math.nan]) * len(self.rows)
         for name, values in self.metrics.items():
@@ -50,37 +49,18 @@ class _RecordColumns:
 
     def at(self, row: int) -> StepRecord:
         """Returns the record in a row."""
-        integers, floats = self.integers, self.floats
-        weight, imbalance = self.weight[row], self.imbalance[row]
-        return StepRecord(
-            integers["step"][row],
-            integers["epoch"][row],
-            floats["time_s"][row],
-            floats["loss"][row],
-            floats["lr"][row],
-            floats["grad_norm"][row],
-            floats["step_ms"][row],
-            floats["data_wait_ms"][row],
-            integers["workers"][row],
-            [self.rows[row]],
-            [],
-            self.generation_names[self.generation[row]],
-            integers["skipped"][row],
-            None if math.isnan(weight) else weight,
-            {name: values[row] for name, values in self.metrics.items() if not math.isnan(values[row])},
-            None if math.isnan(imbalance) else imbalance,
-        )
+        values: dict[str, Any] = {name: column[row] for name, column in self.columns.items()}
+        values |= {name: None for name in _OPTIONAL if math.isnan(values[name])}
+        metrics = {name: column[row] for name, column in self.metrics.items() if not math.isnan(column[row])}
+        generation = self.generation_names[self.generation[row]]
+        return StepRecord(rows=[self.rows[row]], row_hash=[], generation=generation, metrics=metrics, **values)
 
 
 class Steps(Sequence[StepRecord]):
-    """A sequence of step records that are created at each access.
+    """A sequence of step records that are created at each access, in an order of the rows of columns.
 
     `rows` of a record is one number, the sum over the logical workers; `row_hash` and `slow` are empty, `recomputed` is
     0.
-
-    Args:
-        columns: The columns.
-        order: The rows of the columns, in the order of the sequence.
     """
 
     def __init__(self, columns: _RecordColumns, order: array[int]) -> None:
@@ -126,53 +106,36 @@ class Course:
 class StepsReader:
     """Reads the steps of a run, each segment once, also while they are written.
 
-    Args:
-        paths: The run.
-        last_step: The last step of which first records count; None counts all.
+    First records count up to `last_step`; None counts all.
     """
 
     def __init__(self, paths: RunPaths, last_step: int | None = None) -> None:
-        self._segments, self._last = SegmentReader(paths), last_step
+        self._reader, self._last = RecordReader(paths), last_step
         self._columns = _RecordColumns()
         # The row of each step's first record; -1 for a step without one.
         self._row_of_step = array("q")
-        self._repeated: dict[tuple[int, str], int] = {}
+        self._repeated = array("q")
         self._rows: list[int] = []
         self._skipped = self._recomputed = 0
 
     def read(self) -> Course:
-        """Returns all steps that were written so far.
-
-        Raises:
-            ConfigError: A segment is damaged, or of a newer version.
-            OSError: The storage does not answer.
-        """
-        for record in chain.from_iterable(self._segments.read_new()):
-            self._add(record)
+        """Returns all steps that were written so far."""
+        for record, is_first in self._reader.read_new():
+            row = self._columns.add(record)
+            if is_first:
+                self._add_first(record, row)
+            else:
+                self._repeated.append(row)
         columns, end = self._columns, None if self._last is None else self._last + 1
         first = array("q", (row for row in self._row_of_step[:end] if row >= 0))
-        repeated = array("q", self._repeated.values())
         times = columns.floats["time_s"]
         in_time = array("q", sorted(range(len(times)), key=times.__getitem__))
-        return Course(
-            Steps(columns, first),
-            Steps(columns, repeated),
-            Steps(columns, in_time),
-            list(self._rows),
-            self._skipped,
-            self._recomputed,
-        )
+        records, repeated, all_records = (Steps(columns, order) for order in (first, self._repeated[:], in_time))
+        return Course(records, repeated, all_records, list(self._rows), self._skipped, self._recomputed)
 
-    def _add(self, record: StepRecord) -> None:
-        columns, row_of_step = self._columns, self._row_of_step
-        if record.step >= len(row_of_step):
-            row_of_step.extend([-1] * (record.step + 1 - len(row_of_step)))
-        first, key = row_of_step[record.step], (record.step, record.generation)
-        if first >= 0:
-            if columns.generation_names[columns.generation[first]] != record.generation and key not in self._repeated:
-                self._repeated[key] = columns.add(record)
-            return
-        row_of_step[record.step] = columns.add(record)
+    def _add_first(self, record: StepRecord, row: int) -> None:
+        self._row_of_step.extend([-1] * (record.step + 1 - len(self._row_of_step)))
+        self._row_of_step[record.step] = row
         if self._last is None or record.step <= self._last:
             self._rows.extend([0] * (len(record.rows) - len(self._rows)))
             for v, rows in enumerate(record.rows):

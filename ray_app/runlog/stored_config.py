@@ -23,13 +23,12 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
     """Returns the configuration of a run and registers its secrets for redaction.
 
     Args:
-        paths: The run.
         with_defaults: Whether to include default arguments of its classes, as they were at the first start.
 
     Raises:
         ConfigError: The run has no configuration, or not one of this version.
-        OSError: The storage does not answer.
     """
+    advice = "the directory of a run, <run.storage_path>/<run.name>"
     try:
         config = parse_config(paths, paths.config.read_text())
         return config if with_defaults else drop_defaults(paths, config)
@@ -43,18 +42,11 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{paths.config} is damaged ({error}); restore it from a backup.") from error
     except NotADirectoryError:
-        raise ConfigError(
-            f"{paths.root} is a file; give the directory of a run, <run.storage_path>/<run.name>."
-        ) from None
+        raise ConfigError(f"{paths.root} is a file; give {advice}.") from None
 
 
 def read_manifest(paths: RunPaths) -> Manifest:
-    """Returns the manifest of the data at the first start of a run.
-
-    Raises:
-        DataError: The file is damaged; the message names it.
-        OSError: There is no such file, or the storage does not answer.
-    """
+    """Returns the manifest of the data at the first start of a run; raises `DataError` if the file is damaged."""
     try:
         return Manifest.from_json(paths.manifest.read_text())
     except (DataError, UnicodeDecodeError) as error:
@@ -62,15 +54,7 @@ def read_manifest(paths: RunPaths) -> Manifest:
 
 
 def parse_config(paths: RunPaths, text: str) -> Config:
-    """Returns the configuration in a `config.yaml` and registers its secrets for redaction.
-
-    Args:
-        paths: The run.
-        text: The contents of the file.
-
-    Raises:
-        ConfigError: It is not a configuration of this version; the message names the file and the fields.
-    """
+    """Returns the configuration in a `config.yaml`, with its secrets registered; a `ConfigError` names the fields."""
     try:
         config = from_yaml(text)
         register_secrets(config.to_dict())
@@ -90,11 +74,7 @@ def parse_config(paths: RunPaths, text: str) -> Config:
 
 
 def drop_defaults(paths: RunPaths, config: Config) -> Config:
-    """Returns a stored configuration without the default arguments of its classes.
-
-    Raises:
-        OSError: The storage does not answer.
-    """
+    """Returns a stored configuration without the default arguments of its classes."""
     try:
         names = (read_json(paths.code) or {}).get("defaults", [])
     except (ValueError, AttributeError):

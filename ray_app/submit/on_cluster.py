@@ -91,11 +91,7 @@ def check_shared_storage(path: str, data: list[str]) -> Finding:
 
 
 def _check_other_nodes(path: str, probe: Location, data: list[str]) -> Finding:
-    """Runs a task on each other node that looks for a file in the storage and for the data.
-
-    Raises:
-        ConfigError: A node does not see them.
-    """
+    """Checks in a task on each other node that it sees a file in the storage and the data; raises `ConfigError`."""
     here = ray.get_runtime_context().get_node_id()
     others = {
         node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here
@@ -180,16 +176,11 @@ class Figures:
         logical_workers: Number of logical workers (L).
         rows: Rows of the training data.
         step_rows: Rows of one optimizer step.
-        steps_per_epoch: Steps of one epoch.
-        total_steps: Steps of the run.
         from_step: Finished steps after which the run continues.
         state_bytes: Parameters, buffers, gradients and optimizer state of one worker, with two values of the optimizer
             per parameter.
         shared_bytes: Decoded data in the object store of each node.
-        snapshot_bytes: Two snapshots in the memory of the driver's node and one other node; 0 without
-            `checkpoint.snapshot_every_steps`.
-        run_directory: Directory of the run.
-        report: The run's report page.
+        snapshot_bytes: Two snapshots in the memory of the driver's node and one other node, or 0.
         tracking: MLflow tracking URI; None without tracking.
     """
 
@@ -208,23 +199,15 @@ class Figures:
     report: str
     tracking: str | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as a dictionary for JSON; `Figures(**values)` is the inverse."""
-        return asdict(self)
-
     def lines(self) -> list[tuple[str, str]]:
         """Returns the lines of a table for the user, each a name and a text."""
         capped = f" of {self.max_workers} asked for" if self.workers < self.max_workers else ""
         done = f", {self.from_step:,} of them done" if self.from_step else ""
         memory = f"{megabytes(self.state_bytes)} of state per worker"
-        memory += (
-            f", {megabytes(self.shared_bytes)} of decoded data in each node's object store" if self.shared_bytes else ""
-        )
-        memory += (
-            f", {megabytes(self.snapshot_bytes)} of snapshots on the driver's node and one other"
-            if self.snapshot_bytes
-            else ""
-        )
+        if self.shared_bytes:
+            memory += f", {megabytes(self.shared_bytes)} of decoded data in each node's object store"
+        if self.snapshot_bytes:
+            memory += f", {megabytes(self.snapshot_bytes)} of snapshots on the driver's node and one other"
         return [
             ("workers (W)", f"{self.workers}{capped}, arithmetic of {self.logical_workers} (L)"),
             ("steps", f"{self.total_steps:,}{done}; {self.steps_per_epoch:,} per epoch of {self.rows:,} rows"),
@@ -264,15 +247,7 @@ def figures(prepared: Prepared, workers: int) -> Figures:
 
 MARK = "RAY_APP_PREFLIGHT "
 LIBRARIES = (
-    "ray",
-    "torch",
-    "torchvision",
-    "pyarrow",
-    "numpy",
-    "mlflow",
-    "torchmetrics",
-    "safetensors",
-    "jsonargparse",
+    *("ray", "torch", "torchvision", "pyarrow", "numpy", "mlflow", "torchmetrics", "safetensors", "jsonargparse"),
     "scikit-learn",
 )
 _MLFLOW_S = 10.0
@@ -294,10 +269,7 @@ class Report:
 
     def to_json(self) -> str:
         """Returns the report as one line of JSON."""
-        numbers = self.figures.to_dict() if self.figures else None
-        return json.dumps(
-            {"findings": [asdict(finding) for finding in self.findings], "versions": self.versions, "figures": numbers}
-        )
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_output(cls, output: str) -> Report | None:
@@ -323,40 +295,39 @@ def versions() -> dict[str, str]:
 
 def inspect(config: Config) -> Report:
     """Checks on the connected cluster everything that a run of this configuration needs, and returns the report."""
+    run = config.run
     try:
-        config = resolve_max_workers(
-            config,
-            stored_config(RunPaths(to_location(config.run.storage_path) / config.run.name))
-            if config.run.name
-            else None,
-        )
+        stored = stored_config(RunPaths(to_location(run.storage_path) / run.name)) if run.name else None
+        config = resolve_max_workers(config, stored)
     except ConfigError as error:
         return Report([Finding("refused", "resources", str(error))], versions(), None)
+
+    def describe_data(path: str) -> str:
+        manifest = open_dataset(path).manifest
+        return f"{path}: {manifest.num_rows:,} rows in {len(manifest.rows):,} row groups."
+
+    def check_tensorboard() -> str:
+        check_board(config)
+        return "event files are written."
+
     data = [path for path in (config.data.path, config.data.eval_path) if path]
     topics = [("training data", config.data.path), ("evaluation data", config.data.eval_path)]
-    findings = [run_check(topic, partial(_describe_data, path)) for topic, path in topics if path]
+    findings = [run_check(topic, partial(describe_data, path)) for topic, path in topics if path]
     readable = all(finding.level == "ok" for finding in findings)
     shared = [str(to_location(path)) for path in data] if readable else []
     findings.append(run_check("storage", partial(check_shared_storage, config.run.storage_path, shared)))
     findings.append(run_check("resources", partial(_check_resources, config)))
     findings.append(run_check("MLflow", partial(_check_mlflow, config)))
     if config.tracking.tensorboard:
-        findings.append(run_check("TensorBoard", partial(_check_tensorboard, config)))
+        findings.append(run_check("TensorBoard", check_tensorboard))
     if not readable:
         return Report(findings, versions(), None)
     run_figures: list[Figures] = []
     findings.append(run_check("run", partial(_check_run, config, run_figures)))
     if run_figures and run_figures[0].shared_bytes:
-        findings.append(
-            run_check("object store", partial(check_object_stores, run_figures[0].shared_bytes, ray.nodes()))
-        )
+        check = partial(check_object_stores, run_figures[0].shared_bytes, ray.nodes())
+        findings.append(run_check("object store", check))
     return Report(findings, versions(), run_figures[0] if run_figures else None)
-
-
-def _describe_data(path: str) -> str:
-    """Returns the number of rows and row groups of a data set, as a sentence."""
-    manifest = open_dataset(path).manifest
-    return f"{path}: {manifest.num_rows:,} rows in {len(manifest.rows):,} row groups."
 
 
 def _check_resources(config: Config) -> str | Finding:
@@ -388,11 +359,7 @@ def _check_resources(config: Config) -> str | Finding:
 
 
 def _check_node_sizes(scaling: ScalingSection) -> None:
-    """Refuses workers that need more resources than any single node has.
-
-    Raises:
-        ConfigError: No node is large enough for one worker.
-    """
+    """Raises `ConfigError` if no single node has the resources of one worker."""
     for name, field, amount in (
         ("CPU", "cpus_per_worker", scaling.cpus_per_worker),
         ("GPU", "gpus_per_worker", scaling.gpus_per_worker),
@@ -403,12 +370,6 @@ def _check_node_sizes(scaling: ScalingSection) -> None:
                 f"scaling.{field} is {amount:g}, but no node has more than {largest:g} {name}; lower it, or add a"
                 " bigger node."
             )
-
-
-def _check_tensorboard(config: Config) -> str:
-    """Checks that event files can be written; see `check_board`."""
-    check_board(config)
-    return "event files are written."
 
 
 def _check_mlflow(config: Config) -> str | Finding:
@@ -449,18 +410,13 @@ def _check_run(config: Config, run_figures: list[Figures]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the checks and prints the report.
-
-    Returns:
-        0, also if a check fails: the report has the findings.
-    """
+    """Runs the checks and prints the report; returns 0, also if a check fails: the report has the findings."""
     start_s = time.monotonic()
     try:
         config = parse(arguments, prog="on_cluster", exit_on_error=False)
     except ConfigError as error:
-        report = Report(
-            [Finding("refused", "configuration", f"does not load on the cluster: {error}")], versions(), None
-        )
+        finding = Finding("refused", "configuration", f"does not load on the cluster: {error}")
+        report = Report([finding], versions(), None)
     else:
         with cluster(config):
             report = inspect(config)

@@ -114,11 +114,7 @@ def _without_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[
 
 
 def check_no_secrets(config: Config) -> None:
-    """Refuses a configuration with secrets, since all users of the cluster can read a job's command and package.
-
-    Raises:
-        ConfigError: The configuration holds a secret; the message names the fields.
-    """
+    """Raises `ConfigError` for a configuration with secrets: all users of the cluster can read a job's command."""
     values = config.to_dict()
     if register_secrets(values):
         names = ", ".join(_changed(values, redact_value(values)))
@@ -132,11 +128,8 @@ def check_no_secrets(config: Config) -> None:
 def _changed(before: Any, after: Any, name: str = "") -> list[str]:
     """Returns the dotted names of the values that redaction changes."""
     if isinstance(before, dict) and isinstance(after, dict):
-        return [
-            changed_name
-            for key in before
-            for changed_name in _changed(before[key], after.get(key, HIDDEN), f"{name}.{key}".lstrip("."))
-        ]
+        pairs = ((key, value, after.get(key, HIDDEN)) for key, value in before.items())
+        return [part for key, one, other in pairs for part in _changed(one, other, f"{name}.{key}".lstrip("."))]
     return [] if before == after or (isinstance(before, list | tuple) and list(before) == list(after)) else [name]
 
 
@@ -154,8 +147,7 @@ class EndedJob:
     """How a job ended.
 
     Args:
-        status: Ray's status `SUCCEEDED`, `FAILED` or `STOPPED`, or `UNKNOWN`: the cluster does not know the job any
-            more.
+        status: Ray's status `SUCCEEDED`, `FAILED` or `STOPPED`, or `UNKNOWN`: the cluster does not know it any more.
         exit_code: Exit code of the driver, or minus the signal that ended it; None if Ray did not see it end.
         message: Ray's message about the end.
         error_type: Ray's name for the kind of failure.
@@ -169,13 +161,7 @@ class EndedJob:
 
 @dataclass(frozen=True)
 class AfterTry:
-    """The decision about a job that has ended.
-
-    Args:
-        again: Whether the run is submitted again.
-        exit_code: Exit code of the command if it is not.
-        reason: The reason, as a phrase.
-    """
+    """The decision whether to submit a job that has ended `again`, the command's exit code if not, and the reason."""
 
     again: bool
     exit_code: int
@@ -183,30 +169,24 @@ class AfterTry:
 
 
 def judge(ended: EndedJob, done: int, retries: int) -> AfterTry:
-    """Decides whether a run is submitted again after its job has ended.
+    """Decides whether a run is submitted again after `done` submissions; `retries` are allowed after the first.
 
     Exit code 1 is final: the run has used up its own budget of failures, or failed for a permanent reason.
-
-    Args:
-        ended: How the job ended.
-        done: Number of submissions so far.
-        retries: Number of submissions that are allowed after the first.
     """
-    code = ended.exit_code
     if ended.status == "SUCCEEDED":
         return AfterTry(False, 0, "done")
     if ended.status == "STOPPED":
         return AfterTry(False, 75, "somebody stopped the job; submitting the same run.name again continues it")
     if ended.error_type in _FINAL_ERRORS:
-        return AfterTry(
-            False, _FINAL_ERRORS[ended.error_type], f"the cluster could not set the job up: {ended.message}"
-        )
-    reason, exit_code = _loss(ended)
-    if reason is None:
-        return AfterTry(False, exit_code, _FINAL_CODES.get(exit_code, f"the driver ended with exit code {code}"))
+        reason = f"the cluster could not set the job up: {ended.message}"
+        return AfterTry(False, _FINAL_ERRORS[ended.error_type], reason)
+    loss, exit_code = _loss(ended)
+    if loss is None:
+        reason = _FINAL_CODES.get(exit_code, f"the driver ended with exit code {ended.exit_code}")
+        return AfterTry(False, exit_code, reason)
     if done > retries:
-        return AfterTry(False, exit_code, f"{reason}; no try is left of {retries + 1} (submit.retries is {retries})")
-    return AfterTry(True, exit_code, reason)
+        return AfterTry(False, exit_code, f"{loss}; no try is left of {retries + 1} (submit.retries is {retries})")
+    return AfterTry(True, exit_code, loss)
 
 
 def _loss(ended: EndedJob) -> tuple[str | None, int]:
@@ -215,11 +195,8 @@ def _loss(ended: EndedJob) -> tuple[str | None, int]:
     if code == 75:
         return "the run was interrupted", 75
     if code is None:
-        return (
-            "the driver was lost"
-            f" ({(ended.message or 'the cluster does not know the job any more').splitlines()[0][:200]})",
-            1,
-        )
+        message = ended.message or "the cluster does not know the job any more"
+        return f"the driver was lost ({message.splitlines()[0][:200]})", 1
     number = -code if code < 0 else code - _SHELL_SIGNALS
     if number in signal.valid_signals():
         return f"the driver was lost (killed by signal {int(number)})", 1

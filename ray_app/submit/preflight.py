@@ -29,7 +29,6 @@ class Preflight:
     Args:
         findings: One finding per line of output.
         server: The cluster's job server; None if it cannot be reached.
-        runtime_env: The runtime environment of the run's jobs.
         report: The report of the job on the cluster; None if it did not run.
     """
 
@@ -40,16 +39,19 @@ class Preflight:
 
 
 def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None]) -> Preflight:
-    """Checks a run before it is submitted and returns the findings.
+    """Checks a run that has a name before it is submitted, and returns the findings; `tell` shows the progress."""
 
-    Args:
-        config: The configuration, with the name of the run.
-        section: How the run is to be submitted.
-        tell: Shows a line about the progress.
-    """
+    def check_config() -> str:
+        check_no_secrets(config)
+        return "loads here."
+
+    def connect() -> str:
+        server.append(JobServer(section.address))
+        return f"{server[0].address} takes jobs."
+
     package = list_job_files(config, section)
     findings = [
-        run_check("configuration", partial(_check_config, config)),
+        run_check("configuration", check_config),
         run_check("package", partial(check_size, package)),
     ]
     runtime_env: dict[str, Any] = {
@@ -60,11 +62,10 @@ def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None
     can_run_job = not has_refusal(findings)
     findings += [*check_uploaded_data(package, config), *check_absolute_storage(config)]
     server: list[JobServer] = []
-    findings.append(run_check("cluster", partial(_connect, section, server)))
+    findings.append(run_check("cluster", connect))
     if not can_run_job or not server:
-        findings.append(
-            Finding("warning", "the rest", "was not looked at from the cluster, because of what is refused above.")
-        )
+        text = "was not looked at from the cluster, because of what is refused above."
+        findings.append(Finding("warning", "the rest", text))
         return Preflight(findings, server[0] if server else None, runtime_env, None)
     tell(f"Asking the cluster at {server[0].address} ...")
     try:
@@ -76,27 +77,18 @@ def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None
     return Preflight([*findings, *compare_versions(versions(), report.versions)], server[0], runtime_env, report)
 
 
-def _check_config(config: Config) -> str:
-    """Checks that the configuration has no secrets."""
-    check_no_secrets(config)
-    return "loads here."
-
-
 def _check_environment(section: SubmitSection, runtime_env: dict[str, Any]) -> list[Finding]:
     """Adds the environment variables to the runtime environment, and returns a finding if there are any."""
     names = split(section.env)
 
-    def set_variables() -> str:
+    def set_variables() -> str | Finding:
         runtime_env["env_vars"] = section.environment(dict(os.environ))
+        if secret := [name for name in names if is_secret_name(name)]:
+            text = f"all users of the cluster can read {', '.join(secret)}; variables of the cluster's own nodes stay"
+            return Finding("warning", "environment", f"{text} there.")
         return f"{', '.join(names)} will be set as here."
 
     finding = run_check("environment", set_variables)
-    secret = [name for name in names if is_secret_name(name)]
-    if finding.level == "ok" and secret:
-        text = (
-            f"all users of the cluster can read {', '.join(secret)}; variables of the cluster's own nodes stay there."
-        )
-        return [Finding("warning", "environment", text)]
     return [finding] if names else []
 
 
@@ -120,17 +112,11 @@ def _connect(section: SubmitSection, server: list[JobServer]) -> str:
 
 
 def _run_on_cluster(server: JobServer, config: Config, section: SubmitSection, runtime_env: dict[str, Any]) -> Report:
-    """Runs the job that checks the run from the cluster, and returns its report.
-
-    Raises:
-        ConfigError: The job ended without a report.
-        LostContactError: The cluster does not answer any more.
-    """
+    """Runs the job that checks the run from the cluster, and returns its report."""
     command = section.command(["-m", "ray_app.submit.on_cluster"], config)
     lines: list[str] = []
-    job_id = server.submit(
-        f"{config.run.name}-preflight", command, runtime_env, {"ray_app_preflight": str(config.run.name)}
-    )
+    name = str(config.run.name)
+    job_id = server.submit(f"{name}-preflight", command, runtime_env, {"ray_app_preflight": name})
     ended = server.follow(job_id, lines.append, lambda _: None)
     output = "".join(lines)
     report = Report.from_output(output)
@@ -146,12 +132,7 @@ def _run_on_cluster(server: JobServer, config: Config, section: SubmitSection, r
 
 
 def compare_versions(client: dict[str, str], head: dict[str, str]) -> list[Finding]:
-    """Compares versions of this machine with those of the cluster, and returns findings.
-
-    Args:
-        client: Result of `on_cluster.versions` on this machine.
-        head: Result of `on_cluster.versions` on the head node.
-    """
+    """Compares the `versions` of this machine with those of the head node, and returns findings."""
     findings = []
     for name in _MUST_AGREE:
         client_version, head_version = _release(name, client), _release(name, head)
@@ -162,14 +143,10 @@ def compare_versions(client: dict[str, str], head: dict[str, str]) -> list[Findi
             )
             text += " Or let the one from here go along: --submit.ray_app send." if name == "ray_app" else ""
             findings.append(Finding("refused", "versions", text))
-    other = [
-        f"{n} {client[n]} (cluster: {head.get(n)})" for n in client if n not in _MUST_AGREE and client[n] != head.get(n)
-    ]
+    other = {name: client[name] for name in client if name not in _MUST_AGREE and client[name] != head.get(name)}
     if other:
-        text = (
-            f"not those of the cluster: {', '.join(other)}. The cluster's count; other versions of torch can give other"
-            f" bits."
-        )
+        listed = ", ".join(f"{name} {version} (cluster: {head.get(name)})" for name, version in other.items())
+        text = f"not those of the cluster: {listed}. The cluster's count; other versions of torch can give other bits."
         findings.append(Finding("warning", "versions", text))
     same = f"Python {client['python']}, Ray {client['ray']}, torch {client['torch']}, and the others agree."
     return findings or [Finding("ok", "versions", same)]

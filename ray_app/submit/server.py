@@ -56,6 +56,10 @@ class LostContactError(Exception):
     """The cluster has not answered for five minutes."""
 
 
+def _refused(address: str | None, error: AuthenticationError) -> ConfigError:
+    return ConfigError(f"{address} refuses us: {str(error).splitlines()[0]} {_TOKENS}")
+
+
 class _Client(JobSubmissionClient):
     """Ray's client with time-outs; by itself it waits for ever for a server that accepts a connection but is silent."""
 
@@ -97,7 +101,7 @@ class JobServer:
             _check_listening(configured_address)
             self._client = _Client()
         except AuthenticationError as error:
-            raise ConfigError(f"{configured_address} refuses us: {str(error).splitlines()[0]} {_TOKENS}") from error
+            raise _refused(configured_address, error) from error
         except (*_LOST, ValueError) as error:
             raise ConfigError(
                 f"no job server answers at {configured_address or 'this machine'}: {error} {advice}"
@@ -105,9 +109,7 @@ class JobServer:
         self.address = self._client.get_address()
 
     def submit(self, name: str, command: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> str:
-        """Submits a job under the first free id `<name>-<n>` and returns the id.
-
-        The request is repeated while the cluster does not answer.
+        """Submits a job under the first free id `<name>-<n>`, until the cluster answers; returns the id.
 
         Raises:
             ConfigError: The cluster refuses the job.
@@ -151,10 +153,7 @@ class JobServer:
     def follow(self, job_id: str, show: Show, tell: Show) -> EndedJob:
         """Shows the output of a job exactly once until the job has ended, and returns how it ended.
 
-        Args:
-            job_id: Id of the job.
-            show: Shows a part of its output.
-            tell: Shows a line about the connection.
+        `tell` shows a line about the connection.
 
         Raises:
             LostContactError: The cluster did not answer for too long.
@@ -168,7 +167,7 @@ class JobServer:
                 ended = self.ended(job_id)
                 tail.heard_s = time.monotonic()
             except AuthenticationError as error:
-                raise ConfigError(f"{self.address} refuses us: {str(error).splitlines()[0]} {_TOKENS}") from error
+                raise _refused(self.address, error) from error
             except _LOST as error:
                 ended, trouble = None, error
                 if time.monotonic() - tail.heard_s > _LOST_CONTACT_S:
@@ -196,10 +195,7 @@ class JobServer:
 
 
 class _Tail:
-    """Shows the output of a job without repetitions, although the server always sends it from the start.
-
-    `heard_s` is the time of the last answer of the server.
-    """
+    """Shows the output of a job without repetitions, although the server always sends it from the start."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
@@ -239,11 +235,7 @@ class _Tail:
 
 
 def _check_listening(address: str | None) -> None:
-    """Checks that a server listens at an address, since Ray's client would wait for ever for a silent host.
-
-    Raises:
-        OSError: No server listens there.
-    """
+    """Checks that a server listens, since Ray's client would wait for ever for a silent host; raises `OSError`."""
     parts = urlsplit(address or "")
     if parts.scheme in ("http", "https") and parts.hostname:
         socket.create_connection(

@@ -20,7 +20,7 @@ import statistics
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import Evaluation, evaluator_names, read_scores
 from ray_app.runlog.history import means
-from ray_app.runlog.journal import FirstRecords, StepRecord, read_events
+from ray_app.runlog.journal import RecordReader, StepRecord, read_events
 from ray_app.runlog.node_metrics import NodeSample, read_samples
-from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.paths import RunPaths, from_known_fields
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, list_files, put_json, read_json
 
@@ -65,9 +65,9 @@ class SentState:
     """The part of the record that MLflow has.
 
     Args:
-        sent_step: Step of the last point of a block that MLflow has.
-        evaluations: For each evaluator, the steps of the evaluations that MLflow has.
-        look: Name of the last sample of the nodes' load that MLflow has.
+        sent_step: Step of the last point of a block.
+        evaluations: For each evaluator, the steps of the evaluations.
+        look: Name of the last sample of the nodes' load.
     """
 
     sent_step: int = 0
@@ -87,9 +87,8 @@ class SentState:
 class Backlog:
     """The part of a run's record that has not been sent; its memory grows with that part, and by some bytes per step.
 
-    Args:
-        paths: The directory of the run.
-        every_steps: Steps of a block. Blocks are aligned to the steps of the run, so that every driver sends the same.
+    `every_steps` are the steps of a block. Blocks are aligned to the steps of the run, so that every driver sends the
+    same.
     """
 
     def __init__(self, paths: RunPaths, every_steps: int) -> None:
@@ -101,23 +100,19 @@ class Backlog:
 
     def rewind(self) -> None:
         """Reads the record from its beginning at the next `read`."""
-        self._reader = FirstRecords(self._paths)
+        self._reader = RecordReader(self._paths)
         self._steps: dict[int, StepRecord] = {}
         self._dropped_step = self.newest_step = 0
         self._looks: dict[str, NodeSample] = {}
 
     def read(self, sent: SentState) -> None:
-        """Reads the new part of the record.
+        """Reads the new part of the record after what MLflow has.
 
-        Args:
-            sent: The part that MLflow has; it is not kept.
-
-        Raises:
-            OSError: The run directory cannot be read now; the next call starts again and misses nothing.
+        After an `OSError` of the storage the next call starts again and misses nothing.
         """
         self._dropped_step = max(self._dropped_step, sent.sent_step)
         try:
-            for record in self._reader.poll():
+            for record in self._reader.first_records():
                 self.newest_step = max(self.newest_step, record.step)
                 if record.step > sent.sent_step:
                     # Points need the sum of the rows only; without the lists a record needs less memory.
@@ -154,9 +149,7 @@ class Backlog:
     def points(self, sent: SentState, finished: bool) -> Iterator[Point]:
         """Yields the points that can be sent now: blocks by step, then evaluations, then samples of the nodes' load.
 
-        Args:
-            sent: The part that was sent before this call.
-            finished: Whether no more steps will come, so that the last block is complete as it is.
+        With `finished` no more steps will come, so the last block is complete as it is.
         """
         yield from self._step_points(sent.sent_step, finished)
         yield from list(self.unsent_evaluations(sent))
@@ -175,9 +168,7 @@ class Backlog:
             first = last + 1
 
     def _is_lost(self, last: int, newest: int) -> bool:
-        """Returns whether a step that is missing in the block ending with `last` will never come.
-
-        It is lost if the worker that writes the record was killed before it had written the step.
+        """Returns whether a step that is missing in the block up to `last` will never come, as its writer was killed.
 
         Records come in the order of the steps, except that a run that resumes from an earlier step fills the gap that
         it had left. So the tracker waits for a missing step until the steps after it span a minute.
@@ -187,22 +178,14 @@ class Backlog:
 
     @contextmanager
     def _detect_growth(self, folder: Location) -> Iterator[bool]:
-        """Yields whether a folder of files that never change has another number of files than at the last call.
-
-        The number is stored when the context ends without an error.
-        """
+        """Yields whether a folder has another number of files than when the context last ended without an error."""
         files = len(list_files(folder))
         yield files != self._files.get(folder, 0)
         self._files[folder] = files
 
 
 def make_step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> Point:
-    """Returns the point of a block of steps.
-
-    Args:
-        steps: The block's steps in order, at least one.
-        failed_at_s: Times of the workers' failures, seconds since 1970 (UTC).
-    """
+    """Returns the point of a block of steps (at least one); `failed_at_s` are the times of workers' failures."""
     last = steps[-1]
     rows = [sum(record.rows) for record in steps]
     step_ms = [record.step_ms for record in steps]
@@ -211,7 +194,7 @@ def make_step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> 
     metrics = {
         **means(steps),
         "lr": last.lr,
-        "grad_norm": _mean(finite_norms),
+        "grad_norm": _ratio(math.fsum(finite_norms), len(finite_norms)),
         "step_ms": statistics.median(step_ms),
         "data_wait_ms": statistics.fmean(record.data_wait_ms for record in steps),
         "rows_per_s": _ratio(1e3 * sum(rows), sum(step_ms)),
@@ -241,10 +224,6 @@ def make_node_point(name: str, look: NodeSample) -> Point:
         f"system/{node}/{key}": value for node, values in sorted(look.nodes.items()) for key, value in values.items()
     }
     return Point(look.step, int(look.time_s * 1e3), metrics, look=name)
-
-
-def _mean(values: list[float]) -> float:
-    return _ratio(math.fsum(values), len(values))
 
 
 def _ratio(value: float, by: float) -> float:
@@ -282,14 +261,7 @@ copies the environment at that moment fails with a `KeyError`.
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set of a run.
-
-    Args:
-        context: The use: `training` or `evaluation`.
-        path: Path of the data.
-        digest: Digest of the manifest.
-        rows: Number of rows.
-    """
+    """A data set of a run for a use (`training` or `evaluation`), with the digest of its manifest."""
 
     context: str
     path: str
@@ -303,7 +275,6 @@ class MlflowRun:
     The class is not thread-safe, and each method may block as long as MLflow does.
 
     Args:
-        uri: Tracking URI.
         experiment: Name of the experiment, which is created if it does not exist.
         artifacts: Folder for the artifacts if MLflow has no server; None: MLflow chooses.
     """
@@ -317,35 +288,25 @@ class MlflowRun:
         self.page = uri
 
     def open(self, run_id: str | None, run_uuid: str, root: Location, start_ms: int) -> str:
-        """Finds the run or creates it.
+        """Finds the run or creates it, and returns its id: another one if MLflow does not have the stored one any more.
 
         Args:
-            run_id: The stored id; None if there is none.
             run_uuid: Value of a tag; it finds the run if a driver created it but died before it stored the id.
             root: The run directory; its name becomes the name of the MLflow run.
             start_ms: Start of the run, milliseconds since 1970 (UTC).
-
-        Returns:
-            The id of the MLflow run; another one than `run_id` if MLflow does not have that run any more.
 
         Raises:
             ConfigError: The experiment is in MLflow's trash.
             Exception: An error of MLflow, mostly because it cannot be reached.
         """
-        if self._client is None:
-            self._client = connect(self._uri)
+        client = self._client = self._client or connect(self._uri)
         if run_id is None or not self._is_active(run_id):
             experiment_id = self._experiment_id()
-            runs = self._client.search_runs(
-                [experiment_id], filter_string=f"tags.`{_UUID_TAG}` = '{run_uuid}'", max_results=1
-            )
+            query = f"tags.`{_UUID_TAG}` = '{run_uuid}'"
+            runs = client.search_runs([experiment_id], filter_string=query, max_results=1)
             tags = {_UUID_TAG: run_uuid, _ROOT_TAG: redact(str(root))}
-            run = (
-                runs[0]
-                if runs
-                else self._client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=root.name)
-            )
-            run_id = str(run.info.run_id)
+            fields = {"start_time": start_ms, "tags": tags, "run_name": root.name}
+            run_id = str((runs[0] if runs else client.create_run(experiment_id, **fields)).info.run_id)
         self.run_id = run_id
         return run_id
 
@@ -354,14 +315,9 @@ class MlflowRun:
     ) -> None:
         """Sets the status `RUNNING`, and adds the parameters, tags and inputs that the MLflow run lacks.
 
-        A parameter or tag that the run has with another value gets an additional tag with the new value. A parameter
-        of an MLflow run can never change, and the tag with the commit of the first start must stay.
-
-        Args:
-            params: Parameters by name.
-            tags: Tags by name.
-            datasets: Inputs of the run.
-            is_over: Whether the run has ended: then the status stays, and other values get no additional tags.
+        A parameter or tag that the run has with another value gets an additional tag with the new value, since a
+        parameter of an MLflow run can never change. For a run that has ended (`is_over`) it does not, and the status
+        stays.
         """
         from mlflow.entities import Param, RunTag
 
@@ -402,19 +358,12 @@ class MlflowRun:
             self._client.set_terminated(self.run_id, status)
 
     def _add_inputs(self, datasets: Sequence[DataSet], existing_inputs: Sequence[Any]) -> None:
-        """Logs the data sets for each context that has no input yet.
-
-        The digest of an MLflow data set is at most `_DIGEST_CHARS` long, so the profile has the whole digest.
-        """
+        """Logs the data sets for each context without an input; only the profile can have the whole digest."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
         from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
-        contexts = {
-            tag.value
-            for existing_input in existing_inputs
-            for tag in existing_input.tags
-            if tag.key == MLFLOW_DATASET_CONTEXT
-        }
+        tags = [tag for existing_input in existing_inputs for tag in existing_input.tags]
+        contexts = {tag.value for tag in tags if tag.key == MLFLOW_DATASET_CONTEXT}
         new = []
         for data in datasets:
             if data.context not in contexts:
@@ -480,7 +429,7 @@ def _diff_values(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the values that the MLflow run lacks, and additional tags for values that differ from those it has.
 
-    A value gets a tag if it differs from the newest additional tag, or from the run's value if there is no such tag.
+    They differ from the newest additional tag, or from the run's value if there is no such tag.
     """
     new, other = {}, {}
     for name, value in values.items():
@@ -512,7 +461,6 @@ class TrackingState(SentState):
 
     Args:
         run_uuid: Value of a tag of the MLflow run; stored before the run is created.
-        run_id: Id of the MLflow run.
         uri: Tracking URI, without credentials.
     """
 
@@ -524,14 +472,14 @@ class TrackingState(SentState):
     def load(cls, paths: RunPaths) -> TrackingState:
         """Returns the content that the last driver has stored; stores and returns a new one if there is none."""
         stored = read_json(paths.tracking)
-        if stored is not None:
-            # A run that was started before evaluators had names has a list.
-            if isinstance(stored.get("evaluations"), list):
-                stored["evaluations"] = {RUN_EVALUATOR: stored["evaluations"]}
-            return cls(**{name: value for name, value in stored.items() if name in {item.name for item in fields(cls)}})
-        cursor = cls(run_uuid=uuid.uuid4().hex)
-        cursor.store(paths)
-        return cursor
+        if stored is None:
+            cursor = cls(run_uuid=uuid.uuid4().hex)
+            cursor.store(paths)
+            return cursor
+        # A run that was started before evaluators had names has a list.
+        if isinstance(stored.get("evaluations"), list):
+            stored["evaluations"] = {RUN_EVALUATOR: stored["evaluations"]}
+        return from_known_fields(cls, stored)
 
     def store(self, paths: RunPaths) -> None:
         """Writes `tracking.json`."""

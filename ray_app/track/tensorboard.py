@@ -36,12 +36,7 @@ A sweep reads the record and, in a bucket, uploads the whole file again.
 
 
 class EventFileWriter:
-    """Writes the event files of a run while its record grows.
-
-    Args:
-        paths: The directory of the run.
-        config: The run's configuration, which is written as a text.
-    """
+    """Writes the event files of a run while its record grows."""
 
     def __init__(self, paths: RunPaths, config: Config) -> None:
         self._paths, self._config = paths, config
@@ -62,14 +57,10 @@ class EventFileWriter:
         self._thread.start()
 
     def close(self, finished: bool, timeout_s: float) -> bool:
-        """Writes the rest of the record and ends the thread. Call it when the record is complete.
+        """Writes the rest of a complete record and ends the thread; returns whether everything was written.
 
-        Args:
-            finished: Whether to write the last block of steps although it is not full.
-            timeout_s: Seconds to wait for the storage.
-
-        Returns:
-            Whether everything was written; if not, a warning is logged.
+        With `finished` it writes the last block of steps although it is not full. If the storage takes longer than the
+        timeout, a warning is logged.
         """
         self._finished = finished
         self._wake.set()
@@ -170,10 +161,6 @@ class EventFileWriter:
 
 
 def check_board(config: Config) -> None:
-    """Checks that TensorBoard is installed if event files are configured.
-
-    Raises:
-        ConfigError: TensorBoard is not installed.
-    """
+    """Raises `ConfigError` if event files are configured and TensorBoard is not installed."""
     if config.tracking.tensorboard:
         require("tensorboard", "tracking.tensorboard: true", "set it to false")

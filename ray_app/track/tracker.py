@@ -48,11 +48,8 @@ class Tracker:
     """Sends a run's record to MLflow while it is written, with the points that an earlier driver has not sent.
 
     Args:
-        paths: The directory of the run.
-        config: The run's configuration, which becomes the parameters of the MLflow run.
         tags: Tags of the MLflow run, see `make_run_tags`.
         every_steps: Number of steps that are combined into one point.
-        datasets: The data sets of the run.
         is_over: Whether the run has ended and only points that MLflow lacks are sent: parameters and tags stay.
         say: Called once with a message that names the MLflow run.
     """
@@ -95,17 +92,14 @@ class Tracker:
         self._thread.start()
 
     def close(self, status: Status, timeout_s: float) -> bool:
-        """Sends the rest of the record and the artifacts (`config.yaml`, `summary.json`, ...), and ends the MLflow run.
+        """Sends the rest of a complete record and the artifacts, and ends the MLflow run; returns whether all was sent.
 
-        Call it when the record is complete. A second call returns the same.
+        If not, a warning names what is missing; the next start of the run sends it. A second call returns the same.
 
         Args:
             status: Final status of the run. With `FINISHED` the last block of steps is sent although it is not full;
                 otherwise a resume will fill it.
             timeout_s: Seconds to wait for MLflow.
-
-        Returns:
-            Whether MLflow has everything. If not, a warning names what is missing; the next start of the run sends it.
         """
         if self._status is None:
             self._status = status
@@ -122,8 +116,7 @@ class Tracker:
     def send_all(self, status: Status) -> None:
         """Sends the record and the artifacts of a run that has ended, in this thread; `start` is not needed.
 
-        Raises:
-            Exception: An error of MLflow; points that it has accepted before are not sent again.
+        It raises the errors of MLflow; points that it has accepted before are not sent again.
         """
         self._sweep(finished=status == "FINISHED")
         self._mlflow.finish(status, _read_artifacts(self._paths))
@@ -237,32 +230,22 @@ def check_available(config: Config) -> None:
         return
     require("mlflow", "tracking.enabled: true", "set tracking.enabled to false")
     uri = default_tracking_uri(config)
-    scheme = urlsplit(uri).scheme.partition("+")[0]
+    scheme, host = urlsplit(uri).scheme.partition("+")[0], urlsplit(uri).hostname
+    subject = f"tracking.uri is {redact(uri)!r}"
     valid = (
-        "an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db, postgresql,"
-        " mysql, mssql)"
+        "it must be an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db,"
+        " postgresql, mysql, mssql)."
     )
     if scheme not in ("http", "https", *_DATABASES):
-        raise ConfigError(
-            f"tracking.uri is {redact(uri)!r}; it must be {valid}. Without it a SQLite file in run.storage_path is"
-            f" used."
-        )
-    if (scheme == "sqlite" and not sqlite_file(uri)) or (scheme.startswith("http") and not urlsplit(uri).hostname):
-        raise ConfigError(
-            f"tracking.uri is {redact(uri)!r}, which names no {'file' if scheme == 'sqlite' else 'host'}; it must be"
-            f" {valid}."
-        )
+        raise ConfigError(f"{subject}; {valid} Without it a SQLite file in run.storage_path is used.")
+    if (scheme == "sqlite" and not sqlite_file(uri)) or (scheme.startswith("http") and not host):
+        raise ConfigError(f"{subject}, which names no {'file' if scheme == 'sqlite' else 'host'}; {valid}")
     if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
-        raise ConfigError(
-            f"tracking.uri is {redact(uri)!r}, which needs the whole of MLflow, not mlflow-skinny: pip install mlflow."
-        )
+        raise ConfigError(f"{subject}, which needs the whole of MLflow, not mlflow-skinny: pip install mlflow.")
 
 
 def make_run_tags(config: Config, manifest_digest: str) -> dict[str, str]:
-    """Returns the tags of the MLflow run: digests, versions and, in a git checkout, the commit.
-
-    The result of the run depends on them besides the parameters.
-    """
+    """Returns what the result depends on besides parameters: digests, versions and, in a git checkout, the commit."""
     tags = {
         "ray_app.config_digest": digest(config, manifest_digest),
         "ray_app.manifest_digest": manifest_digest,
@@ -293,20 +276,14 @@ def group_points(points: Iterable[Point]) -> Iterator[list[Point]]:
 
 
 def _read_artifacts(paths: RunPaths) -> dict[str, str]:
-    """Returns the texts of an ended run to store as artifacts, without secrets, by their path.
-
-    They are configuration, summary, report, and the newest evaluation of each evaluator.
-    """
-    texts = {}
-    for file in (paths.config, paths.summary, paths.report):
-        if file.exists():
-            text = file.read_text()
-            texts[file.name] = redact_yaml(text) if file == paths.config else text
+    """Returns the texts to store of an ended run, without secrets, by their paths, with the newest evaluations."""
+    texts = {file.name: file.read_text() for file in (paths.config, paths.summary, paths.report) if file.exists()}
+    if paths.config.name in texts:
+        texts[paths.config.name] = redact_yaml(texts[paths.config.name])
     for name in (None, *evaluator_names(paths)):
-        steps = evaluated_steps(paths, name)
-        if steps:
+        if steps := evaluated_steps(paths, name):
             file = paths.evaluation(max(steps), name)
-            texts["/".join(("evaluations", *((name,) if name else ()), file.name))] = file.read_text()
+            texts["/".join(filter(None, ("evaluations", name, file.name)))] = file.read_text()
     return texts
 
 

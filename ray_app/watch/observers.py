@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ray_app.runlog.history import means
-from ray_app.runlog.journal import Event, EventsReader, FirstRecords, StepRecord, put_event
+from ray_app.runlog.journal import Event, EventsReader, RecordReader, StepRecord, put_event
 from ray_app.storage.files import poll_interval_s
 from ray_app.train.job import Job
 
@@ -66,7 +66,7 @@ class Observers:
 
     def __init__(self, job: Job, observers: Sequence[Observer]) -> None:
         self._job, self._observers = job, observers
-        self._records, self._epoch = FirstRecords(job.paths), list[StepRecord]()
+        self._records, self._epoch = RecordReader(job.paths), list[StepRecord]()
         self._events, self._has_skipped_old = EventsReader(job.paths), False
         self._began_s = 0.0
 
@@ -103,7 +103,7 @@ class Observers:
     def _process_news(self) -> None:
         """Calls the observers with the new records and events; what cannot be read now is read the next time."""
         try:
-            records = list(self._records.poll())
+            records = list(self._records.first_records())
             events = self._events.read_new()
             if not self._has_skipped_old:
                 events = [event for event in events if event.time_s > self._began_s]

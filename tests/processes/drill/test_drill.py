@@ -243,7 +243,7 @@ def test_a_rendezvous_that_answers_in_its_last_moment_is_asked_again(
     assert isinstance(made, Scenario)
     assert made.observe is not None
     evidence = Evidence(str(tmp_path / "evidence"))
-    evidence.put("held")
+    evidence.put("held", step=3)
     made.observe(SimpleNamespace(rendezvous="its name"))  # type: ignore[arg-type]
     said = evidence.get("rendezvous_killed")
     assert said is not None

@@ -24,10 +24,10 @@ from ray_app.runlog.evaluations import Evaluation, early_stop, put_evaluation
 from ray_app.runlog.history import means
 from ray_app.runlog.journal import (
     MAX_SMALL_FILES,
-    FirstRecords,
     MetricsReader,
     MetricsWriter,
     PendingEvents,
+    RecordReader,
     StepRecord,
     join_segments,
     list_segments,
@@ -127,13 +127,13 @@ def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(
 
 def test_two_join_at_once_while_others_read_and_write(paths: RunPaths) -> None:
     written(paths)
-    whole, live, firsts, over = seen(paths), MetricsReader(paths), FirstRecords(paths), threading.Event()
+    whole, live, firsts, over = seen(paths), MetricsReader(paths), RecordReader(paths), threading.Event()
     told: list[int] = []
 
     def look() -> None:
         while not over.is_set():
             live.poll()
-            told.extend(record.step for record in firsts.poll())
+            told.extend(record.step for record in firsts.first_records())
 
     def merge() -> None:
         for full_bytes in (700, 3000, 20000):
@@ -150,7 +150,7 @@ def test_two_join_at_once_while_others_read_and_write(paths: RunPaths) -> None:
     look_again = MetricsReader(paths)
     look_again.poll()
     live.poll()
-    told.extend(record.step for record in firsts.poll())
+    told.extend(record.step for record in firsts.first_records())
     assert (look_again.records, sorted(look_again.repeated, key=repr)) == (whole[0], sorted(whole[1], key=repr))
     assert live.records.keys() == whole[0].keys()
     assert sorted(told) == sorted(whole[0]), "MLflow gets a step once"
