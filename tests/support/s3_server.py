@@ -84,6 +84,15 @@ class S3Server:
         """Writes an object."""
         self.path(prefix).put(content, if_absent=False)
 
+    def make_public(self, path: ObjectPath) -> None:
+        """Lets everyone read an object without credentials."""
+        url = f"http://{self.address}/{path.bucket}/{path.key}?acl"
+        # moto looks whether there is a signature, and not which.
+        signature = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3"
+        headers = {"x-amz-acl": "public-read", "Authorization": signature}
+        request = urllib.request.Request(url, method="PUT", headers=headers)
+        urllib.request.urlopen(request, timeout=10).close()
+
     def close(self) -> None:
         """Ends the process."""
         self._process.kill()
@@ -140,7 +149,8 @@ class _Faulty:
         raise ConnectionError("injected")
 
     def _ask(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ.get("HTTP_IF_NONE_MATCH"):  # moto looks and then writes
+        conditions = ("HTTP_IF_NONE_MATCH", "HTTP_X_GOOG_IF_GENERATION_MATCH")
+        if any(map(environ.get, conditions)):  # moto looks and then writes
             with self._conditional:
                 return list(self._application(environ, start_response))
         return self._application(environ, start_response)

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ray_app import load_config
 from ray_app.cli.drill import DrillSection, make_drill_config
+from ray_app.cluster.resources import ClusterCapacity
 from ray_app.config.config import Config
 from ray_app.drill import session
 from ray_app.drill.certificate import RunStart, Trace
@@ -40,8 +41,7 @@ def short_drill(digits: Path, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0}, nodes=list))
-    monkeypatch.setattr(session, "max_resources", lambda: None)
+    monkeypatch.setattr(session, "cluster_capacity", lambda: ClusterCapacity({"CPU": 8.0}))
     monkeypatch.setattr(session, "describe_environment", dict)
     monkeypatch.setattr(
         session.Drill, "_run_undisturbed", lambda self: (Trace("d", 8, {1: (1.0, [1, 1], [5, 6])}), RunStart(1.0, 2))

@@ -34,7 +34,7 @@ def test_what_ended_the_training_explains_what_its_watcher_met(monkeypatch: pyte
 
 
 def test_what_comes_of_giving_up_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fit(start: Any, workers: int, cpus: float, given_up: threading.Event) -> None:
+    def fit(start: Any, workers: int, given_up: threading.Event) -> None:
         assert given_up.wait(WAIT_S)
         raise DataError("aborted")
 

@@ -137,6 +137,8 @@ def test_what_is_public_needs_no_credentials(
 ) -> None:
     folder: ObjectPath = request.getfixturevalue(f"{scheme}_folder")
     put_atomic(folder / "a", b"1")
+    if scheme != "az":
+        request.getfixturevalue(f"{scheme}_server").make_public(folder / "a")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "GOOGLE_BEARER_TOKEN", "AZURE_STORAGE_KEY"):
         monkeypatch.delenv(name, raising=False)
     public = replace(folder / "a", query=f"{folder.query}&anonymous=true")
