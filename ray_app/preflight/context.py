@@ -16,8 +16,6 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ray_app.config.config import Config
@@ -36,6 +34,7 @@ from ray_app.task.metrics import score
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
+from ray_app.torch_private import TorchDispatchMode, tree_leaves
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState, seed_init
 from ray_app.watch.terminal import Level

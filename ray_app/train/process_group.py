@@ -285,7 +285,9 @@ def backend_name(device: torch.device, backend: str) -> str:
 
     Collectives in host memory use gloo in any case.
     """
-    return _NCCL if backend == "auto" and device.type == "cuda" else "gloo"
+    if backend == "auto":
+        return _NCCL if device.type == "cuda" else "gloo"
+    return backend
 
 
 def open_stage_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta, uses_collectives: bool) -> tuple[Any, ...]:

@@ -395,6 +395,7 @@ WRITER = """
 import sys
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.storage import object_stores
+from ray_app.storage.files import to_location
 from ray_app.runlog.paths import RunPaths
 from tests.support.checkpoints import commit_of, snapshot_of
 from ray_app.checkpoint.format import pack

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ray_app.cli import predict as command
 from ray_app.cli.predict import main
+from ray_app.cluster.resources import ClusterCapacity
 from ray_app.config.config import Config
 from ray_app.data.dataset import open_dataset
 from ray_app.data.ray_tasks import ActorPool
@@ -139,11 +140,11 @@ def test_a_cluster_that_scales_from_zero_is_waited_for(
         asked.append(pool.max_actors)
         raise ReachedError
 
-    there = SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list, put=lambda value: value)
+    there = SimpleNamespace(put=lambda value: value)
     for name, fake in {
         "ray": there,
         "cluster": nullcontext,
-        "max_resources": lambda: grows_to,
+        "cluster_capacity": lambda: ClusterCapacity({"CPU": 0.0}, max_resources=grows_to),
         "map_in_actors": map_in_actors,
     }.items():
         monkeypatch.setattr(command, name, fake)
@@ -186,8 +187,9 @@ def test_of_two_that_begin_at_once_in_a_folder_one_is_refused(
         put_json(first.out / MADE_FROM, first.made_from)
         yield
 
-    there = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0}, nodes=list, put=lambda value: value)
-    for name, fake in {"ray": there, "cluster": meanwhile, "max_resources": dict}.items():
+    there = SimpleNamespace(put=lambda value: value)
+    capacity = ClusterCapacity({"CPU": 4.0})
+    for name, fake in {"ray": there, "cluster": meanwhile, "cluster_capacity": lambda: capacity}.items():
         monkeypatch.setattr(command, name, fake)
     with pytest.raises(ConfigError, match="batch_size: 8, now 16"):
         command.predict(second, run.config, sections[1], Console(quiet=True))
