@@ -99,7 +99,7 @@ class ElasticController(TrainController):
         self._policy = scaling_policy
         self.worker_group_cls = ElasticGroupFactory(pending_workers, slot)
         # The newest poll of each worker by actor id, as Ray's `WorkerStatus`.
-        self._polls: dict[str, Any] = {}
+        self._polls: dict[str, tuple[bool, BaseException | None]] = {}
         # Since when each straggler is slow, and the stragglers that were evicted, by actor id.
         self._slow_since_s: dict[str, float] = {}
         self._evicted = frozenset[str]()
@@ -129,7 +129,11 @@ class ElasticController(TrainController):
     async def _poll_workers(self) -> Any:
         status = await super()._poll_workers()
         ids = [actor_id_of(worker.actor) for worker in self._worker_group.get_workers()]
-        self._polls = {worker: status.worker_statuses[index] for index, worker in enumerate(ids)}
+        # `status.errors` has the errors of user code themselves; in `worker_statuses` Ray Train has wrapped them.
+        self._polls = {
+            worker: (status.worker_statuses[index].running, status.errors.get(index))
+            for index, worker in enumerate(ids)
+        }
         # Ray handles errors next: it calls the method below.
         if not status.errors:
             self._poll_pending_workers()
@@ -180,8 +184,7 @@ class ElasticController(TrainController):
         for worker in self._worker_group.get_workers() if self._worker_group is not None else ():
             actor_id, node = actor_id_of(worker.actor), worker.metadata.node_id
             # A worker that has just joined has not been polled yet.
-            poll = self._polls.get(actor_id)
-            is_running, error = (True, None) if poll is None else (poll.running, poll.error)
+            is_running, error = self._polls.get(actor_id, (True, None))
             workers.append(WorkerState(actor_id, node, is_running, error, status.lost_for_s.get(actor_id, 0.0)))
         has_failed = any(worker.error is not None for worker in workers)
         pending, now_s = self._pending_workers, time.monotonic()
