@@ -471,6 +471,7 @@ def test_a_promotion_that_is_stopped_leaves_the_old_champion(server: str, packag
     assert champion_of(client, "unknown") is None
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("uri", ["server", "store"])
 def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
     request: pytest.FixtureRequest, packaged: Any, uri: str, tmp_path: Path

@@ -59,6 +59,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "local_sgd" else pytest.mark.rest) for n in STRATEGIES]
 )

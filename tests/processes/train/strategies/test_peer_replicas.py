@@ -43,6 +43,7 @@ def others(lost: int) -> list[int]:
     return [worker for worker in (0, 1, 2) if worker != lost]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("strategy", "lost", "step"),
     [
