@@ -46,13 +46,13 @@ class _EndedError(BaseException):
 class Loop:
     """The steps of a run, for the loop of a script; each iteration is one step of the run::
 
-    def train(loop):
-        optimizer = torch.optim.AdamW(loop.model.parameters())
-        loop.keep(optimizer)
-        for step in loop:
-            for rows in step:
-                step.add(cross_entropy(loop.model(rows["image"]), rows["label"]))
-            optimizer.step()
+        def train(loop):
+            optimizer = torch.optim.AdamW(loop.model.parameters())
+            loop.keep(optimizer)
+            for step in loop:
+                for rows in step:
+                    step.add(cross_entropy(loop.model(rows["image"]), rows["label"]))
+                optimizer.step()
     """
 
     def __init__(self, model: nn.Module) -> None:
