@@ -25,10 +25,10 @@ train: $(INSTALLED) ## ingest the bundled digits, train on 2 workers, evaluate, 
 # Two processes; one has the tests that share a Ray cluster. What takes longest begins first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 20
 
-test: $(INSTALLED) ## the tests that run before every commit: all without Ray but the slowest, and a run on real Ray for each guarantee
+test: $(INSTALLED) ## the tests that run before every commit: all without Ray but the slow ones, and three runs on real Ray
 	$(PYTEST) -m "not rest and not campaign and not search"
 
-test-rest: $(INSTALLED) ## slow variants without Ray, the commands of the pages, the wheel in a fresh environment
+test-rest: $(INSTALLED) ## slow variants, one run on real Ray for each further guarantee, the commands of the pages, the wheel
 	$(PYTEST) -m "rest and not search"
 
 test-again: $(INSTALLED) ## what failed last, one after the other

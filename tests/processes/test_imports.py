@@ -105,6 +105,7 @@ def test_a_driver_imports_neither_metrics_nor_the_compiler(digits: Path) -> None
     assert not {"ray.train", "ray.data"} & imported, "these are imported while the cluster starts"
 
 
+@pytest.mark.rest
 def test_a_newcomer_imports_no_torch_before_it_prepares_itself() -> None:
     """Nor does the controller of `failure.recovery: restart`, which is a process of its own."""
     imported = set(said_by(_NEWCOMER))

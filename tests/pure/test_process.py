@@ -79,5 +79,6 @@ def test_freed_memory_is_kept_for_the_next_step_once_and_not_for_every_thread() 
     assert 200 < held_mb() < 256 + 4 * 64 + 30
 
 
+@pytest.mark.rest
 def test_what_the_environment_says_of_malloc_counts_more() -> None:
     assert held_mb(MALLOC_TRIM_THRESHOLD_="131072") < 60

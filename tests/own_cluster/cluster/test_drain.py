@@ -53,7 +53,7 @@ with open_drill_cluster(2, evaluates=False) as nodes:
 """  # noqa: E501
 
 
-@pytest.mark.guarantee
+@pytest.mark.rest
 def test_a_drained_node_is_left_in_place_and_nothing_is_lost(short_run: Callable[..., Config], tmp_path: Path) -> None:
     alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
     train_in_process(alone, SingleProcessMembership(alone.config.logical_workers, lambda: False), Hooks())

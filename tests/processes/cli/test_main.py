@@ -75,7 +75,10 @@ def test_every_job_is_a_command() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "started"),
-    [([], "runpy.run_path('jobs/report.py', run_name='__main__')"), (["report"], "sys.exit(run())")],
+    [
+        pytest.param([], "runpy.run_path('jobs/report.py', run_name='__main__')", marks=pytest.mark.rest),
+        (["report"], "sys.exit(run())"),
+    ],
 )
 def test_a_process_ends_before_python_is_taken_apart(arguments: list[str], started: str) -> None:
     """A thread that is at work in C++ then can abort the process, whose exit code is no longer that of the command."""

@@ -95,6 +95,7 @@ def understood(
     return load_config(folder / "printed.yaml")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("where", "script", "arguments"), list(commands()), ids=lambda v: v if isinstance(v, str) else ""
 )

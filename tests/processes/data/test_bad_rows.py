@@ -130,6 +130,7 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     assert listed[3] == {"position": 50, "path": "part-0.parquet", "row_group": 1, "row": 0}
 
 
+@pytest.mark.rest
 def test_local_steps_go_around_bad_rows_too(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {
         "train__strategy": "local_sgd",

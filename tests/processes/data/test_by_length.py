@@ -123,8 +123,8 @@ def test_balanced_sampling_of_whole_files_stays_refused(tmp_path: Path, data: Pa
     ("shard", "sampling"),
     [
         ("file", "none"),
-        pytest.param("row", "balanced", marks=pytest.mark.rest),
-        pytest.param("off", "none", marks=pytest.mark.rest),
+        ("row", "balanced"),
+        ("off", "none"),
     ],
 )
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(

@@ -10,6 +10,7 @@ import pytest
 from ray_app.drill import memory_faults
 
 
+@pytest.mark.rest
 def test_the_kernel_ends_who_uses_more_than_the_limit_of_its_group() -> None:
     if reason := memory_faults.find_cgroup_obstacle():
         print(reason)

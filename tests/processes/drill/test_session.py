@@ -92,6 +92,7 @@ def fails(config: Config, *_: Any) -> None:
     raise OSError("something is away")
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize(
     ("run", "reason"),
@@ -169,6 +170,7 @@ def test_a_drill_without_a_cluster_ends_and_says_how_far_it_came(
     assert not read_json(drill.certificate)["complete"]
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("no_ray")
 def test_a_cluster_that_scales_from_zero_is_waited_for(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list))

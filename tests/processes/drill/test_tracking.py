@@ -39,6 +39,7 @@ def log(client: Any, run_id: str, steps: range) -> None:
             client.log_metric(run_id, name, value, int(made.time_s * 1e3), n)
 
 
+@pytest.mark.rest
 def test_mlflow_must_have_each_point_once_and_have_been_away(tmp_path: Path, served: tuple[str, Any, str]) -> None:
     uri, client, run_id = served
     run = outage(tmp_path)

@@ -37,6 +37,7 @@ def decode_all() -> str:
     return done.stdout
 
 
+@pytest.mark.rest
 def test_no_damaged_image_ends_the_process_and_each_has_a_reason_the_same_each_time() -> None:
     printed = decode_all()
     *lines, last = printed.splitlines()

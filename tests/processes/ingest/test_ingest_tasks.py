@@ -101,6 +101,7 @@ def kill_midway(folder: Path, out: Any, at: str = "write_input_split") -> None:
     assert done.returncode == -signal.SIGKILL
 
 
+@pytest.mark.rest
 def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     folder, out = write_csvs(tmp_path / "in"), tmp_path / "out"
     kill_midway(folder, out)
@@ -328,6 +329,7 @@ def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(
     assert content(out) == content(tmp_path / "out")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("target", ["disk", "s3"])
 def test_what_is_finished_outlives_an_error_of_the_storage(
     tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, target: str

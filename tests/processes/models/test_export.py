@@ -104,6 +104,7 @@ def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return folder, json.loads(python(TRAIN, ("mlflow",), digits, folder))
 
 
+@pytest.mark.rest
 def test_a_run_in_the_calling_process_starts_no_ray_and_goes_on_from_an_export(
     trained: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -148,6 +149,7 @@ def test_an_export_predicts_and_trains_on_without_ray_and_mlflow(
     assert float((after == rows["label"]).float().mean()) > accuracy, "two more epochs taught it nothing"
 
 
+@pytest.mark.rest
 def test_any_checkpoint_of_a_run_is_exported_from_s3_too(
     trained: tuple[Path, dict[str, Any]], s3_folder: S3Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

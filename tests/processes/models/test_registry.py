@@ -248,6 +248,7 @@ def tabular(kind: type[TabularClassification]) -> tuple[Any, nn.Module]:
     return task, task.build_model()
 
 
+@pytest.mark.rest
 def test_several_inputs_and_outputs_have_names(tmp_path: Path) -> None:
     import mlflow.pyfunc
     import pandas as pd
@@ -396,7 +397,8 @@ def versions(client: Any, name: str) -> list[Any]:
     return sorted(client.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version))
 
 
-@pytest.mark.parametrize(("after", "uri"), [pytest.param(False, "server", marks=pytest.mark.rest), (True, "store")])
+@pytest.mark.rest
+@pytest.mark.parametrize(("after", "uri"), [(False, "server"), (True, "store")])
 def test_wherever_it_was_stopped_the_next_try_makes_one_whole_version(
     request: pytest.FixtureRequest, packaged: Any, after: bool, uri: str
 ) -> None:
@@ -468,6 +470,7 @@ def test_a_promotion_that_is_stopped_leaves_the_old_champion(server: str, packag
     assert champion_of(client, "unknown") is None
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("uri", ["server", "store"])
 def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
     request: pytest.FixtureRequest, packaged: Any, uri: str, tmp_path: Path
@@ -498,7 +501,7 @@ def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
             resolve_version(place, model)
 
 
-@pytest.mark.parametrize("uri", ["server", "store"])
+@pytest.mark.parametrize("uri", [pytest.param("server", marks=pytest.mark.rest), "store"])
 def test_a_run_begins_with_a_version_that_is_looked_up_once(
     request: pytest.FixtureRequest, digits: Path, uri: str, tmp_path: Path
 ) -> None:

@@ -243,9 +243,7 @@ def test_the_feed_meets_the_plan(tmp_path: Path, data: Path, name: str) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(
-    "name", [pytest.param("file", marks=pytest.mark.rest), pytest.param("off", marks=pytest.mark.rest), "balanced"]
-)
+@pytest.mark.parametrize("name", ["file", "off", "balanced"])
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:

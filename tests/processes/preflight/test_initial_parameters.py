@@ -65,8 +65,8 @@ def test_every_worker_begins_with_the_parameters_of_the_file(given: Config, tmp_
     "fields",
     [
         {},
-        pytest.param({"train__strategy": "local_sgd", "train__local_steps": 2}, marks=pytest.mark.rest),
-        pytest.param({"train__strategy": "central_storage"}, marks=pytest.mark.rest),
+        {"train__strategy": "local_sgd", "train__local_steps": 2},
+        {"train__strategy": "central_storage"},
     ],
     ids=str,
 )

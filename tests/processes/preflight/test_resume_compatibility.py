@@ -40,6 +40,7 @@ def train(config: Config, **fields: Any) -> Result:
     return result
 
 
+@pytest.mark.rest
 def test_one_epoch_and_then_a_second_are_two_at_once(digits: Path, tmp_path: Path) -> None:
     """As the guide's example of fault tolerance, which calls `run_training(epochs=1)` twice; then a third stretch by
     `max_steps`.

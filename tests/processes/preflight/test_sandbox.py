@@ -39,6 +39,7 @@ def test_a_flood_of_prints_does_not_fill_the_disk(tmp_path: Path) -> None:
     assert ended.output.splitlines()[-1] == "the end"
 
 
+@pytest.mark.rest
 def test_calls_after_one_that_took_too_long_run_in_a_new_server(tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path / "trial")
     try:

@@ -103,6 +103,7 @@ def exchange_shared(rank: int, store: Path, size: int, reentrant: bool) -> list[
         return gradients
 
 
+@pytest.mark.rest
 def test_gradients_that_come_in_parts_are_refused_on_any_number_of_workers(pool: WorkerPool) -> None:
     for size in (1, 2):
         for outcome in pool.call(size, exchange_shared, size, True):
@@ -111,6 +112,7 @@ def test_gradients_that_come_in_parts_are_refused_on_any_number_of_workers(pool:
             assert "use_reentrant=False" in str(outcome.error)
 
 
+@pytest.mark.rest
 def test_checkpointed_and_shared_layers_are_bit_identical_on_any_workers(pool: WorkerPool) -> None:
     [alone] = pool.run(1, exchange_shared, 1, False)
     for found in pool.run(2, exchange_shared, 2, False):

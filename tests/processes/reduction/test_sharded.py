@@ -322,6 +322,7 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
     return held
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("reduction", "scatters"), [("exact", "all_to_all_single"), ("overlapped", "reduce_scatter_single")]
 )

@@ -39,7 +39,7 @@ def assert_those_of_ddp(
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("fields", [{}, pytest.param(AVERAGED, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("fields", [{}, AVERAGED])
 def test_on_any_number_of_workers_and_across_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
@@ -141,6 +141,7 @@ def test_of_checkpointed_activations(pool: WorkerPool, data: Path, tmp_path: Pat
     assert_those_of_ddp(pool, tmp_path, data, (1, 3), Odd(reentrant=False), train__epochs=1)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("size", [1, 2])
 def test_gradients_that_come_in_parts_are_refused(pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
     outcomes = pool.train(fsdp_job(tmp_path / "run", data, Odd(reentrant=True)), size, Hooks(), cache_windows)

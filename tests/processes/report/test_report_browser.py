@@ -69,6 +69,7 @@ def full(tmp_path: Path) -> MadeRun:
     return run
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("width", "scheme"), [(1200, "light"), (1200, "dark"), (800, "light"), (390, "light"), (390, "dark")]
 )
@@ -140,6 +141,7 @@ def test_the_policy_stops_what_escaping_would_miss(browser: Browser, site: Site,
     assert browser.ask("document.title") == "run · finished"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["empty", "running", "failed"])
 def test_runs_that_are_not_finished(browser: Browser, site: Site, tmp_path: Path, kind: str) -> None:
     run = MadeRun(tmp_path, data__eval_path=None)

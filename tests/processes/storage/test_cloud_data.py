@@ -125,6 +125,7 @@ def test_what_is_not_there_is_said(cloud: Server, rows: Path) -> None:
         open_dataset(str(cloud.path("several")))
 
 
+@pytest.mark.rest
 def test_a_wrong_key_of_azure_and_a_server_that_is_gone_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_KEY", KEY)
     server = AzureServer()

@@ -65,6 +65,7 @@ def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
     assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
 
 
+@pytest.mark.rest
 def test_what_a_step_logs_is_the_mean_over_the_rows_of_all_workers(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:

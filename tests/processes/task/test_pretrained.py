@@ -89,6 +89,7 @@ def test_a_run_begins_with_the_weights_of_the_folder(
     assert all(torch.equal(values, stored[name]) for name, values in trained.items())
 
 
+@pytest.mark.rest
 def test_it_trains_to_the_same_bits_on_one_worker_and_on_two(
     pool: WorkerPool, tmp_path: Path, data: dict[str, Any], weights: Path
 ) -> None:

@@ -260,6 +260,7 @@ def test_a_run_that_mlflow_lost_is_sent_whole_to_a_new_one(run: Run, caplog: pyt
     assert_tracked(run, 30, "FINISHED")
 
 
+@pytest.mark.rest
 def test_defaults_make_the_database_in_the_storage_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any
 ) -> None:

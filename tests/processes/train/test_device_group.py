@@ -181,6 +181,7 @@ def exchanged_by_user_code(rank: int, store: Path) -> str:
     return ""
 
 
+@pytest.mark.rest
 def test_a_lost_peer_is_one_in_a_collective_of_user_code_too(pool: WorkerPool) -> None:
     first, second = pool.call(2, exchanged_by_user_code)
     assert isinstance(second.error, KilledError)

@@ -58,6 +58,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("memory") / "data", [[13, 14]])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["SGD", "Adam"]
 )

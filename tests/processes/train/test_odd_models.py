@@ -328,6 +328,7 @@ def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(
     assert all(found[name].equal(value) for name, value in plain.state_dict().items())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("task", [Routed(), RoutedByRow(), RoutedAgain()], ids=lambda task: type(task).__name__)
 def test_overlapped_shards_count_a_missing_gradient_as_zeros(
     pool: WorkerPool, data: Path, tmp_path: Path, task: TinyImages
@@ -361,6 +362,7 @@ def test_a_learning_rate_of_numpys_is_kept_and_read(pool: WorkerPool, data: Path
     assert (resumed.digests, resumed.steps) == (undisturbed.digests, undisturbed.steps)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("task", "fields", "said"),
     [

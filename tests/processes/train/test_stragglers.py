@@ -78,6 +78,7 @@ def test_logical_workers_move_away_from_a_slow_worker_and_the_bits_stay(
     assert sum(first.details["after"]) == L
 
 
+@pytest.mark.rest
 def test_what_a_slow_worker_costs_is_recorded(pool: WorkerPool, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[160]])
     _, paths = trained(pool, tmp_path / "run", data, 3, cache_windows, "none", slow=True)

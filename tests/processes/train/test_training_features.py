@@ -284,6 +284,7 @@ def test_the_model_gets_images_with_their_channels_last(data: Path, tmp_path: Pa
     )
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("strategy", ["ddp", "central_storage", "fsdp", "local_sgd"])
 def test_channels_last_changes_nothing_but_rounding(
     pool: WorkerPool, data: Path, tmp_path: Path, strategy: str
@@ -344,7 +345,6 @@ def test_images_and_truths_are_mixed_in_the_same_proportion(mixup: float, cutmix
 # --- compiled
 
 
-@pytest.mark.rest
 @pytest.mark.rest  # compiling takes half a minute
 def test_a_compiled_model_is_bit_identical_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path

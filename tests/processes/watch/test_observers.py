@@ -120,6 +120,7 @@ def test_they_are_told_what_the_record_says_and_what_they_raise_ends_nothing(dat
     )
 
 
+@pytest.mark.rest
 def test_the_page_posts_to_a_webhook(data: Path, tmp_path: Path) -> None:
     with receiver() as (url, got):
         both = [
@@ -151,6 +152,7 @@ def test_who_cannot_be_told_is_refused_before_the_start(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("wanted", "name"), [([3, 4], "steps-00000003-00000004"), (2, "steps-00000004-00000005")])
 def test_the_steps_that_are_asked_for_are_traced_by_rank_0(
     pool: WorkerPool, data: Path, tmp_path: Path, wanted: list[int] | int, name: str

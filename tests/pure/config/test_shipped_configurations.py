@@ -168,6 +168,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_by_its_class_alone_has_its_own_defaults(name: str, tmp_path: Path) -> None:
     """None of those of Adam, which stands where no optimizer is named."""

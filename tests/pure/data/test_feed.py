@@ -154,6 +154,7 @@ SHAPES: dict[str, list[list[int]]] = {
     "last step of 1, 0, 0, 0 rows": [[25]],
     "no rest": [[24], [12]],
 }
+QUICK_SHAPES = ("prime and ragged", "files and groups without rows", "fewer rows than logical workers")
 
 
 @pytest.fixture(scope="module", params=[64, 1], ids=["alone", "in blocks"], autouse=True)
@@ -174,7 +175,9 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(name, marks=() if name in QUICK_SHAPES else pytest.mark.rest) for name in SHAPES]
+)
 @pytest.mark.parametrize("keep_last", [True, False])
 def test_every_row_exactly_once_on_every_world_size(datasets: dict[str, Dataset], shape: str, keep_last: bool) -> None:
     dataset = datasets[shape]
@@ -199,7 +202,11 @@ def test_the_feed_meets_the_plan(datasets: dict[str, Dataset]) -> None:
 
 
 @pytest.mark.parametrize("open_windows", ALL)
-@pytest.mark.parametrize("window", [1, 6, 1000], ids="window{}".format)
+@pytest.mark.parametrize(
+    "window",
+    [pytest.param(1, marks=pytest.mark.rest), 6, pytest.param(1000, marks=pytest.mark.rest)],
+    ids="window{}".format,
+)
 def test_a_resume_at_every_step_on_other_workers_delivers_just_the_rest(
     datasets: dict[str, Dataset], open_windows: Open, window: int
 ) -> None:

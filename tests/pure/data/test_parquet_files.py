@@ -416,6 +416,7 @@ def test_a_look_at_footers_that_is_ended_from_outside_blames_no_file(tmp_path: P
     assert open_dataset(str(tmp_path)).manifest.num_rows == 1
 
 
+@pytest.mark.rest
 def test_footers_are_looked_at_where_pyarrow_is_in_the_python_path(tmp_path: Path) -> None:
     put(tmp_path / "a.parquet", pa.table({"x": [1.0]}))
     code = f"from ray_app.data.dataset import open_dataset; print(open_dataset({str(tmp_path)!r}).manifest.num_rows)"

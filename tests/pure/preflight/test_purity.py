@@ -51,7 +51,7 @@ def line(code: str) -> str:
             " from the keys",
             marks=pytest.mark.rest,
         ),
-        ("kept", "training_loss gives something else when it is called again"),
+        pytest.param("kept", "training_loss gives something else when it is called again", marks=pytest.mark.rest),
     ],
 )
 def test_what_is_impure_is_named(what: str, expected: str, tmp_path: Path) -> None:

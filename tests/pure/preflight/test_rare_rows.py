@@ -126,6 +126,7 @@ class Shifted(CausalLanguageModel):
         return self.loss(self.forward(model, batch), batch)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["ray_app.task.language_model.CausalLanguageModel", f"{__name__}.Shifted"])
 def test_another_task_is_tried_with_the_longest_row_too(tmp_path: Path, plain: str, name: str) -> None:
     config = {

@@ -454,6 +454,7 @@ def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, bef
     )
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("checkpoints", [6, 30])
 @pytest.mark.parametrize("times", [200, pytest.param(3000, marks=pytest.mark.search)])
 def test_the_best_of_several_checkpoints_is_promoted_by_chance_as_rarely_as_one(

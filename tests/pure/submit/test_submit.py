@@ -77,6 +77,7 @@ def test_the_pause_doubles_up_to_a_bound() -> None:
 RUNS = sorted(path for path in (ROOT / "conf").glob("*.yaml") if not path.stem.startswith("retrain"))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_the_configuration_travels_whole(path: Path) -> None:
     config = load_config(path, run__name="it", train__epochs=7)

@@ -214,13 +214,13 @@ def asked(run: MadeRun) -> Iterator[Asked]:
 
 
 @pytest.mark.parametrize("path", ["/", "/0", "/watch.js", "/7", "/?token=wrong", "/?token=%C3%A9", "/?token="])
-@pytest.mark.parametrize("cookie", [None, "ray_app_watch=wrong", "ray_app_watch=", "other=1", 'x="'])
-def test_nobody_without_the_token_sees_anything(asked: Asked, path: str, cookie: str | None) -> None:
-    asked.cookie = cookie
-    status, body, headers = asked.get(path)
-    assert status == 403
-    assert "live" not in body
-    assert "Set-Cookie" not in headers
+def test_nobody_without_the_token_sees_anything(asked: Asked, path: str) -> None:
+    for cookie in (None, "ray_app_watch=wrong", "ray_app_watch=", "other=1", 'x="'):
+        asked.cookie = cookie
+        status, body, headers = asked.get(path)
+        assert status == 403, cookie
+        assert "live" not in body, cookie
+        assert "Set-Cookie" not in headers, cookie
 
 
 def test_the_token_becomes_a_cookie_and_leaves_the_address(asked: Asked, run: MadeRun) -> None:

@@ -213,7 +213,7 @@ def test_deaths_in_every_phase_of_a_step(short_run: ShortRun, reference: dict[st
     assert summary["redone_steps"] == 0
 
 
-@pytest.mark.guarantee
+@pytest.mark.rest
 def test_two_at_once(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
     config = short_run(scaling__min_workers=1, scaling__max_workers=3)
     kills = [Kill(str(tmp_path / f"killed{rank}"), step=13, rank=rank) for rank in (0, 1)]
@@ -255,7 +255,7 @@ def test_the_loss_of_all_workers_redoes_little(
     assert resumed.details["step"] >= 12 if every else resumed.details["step"] == 8
 
 
-@pytest.mark.guarantee
+@pytest.mark.rest
 def test_a_frozen_worker_is_left_behind(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
     config = short_run(scaling__min_workers=1, scaling__max_workers=3, failure__heartbeat_timeout_s=5.0)
     freeze = Freeze(str(tmp_path / "frozen"), step=13, rank=1)

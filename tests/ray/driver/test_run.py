@@ -113,7 +113,7 @@ def test_another_configuration_under_the_same_name_is_refused(short_run: ShortRu
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")} == before
 
 
-@pytest.mark.guarantee
+@pytest.mark.rest
 def test_a_killed_evaluator_changes_nothing(
     short_run: ShortRun, reference: dict[str, Any], digits: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from ray_app.track.mlflow_client import connect
 IMAGES = np.random.default_rng(0).integers(0, 17, (5, 1, 8, 8)).astype(np.uint8)
 
 
-@pytest.mark.guarantee
+@pytest.mark.rest
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_registers_its_best_checkpoint(short_run: Callable[..., Config], digits: Path, capsys: Any) -> None:
     import mlflow

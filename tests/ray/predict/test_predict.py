@@ -66,7 +66,7 @@ def images_of(path: Path) -> tuple[list[str], np.ndarray]:
     )
 
 
-@pytest.mark.guarantee
+@pytest.mark.rest
 def test_the_champion_predicts_every_row_once_in_order(
     ray_cluster: None, run: Finished, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

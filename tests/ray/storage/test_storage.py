@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 ShortRun = Callable[..., Config]
 
 
-@pytest.mark.guarantee
+@pytest.mark.rest
 def test_a_run_on_s3_is_the_same(
     short_run: ShortRun, reference: dict[str, Any], digits: Path, s3_folder: S3Path, s3_server: S3Server, tmp_path: Path
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_run_on_s3_is_the_same(
     ]
 
 
-@pytest.mark.guarantee
+@pytest.mark.rest
 def test_a_second_driver_is_refused(short_run: ShortRun, tmp_path: Path) -> None:
     """It says so with exit code 2 before it writes anything, while the first is left alone."""
     config = short_run(train__max_steps=2)

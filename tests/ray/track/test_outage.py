@@ -139,7 +139,7 @@ class Trouble:
         self.stub = None if answer is False else Stub(self.server.port, answer)  # type: ignore[arg-type]
 
 
-@pytest.mark.guarantee
+@pytest.mark.rest
 def test_no_step_waits_and_nothing_is_lost_or_doubled(
     short_run: Callable[..., Config], digits: Path, tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -92,6 +92,7 @@ def test_the_one_that_differs_gets_the_state_of_the_others(pool: WorkerPool, tmp
     )
 
 
+@pytest.mark.rest
 def test_a_copy_of_a_checkpoint_that_diverged_is_not_written(pool: WorkerPool, tmp_path: Path) -> None:
     """Rank 0 dies before it commits, and rank 1, which would write its own copy in its place, has other parameters."""
     undisturbed, job = job_in(tmp_path), job_in(tmp_path, update=3)
@@ -124,6 +125,7 @@ def test_without_a_majority_the_newest_checkpoint_decides(pool: WorkerPool, tmp_
     )
 
 
+@pytest.mark.rest
 def test_without_a_checkpoint_either_the_run_ends(pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, update=2)
     first, second, _ = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=KillLast(job, 2, 2, 0)))

@@ -85,7 +85,7 @@ def test_the_page_trains_a_gan(pool: WorkerPool, data: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("turns", "fields"),
     [
-        pytest.param(None, {}, marks=pytest.mark.rest),
+        (None, {}),
         (with_schedules(), {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.1}),
     ],
 )
@@ -146,6 +146,7 @@ def test_whose_turn_it_is() -> None:
         ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("part", ["critic", "generator"])
 def test_what_is_computed_twice_is_that_of_the_turn(pool: WorkerPool, data: Path, tmp_path: Path, part: str) -> None:
     """A bit of a gradient of rank 1, in the next step in which that part of the model has its turn."""

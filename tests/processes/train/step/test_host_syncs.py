@@ -86,7 +86,7 @@ LOCAL_SGD = {
 }
 
 
-@pytest.mark.parametrize("task", [TinyImages, Weighed])
+@pytest.mark.parametrize("task", [TinyImages, pytest.param(Weighed, marks=pytest.mark.rest)])
 @pytest.mark.parametrize(
     ("logical_workers", "workers", "backend", "fields", "waits"),
     [

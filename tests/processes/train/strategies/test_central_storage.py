@@ -56,7 +56,7 @@ def central_job(folder: Path, data: Path, **fields: Any) -> Job:
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({}, marks=pytest.mark.rest),
+        {},
         {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__precision": "fp16", "train__freeze": ["0.*"]},
     ],
 )
@@ -95,6 +95,7 @@ def test_a_lost_worker(pool: WorkerPool, data: Path, tmp_path: Path, lost: int, 
     assert not any(1 in workers for workers in found.workers[:6]), "the copy of the checkpoint was not used"
 
 
+@pytest.mark.rest
 def test_the_holder_has_to_leave_while_it_waits_for_a_lost_worker(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """Nobody is there to make a whole copy with, and nothing is done again."""
     job = central_job(tmp_path / "run", data)
@@ -153,7 +154,6 @@ def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: WorkerPool
     assert [set(workers) for workers in found.workers[6:]] == [{2}] * 12, "nothing before it is done again"
 
 
-@pytest.mark.rest
 @dataclasses.dataclass(frozen=True)
 class DieOnceCommitted:
     """A hook: rank 0 is killed after step 8, when the checkpoint of step 6 is there."""
@@ -166,6 +166,7 @@ class DieOnceCommitted:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.rest
 def test_a_restart_after_the_holder_was_killed(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer
     workers.

@@ -84,6 +84,7 @@ class KilledInUpdate(Units):
         super().apply_gradients(model, optimizer)
 
 
+@pytest.mark.rest
 def test_in_the_middle_of_an_update(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """Nobody has what the lost one would have made of its shards: all take those of the step before."""
     plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
@@ -96,6 +97,7 @@ def test_in_the_middle_of_an_update(pool: WorkerPool, data: Path, tmp_path: Path
     assert_bits(read_trained_run(job), plain)
 
 
+@pytest.mark.rest
 def test_of_two_neighbours_the_state_is_gone(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """They go back to the newest whole copy."""
     job = fsdp_job(tmp_path / "run", data, **FIELDS, checkpoint__snapshot_every_steps=5)

@@ -86,9 +86,8 @@ def trained(pool: WorkerPool, job: Job, workers: int) -> Any:
     return read_trained_run(job)
 
 
-@pytest.mark.parametrize(
-    "strategy", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.rest) for name in STRATEGIES]
-)
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_words_of_texts(pool: WorkerPool, texts: Path, tmp_path: Path, strategy: str) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 2, "data__by_length": "tokens"}
     runs = [

@@ -196,6 +196,7 @@ def nested_line(depth: int) -> str:
     return '{"a": ' + "[" * (depth - 1) + "1" + "]" * (depth - 1) + "}"
 
 
+@pytest.mark.rest
 def test_json_that_would_end_the_process_is_skipped(tmp_path: Path) -> None:
     """Nested too deeply, in one line or over several, or no object; in a process of its own, as it crashed."""
     cases = [

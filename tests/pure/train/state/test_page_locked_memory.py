@@ -103,6 +103,7 @@ def test_memory_is_used_again_once_nothing_uses_it(driver: Driver) -> None:
     assert [*driver.locked] == [kept[0].data_ptr()], "what the next copy does not take is given back"
 
 
+@pytest.mark.rest
 def test_memory_of_another_size_is_not_kept_beside_new_one(driver: Driver) -> None:
     for size in (100, 200, 300):
         views = page_locked_like([torch.zeros(size)])

@@ -96,7 +96,7 @@ def is_gone(proof: Path) -> bool:
     return not Path(f"/proc/{proof.read_text()}").exists()
 
 
-@pytest.mark.guarantee
+@pytest.mark.rest
 def test_a_killed_server_is_restored(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     config, watch = short_run(**SERVERS, train__staleness=2), killing("server-{}-1", killed)
