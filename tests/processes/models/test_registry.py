@@ -502,7 +502,7 @@ def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
             resolve_version(place, model)
 
 
-@pytest.mark.parametrize("uri", ["server", "store"])
+@pytest.mark.parametrize("uri", [pytest.param("server", marks=pytest.mark.rest), "store"])
 def test_a_run_begins_with_a_version_that_is_looked_up_once(
     request: pytest.FixtureRequest, digits: Path, uri: str, tmp_path: Path
 ) -> None:

@@ -57,9 +57,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.rest
 @pytest.mark.parametrize("fields", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize(
-    "loss", [pytest.param(True, id="lost peer", marks=pytest.mark.rest), pytest.param(False, id="planned")]
-)
+@pytest.mark.parametrize("loss", [True, False], ids=["lost peer", "planned"])
 def test_nothing_of_a_step_is_left_when_the_next_generation_forms(
     pool: WorkerPool, tmp_path: Path, fields: dict[str, Any], loss: bool
 ) -> None:
@@ -111,6 +109,7 @@ def shards_left(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
     return left
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("breaks", [True, False], ids=["lost peer", "planned"])
 def test_shards_of_a_generation_are_gone_before_those_of_the_next_are_made(
     pool: WorkerPool, tmp_path: Path, breaks: bool

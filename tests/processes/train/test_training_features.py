@@ -345,7 +345,6 @@ def test_images_and_truths_are_mixed_in_the_same_proportion(mixup: float, cutmix
 # --- compiled
 
 
-@pytest.mark.rest
 @pytest.mark.rest  # compiling takes half a minute
 def test_a_compiled_model_is_bit_identical_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path

@@ -49,7 +49,7 @@ def line(code: str) -> str:
             "augment draws from a generator of its own, Impure.transform.random_generator (numpy's Generator). Draw"
             " from the keys",
         ),
-        ("kept", "training_loss gives something else when it is called again"),
+        pytest.param("kept", "training_loss gives something else when it is called again", marks=pytest.mark.rest),
     ],
 )
 def test_what_is_impure_is_named(what: str, expected: str, tmp_path: Path) -> None:

@@ -60,9 +60,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "local_sgd" else pytest.mark.rest) for n in STRATEGIES]
-)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:

@@ -51,7 +51,6 @@ def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_ki
     return graphs.captures, graphs.replays
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("task", "fields"),
