@@ -44,7 +44,9 @@ class _EndedError(BaseException):
 
 
 class Loop:
-    """The steps of a run, for the loop of a script; each iteration is one step of the run::
+    """The steps of a run, for the loop of a script.
+
+    Each iteration is one step of the run::
 
         def train(loop):
             optimizer = torch.optim.AdamW(loop.model.parameters())

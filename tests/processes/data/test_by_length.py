@@ -122,9 +122,9 @@ def test_balanced_sampling_of_whole_files_stays_refused(tmp_path: Path, data: Pa
 @pytest.mark.parametrize(
     ("shard", "balance_by"),
     [
-        ("file", "none"),
-        ("row", "balanced"),
-        ("off", "none"),
+        ("file", None),
+        ("row", "label"),
+        ("off", None),
     ],
 )
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
