@@ -98,7 +98,7 @@ class ElasticController(TrainController):
         self._slot, self._abandoned = slot, abandoned
         self._policy = scaling_policy
         self.worker_group_cls = ElasticGroupFactory(pending_workers, slot)
-        # The newest poll of each worker by actor id, as Ray's `WorkerStatus`.
+        # Whether each worker ran in the newest poll, and its error, by actor id.
         self._polls: dict[str, tuple[bool, BaseException | None]] = {}
         # Since when each straggler is slow, and the stragglers that were evicted, by actor id.
         self._slow_since_s: dict[str, float] = {}

@@ -67,6 +67,7 @@ print(json.dumps({"summary": first.summary, "said": said, "first": first.metrics
 USE = """
 import numpy, torch
 torch.set_num_threads(1)
+torch.manual_seed(0)
 from ray_app import load_model, load_for_training, read_rows
 
 task, _ = load_for_training("model_folder")

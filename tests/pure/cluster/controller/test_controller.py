@@ -29,6 +29,7 @@ from ray_app.train.membership import Heartbeat, RendezvousStatus
 
 TRAINS, LEFT = WorkerStatus(running=True), WorkerStatus(running=False)
 FAILED = WorkerStatus(running=False, error=OSError("lost"))
+ENDED = False, FAILED.error  # of `FAILED`, what the controller keeps
 
 
 class Group:
@@ -200,7 +201,7 @@ def test_a_worker_that_left_while_another_failed_is_charged_as_a_preemption(driv
 
 
 def test_after_the_loss_of_all_workers_they_start_again(driven: Driven) -> None:
-    driven.controller._worker_group, driven.controller._polls = Group(a=FAILED, b=FAILED), {"a": FAILED, "b": FAILED}
+    driven.controller._worker_group, driven.controller._polls = Group(a=FAILED, b=FAILED), {"a": ENDED, "b": ENDED}
     state = driven.decide()
     assert isinstance(state, SchedulingState)
     decision = state.scaling_decision
@@ -337,6 +338,6 @@ def test_an_abandoned_run_ends_its_workers_and_its_pending_workers(
 
 
 def test_the_others_go_on_in_the_state_that_ray_polls(driven: Driven) -> None:
-    driven.controller._worker_group, driven.controller._polls = Group(a=TRAINS, b=FAILED), {"b": FAILED}
+    driven.controller._worker_group, driven.controller._polls = Group(a=TRAINS, b=FAILED), {"b": ENDED}
     assert isinstance(driven.decide(), RunningState)
     assert FailureSection().max_failures == 5, "so that the charge above ended nothing"
