@@ -103,5 +103,5 @@ def predict_command(run: Finished, data: Path | str, out: Path | str, *more: str
         "--predict.data",
         str(data),
     ]
-    # A read task, and so a part, has 50 rows of 64 bytes.
-    return [*arguments, "--predict.out", str(out), "--data.read_task_mb", "0.00325", *more]
+    # A read task, and so a part, has 50 rows of 72 bytes: an image and its label.
+    return [*arguments, "--predict.out", str(out), "--data.read_task_mb", "0.00365", *more]
