@@ -1,4 +1,4 @@
-"""Which server holds what: pure functions of shapes."""
+"""The layout of variables on parameter servers is a pure function of their shapes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_a_variable_is_split_along_its_first_dimension_into_large_enough_parts()
     assert split_variable(0, (1000, 64), 4, 4, 1 << 20) == [Strip(0, 0, 1000)]
     assert split_variable(0, (), 4, 4, 1) == [Strip(0, 0, 1)]
     assert [p.low for p in split_variable(0, (1000,), 4, 3, 1)] == [0, 320, 640], (
-        "parts begin at multiples of 64 values"
+        "strips should begin at multiples of 64 values"
     )
 
 
-def test_a_piece_of_a_tensor_shares_its_memory() -> None:
+def test_a_strip_shares_the_memory_of_its_tensor() -> None:
     value = torch.arange(6.0).view(3, 2)
     Strip(0, 1, 3).of(value).zero_()
     assert value.tolist() == [[0, 1], [0, 0], [0, 0]]
