@@ -122,7 +122,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(path: str) -> None:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A package of a model with the format `torch.export`, and the digest of its parameters."""
+    """Returns a package of a model with the format `torch.export`, and the digest of its parameters."""
     task = TabularClassification.__new__(TabularClassification)
     vars(task).update(
         label="label",
@@ -177,7 +177,7 @@ def test_a_pickle_in_place_of_a_model_is_refused(
     package: tuple[Path, str], tmp_path: Path, executed_marker: Path, payload: bytes
 ) -> None:
     folder = copy_package(package[0], tmp_path / "model", lambda member, data: data)
-    assert isinstance(loader.load(folder), nn.Module), "the unchanged copy loads"
+    assert isinstance(loader.load(folder), nn.Module), "the unchanged copy does not load"
     (folder / loader.EXPORTED).write_bytes(payload)
     assert_refused(folder, executed_marker)
     zipped = io.BytesIO()
@@ -294,7 +294,7 @@ def test_a_damaged_description_of_an_export_is_refused(
 ) -> None:
     folder = tmp_path / "export"
     shutil.copytree(package[0].parents[1], folder)
-    assert load_model(folder).predict(np.ones((2, 3), np.float32)).shape == (2, 2), "the unchanged copy loads"
+    assert load_model(folder).predict(np.ones((2, 3), np.float32)).shape == (2, 2), "the unchanged copy does not load"
     assert read_export(str(folder)).params_digest == package[1]
     (folder / name).write_text(content)
     for load in (load_model, load_for_training, lambda path: read_export(str(path))):

@@ -112,26 +112,28 @@ class RegistryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.serves is not None)
     @rule(calls=CALLS, after=st.booleans(), again=st.booleans())
     def rollback(self, calls: int, after: bool, again: bool) -> None:
-        now = self.serves
-        assert now is not None
-        to = self.replaced[now]
+        champion = self.serves
+        assert champion is not None
+        previous = self.replaced[champion]
         self.reasons += 1
         reason = f"worse, for the {self.reasons}. time"
         try:
             stopped = self._is_interrupted(calls, after, lambda: rollback(self.client, NAME, reason, "me"))
             if stopped and again:
-                assert rollback(self.client, NAME, reason, "me").to == to
+                assert rollback(self.client, NAME, reason, "me").to == previous
         except RegistryError:
-            assert to == "none" or to in self.rolled_back, (
+            assert previous == "none" or previous in self.rolled_back, (
                 "the rollback was refused although the version before could be restored"
             )
-            assert self._champion() == now
+            assert self._champion() == champion
             return
         self.serves = self._champion()
-        assert self.serves in ((to,) if not stopped or again else (to, now))
-        if self.serves != now:
-            assert to not in self.rolled_back or not self.rolled_back[to], "the restored version was rolled back itself"
-            self.rolled_back[now] = True
+        assert self.serves in ((previous,) if not stopped or again else (previous, champion))
+        if self.serves != champion:
+            assert previous not in self.rolled_back or not self.rolled_back[previous], (
+                "the restored version was rolled back itself"
+            )
+            self.rolled_back[champion] = True
 
     @invariant()
     def the_champion_has_a_reason(self) -> None:

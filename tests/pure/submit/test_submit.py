@@ -100,7 +100,7 @@ def test_the_submitted_configuration_is_complete(path: Path) -> None:
     assert "drain_timeout_s" not in text
 
 
-def test_no_secret_stands_in_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_is_part_of_a_submitted_command(monkeypatch: pytest.MonkeyPatch) -> None:
     check_no_secrets(load_config(DIGITS))
     with pytest.raises(ConfigError, match=r"tracking\.uri.*submit\.env") as refused:
         check_no_secrets(load_config(DIGITS, tracking__uri="https://me:hunter22secret@host"))

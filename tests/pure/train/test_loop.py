@@ -296,7 +296,7 @@ def test_train_returns_whether_the_run_is_over(new_job: Callable[..., Job]) -> N
     assert train(new_job("left"), Draining(3), cache_windows, CPU, Hooks()) is False
 
 
-def test_a_worker_that_has_to_leave_reports_a_last_checkpoint_that_failed(
+def test_a_preempted_worker_reports_that_its_last_checkpoint_failed(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "_RETRY", Retry(0.001, attempts=6))

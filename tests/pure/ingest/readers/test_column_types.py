@@ -334,7 +334,7 @@ def test_only_standard_split_names_make_splits(tmp_path: Path, names: list[str],
     assert {name: part.rows for name, part in summary.parts.items()} == splits
 
 
-def test_a_numbered_file_beside_splits_is_refused(tmp_path: Path) -> None:
+def test_a_numbered_file_next_to_split_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in ("train", "part-0"):
         write_table(tmp_path / "in", pa.array([1]), "parquet", name)
@@ -372,7 +372,7 @@ def test_targets_of_shape_n_by_1_are_scalars(tmp_path: Path) -> None:
     assert done(tmp_path, "numpy", tmp_path / "d.npz")["target"] == [0.5, 1.5, 2.25]
 
 
-def test_targets_that_are_whole_numbers_are_noted(tmp_path: Path) -> None:
+def test_targets_that_are_integral_floats_are_noted(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", x=np.zeros((6, 4)), y=np.array([0.0, 1, 2, 0, 1, 2]))
     summary = ingest(IngestOptions("numpy", str(tmp_path / "out"), str(tmp_path / "d.npz")))
     [note] = summary.parts[""].notes

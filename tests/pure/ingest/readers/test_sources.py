@@ -153,7 +153,7 @@ def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[st
 
 
 @pytest.mark.parametrize(
-    ("values", "line", "lost"),
+    ("values", "line", "rounded"),
     [
         ((7, 12345678901234567890), 2, "12345678901234567890"),
         ((9007199254740993, 1.5), 1, "9007199254740993"),
@@ -163,7 +163,7 @@ def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[st
 )
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
 def test_integers_in_json_that_would_be_rounded_are_refused(
-    tmp_path: Path, values: Any, line: int, lost: str, split_bytes: int
+    tmp_path: Path, values: Any, line: int, rounded: str, split_bytes: int
 ) -> None:
     (tmp_path / "in").mkdir()
     files = [[value] for value in values] if split_bytes == 1 else [values]
@@ -171,7 +171,7 @@ def test_integers_in_json_that_would_be_rounded_are_refused(
         (tmp_path / "in" / f"{i}.jsonl").write_text("\n".join(json.dumps({"id": value}) for value in lines))
     message = refusal(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip")
     where = f"{line - 1}.jsonl: line 1" if split_bytes == 1 else f"0.jsonl: line {line}"
-    assert f"{where}: key 'id' holds {lost}, which float64 would round" in message
+    assert f"{where}: key 'id' holds {rounded}, which float64 would round" in message
     assert "Write them as text" in message
 
 

@@ -26,7 +26,9 @@ def test_every_value_is_on_one_server(shapes: list[tuple[int, ...]], servers: in
 
 
 @given(SHAPES, st.integers(1, 6), st.sampled_from([1, 64, 4096]))
-def test_the_load_is_even_but_for_one_part(shapes: list[tuple[int, ...]], servers: int, min_bytes: int) -> None:
+def test_the_loads_of_servers_differ_by_no_more_than_one_strip(
+    shapes: list[tuple[int, ...]], servers: int, min_bytes: int
+) -> None:
     parts = partition_variables(shapes, 4, servers, min_bytes)
     load = [sum(strip_bytes(p, shapes, 4) for p in part) for part in parts]
     assert max(load) - min(load) <= max(strip_bytes(p, shapes, 4) for part in parts for p in part)
