@@ -1,6 +1,4 @@
-"""The feed: every row exactly once, the same micro-batches for every world size and from every cursor, checked by what
-arrives.
-"""
+"""The feed delivers every row exactly once, and the same micro-batches for every world size and from every cursor."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_app.data import feed as feed_module
-from ray_app.data import prefetch as streamed_module
+from ray_app.data import prefetch as prefetch_module
 from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.feed import Feed, Upload
@@ -49,53 +47,53 @@ def source_of(dataset: Dataset, plan: Plan, task_rows: int, decode: Decode = dec
     return RowSource(Reader(dataset.root, COLUMNS, decode, fields), plan.manifest, task_rows)
 
 
-def streamed(
-    dataset: Dataset, plan: Plan, cursor: Cursor, played: range, fetch: Fetch = fetch_in_process, task_rows: int = 5
+def open_streamed(
+    dataset: Dataset, plan: Plan, cursor: Cursor, assigned: range, fetch: Fetch = fetch_in_process, task_rows: int = 5
 ) -> Windows:
-    return StreamedWindows(plan, cursor, played, EPOCHS, fetch, source_of(dataset, plan, task_rows))
+    return StreamedWindows(plan, cursor, assigned, EPOCHS, fetch, source_of(dataset, plan, task_rows))
 
 
-def threaded(dataset: Dataset, plan: Plan, cursor: Cursor, played: range) -> Windows:
-    return streamed(dataset, plan, cursor, played, choose_fetch(2, fetch_in_process))
+def open_threaded(dataset: Dataset, plan: Plan, cursor: Cursor, assigned: range) -> Windows:
+    return open_streamed(dataset, plan, cursor, assigned, choose_fetch(2, fetch_in_process))
 
 
-def cached(dataset: Dataset, plan: Plan, cursor: Cursor, played: range) -> Windows:
-    del cursor, played
+def open_cached(dataset: Dataset, plan: Plan, cursor: Cursor, assigned: range) -> Windows:
+    del cursor, assigned
     return CachedWindows(load_all(fetch_in_process, source_of(dataset, plan, 6)))
 
 
-ALL = [streamed, threaded, cached]
-Open = Callable[[Dataset, Plan, Cursor, range], Windows]
-Place = tuple[int, int, int]
+OPENERS = [open_streamed, open_threaded, open_cached]
+OpenWindows = Callable[[Dataset, Plan, Cursor, range], Windows]
+BatchId = tuple[int, int, int]
 """Epoch, step and logical worker of a micro-batch."""
 
 
 def deliver(
-    dataset: Dataset, plan: Plan, open_windows: Open, world_size: int, start: Cursor = Cursor()
-) -> dict[Place, MicroBatch]:
-    """What the feeds of all ranks deliver from a cursor to the end of the run, and checks the tensors against the
-    positions.
+    dataset: Dataset, plan: Plan, open_windows: OpenWindows, world_size: int, start: Cursor = Cursor()
+) -> dict[BatchId, MicroBatch]:
+    """Returns what the feeds of all ranks deliver from a cursor to the end of the run, and compares tensors
+    with positions.
     """
-    found: dict[Place, MicroBatch] = {}
+    batches_by_id: dict[BatchId, MicroBatch] = {}
     for rank in range(world_size):
-        played = logical_workers_of(rank, world_size, plan.logical_workers)
-        feed = feed_of(plan, start, played, open_windows(dataset, plan, start, played))
+        assigned = logical_workers_of(rank, world_size, plan.logical_workers)
+        feed = feed_of(plan, start, assigned, open_windows(dataset, plan, start, assigned))
         cursor = start
         while cursor < Cursor(EPOCHS, 0):
             batches = feed.next()
-            assert [batch.logical_worker for batch in batches] == list(played)
-            assert [batch.rows for batch in batches] == [plan.rows_of_step(cursor.step)[v] for v in played]
+            assert [batch.logical_worker for batch in batches] == list(assigned)
+            assert [batch.rows for batch in batches] == [plan.rows_of_step(cursor.step)[v] for v in assigned]
             for batch in batches:
                 assert batch.fields["id"].tolist() == batch.positions.tolist(), (
-                    "the tensors are of other rows than the feed says"
+                    "the tensors have other rows than the positions of the batch"
                 )
                 assert len(batch.fields["image"]) == len(batch.keys) == batch.rows
-                place = (cursor.epoch, cursor.step, batch.logical_worker)
-                assert place not in found
-                found[place] = batch
+                batch_id = (cursor.epoch, cursor.step, batch.logical_worker)
+                assert batch_id not in batches_by_id
+                batches_by_id[batch_id] = batch
             cursor = cursor.next(plan.steps_per_epoch)
         feed.close()
-    return found
+    return batches_by_id
 
 
 def run_epoch(feed: Feed, plan: Plan) -> None:
@@ -103,31 +101,33 @@ def run_epoch(feed: Feed, plan: Plan) -> None:
         feed.next()
 
 
-def assert_same(some: dict[Place, MicroBatch], others: dict[Place, MicroBatch]) -> None:
-    """Equal places have equal rows, pixels, keys and hashes."""
-    assert some.keys() == others.keys()
-    for place, batch in some.items():
-        other = others[place]
-        assert batch.positions.tolist() == other.positions.tolist(), place
-        assert torch.equal(batch.fields["image"], other.fields["image"]), place
-        assert torch.equal(batch.keys, other.keys), place
-        assert batch.row_hash == other.row_hash, place
+def assert_equal_batches(first: dict[BatchId, MicroBatch], second: dict[BatchId, MicroBatch]) -> None:
+    """Asserts that both have the same batch ids, with equal rows, pixels, keys and hashes."""
+    assert first.keys() == second.keys()
+    for batch_id, batch in first.items():
+        expected = second[batch_id]
+        assert batch.positions.tolist() == expected.positions.tolist(), batch_id
+        assert torch.equal(batch.fields["image"], expected.fields["image"]), batch_id
+        assert torch.equal(batch.keys, expected.keys), batch_id
+        assert batch.row_hash == expected.row_hash, batch_id
 
 
-def assert_exactly_once(plan: Plan, delivered: dict[Place, MicroBatch]) -> None:
-    """Every epoch counts every row once, or with `drop` at most once and less than a step short."""
+def assert_exactly_once(plan: Plan, delivered: dict[BatchId, MicroBatch]) -> None:
+    """Asserts that every epoch has every row once; without `keep_last`, at most once and less than a step is
+    missing.
+    """
     for epoch in range(EPOCHS):
-        counted: Counter[int] = Counter()
-        for place, batch in delivered.items():
-            if place[0] == epoch:
-                counted.update(batch.fields["id"].tolist())
-        assert sum(counted.values()) == plan.rows_per_epoch
-        everything = Counter(range(plan.manifest.num_rows))
+        counts: Counter[int] = Counter()
+        for batch_id, batch in delivered.items():
+            if batch_id[0] == epoch:
+                counts.update(batch.fields["id"].tolist())
+        assert sum(counts.values()) == plan.rows_per_epoch
+        all_rows = Counter(range(plan.manifest.num_rows))
         if plan.keep_last:
-            assert counted == everything
+            assert counts == all_rows
         else:
-            assert counted <= everything
-            assert counted.total() > everything.total() - plan.global_batch_size - plan.logical_workers
+            assert counts <= all_rows
+            assert counts.total() > all_rows.total() - plan.global_batch_size - plan.logical_workers
 
 
 def plan_of(
@@ -158,9 +158,11 @@ QUICK_SHAPES = ("prime and ragged", "files and groups without rows", "fewer rows
 
 
 @pytest.fixture(scope="module", params=[64, 1], ids=["alone", "in blocks"], autouse=True)
-def aligned(request: pytest.FixtureRequest) -> Iterator[None]:
-    """These rows begin nowhere that is aligned, so that no two steps are gathered at once, unless that does not
-    matter.
+def alignment(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs each test with and without the alignment of tensors.
+
+    The rows of these tests are not aligned to 64 bytes, so each step is gathered alone; without the requirement,
+    several steps are gathered as one block.
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("ray_app.data.windows._ALIGNED_BYTES", request.param)
@@ -179,36 +181,38 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     "shape", [pytest.param(name, marks=() if name in QUICK_SHAPES else pytest.mark.rest) for name in SHAPES]
 )
 @pytest.mark.parametrize("keep_last", [True, False])
-def test_every_row_exactly_once_on_every_world_size(datasets: dict[str, Dataset], shape: str, keep_last: bool) -> None:
+def test_every_row_is_delivered_once_on_every_world_size(
+    datasets: dict[str, Dataset], shape: str, keep_last: bool
+) -> None:
     dataset = datasets[shape]
     plan = plan_of(dataset, keep_last=keep_last)
     if not plan.steps_per_epoch:
         assert not keep_last
         assert dataset.manifest.num_rows < plan.global_batch_size
         return
-    first = deliver(dataset, plan, streamed, 1)
+    first = deliver(dataset, plan, open_streamed, 1)
     assert_exactly_once(plan, first)
-    for open_windows, size in itertools.product(ALL, (1, 2, 3, 4)):
-        again = deliver(dataset, plan, open_windows, size)
-        assert_exactly_once(plan, again)
-        assert_same(first, again)
+    for open_windows, size in itertools.product(OPENERS, (1, 2, 3, 4)):
+        batches_by_id = deliver(dataset, plan, open_windows, size)
+        assert_exactly_once(plan, batches_by_id)
+        assert_equal_batches(first, batches_by_id)
 
 
-def test_the_feed_meets_the_plan(datasets: dict[str, Dataset]) -> None:
+def test_the_feed_delivers_the_rows_of_the_plan(datasets: dict[str, Dataset]) -> None:
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset)
-    for (epoch, step, v), batch in deliver(dataset, plan, streamed, 3).items():
+    for (epoch, step, v), batch in deliver(dataset, plan, open_streamed, 3).items():
         assert batch.fields["id"].tolist() == plan.epoch(epoch).rows_at(v, step).tolist()
 
 
-@pytest.mark.parametrize("open_windows", ALL)
+@pytest.mark.parametrize("open_windows", OPENERS)
 @pytest.mark.parametrize(
     "window",
     [pytest.param(1, marks=pytest.mark.rest), 6, pytest.param(1000, marks=pytest.mark.rest)],
     ids="window{}".format,
 )
-def test_a_resume_at_every_step_on_other_workers_delivers_just_the_rest(
-    datasets: dict[str, Dataset], open_windows: Open, window: int
+def test_a_resume_on_other_workers_delivers_only_the_remaining_steps(
+    datasets: dict[str, Dataset], open_windows: OpenWindows, window: int
 ) -> None:
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset, window=window)
@@ -216,12 +220,12 @@ def test_a_resume_at_every_step_on_other_workers_delivers_just_the_rest(
     assert plan.steps_per_epoch == 9
     for done in range(EPOCHS * plan.steps_per_epoch + 1):
         start = Cursor.at(done, plan.steps_per_epoch)
-        rest = {place: batch for place, batch in undisturbed.items() if Cursor(*place[:2]) >= start}
-        assert_same(rest, deliver(dataset, plan, open_windows, 1 + done % 4, start))
+        rest = {batch_id: batch for batch_id, batch in undisturbed.items() if Cursor(*batch_id[:2]) >= start}
+        assert_equal_batches(rest, deliver(dataset, plan, open_windows, 1 + done % 4, start))
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
+def data_sets_and_plans(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
     files = draw(
         st.lists(st.lists(st.integers(0, 12), max_size=4), min_size=1, max_size=4).filter(
             lambda f: sum(map(sum, f)) > 0
@@ -237,56 +241,58 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
     }
 
 
-@given(cases(), st.data())
+@given(data_sets_and_plans(), st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_data_any_workers_any_cursor(case: tuple[list[list[int]], dict[str, Any]], data: st.DataObject) -> None:
+def test_any_data_set_is_delivered_once_and_resumes_at_any_cursor(
+    case: tuple[list[list[int]], dict[str, Any]], data: st.DataObject
+) -> None:
     with TemporaryDirectory() as folder:
         dataset = open_dataset(str(write_images(Path(folder) / "data", case[0])))
         plan = plan_of(dataset, **case[1])
         if not plan.steps_per_epoch:
             return
         sizes = st.integers(1, plan.logical_workers)
-        first = deliver(dataset, plan, data.draw(st.sampled_from(ALL)), data.draw(sizes))
+        first = deliver(dataset, plan, data.draw(st.sampled_from(OPENERS)), data.draw(sizes))
         assert_exactly_once(plan, first)
         start = Cursor.at(data.draw(st.integers(0, EPOCHS * plan.steps_per_epoch)), plan.steps_per_epoch)
-        rest = {place: batch for place, batch in first.items() if Cursor(*place[:2]) >= start}
-        assert_same(rest, deliver(dataset, plan, data.draw(st.sampled_from(ALL)), data.draw(sizes), start))
+        rest = {batch_id: batch for batch_id, batch in first.items() if Cursor(*batch_id[:2]) >= start}
+        assert_equal_batches(rest, deliver(dataset, plan, data.draw(st.sampled_from(OPENERS)), data.draw(sizes), start))
 
 
 @pytest.mark.parametrize("window", [6, 1000], ids="window{}".format)
-def test_large_steps_are_gathered_ahead_and_are_the_same(
+def test_large_steps_are_gathered_ahead_and_equal_those_gathered_in_place(
     datasets: dict[str, Dataset], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when every step is done twice, as after a worker was lost in it, and once by other workers."""
+    """The second feed repeats every step, as after a lost worker, and once more on other logical workers."""
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset, window=window)
-    expected = deliver(dataset, plan, streamed, 1)
+    expected = deliver(dataset, plan, open_streamed, 1)
     monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
     submitted: list[int] = []
     gather = feed_module._gather
 
-    def noted(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
+    def record_steps(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
         if threading.current_thread().name.startswith("gatherer"):
             submitted.extend(steps)
         return gather(windows, steps, upload)
 
-    monkeypatch.setattr(feed_module, "_gather", noted)
-    assert_same(expected, deliver(dataset, plan, streamed, 1))
-    assert submitted, "nothing was gathered ahead"
+    monkeypatch.setattr(feed_module, "_gather", record_steps)
+    assert_equal_batches(expected, deliver(dataset, plan, open_streamed, 1))
+    assert submitted, "no step was gathered by the thread"
     assert not any(step % plan.steps_per_window == 0 for step in submitted), (
-        "it may wait for a window that nobody asked for yet"
+        "the thread gathered the first step of a window, which may not be requested yet"
     )
-    feed = Feed(plan, lambda cursor, played: streamed(dataset, plan, cursor, played), CPU)
-    found: dict[Place, MicroBatch] = {}
+    feed = Feed(plan, lambda cursor, assigned: open_streamed(dataset, plan, cursor, assigned), CPU)
+    batches_by_id: dict[BatchId, MicroBatch] = {}
     cursor = Cursor()
     while cursor < Cursor(EPOCHS, 0):
-        for played in (range(4), range(4), range(2)):
-            feed.seek(cursor, played)
-            found |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
+        for assigned in (range(4), range(4), range(2)):
+            feed.seek(cursor, assigned)
+            batches_by_id |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
         cursor = cursor.next(plan.steps_per_epoch)
     feed.close()
-    assert_same(expected, found)
+    assert_equal_batches(expected, batches_by_id)
 
 
 def test_a_closed_feed_leaves_no_thread(datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,11 +300,11 @@ def test_a_closed_feed_leaves_no_thread(datasets: dict[str, Dataset], monkeypatc
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
     before = set(threading.enumerate())
     plan = plan_of(datasets["prime and ragged"], window=1000)
-    feed = Feed(plan, lambda cursor, played: streamed(datasets["prime and ragged"], plan, cursor, played), CPU)
+    feed = Feed(plan, lambda cursor, assigned: open_streamed(datasets["prime and ragged"], plan, cursor, assigned), CPU)
     feed.seek(Cursor(), range(4))
     for _ in range(3):
         feed.next()
-    assert set(threading.enumerate()) - before, "no thread has gathered"
+    assert set(threading.enumerate()) - before, "the feed started no thread, so this test would show nothing"
     feed.close()
     assert not set(threading.enumerate()) - before
 
@@ -313,46 +319,46 @@ def test_a_step_above_the_bytes_of_a_block_is_gathered_alone(
     blocks: list[int] = []
     gather = feed_module._gather
 
-    def noted(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
+    def record_block(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
         blocks.append(len(steps))
         return gather(windows, steps, upload)
 
-    monkeypatch.setattr(feed_module, "_gather", noted)
-    deliver(datasets["prime and ragged"], plan_of(datasets["prime and ragged"], window=1000), streamed, 1)
+    monkeypatch.setattr(feed_module, "_gather", record_block)
+    deliver(datasets["prime and ragged"], plan_of(datasets["prime and ragged"], window=1000), open_streamed, 1)
     assert set(blocks) == {1}
 
 
-@pytest.mark.parametrize("open_windows", ALL)
+@pytest.mark.parametrize("open_windows", OPENERS)
 @pytest.mark.parametrize(("every", "steps"), [(3, 5), (5, 1)], ids=["back", "ahead"])
-def test_going_to_a_window_that_does_not_come_next(
-    datasets: dict[str, Dataset], open_windows: Open, every: int, steps: int
+def test_seek_to_a_window_out_of_order_delivers_the_same_batches(
+    datasets: dict[str, Dataset], open_windows: OpenWindows, every: int, steps: int
 ) -> None:
-    """Back as local steps do, which a lost worker takes back to the last average, in the epoch before at times; ahead
-    behind what others did while this one was frozen.
+    """Local steps go back to the last average after a lost worker, sometimes into the epoch before; a worker
+    that was frozen goes ahead to the step of the others.
     """
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset)
     assert plan.steps_per_window < 5
     expected = deliver(dataset, plan, open_windows, 1)
-    feed = Feed(plan, lambda cursor, played: open_windows(dataset, plan, cursor, played), CPU)
-    found: dict[Place, MicroBatch] = {}
-    places = [Cursor.at(step, plan.steps_per_epoch) for step in range(EPOCHS * plan.steps_per_epoch)]
-    for first in range(0, len(places) - steps, every):
-        feed.seek(places[first], range(4))
-        for cursor in places[first : first + steps]:
-            found |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
+    feed = Feed(plan, lambda cursor, assigned: open_windows(dataset, plan, cursor, assigned), CPU)
+    batches_by_id: dict[BatchId, MicroBatch] = {}
+    cursors = [Cursor.at(step, plan.steps_per_epoch) for step in range(EPOCHS * plan.steps_per_epoch)]
+    for first in range(0, len(cursors) - steps, every):
+        feed.seek(cursors[first], range(4))
+        for cursor in cursors[first : first + steps]:
+            batches_by_id |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
     feed.close()
-    assert_same({place: expected[place] for place in found}, found)
+    assert_equal_batches({batch_id: expected[batch_id] for batch_id in batches_by_id}, batches_by_id)
 
 
-def test_augmentation_keys_belong_to_epoch_and_row_only(datasets: dict[str, Dataset]) -> None:
-    """The same row has the same key under another L, batch and window; another key in the next epoch and for another
-    seed.
+def test_augmentation_keys_depend_on_seed_epoch_and_row_only(datasets: dict[str, Dataset]) -> None:
+    """The keys do not depend on the number of logical workers, the batch and the window, but on the epoch and
+    the seed.
     """
     dataset = datasets["prime and ragged"]
 
     def keys(**changes: Any) -> dict[tuple[int, int], int]:
-        delivered = deliver(dataset, plan_of(dataset, **changes), streamed, 1)
+        delivered = deliver(dataset, plan_of(dataset, **changes), open_streamed, 1)
         return {
             (epoch, position): value
             for (epoch, _, _), batch in delivered.items()
@@ -366,89 +372,100 @@ def test_augmentation_keys_belong_to_epoch_and_row_only(datasets: dict[str, Data
     assert min(first.values()) >= 0
 
 
-def test_row_hashes_sum_to_the_same_whatever_the_order(datasets: dict[str, Dataset]) -> None:
+def test_the_sum_of_row_hashes_does_not_depend_on_the_order(datasets: dict[str, Dataset]) -> None:
     dataset = datasets["prime and ragged"]
     sums = set()
     for logical_workers, batch in ((4, 12), (2, 10), (1, 7)):
-        delivered = deliver(dataset, plan_of(dataset, logical_workers=logical_workers, batch=batch), streamed, 1)
+        delivered = deliver(dataset, plan_of(dataset, logical_workers=logical_workers, batch=batch), open_streamed, 1)
         for epoch in range(EPOCHS):
-            sums.add(sum(b.row_hash for place, b in delivered.items() if place[0] == epoch) % 2**64)
+            sums.add(sum(b.row_hash for batch_id, b in delivered.items() if batch_id[0] == epoch) % 2**64)
     assert len(sums) == 1
-    one = [b.row_hash for b in deliver(dataset, plan_of(dataset, logical_workers=1, batch=1), cached, 1).values()]
-    assert len(set(one)) == dataset.manifest.num_rows, "two rows have one hash"
+    hashes = [
+        b.row_hash for b in deliver(dataset, plan_of(dataset, logical_workers=1, batch=1), open_cached, 1).values()
+    ]
+    assert len(set(hashes)) == dataset.manifest.num_rows, "two rows have one hash"
 
 
-def repeated_row(table: pa.Table) -> list[pa.Table]:
+def repeat_row(table: pa.Table) -> list[pa.Table]:
     return [table.slice(0, 1), table]
 
 
-def skipped_row(table: pa.Table) -> list[pa.Table]:
+def skip_row(table: pa.Table) -> list[pa.Table]:
     return [table.slice(1)]
 
 
-def swapped_rows(table: pa.Table) -> list[pa.Table]:
+def swap_rows(table: pa.Table) -> list[pa.Table]:
     return [table.take(list(reversed(range(table.num_rows))))]
 
 
-def other_rows(table: pa.Table) -> list[pa.Table]:
-    shifted = np.frombuffer(table.column("__position__").chunk(0).buffers()[1], dtype="<i8") + 1
-    wrong = pa.FixedSizeBinaryArray.from_buffers(pa.binary(8), len(shifted), [None, pa.py_buffer(shifted)])
-    return [table.set_column(table.schema.get_field_index("__position__"), table.schema.field("__position__"), wrong)]
+def shift_rows(table: pa.Table) -> list[pa.Table]:
+    positions = np.frombuffer(table.column("__position__").chunk(0).buffers()[1], dtype="<i8") + 1
+    shifted_column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(8), len(positions), [None, pa.py_buffer(positions)])
+    return [
+        table.set_column(
+            table.schema.get_field_index("__position__"), table.schema.field("__position__"), shifted_column
+        )
+    ]
 
 
-def no_rows(table: pa.Table) -> list[pa.Table]:
+def drop_rows(table: pa.Table) -> list[pa.Table]:
     del table
     return []
 
 
-@pytest.mark.parametrize("fault", [repeated_row, skipped_row, swapped_rows, other_rows, no_rows])
-@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("fault", [repeat_row, skip_row, swap_rows, shift_rows, drop_rows])
+@pytest.mark.parametrize("table_index", [0, 2])
 def test_a_source_that_delivers_other_rows_is_refused(
-    datasets: dict[str, Dataset], fault: Callable[[pa.Table], list[pa.Table]], at: int
+    datasets: dict[str, Dataset], fault: Callable[[pa.Table], list[pa.Table]], table_index: int
 ) -> None:
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset, window=6)
 
-    def faulty(reader: Reader, specs: Any) -> Iterator[pa.Table]:
+    def fetch_with_fault(reader: Reader, specs: Any) -> Iterator[pa.Table]:
         for i, table in enumerate(fetch_in_process(reader, specs)):
-            yield from fault(table) if i == at else [table]
+            yield from fault(table) if i == table_index else [table]
 
-    feed = feed_of(plan, Cursor(), range(4), streamed(dataset, plan, Cursor(), range(4), faulty))
+    feed = feed_of(plan, Cursor(), range(4), open_streamed(dataset, plan, Cursor(), range(4), fetch_with_fault))
     with pytest.raises(DataError, match=r"planned|too early"):
         run_epoch(feed, plan)
     feed.close()
     with pytest.raises(DataError, match=r"planned|Read \d+ rows of 103"):
-        load_all(faulty, source_of(dataset, plan, 5))
+        load_all(fetch_with_fault, source_of(dataset, plan, 5))
 
 
 def test_tables_of_any_size_are_cut_to_windows(datasets: dict[str, Dataset]) -> None:
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset)
 
-    def in_one(reader: Reader, specs: Any) -> Iterator[pa.Table]:
+    def fetch_one_table(reader: Reader, specs: Any) -> Iterator[pa.Table]:
         yield pa.concat_tables(fetch_in_process(reader, specs))
 
-    def in_crumbs(reader: Reader, specs: Any) -> Iterator[pa.Table]:
+    def fetch_single_rows(reader: Reader, specs: Any) -> Iterator[pa.Table]:
         for table in fetch_in_process(reader, specs):
             yield table.slice(0, 0)
             yield from (table.slice(i, 1) for i in range(table.num_rows))
 
-    first = deliver(dataset, plan, streamed, 1)
-    for fetch in (in_one, in_crumbs):
-        assert_same(first, deliver(dataset, plan, lambda d, p, c, r, fetch=fetch: streamed(d, p, c, r, fetch), 2))
-    assert_same(first, deliver(dataset, plan, lambda d, p, c, r: streamed(d, p, c, r, task_rows=1000), 2))
+    first = deliver(dataset, plan, open_streamed, 1)
+    for fetch in (fetch_one_table, fetch_single_rows):
+        assert_equal_batches(
+            first, deliver(dataset, plan, lambda d, p, c, r, fetch=fetch: open_streamed(d, p, c, r, fetch), 2)
+        )
+    assert_equal_batches(first, deliver(dataset, plan, lambda d, p, c, r: open_streamed(d, p, c, r, task_rows=1000), 2))
 
 
-def test_a_row_that_cannot_be_decoded_is_named_to_the_consumer(datasets: dict[str, Dataset]) -> None:
+def test_the_feed_names_a_row_that_cannot_be_decoded(datasets: dict[str, Dataset]) -> None:
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset)
 
-    def picky(rows: dict[str, Any]) -> dict[str, Any]:
-        if 57 in rows["id"]:  # part-1, row group 0, row 3
+    def decode_but_row_57(rows: dict[str, Any]) -> dict[str, Any]:
+        # Row 57 is row 3 of row group 0 of part-1.
+        if 57 in rows["id"]:
             raise ValueError("unreadable")
         return decode(rows)
 
-    windows = StreamedWindows(plan, Cursor(), range(4), 1, fetch_in_process, source_of(dataset, plan, 9, picky))
+    windows = StreamedWindows(
+        plan, Cursor(), range(4), 1, fetch_in_process, source_of(dataset, plan, 9, decode_but_row_57)
+    )
     feed = feed_of(plan, Cursor(), range(4), windows)
     with pytest.raises(BadRowError) as caught:
         run_epoch(feed, plan)
@@ -458,63 +475,66 @@ def test_a_row_that_cannot_be_decoded_is_named_to_the_consumer(datasets: dict[st
     )
 
 
-def test_it_reads_only_a_little_ahead_and_closes_in_the_middle(datasets: dict[str, Dataset]) -> None:
+def test_the_feed_reads_few_windows_ahead_and_closes_within_an_epoch(datasets: dict[str, Dataset]) -> None:
     dataset = datasets["prime and ragged"]
-    plan = plan_of(dataset, window=3)  # a window per step
-    read: list[ReadSpec] = []
+    # With windows of 3 rows, each step has its own window.
+    plan = plan_of(dataset, window=3)
+    specs_read: list[ReadSpec] = []
     blocked = threading.Event()
 
-    def counting(reader: Reader, specs: Any) -> Iterator[pa.Table]:
+    def fetch_and_count(reader: Reader, specs: Any) -> Iterator[pa.Table]:
         for spec in specs:
-            read.append(spec)
-            if len(read) == 1 + 2 * 4:  # queue of 4 windows, 4 taken, one in hand
+            specs_read.append(spec)
+            # Four windows are in the queue, four were taken, and one is being read.
+            if len(specs_read) == 1 + 2 * 4:
                 blocked.set()
             yield from reader.read(spec)
 
-    windows = streamed(dataset, plan, Cursor(), range(4), counting, task_rows=3)
+    windows = open_streamed(dataset, plan, Cursor(), range(4), fetch_and_count, task_rows=3)
     feed = feed_of(plan, Cursor(), range(4), windows)
     feed.next()
-    assert blocked.wait(10), "it does not read ahead"
+    assert blocked.wait(10), "the feed does not read ahead"
     feed.close()
-    assert sum(p.rows for spec in read for p in spec) <= 3 * (4 + 4 + 1 + 1), "it reads too far ahead"
+    assert sum(p.rows for spec in specs_read for p in spec) <= 3 * (4 + 4 + 1 + 1), "the feed reads too far ahead"
     assert not [t for t in threading.enumerate() if t.name == "feed"]
     assert feed.wait_s > 0
 
 
-def test_the_next_execution_is_started_before_the_last_windows_of_one_are_taken(
+def test_the_next_execution_starts_before_the_present_one_is_consumed(
     datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed_module, "_TASKS_PER_EXECUTION", 8)
+    monkeypatch.setattr(prefetch_module, "_TASKS_PER_EXECUTION", 8)
     dataset = datasets["small row groups"]
-    plan = plan_of(dataset, logical_workers=1, batch=3, window=3)  # a window per step, a read task per window
+    # Each step has its own window, and each window its own read task.
+    plan = plan_of(dataset, logical_workers=1, batch=3, window=3)
     second = threading.Event()
     executions: list[int] = []
 
-    def noted(reader: Reader, specs: Any) -> Iterator[pa.Table]:
+    def fetch_and_record(reader: Reader, specs: Any) -> Iterator[pa.Table]:
         executions.append(len(specs))
         if len(executions) == 2:
             second.set()
         yield from fetch_in_process(reader, specs)
 
-    windows = streamed(dataset, plan, Cursor(), range(1), noted, task_rows=3)
+    windows = open_streamed(dataset, plan, Cursor(), range(1), fetch_and_record, task_rows=3)
     feed = feed_of(plan, Cursor(), range(1), windows)
     for _ in range(4):
         feed.next()
-    assert second.wait(10), "nothing is read between two executions"
+    assert second.wait(10), "the second execution did not start while the first one was consumed"
     feed.close()
     assert executions[:2] == [8, 8]
     assert not [t for t in threading.enumerate() if t.name.startswith(("feed", "next-execution"))]
 
 
-def test_it_closes_while_the_next_execution_waits_for_the_cpu_of_the_present_one(
+def test_close_does_not_wait_for_an_execution_that_waits_for_a_cpu(
     datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed_module, "_TASKS_PER_EXECUTION", 8)
+    monkeypatch.setattr(prefetch_module, "_TASKS_PER_EXECUTION", 8)
     dataset = datasets["small row groups"]
     plan = plan_of(dataset, logical_workers=1, batch=3, window=3)
     cpu, waits = threading.Semaphore(), threading.Event()
 
-    def on_one_cpu(reader: Reader, specs: Any) -> Iterator[pa.Table]:
+    def fetch_on_one_cpu(reader: Reader, specs: Any) -> Iterator[pa.Table]:
         if not cpu.acquire(blocking=False):
             waits.set()
             cpu.acquire()
@@ -523,32 +543,36 @@ def test_it_closes_while_the_next_execution_waits_for_the_cpu_of_the_present_one
         finally:
             cpu.release()
 
-    feed = feed_of(plan, Cursor(), range(1), streamed(dataset, plan, Cursor(), range(1), on_one_cpu, task_rows=3))
+    feed = feed_of(
+        plan, Cursor(), range(1), open_streamed(dataset, plan, Cursor(), range(1), fetch_on_one_cpu, task_rows=3)
+    )
     for _ in range(4):
         feed.next()
     assert waits.wait(10), "the next execution was not started"
     closer = threading.Thread(target=feed.close, daemon=True)
     closer.start()
     closer.join(10)
-    assert not closer.is_alive(), "closing waits for an execution that waits for the present one"
+    assert not closer.is_alive(), "close waits for an execution that waits for the CPU of the present one"
 
 
-def test_a_window_lets_go_of_each_table_when_it_is_in_its_place(datasets: dict[str, Dataset]) -> None:
-    """So a window is in memory once, not a second time in the blocks that it came in."""
+def test_a_window_releases_each_table_after_copying_it(datasets: dict[str, Dataset]) -> None:
+    """A window is in memory once, and not a second time in the tables that it was read from."""
     dataset = datasets["no rest"]
     plan = plan_of(dataset, logical_workers=1, window=36)
-    given: list[weakref.ref[pa.Table]] = []
+    references: list[weakref.ref[pa.Table]] = []
     alive: list[int] = []
 
-    def noted(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+    def fetch_and_record(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
         for table in fetch_in_process(reader, specs):
-            alive.append(sum(kept() is not None for kept in given))
-            given.append(weakref.ref(table))
+            alive.append(sum(reference() is not None for reference in references))
+            references.append(weakref.ref(table))
             yield table
             del table
 
-    feed = feed_of(plan, Cursor(), range(1), streamed(dataset, plan, Cursor(), range(1), noted, task_rows=3))
+    feed = feed_of(
+        plan, Cursor(), range(1), open_streamed(dataset, plan, Cursor(), range(1), fetch_and_record, task_rows=3)
+    )
     run_epoch(feed, plan)
     feed.close()
-    assert len(given) >= 12
+    assert len(references) >= 12
     assert max(alive) <= 2

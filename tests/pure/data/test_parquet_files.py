@@ -1,6 +1,4 @@
-"""Parquet as it comes: missing values, damaged and encrypted columns, columns in the names of folders, many small
-files.
-"""
+"""Parquet files of other programs: missing values, damage, encryption, Hive partitions and many small files."""
 
 from __future__ import annotations
 
@@ -66,14 +64,14 @@ VALUES = {
     "category": (pa.dictionary(pa.int32(), pa.string()), ["a", "b", None, "a"]),
     "nothing": (pa.null(), [None] * 4),
 }
-FETCHES = {"here": fetch_in_process, "threads": lambda reader, specs: fetch_in_threads(reader, specs, 2)}
+FETCHES = {"process": fetch_in_process, "threads": lambda reader, specs: fetch_in_threads(reader, specs, 2)}
 
 
-def as_rows(rows: dict[str, Any]) -> dict[str, Any]:
+def decode_row_numbers(rows: dict[str, Any]) -> dict[str, Any]:
     return {"row": rows["row"]}
 
 
-def put(file: Path, table: pa.Table, **options: Any) -> Path:
+def write_parquet(file: Path, table: pa.Table, **options: Any) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, file, **options)
     return file
@@ -81,8 +79,8 @@ def put(file: Path, table: pa.Table, **options: Any) -> Path:
 
 def reader_of(path: Path, columns: list[str], skips: bool = False) -> tuple[Reader, RowSource]:
     dataset = open_dataset(str(path))
-    fields = probe(dataset, columns, as_rows)
-    reader = Reader(dataset.root, columns, as_rows, fields, skips, partitions=dataset.manifest.partitions)
+    fields = probe(dataset, columns, decode_row_numbers)
+    reader = Reader(dataset.root, columns, decode_row_numbers, fields, skips, partitions=dataset.manifest.partitions)
     return reader, RowSource(reader, dataset.manifest, 100)
 
 
@@ -91,9 +89,9 @@ def reader_of(path: Path, columns: list[str], skips: bool = False) -> tuple[Read
 def test_a_missing_value_is_a_bad_row_with_its_column(tmp_path: Path, kind: str, statistics: bool) -> None:
     type_, values = VALUES[kind]
     table = pa.table({"row": [0, 1, 2, 3], "x": pa.array(values, type_)})
-    put(tmp_path / "t.parquet", table, row_group_size=4, write_statistics=statistics)
+    write_parquet(tmp_path / "t.parquet", table, row_group_size=4, write_statistics=statistics)
     dataset, first = open_dataset(str(tmp_path)), 0 if kind == "nothing" else 2
-    reader = Reader(dataset.root, ["row", "x"], as_rows, probe(dataset, ["row"], as_rows))
+    reader = Reader(dataset.root, ["row", "x"], decode_row_numbers, probe(dataset, ["row"], decode_row_numbers))
     with pytest.raises(
         BadRowError, match=rf"^t.parquet, row group 0, row {first}: column 'x' has .*; fill it or drop the row"
     ):
@@ -104,7 +102,7 @@ def test_a_missing_value_is_a_bad_row_with_its_column(tmp_path: Path, kind: str,
 @pytest.mark.parametrize("rows_per_group", [8, 3])
 def test_skipped_rows_with_missing_values_leave_the_others(tmp_path: Path, fetch: str, rows_per_group: int) -> None:
     x = [None if i in (1, 4, 5, 7) else i for i in range(8)]
-    put(tmp_path / "t.parquet", pa.table({"row": range(8), "x": x}), row_group_size=rows_per_group)
+    write_parquet(tmp_path / "t.parquet", pa.table({"row": range(8), "x": x}), row_group_size=rows_per_group)
     _, source = reader_of(tmp_path, ["row", "x"], skips=True)
     decoded = load_all(FETCHES[fetch], source)
     assert decoded.arrays["row"].tolist() == [0, 0, 2, 3, 0, 0, 6, 0]
@@ -122,31 +120,31 @@ def test_skipped_rows_with_missing_values_leave_the_others(tmp_path: Path, fetch
     ],
     ids=str,
 )
-def test_missing_values_are_found_in_their_rows_however_deep(kind: pa.DataType) -> None:
+def test_nested_missing_values_are_attributed_to_their_rows(kind: pa.DataType) -> None:
     random = np.random.default_rng(0)
 
-    def draw(of: pa.DataType) -> Any:
+    def draw(data_type: pa.DataType) -> Any:
         if random.random() < 0.1:
             return None
-        if pa.types.is_struct(of):
-            return {field.name: draw(field.type) for field in of}
-        if pa.types.is_nested(of):
+        if pa.types.is_struct(data_type):
+            return {field.name: draw(field.type) for field in data_type}
+        if pa.types.is_nested(data_type):
             return [
-                draw(of.value_type)
-                for _ in range(of.list_size if pa.types.is_fixed_size_list(of) else random.integers(3))
+                draw(data_type.value_type)
+                for _ in range(data_type.list_size if pa.types.is_fixed_size_list(data_type) else random.integers(3))
             ]
         return 7
 
-    def lacks(value: Any) -> bool:
+    def has_null(value: Any) -> bool:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-        return value is None or any(map(lacks, inner))
+        return value is None or any(map(has_null, inner))
 
     values = [draw(kind) for _ in range(300)]
     chunks = [pa.array(values, kind).slice(3, 100), pa.array(values, kind)]
     reasons = find_missing_values(pa.table({"x": pa.chunked_array(chunks)}))
-    wanted = {row: value for row, value in enumerate(values[3:103] + values) if lacks(value)}
-    assert reasons.keys() == wanted.keys()
-    assert all(("no value" in reasons[row]) == (value is None) for row, value in wanted.items())
+    expected = {row: value for row, value in enumerate(values[3:103] + values) if has_null(value)}
+    assert reasons.keys() == expected.keys()
+    assert all(("no value" in reasons[row]) == (value is None) for row, value in expected.items())
 
 
 EXTENSIONS = {
@@ -161,7 +159,7 @@ EXTENSIONS = {
 
 @pytest.mark.parametrize("kind", EXTENSIONS)
 def test_a_missing_value_of_an_extension_type_is_a_bad_row(tmp_path: Path, kind: str) -> None:
-    put(tmp_path / "a.parquet", pa.table({"x": EXTENSIONS[kind](), "row": [0, 1, 2]}))
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": EXTENSIONS[kind](), "row": [0, 1, 2]}))
     reader, source = reader_of(tmp_path, ["x", "row"], skips=True)
     assert list(load_all(fetch_in_process, source).reasons) == [1]
     with pytest.raises(BadRowError, match=r"a.parquet, row group 0, row 1: column 'x' has (no value|a missing value)"):
@@ -169,39 +167,41 @@ def test_a_missing_value_of_an_extension_type_is_a_bad_row(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("kind", EXTENSIONS)
-def test_a_column_of_an_extension_type_is_named_by_ingest(
-    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    put(tmp_path / "a.parquet", pa.table({"x": EXTENSIONS[kind](), "row": [0, 1, 2]}))
+def test_ingest_lists_columns_of_extension_types(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": EXTENSIONS[kind](), "row": [0, 1, 2]}))
     assert main(["--source", "parquet", "--input", str(tmp_path)]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("    x: "))
     assert "not usable: convert it" in line or "1 rows with a missing value" in line
 
 
-def test_a_disk_cache_gives_the_reasons_of_missing_values_again(tmp_path: Path) -> None:
-    put(tmp_path / "data" / "t.parquet", pa.table({"row": range(6), "x": [0, None, 2, 3, None, 5]}), row_group_size=4)
+def test_a_disk_cache_keeps_the_reasons_of_missing_values(tmp_path: Path) -> None:
+    write_parquet(
+        tmp_path / "data" / "t.parquet", pa.table({"row": range(6), "x": [0, None, 2, 3, None, 5]}), row_group_size=4
+    )
     _, source = reader_of(tmp_path / "data", ["row", "x"], skips=True)
     cached = cached_fetch(fetch_in_process, source, "", str(tmp_path / "cache"), 1.0)
     first = load_all(cached, source)
     (tmp_path / "data" / "t.parquet").write_bytes(b"")
-    again = load_all(cached, source)
-    assert first.arrays["row"].tolist() == again.arrays["row"].tolist() == [0, 0, 2, 3, 0, 5]
+    second = load_all(cached, source)
+    assert first.arrays["row"].tolist() == second.arrays["row"].tolist() == [0, 0, 2, 3, 0, 5]
     assert (
         first.reasons
-        == again.reasons
+        == second.reasons
         == dict.fromkeys((1, 4), "column 'x' has no value; fill it or drop the row before training")
     )
 
 
 def test_a_row_group_of_missing_values_alone_is_skipped(tmp_path: Path) -> None:
-    put(tmp_path / "t.parquet", pa.table({"row": range(4), "x": pa.array([1, 2, None, None])}), row_group_size=2)
+    write_parquet(
+        tmp_path / "t.parquet", pa.table({"row": range(4), "x": pa.array([1, 2, None, None])}), row_group_size=2
+    )
     _, source = reader_of(tmp_path, ["row", "x"], skips=True)
     assert sorted(load_all(fetch_in_process, source).reasons) == [2, 3]
 
 
-def test_missing_values_in_lists_of_skipped_rows_keep_the_lengths(tmp_path: Path) -> None:
+def test_skipped_rows_with_lists_do_not_change_the_lengths_of_others(tmp_path: Path) -> None:
     lists = pa.array([[1], None, [2, 3], [None], [4, 5, 6]], pa.list_(pa.int64()))
-    put(tmp_path / "t.parquet", pa.table({"l": lists}))
+    write_parquet(tmp_path / "t.parquet", pa.table({"l": lists}))
     dataset = open_dataset(str(tmp_path))
     fields = infer_specs(decode_first_row(dataset, ["l"], dict), dataset, ["l"], dict, skips=True)
     decoded = load_all(
@@ -212,12 +212,12 @@ def test_missing_values_in_lists_of_skipped_rows_keep_the_lengths(tmp_path: Path
     assert [values.row(i).tolist() for i in range(5)] == [[1], [], [2, 3], [], [4, 5, 6]]
 
 
-def test_the_first_row_to_look_at_is_one_without_missing_values(tmp_path: Path) -> None:
-    put(tmp_path / "t.parquet", pa.table({"row": range(3), "x": [None, 1, 2]}))
+def test_decode_first_row_takes_a_row_without_missing_values(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "t.parquet", pa.table({"row": range(3), "x": [None, 1, 2]}))
     dataset = open_dataset(str(tmp_path))
     with pytest.raises(BadRowError, match=r"row 0: column 'x' has no value"):
-        decode_first_row(dataset, ["row", "x"], as_rows)
-    assert decode_first_row(dataset, ["row", "x"], as_rows, max_bad=1)["row"].tolist() == [1]
+        decode_first_row(dataset, ["row", "x"], decode_row_numbers)
+    assert decode_first_row(dataset, ["row", "x"], decode_row_numbers, max_bad=1)["row"].tolist() == [1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
@@ -236,21 +236,23 @@ def test_an_integer_label_that_is_nan_names_its_column() -> None:
         task.decode({"x": np.zeros(1), "y": np.array([np.nan])})
 
 
-def test_numbers_in_lists_and_integers_are_looked_at_alike() -> None:
+def test_need_finite_checks_lists_and_allows_integers() -> None:
     need_finite("x", np.arange(3))
     with pytest.raises(ValueError, match=r"x is NaN or infinite"):
         need_finite("x", Ragged.of([[1.0], [np.inf, 2.0]], np.float32))
 
 
-def test_a_configured_model_refuses_nan_in_its_columns() -> None:
+def test_module_task_refuses_nan_in_its_columns() -> None:
     task = ModuleTask.__new__(ModuleTask)
-    task.kinds, task.classes_last, task.max_length = {"x": "number"}, False, None  # type: ignore[attr-defined]
+    task.kinds = {"x": "number"}  # type: ignore[attr-defined]
+    task.classes_last = False  # type: ignore[attr-defined]
+    task.max_length = None  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"column 'x' is NaN or infinite"):
         task._decoded({"x": np.array([0.0, np.nan])}, [], None)
 
 
 class LossOfX(Task):
-    """A task whose loss is its field `x`."""
+    """A task that uses its field `x` as the loss."""
 
     def columns(self) -> list[str]:
         return ["x"]
@@ -271,9 +273,9 @@ class LossOfX(Task):
         metrics.update(outputs)
 
 
-def test_an_evaluation_names_the_row_whose_number_makes_its_loss_nan(tmp_path: Path) -> None:
-    put(tmp_path / "a.parquet", pa.table({"x": [0.0] * 5}), row_group_size=2)
-    put(tmp_path / "b.parquet", pa.table({"x": [0.0, 1.0, np.nan]}), row_group_size=2)
+def test_an_evaluation_names_the_row_that_makes_the_loss_nan(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": [0.0] * 5}), row_group_size=2)
+    write_parquet(tmp_path / "b.parquet", pa.table({"x": [0.0, 1.0, np.nan]}), row_group_size=2)
     manifest, x = open_dataset(str(tmp_path)).manifest, np.array([0.0] * 6 + [1.0, np.nan])
     task = LossOfX()
     with pytest.raises(
@@ -284,7 +286,7 @@ def test_an_evaluation_names_the_row_whose_number_makes_its_loss_nan(tmp_path: P
         list(score(task, torch.nn.Identity(), {"x": x}, 3, torch.device("cpu")))
 
 
-def test_a_loss_that_the_model_alone_makes_nan_is_no_bad_row() -> None:
+def test_a_nan_loss_of_finite_inputs_is_not_a_bad_row() -> None:
     class Diverged(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x / 0
@@ -293,33 +295,33 @@ def test_a_loss_that_the_model_alone_makes_nan_is_no_bad_row() -> None:
     assert np.isnan(chunk.loss)
 
 
-# Pages and footers
+# Tests of pages and footers.
 
 
-def flip(file: Path, text: bytes, offset: int = 0) -> None:
-    """Turns a bit of the place where `text` is first."""
+def flip_bit(file: Path, text: bytes, offset: int = 0) -> None:
+    """Flips a bit at the first occurrence of `text`, `offset` bytes after its start."""
     data = bytearray(file.read_bytes())
     data[data.index(text) + offset] ^= 0x40
     file.write_bytes(data)
 
 
-def with_a_turned_bit(file: Path, **options: Any) -> Path:
+def write_with_a_flipped_bit(file: Path, **options: Any) -> Path:
     table = pa.table({"row": [float(i) for i in range(8)], "x": [100.0 + i for i in range(8)]})
-    put(file, table, row_group_size=4, use_dictionary=False, compression=None, **options)
-    flip(file, np.float64(106).tobytes(), 6)
+    write_parquet(file, table, row_group_size=4, use_dictionary=False, compression=None, **options)
+    flip_bit(file, np.float64(106).tobytes(), 6)
     return file
 
 
 @pytest.mark.parametrize("fetch", FETCHES)
-def test_a_page_with_another_checksum_is_named_to_the_column(tmp_path: Path, fetch: str) -> None:
-    with_a_turned_bit(tmp_path / "t.parquet", write_page_checksum=True)
+def test_a_page_with_a_wrong_checksum_is_named_with_its_column(tmp_path: Path, fetch: str) -> None:
+    write_with_a_flipped_bit(tmp_path / "t.parquet", write_page_checksum=True)
     _, source = reader_of(tmp_path, ["row", "x"])
     with pytest.raises(DataError, match=r"t.parquet, row group 1, column 'x': .*CRC checksum verification failed"):
         load_all(FETCHES[fetch], source)
 
 
-def test_a_slice_of_a_row_group_compares_checksums_too(tmp_path: Path) -> None:
-    with_a_turned_bit(tmp_path / "t.parquet", write_page_checksum=True)
+def test_slices_of_a_row_group_are_checked_against_checksums(tmp_path: Path) -> None:
+    write_with_a_flipped_bit(tmp_path / "t.parquet", write_page_checksum=True)
     reader, source = reader_of(tmp_path, ["row", "x"])
     specs = [tuple(Span("t.parquet", 1, first, 1, 4 + first, group_rows=4) for first in range(4))]
     with pytest.raises(DataError, match=r"t.parquet, row group 1, column 'x': .*CRC"):
@@ -327,18 +329,18 @@ def test_a_slice_of_a_row_group_compares_checksums_too(tmp_path: Path) -> None:
     assert source.manifest.num_rows == 8
 
 
-def test_labels_are_compared_with_their_checksums(tmp_path: Path) -> None:
+def test_labels_are_checked_against_checksums(tmp_path: Path) -> None:
     table = pa.table({"label": pa.array([1, 123456789, 999999999], pa.int64())})
-    flip(
-        put(tmp_path / "t.parquet", table, use_dictionary=False, compression=None, write_page_checksum=True),
+    flip_bit(
+        write_parquet(tmp_path / "t.parquet", table, use_dictionary=False, compression=None, write_page_checksum=True),
         np.int64(123456789).tobytes(),
     )
     with pytest.raises(DataError, match=r"row group 0, column 'label': .*CRC"):
         read_labels(str(tmp_path), open_dataset(str(tmp_path)).manifest, "label")
 
 
-def test_a_damaged_page_without_checksum_is_named_to_the_column(tmp_path: Path) -> None:
-    file = put(
+def test_a_damaged_page_without_checksum_is_named_with_its_column(tmp_path: Path) -> None:
+    file = write_parquet(
         tmp_path / "t.parquet", pa.table({"row": range(4), "x": [f"text {i}" for i in range(4)]}), compression="zstd"
     )
     chunk = pq.read_metadata(file).row_group(0).column(1)
@@ -346,13 +348,13 @@ def test_a_damaged_page_without_checksum_is_named_to_the_column(tmp_path: Path) 
     start = chunk.dictionary_page_offset or chunk.data_page_offset
     data[start : start + chunk.total_compressed_size] = bytes(chunk.total_compressed_size)
     file.write_bytes(data)
-    reader = Reader(str(tmp_path), ["row", "x"], as_rows, {"row": spec_of_values(np.arange(1))})
+    reader = Reader(str(tmp_path), ["row", "x"], decode_row_numbers, {"row": spec_of_values(np.arange(1))})
     with pytest.raises(DataError, match=r"t.parquet, row group 0, column 'x': "):
         list(reader.read(plan_all_reads(open_dataset(str(tmp_path)).manifest, 100)[0]))
 
 
 class Kms(pe.KmsClient):
-    """Keys that are no secrets."""
+    """A key management service that keeps no secrets."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -364,7 +366,7 @@ class Kms(pe.KmsClient):
         return base64.b64decode(key)
 
 
-def encrypted(file: Path) -> None:
+def write_encrypted(file: Path) -> None:
     config = pe.EncryptionConfiguration(footer_key="f", plaintext_footer=True, column_keys={"c": ["x"]})
     table = pa.table({"x": [1.0, 2.0], "y": [0.0, 1.0]})
     properties = pe.CryptoFactory(Kms).file_encryption_properties(pe.KmsConnectionConfig(), config)
@@ -374,29 +376,30 @@ def encrypted(file: Path) -> None:
 
 def test_encrypted_columns_are_refused_with_their_file(tmp_path: Path) -> None:
     for i in range(3):
-        put(tmp_path / f"a{i}.parquet", pa.table({"x": [1.0, 2.0], "y": [0.0, 1.0]}))
-    encrypted(tmp_path / "b.parquet")
+        write_parquet(tmp_path / f"a{i}.parquet", pa.table({"x": [1.0, 2.0], "y": [0.0, 1.0]}))
+    write_encrypted(tmp_path / "b.parquet")
     with pytest.raises(
         DataError, match=r"b.parquet has encrypted columns, so it cannot be read .*Write it again without encryption"
     ):
         open_dataset(str(tmp_path))
     (tmp_path / "b.parquet").unlink()
-    assert open_dataset(str(tmp_path)).manifest.num_rows == 6, "the process that looks first is there again"
+    assert open_dataset(str(tmp_path)).manifest.num_rows == 6, (
+        "the footer checker was not started again after it crashed"
+    )
 
 
-def test_a_footer_whose_types_contradict_each_other_is_refused(tmp_path: Path) -> None:
-    file = put(tmp_path / "t.parquet", pa.table({"x": [1, 2, 3]}), store_schema=False)
+def test_a_footer_with_contradictory_types_is_refused(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "t.parquet", pa.table({"x": [1, 2, 3]}), store_schema=False)
     data = file.read_bytes()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    metadata = data.rindex(
-        b"\x15\x04\x19", footer
-    )  # INT64 of the chunk: field 1, zigzag of 2, before its list of encodings
-    file.write_bytes(data[: metadata + 1] + b"\x0a" + data[metadata + 2 :])  # DOUBLE
+    # INT64, the type of the column chunk, is field 1 (zigzag of 2) before the list of encodings; 0x0a is DOUBLE.
+    metadata = data.rindex(b"\x15\x04\x19", footer)
+    file.write_bytes(data[: metadata + 1] + b"\x0a" + data[metadata + 2 :])
     with pytest.raises(DataError, match=r"t.parquet has a footer that contradicts itself, so it cannot be read .*type"):
         open_dataset(str(tmp_path))
 
 
-def test_statistics_that_python_lacks_do_not_hide_an_encrypted_column(tmp_path: Path) -> None:
+def test_statistics_out_of_pythons_range_do_not_hide_encrypted_columns(tmp_path: Path) -> None:
     config = pe.EncryptionConfiguration(footer_key="f", plaintext_footer=True, column_keys={"c": ["x"]})
     late = pa.array([2**62], pa.int64()).cast(pa.timestamp("us"))
     table = pa.table({"late": late, "x": [1.0]})
@@ -407,8 +410,8 @@ def test_statistics_that_python_lacks_do_not_hide_an_encrypted_column(tmp_path: 
         open_dataset(str(tmp_path))
 
 
-def test_a_look_at_footers_that_is_ended_from_outside_blames_no_file(tmp_path: Path) -> None:
-    put(tmp_path / "a.parquet", pa.table({"x": [1.0]}))
+def test_a_killed_footer_checker_does_not_blame_a_file(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": [1.0]}))
     open_dataset(str(tmp_path))
     process = parquet_files._footer_checker._process
     assert process is not None
@@ -417,34 +420,34 @@ def test_a_look_at_footers_that_is_ended_from_outside_blames_no_file(tmp_path: P
 
 
 @pytest.mark.rest
-def test_footers_are_looked_at_where_pyarrow_is_in_the_python_path(tmp_path: Path) -> None:
-    put(tmp_path / "a.parquet", pa.table({"x": [1.0]}))
+def test_footers_are_checked_where_pyarrow_is_known_by_pythonpath_alone(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", pa.table({"x": [1.0]}))
     code = f"from ray_app.data.dataset import open_dataset; print(open_dataset({str(tmp_path)!r}).manifest.num_rows)"
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
-    # The interpreter without its virtual environment, whose packages are known by PYTHONPATH alone.
-    found = subprocess.run(
+    # The base interpreter does not know the packages of the virtual environment but by PYTHONPATH.
+    process = subprocess.run(
         [sys._base_executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
-    assert found.stdout == "1\n", found.stderr
+    assert process.stdout == "1\n", process.stderr
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    put(tmp_path / "t.parquet", pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"]))
+    write_parquet(tmp_path / "t.parquet", pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"]))
     with pytest.raises(DataError, match=r"t.parquet has several columns of the name 'x'"):
         open_dataset(str(tmp_path))
 
 
-# Columns in the names of folders
+# Tests of Hive partitions, which are columns in the names of folders.
 
 
-def hive(root: Path, folders: list[str], **columns: list[Any]) -> Path:
+def write_hive(root: Path, folders: list[str], **columns: list[Any]) -> Path:
     for i, folder in enumerate(folders):
-        put(root / folder / f"part-{i}.parquet", pa.table({"row": [2 * i, 2 * i + 1], **columns}))
+        write_parquet(root / folder / f"part-{i}.parquet", pa.table({"row": [2 * i, 2 * i + 1], **columns}))
     return root
 
 
-def column(root: Path, name: str) -> list[Any]:
-    """All values of a column, in manifest order."""
+def read_column(root: Path, name: str) -> list[Any]:
+    """Returns all values of a column in the order of the manifest."""
     dataset, values = open_dataset(str(root)), []
     for span in (span for spec in plan_all_reads(dataset.manifest, 100) for span in spec):
         with DataFile(dataset.root, span.path, dataset.manifest.partitions) as file:
@@ -464,15 +467,17 @@ def column(root: Path, name: str) -> list[Any]:
         (["other/k=5", "k=4"], "integer", [4, 4, 5, 5]),
     ],
 )
-def test_the_names_of_folders_are_a_column(tmp_path: Path, folders: list[str], kind: str, values: list[Any]) -> None:
-    hive(tmp_path, folders)
+def test_hive_partition_folders_become_a_column(
+    tmp_path: Path, folders: list[str], kind: str, values: list[Any]
+) -> None:
+    write_hive(tmp_path, folders)
     dataset = open_dataset(str(tmp_path))
     assert dataset.facts.columns["k"].kind == kind
-    assert sorted(column(tmp_path, "k")) == values
+    assert sorted(read_column(tmp_path, "k")) == values
 
 
-def test_a_task_trains_on_a_column_of_folder_names(tmp_path: Path) -> None:
-    hive(tmp_path, ["k=0", "k=1"], x=[0.5, 0.25])
+def test_a_task_reads_a_partition_column(tmp_path: Path) -> None:
+    write_hive(tmp_path, ["k=0", "k=1"], x=[0.5, 0.25])
     dataset = open_dataset(str(tmp_path))
     task = TabularClassification(label="k", features=["x"]).prepare(dataset.facts)
     fields = probe(dataset, task.columns(), task.decode)
@@ -485,74 +490,79 @@ def test_a_task_trains_on_a_column_of_folder_names(tmp_path: Path) -> None:
         (Span(path, 0, 1, 1, position, group_rows=2),)
         for path, position in zip(dataset.manifest.paths, (1, 3), strict=True)
     ]
-    sliced = pa.concat_tables(list(fetch_in_process(reader, specs)))
-    assert fixed_array(sliced.column("label"), ArraySpec("<i8", ())).tolist() == [0, 1]
+    slices = pa.concat_tables(list(fetch_in_process(reader, specs)))
+    assert fixed_array(slices.column("label"), ArraySpec("<i8", ())).tolist() == [0, 1]
 
 
-def test_a_missing_folder_name_is_a_missing_value(tmp_path: Path) -> None:
-    hive(tmp_path, ["k=1", "k=__HIVE_DEFAULT_PARTITION__"])
+def test_the_hive_default_partition_is_a_missing_value(tmp_path: Path) -> None:
+    write_hive(tmp_path, ["k=1", "k=__HIVE_DEFAULT_PARTITION__"])
     dataset = open_dataset(str(tmp_path))
     assert dataset.facts.columns["k"] == ColumnFacts("integer", "int64", (), 1.0, 1.0, 2, 1.0)
     with pytest.raises(DataError, match=r"Column 'k' of .* has 2 missing values"):
         TabularClassification(label="k", features=["row"]).prepare(dataset.facts)
     reader = Reader(
-        dataset.root, ["row", "k"], as_rows, probe(dataset, ["row"], as_rows), partitions=dataset.manifest.partitions
+        dataset.root,
+        ["row", "k"],
+        decode_row_numbers,
+        probe(dataset, ["row"], decode_row_numbers),
+        partitions=dataset.manifest.partitions,
     )
     with pytest.raises(BadRowError, match=r"row group 0, row 0: column 'k' has no value"):
         list(fetch_in_process(reader, plan_all_reads(dataset.manifest, 100)))
 
 
-def test_files_with_other_keys_are_refused(tmp_path: Path) -> None:
-    hive(tmp_path, ["a=1/b=x", "a=2"])
+def test_files_with_different_partition_columns_are_refused(tmp_path: Path) -> None:
+    write_hive(tmp_path, ["a=1/b=x", "a=2"])
     with pytest.raises(
         DataError, match=r"a=1/b=x/part-0.parquet has the partition columns a, b, a=2/part-1.parquet has a"
     ):
         open_dataset(str(tmp_path))
 
 
-def test_a_key_that_stands_in_a_path_twice_is_refused(tmp_path: Path) -> None:
-    hive(tmp_path, ["a=1/a=2"])
+def test_a_partition_column_twice_in_one_path_is_refused(tmp_path: Path) -> None:
+    write_hive(tmp_path, ["a=1/a=2"])
     with pytest.raises(DataError, match=r"two folders of the column 'a'"):
         open_dataset(str(tmp_path))
 
 
-def test_a_file_may_hold_the_column_of_its_folders_if_it_says_the_same(tmp_path: Path) -> None:
-    hive(tmp_path, ["k=01"], k=pa.array([1, 1], pa.int32()))
-    assert column(tmp_path, "k") == [1, 1]
-    hive(tmp_path, ["k=01"], k=pa.array([1, 2], pa.int32()))
+def test_a_stored_partition_column_must_equal_its_folder(tmp_path: Path) -> None:
+    write_hive(tmp_path, ["k=01"], k=pa.array([1, 1], pa.int32()))
+    assert read_column(tmp_path, "k") == [1, 1]
+    write_hive(tmp_path, ["k=01"], k=pa.array([1, 2], pa.int32()))
     with pytest.raises(BadRowError, match=r"row group 0, row 1: column 'k' is 2, but the folder says '01'"):
-        column(tmp_path, "k")
+        read_column(tmp_path, "k")
 
 
-def test_a_type_that_no_text_is_read_as_is_not_compared_with_the_folders(tmp_path: Path) -> None:
-    hive(tmp_path, ["k=1.5"], k=pa.array(np.array([1.5, 1.5], np.float16)))
-    assert column(tmp_path, "k") == [1.5, 1.5]
+def test_a_float16_partition_column_is_not_compared_with_its_folder(tmp_path: Path) -> None:
+    write_hive(tmp_path, ["k=1.5"], k=pa.array(np.array([1.5, 1.5], np.float16)))
+    assert read_column(tmp_path, "k") == [1.5, 1.5]
 
 
-def test_folders_above_the_data_set_are_no_column(tmp_path: Path) -> None:
-    hive(tmp_path, ["k=0"])
+def test_folders_above_the_data_set_are_not_partition_columns(tmp_path: Path) -> None:
+    write_hive(tmp_path, ["k=0"])
     assert "k" not in open_dataset(str(tmp_path / "k=0")).facts.columns
     assert "k" not in open_dataset(str(tmp_path / "k=0" / "part-0.parquet")).facts.columns
 
 
-# Many files
+# Tests of many files.
 
 
 def test_few_of_many_files_are_open_at_a_time(tmp_path: Path) -> None:
     for i in range(40):
-        put(tmp_path / f"{i:03}.parquet", pa.table({"row": [i]}))
-    before, most = len(os.listdir("/proc/self/fd")), 0
+        write_parquet(tmp_path / f"{i:03}.parquet", pa.table({"row": [i]}))
+    before = len(os.listdir("/proc/self/fd"))
+    max_open = 0
 
-    def watching(rows: dict[str, Any]) -> dict[str, Any]:
-        nonlocal most
-        most = max(most, len(os.listdir("/proc/self/fd")) - before)
-        return as_rows(rows)
+    def decode_and_count(rows: dict[str, Any]) -> dict[str, Any]:
+        nonlocal max_open
+        max_open = max(max_open, len(os.listdir("/proc/self/fd")) - before)
+        return decode_row_numbers(rows)
 
     dataset = open_dataset(str(tmp_path))
-    reader = Reader(dataset.root, ["row"], watching, probe(dataset, ["row"], as_rows))
+    reader = Reader(dataset.root, ["row"], decode_and_count, probe(dataset, ["row"], decode_row_numbers))
     decoded = load_all(fetch_in_process, RowSource(reader, dataset.manifest, 1000))
     assert decoded.arrays["row"].tolist() == list(range(40))
-    assert 1 <= most <= 10
+    assert 1 <= max_open <= 10
 
 
 def test_too_many_open_files_names_the_limit() -> None:
@@ -571,19 +581,19 @@ def test_too_many_open_files_names_the_limit() -> None:
     ],
     ids=["time zone", "object", "decimal"],
 )
-def test_a_task_is_told_the_type_of_a_column_that_it_cannot_use(tmp_path: Path, values: pa.Array) -> None:
-    put(tmp_path / "t.parquet", pa.table({"x": values, "label": [0, 1]}))
+def test_a_task_names_the_type_of_a_column_that_it_cannot_use(tmp_path: Path, values: pa.Array) -> None:
+    write_parquet(tmp_path / "t.parquet", pa.table({"x": values, "label": [0, 1]}))
     with pytest.raises(DataError, match=f"Column 'x' of .* holds other {str(values.type)[:7]}"):
         TabularClassification(features=["x"]).prepare(open_dataset(str(tmp_path)).facts)
 
 
-def test_ingest_lists_the_columns_of_parquet_and_which_are_of_no_use(
+def test_ingest_lists_parquet_columns_and_marks_unusable_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = pa.table(
         {"x": [1, None, 3], "price": [decimal.Decimal("1.5")] * 3, "none": pa.array([None] * 3, pa.int32())}
     )
-    put(tmp_path / "t.parquet", table, write_statistics=False)
+    write_parquet(tmp_path / "t.parquet", table, write_statistics=False)
     assert main(["--source", "parquet", "--input", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "    x: integer int64, 1 rows with a missing value, which are bad rows where a task reads it" in lines
@@ -595,6 +605,6 @@ def test_ingest_lists_the_columns_of_parquet_and_which_are_of_no_use(
 
 
 def test_ingest_refuses_parquet_with_a_damaged_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with_a_turned_bit(tmp_path / "t.parquet", write_page_checksum=True)
+    write_with_a_flipped_bit(tmp_path / "t.parquet", write_page_checksum=True)
     assert main(["--source", "parquet", "--input", str(tmp_path)]) == 2
     assert "t.parquet, row group 1, column 'x': " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Micro-batches go to a device ahead of their step, in the right order of calls."""
+"""Micro-batches are copied to a device before their step, with the calls of CUDA in the right order."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ def batch_of(rows: int) -> MicroBatch:
     return MicroBatch(0, rows, fields, torch.arange(rows), 0, np.arange(rows))
 
 
-def test_a_batch_is_copied_beside_what_computes_and_waited_for_by_the_device_alone(
+def test_a_batch_is_copied_on_a_side_stream_and_only_the_device_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     streams = Streams(monkeypatch)
     upload = Upload(DEVICE)
-    sent = upload.send([batch_of(3)])
+    batches = upload.send([batch_of(3)])
     assert streams.calls == ["side: pin_memory", "side: copy", "side: pin_memory", "side: copy", "side: mark"]
     streams.calls.clear()
-    upload.make_available(sent)
-    [found] = sent
+    upload.make_available(batches)
+    [batch] = batches
     assert streams.calls == ["computing: wait for mark", "computing: used by computing", "computing: used by computing"]
-    assert {name: (value.device, tuple(value.shape)) for name, value in found.fields.items()} == {
+    assert {name: (value.device, tuple(value.shape)) for name, value in batch.fields.items()} == {
         "image": (DEVICE, (3, 2)),
         "label": (DEVICE, (3,)),
     }
-    assert found.keys.device.type == "cpu", "what augments draws on the host"
+    assert batch.keys.device.type == "cpu", (
+        "the keys should stay on the host, which draws the random numbers of augmentations"
+    )
 
 
-def test_what_computes_waits_for_a_stream_beside_it_by_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_a_side_stream_makes_only_the_device_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     side = SideStream(DEVICE, "reduction")
     with side.entered():
@@ -50,40 +52,44 @@ def test_what_computes_waits_for_a_stream_beside_it_by_the_device_alone(monkeypa
     assert streams.calls == ["side: copy", "computing: wait for side"]
 
 
-def test_two_threads_may_be_in_a_stream_at_once_and_each_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that gathers may still be at what nobody wants any more, while the other one gathers what comes next."""
-    streams, inside, go_on = Streams(monkeypatch), threading.Event(), threading.Event()
+def test_two_threads_can_enter_and_leave_a_side_stream_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gathering thread may still be busy with a batch that is no longer needed, while another one gathers the
+    next batch.
+    """
+    streams = Streams(monkeypatch)
+    inside = threading.Event()
+    leave = threading.Event()
     side = SideStream(DEVICE, "upload")
 
     def gather() -> None:
         with side.entered():
             inside.set()
-            assert go_on.wait(20)
+            assert leave.wait(20)
 
     gatherer = threading.Thread(target=gather)
     gatherer.start()
     assert inside.wait(20)
     with side.entered():
-        go_on.set()
+        leave.set()
         gatherer.join()
         torch.zeros(2).to(DEVICE, non_blocking=True)
     torch.zeros(2).to(DEVICE, non_blocking=True)
     assert streams.calls == ["side: copy", "computing: copy"]
 
 
-def test_each_purpose_has_one_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often a group forms anew: PyTorch's streams come round again, and a captured one must not be that which
-    uploads.
+def test_each_purpose_has_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds after many generations: PyTorch reuses the streams of its pool, and a captured stream must not
+    be the one that uploads.
     """
     Streams(monkeypatch)
-    found = {
+    streams_of = {
         purpose: {id(get_stream(DEVICE, purpose)) for _ in range(40)} for purpose in ("upload", "reduction", "capture")
     }
-    assert [len(each) for each in found.values()] == [1, 1, 1]
-    assert len(set.union(*found.values())) == 3
+    assert [len(streams) for streams in streams_of.values()] == [1, 1, 1]
+    assert len(set.union(*streams_of.values())) == 3
 
 
-def test_two_steps_are_on_their_way_while_one_is_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_more_steps_are_uploaded_while_one_is_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     job = make_job(
         tmp_path / "run",
         write_images(tmp_path / "data", [[40]]),
@@ -94,12 +100,12 @@ def test_two_steps_are_on_their_way_while_one_is_computed(monkeypatch: pytest.Mo
     )
     streams = Streams(monkeypatch)
     rows = job.plan.manifest.num_rows
-    feed = Feed(job.plan, lambda cursor, played: CachedWindows(Decoded({"id": np.arange(rows)}, {})), DEVICE)
+    feed = Feed(job.plan, lambda cursor, assigned: CachedWindows(Decoded({"id": np.arange(rows)}, {})), DEVICE)
     feed.seek(Cursor(), range(1))
     feed.next()
     assert feed._pending is not None
     feed._pending.result()
     copies = [call for call in streams.calls if "copy" in call]
-    assert copies == ["side: copy"] * 3, "that of this step, and of two more"
+    assert copies == ["side: copy"] * 3, "expected the copies of this step and of two more"
     assert [call for call in streams.calls if "wait" in call] == ["computing: wait for mark"]
     feed.close()

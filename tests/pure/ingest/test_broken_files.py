@@ -1,4 +1,4 @@
-"""Files that parsers meet with errors of other kinds than usual: still refused (exit code 2) by name."""
+"""Files for which parsers raise unusual errors are refused by name (exit code 2)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ray_app.errors import is_refusal
 from ray_app.ingest.ingest import IngestOptions, ingest
 
 
-def encrypted(path: Path) -> None:
-    """An .npz whose members say that a password is needed (a flag in both headers of each)."""
+def write_encrypted_npz(path: Path) -> None:
+    """Writes an .npz with the flag of a password in both headers of each member."""
     file = io.BytesIO()
     np.savez(file, x=np.zeros((3, 2)))
     data = bytearray(file.getvalue())
@@ -24,32 +24,32 @@ def encrypted(path: Path) -> None:
     path.write_bytes(data)
 
 
-def sparse(path: Path) -> None:
-    """A tar whose first member has a map of its holes that holds no numbers."""
+def write_sparse_tar(path: Path) -> None:
+    """Writes a tar with a sparse map without numbers in its first member."""
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
         member = tarfile.TarInfo("0.txt")
         member.size, member.pax_headers = 1, {"GNU.sparse.map": "a,b", "GNU.sparse.size": "1"}
         archive.addfile(member, io.BytesIO(b"x"))
 
 
-def text(content: bytes) -> Any:
+def file_writer(content: bytes) -> Any:
     return lambda path: path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
     ("source", "name", "write", "expected"),
     [
-        ("numpy", "a.npz", encrypted, "encrypted"),
-        ("webdataset", "a.tar", sparse, "invalid literal"),
-        ("jsonl", "a.jsonl", text(b'{"a": 1}\n{"a": "\xff\xfe"}\n'), ""),
-        ("jsonl", "a.jsonl", text(b'{"a": 1}\n{"a": "\\ud800"}\n'), ""),
-        ("jsonl", "a.jsonl", text(b'{"a": 1, "a": 2}\n'), ""),
-        ("jsonl", "a.jsonl", text(b'{"a": 1}\n{"a": 1e999}\n'), "too big"),
-        ("jsonl", "a.jsonl", text(b'{"a": [1, {"b": 2}]}\n'), ""),
-        ("jsonl", "a.jsonl", text(b'{"a": 1}\n{"a": 1} {"a": 2}\n'), ""),
-        ("jsonl", "a.jsonl", text(b'\x00\x00{"a": 1}\n'), ""),
-        ("jsonl", "a.jsonl", text(b'{"\xff": 1}\n'), ""),
-        ("jsonl", "a.jsonl", text(b'oops\n{"a": 1}\n{"a": "x"}\n'), "values of one type"),
+        ("numpy", "a.npz", write_encrypted_npz, "encrypted"),
+        ("webdataset", "a.tar", write_sparse_tar, "invalid literal"),
+        ("jsonl", "a.jsonl", file_writer(b'{"a": 1}\n{"a": "\xff\xfe"}\n'), ""),
+        ("jsonl", "a.jsonl", file_writer(b'{"a": 1}\n{"a": "\\ud800"}\n'), ""),
+        ("jsonl", "a.jsonl", file_writer(b'{"a": 1, "a": 2}\n'), ""),
+        ("jsonl", "a.jsonl", file_writer(b'{"a": 1}\n{"a": 1e999}\n'), "too big"),
+        ("jsonl", "a.jsonl", file_writer(b'{"a": [1, {"b": 2}]}\n'), ""),
+        ("jsonl", "a.jsonl", file_writer(b'{"a": 1}\n{"a": 1} {"a": 2}\n'), ""),
+        ("jsonl", "a.jsonl", file_writer(b'\x00\x00{"a": 1}\n'), ""),
+        ("jsonl", "a.jsonl", file_writer(b'{"\xff": 1}\n'), ""),
+        ("jsonl", "a.jsonl", file_writer(b'oops\n{"a": 1}\n{"a": "x"}\n'), "values of one type"),
     ],
 )
 def test_a_broken_file_is_refused_by_name(tmp_path: Path, source: Any, name: str, write: Any, expected: str) -> None:

@@ -1,6 +1,4 @@
-"""Files that are not what they should be: files that are left out are named, pointers of Git LFS and web pages are
-called so.
-"""
+"""Files that ingest leaves out are listed with a reason; Git LFS pointers and web pages are named as such."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ PAGE = b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head></html>
 PHOTO = Image.fromarray(smooth(8, 9))
 
 
-def refused_in(folder: Path) -> dict[str, str]:
+def refusal_reasons(folder: Path) -> dict[str, str]:
     lines = [json.loads(line) for line in (folder / "refused.jsonl").read_text().splitlines()]
     assert len({line["row_id"] for line in lines}) == len(lines)
     return {line["row_id"]: line["reason"] for line in lines}
@@ -33,7 +31,7 @@ def refused_in(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Two classes, each with an image under a name that fits and under four that do not."""
+    """Returns a folder of two classes, each with an image under a standard name and four under unusual ones."""
     for label in ("a", "b"):
         folder = tmp_path / "photos" / label
         folder.mkdir(parents=True)
@@ -42,7 +40,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def test_images_are_known_by_their_content_whatever_they_are_called(photos: Path, tmp_path: Path) -> None:
+def test_images_are_recognized_by_content_not_by_suffix(photos: Path, tmp_path: Path) -> None:
     part = ingest(IngestOptions("images", str(tmp_path / "out"), str(photos))).parts[""]
     assert (part.rows, part.skipped_files, part.refused) == (10, 0, 0)
     assert sorted(read(tmp_path / "out")["row_id"])[:5] == ["a/1.jpg", "a/2.jfif", "a/3", "a/4.JPG", "a/5.dat"]
@@ -67,19 +65,22 @@ def test_every_file_that_is_left_out_is_named_with_its_reason(photos: Path, tmp_
     (photos / ".ipynb_checkpoints").mkdir()
     (photos / "b" / "other.jpg").symlink_to(photos / "b" / "1.jpg")
     part = ingest(IngestOptions("images", str(tmp_path / "out"), str(photos), on_bad_row="fail")).parts[""]
-    reasons = refused_in(tmp_path / "out")
+    reasons = refusal_reasons(tmp_path / "out")
     expected = {name: reason for name, (_, reason) in left_out.items()}
     expected |= {"b/link.jpg": "a link that leads nowhere", ".ipynb_checkpoints": "hidden"}
     assert reasons.keys() == expected.keys()
-    assert all(reasons[name].startswith("left out: ") and why in reasons[name] for name, why in expected.items())
-    assert (part.rows, part.refused, part.skipped_files) == (11, 0, len(expected)), "a link to an image is a row"
+    assert all(
+        reasons[name].startswith("left out: ") and part_of_reason in reasons[name]
+        for name, part_of_reason in expected.items()
+    )
+    assert (part.rows, part.refused, part.skipped_files) == (11, 0, len(expected)), "a link to an image should be a row"
 
 
-def test_left_out_files_stand_behind_refused_rows_in_each_side_of_a_split(photos: Path, tmp_path: Path) -> None:
+def test_files_left_out_are_listed_in_each_part_of_a_split(photos: Path, tmp_path: Path) -> None:
     (photos / "a" / "notes.txt").write_text("x")
     (photos / "a" / "bad.png").write_bytes(encode(PHOTO, "png")[:-30])
     summary = ingest(IngestOptions("images", str(tmp_path / "out"), str(photos), eval_fraction=0.5, on_bad_row="skip"))
-    reasons = {side: refused_in(tmp_path / "out" / side) for side in ("train", "eval")}
+    reasons = {side: refusal_reasons(tmp_path / "out" / side) for side in ("train", "eval")}
     assert all("a/notes.txt" in reasons[side] for side in reasons)
     assert sum("a/bad.png" in reasons[side] for side in reasons) == 1
     assert sum(part.refused for part in summary.parts.values()) == 1
@@ -99,13 +100,13 @@ def test_a_class_without_images_says_what_is_in_its_folder(photos: Path, tmp_pat
     ("content", "reason"),
     [(POINTER, "Git LFS pointer"), (PAGE, "a web page"), (b"", "empty"), (b"BM1234", "a BMP image")],
 )
-def test_what_only_has_the_name_of_an_image_is_a_bad_row_with_a_reason(
+def test_a_file_with_only_the_suffix_of_an_image_is_a_bad_row(
     photos: Path, tmp_path: Path, content: bytes, reason: str
 ) -> None:
     (photos / "a" / "6.jpg").write_bytes(content)
     for attempt in ("one", "two"):
         ingest(IngestOptions("images", str(tmp_path / attempt), str(photos), on_bad_row="skip"))
-    assert reason in refused_in(tmp_path / "one")["a/6.jpg"]
+    assert reason in refusal_reasons(tmp_path / "one")["a/6.jpg"]
     assert (tmp_path / "one" / "refused.jsonl").read_bytes() == (tmp_path / "two" / "refused.jsonl").read_bytes()
     with pytest.raises(DataError, match=rf"row a/6.jpg: not an image that can be decoded \(.*{reason}"):
         ingest(IngestOptions("images", str(tmp_path / "three"), str(photos)))
@@ -133,7 +134,7 @@ def test_what_only_has_the_name_of_an_image_is_a_bad_row_with_a_reason(
         ("parquet", "x.parquet"),
     ],
 )
-def test_every_reader_names_what_stands_in_the_place_of_a_file(
+def test_every_reader_names_a_git_lfs_pointer_or_web_page(
     tmp_path: Path, source: Any, name: str, content: bytes
 ) -> None:
     folder = tmp_path / "in"
@@ -144,14 +145,14 @@ def test_every_reader_names_what_stands_in_the_place_of_a_file(
     else:
         folder.mkdir()
     (folder / name).write_bytes(content)
-    given = folder / name if source == "numpy" else folder
+    path = folder / name if source == "numpy" else folder
     expected = (
         "a Git LFS pointer, not the file itself (fetch the files with git lfs pull)"
         if content == POINTER
         else "a web page (HTML)"
     )
     with pytest.raises(DataError) as caught:
-        ingest(IngestOptions(source, "" if source == "parquet" else str(tmp_path / "out"), str(given)))
+        ingest(IngestOptions(source, "" if source == "parquet" else str(tmp_path / "out"), str(path)))
     assert expected in str(caught.value)
     assert name in str(caught.value)
     if source == "parquet":
@@ -159,7 +160,7 @@ def test_every_reader_names_what_stands_in_the_place_of_a_file(
             open_dataset(str(folder))
 
 
-def test_a_tokenizer_and_parameters_to_begin_with_are_named_as_pointers(tmp_path: Path) -> None:
+def test_git_lfs_pointers_as_tokenizer_or_parameters_are_named(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text\na\n")
     (tmp_path / "pointer").write_bytes(POINTER)
     pointer = str(tmp_path / "pointer")
@@ -169,12 +170,12 @@ def test_a_tokenizer_and_parameters_to_begin_with_are_named_as_pointers(tmp_path
         parameters.read_parameters(pointer, None)
 
 
-def test_errors_have_no_address_of_an_object_wherever_they_are_written() -> None:
-    class Thing:
-        """Its text is Python's own, with its address."""
+def test_error_messages_have_no_memory_addresses() -> None:
+    class Opaque:
+        """Its `str` is Python's default, with the memory address."""
 
-    error = ValueError(f"{Thing()} does not fit {open}")
-    assert " at 0x" in str(error), "or nothing is shown here"
+    error = ValueError(f"{Opaque()} does not fit {open}")
+    assert " at 0x" in str(error), "the error has no address, so this test would show nothing"
     try:
         raise error
     except ValueError:
@@ -186,5 +187,7 @@ def test_errors_have_no_address_of_an_object_wherever_they_are_written() -> None
             remove_addresses(str(error)),
         ]
     assert not any("0x" in text for text in texts)
-    assert all("Thing object>" in text for text in texts)
-    assert remove_addresses("marker 0xd9 at 0x1F") == "marker 0xd9 at 0x1F", "numbers of a format stay"
+    assert all("Opaque object>" in text for text in texts)
+    assert remove_addresses("marker 0xd9 at 0x1F") == "marker 0xd9 at 0x1F", (
+        "numbers that are not addresses should stay"
+    )

@@ -1,5 +1,5 @@
-"""Damaged files are refused as what they are: a `DataError` or `ConfigError` that names the file, in bounded time and
-memory, or read.
+"""Damaged files are read, or refused by a `DataError` or `ConfigError` that names the file, in bounded time and
+memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.support.mutations import damage
 from tests.support.places import SUPPORT
 
 FEW, MANY = 25, 500
-"""Mutants of each reader in `make test`, and in the rest."""
-_MOST_S, _MOST_BYTES = 10.0, 512 << 20
+"""Mutants of each reader in `make test`, and in the tests marked `search`."""
+_MAX_SECONDS, _MAX_BYTES = 10.0, 512 << 20
 
 
 def write_csv(folder: Path) -> None:
@@ -71,7 +71,7 @@ TFRECORD_COLUMNS = ["image/encoded", "image/class/label", "floats", "integers"]
 
 
 def write_tfrecord(folder: Path) -> None:
-    """What TensorFlow wrote; the fixture says how."""
+    """Copies the files of TensorFlow; `make.py` there says how they were written."""
     shutil.copytree(SUPPORT / "tfrecord", folder, ignore=shutil.ignore_patterns("*.py"))
 
 
@@ -102,50 +102,48 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
 
 
 _ABORTS = {"parquet": {292, 484}}
-"""Mutants whose footer ends the process in pyarrow 25 itself: `RowGroupMetaData.column` declares no exception of its
-C++.
-"""
+"""Mutants with a footer that ends the process in pyarrow 25: `RowGroupMetaData.column` declares no C++ exception."""
 
 
 def read_mutant(folder: Path, name: str, seed: int | None) -> str:
-    """Ingests a damaged copy of a source (None: an intact one); returns what came of it, or what is wrong with that."""
-    write, given, more = SOURCES[name]
+    """Ingests a damaged copy of a source (None: an intact one); returns "read", "refused", or what is wrong."""
+    write, relative_path, options = SOURCES[name]
     source: Any = name.partition(",")[0]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     write(folder / "in")
     damaged = damage(folder / "in", seed) if seed is not None else folder
     out = "" if source == "parquet" else str(folder / "out")
-    began = time.monotonic()
+    start = time.monotonic()
     try:
-        ingest(IngestOptions(source, out, str(folder / "in" / given), **more))
+        ingest(IngestOptions(source, out, str(folder / "in" / relative_path), **options))
     except (ConfigError, DataError) as error:
         if isinstance(error, StorageError):
             return f"a storage is blamed: {error}"
-        said = str(error)
-        named = any(part in said for part in (damaged.name, damaged.parent.name, str(folder / "in")))
-        came = "refused" if named else f"no file is named: {said}"
+        message = str(error)
+        names_file = any(part in message for part in (damaged.name, damaged.parent.name, str(folder / "in")))
+        result = "refused" if names_file else f"no file is named: {message}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     else:
-        came = "read"
-    return came if time.monotonic() - began < _MOST_S else "it takes too long"
+        result = "read"
+    return result if time.monotonic() - start < _MAX_SECONDS else "it takes too long"
 
 
-def search(tmp_path: Path, name: str, seeds: range) -> None:
-    assert read_mutant(tmp_path / "intact", name, None) in (
-        "read",
-        "it takes too long",
-    )  # imports take long on a busy machine
-    found = {seed: read_mutant(tmp_path / "mutant", name, seed) for seed in seeds if seed not in _ABORTS.get(name, ())}
-    wrong = {seed: came for seed, came in found.items() if came not in ("read", "refused")}
-    assert not wrong, f"{len(wrong)} of {len(seeds)}, such as {dict(list(wrong.items())[:5])}"
-    assert "refused" in found.values()
+def check_mutants(tmp_path: Path, name: str, seeds: range) -> None:
+    # Imports take long on a busy machine, so the first ingest may exceed the limit.
+    assert read_mutant(tmp_path / "intact", name, None) in ("read", "it takes too long")
+    results = {
+        seed: read_mutant(tmp_path / "mutant", name, seed) for seed in seeds if seed not in _ABORTS.get(name, ())
+    }
+    failures = {seed: result for seed, result in results.items() if result not in ("read", "refused")}
+    assert not failures, f"{len(failures)} of {len(seeds)} mutants failed, such as {dict(list(failures.items())[:5])}"
+    assert "refused" in results.values()
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    search(tmp_path, name, range(FEW))
+    check_mutants(tmp_path, name, range(FEW))
 
 
 @pytest.mark.search
@@ -153,7 +151,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
 def test_many_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     tracemalloc.start()
     try:
-        search(tmp_path, name, range(FEW, FEW + MANY))
-        assert tracemalloc.get_traced_memory()[1] < _MOST_BYTES
+        check_mutants(tmp_path, name, range(FEW, FEW + MANY))
+        assert tracemalloc.get_traced_memory()[1] < _MAX_BYTES
     finally:
         tracemalloc.stop()

@@ -1,6 +1,4 @@
-"""Columns of lists of any length (`ragged`): each row as it was given, read by training; rows that do not fit are
-named.
-"""
+"""Columns of lists of any length (`ragged`): training reads each row as the source has it; other rows are refused."""
 
 from __future__ import annotations
 
@@ -54,52 +52,52 @@ def write_lines(folder: Path, files: dict[str, list[dict[str, Any]]]) -> Path:
     return folder
 
 
-def write_table(place: Path, table: pa.Table, rows: int = 2) -> Path:
-    """The file of a table that `datasets` would write, in batches of so many rows."""
-    place.parent.mkdir(exist_ok=True)
-    if place.suffix == ".parquet":
-        pq.write_table(table, place, row_group_size=rows)
-        return place
-    with pa.OSFile(str(place), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+def write_table(path: Path, table: pa.Table, rows: int = 2) -> Path:
+    """Writes a table as `datasets` does, in batches of `rows` rows, and returns the file."""
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=rows)
+        return path
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table, rows)
-    return place
+    return path
 
 
-def made(tmp_path: Path, source: Any, given: Path, **options: Any) -> DatasetSummary:
-    return ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
+def ingest_source(tmp_path: Path, source: Any, path: Path, **options: Any) -> DatasetSummary:
+    return ingest(IngestOptions(source, str(tmp_path / "out"), str(path), **options))
 
 
-def refusal(tmp_path: Path, source: Any, given: Path, **options: Any) -> str:
+def refusal(tmp_path: Path, source: Any, path: Path, **options: Any) -> str:
     with pytest.raises((DataError, ConfigError)) as caught:
-        made(tmp_path, source, given, **options)
+        ingest_source(tmp_path, source, path, **options)
     assert not list(tmp_path.glob("out*"))
     return str(caught.value)
 
 
-def delivered(folder: Path, *names: str) -> dict[str, Any]:
-    """Columns as training reads them, in the order of the source."""
+def read_as_training(folder: Path, *names: str) -> dict[str, Any]:
+    """Returns columns as training reads them, in the order of the source."""
     dataset = open_dataset(str(folder))
     columns = ["row_id", *names]
     reader = Reader(dataset.root, list(names), dict, probe(dataset, list(names), dict))
     tables = [table for spec in plan_all_reads(dataset.manifest, 2) for table in reader.read(spec)]
     parts = [as_read(table) for table in tables]
-    found = {name: concat_fields([part[name] for part in parts]) for name in names}
+    output = {name: concat_fields([part[name] for part in parts]) for name in names}
     ids = [
         row_id
         for path in dataset.manifest.paths
         for row_id in pq.read_table(folder / path, columns=columns)["row_id"].to_pylist()
     ]
     order = np.array(sorted(range(len(ids)), key=[in_source(row_id) for row_id in ids].__getitem__))
-    return {name: values[order] for name, values in found.items()}
+    return {name: values[order] for name, values in output.items()}
 
 
-def lists(values: Any) -> list[Any]:
+def to_lists(values: Any) -> list[Any]:
     assert isinstance(values, Ragged)
     return [values.row(i).tolist() for i in range(len(values))]
 
 
-def configured(tmp_path: Path, settings: dict[str, Any]) -> Config:
-    """A run of `ModuleTask` on what was made."""
+def make_config(tmp_path: Path, settings: dict[str, Any]) -> Config:
+    """Returns the configuration of a run of `ModuleTask` on the ingested data."""
     data = {
         "data__path": str(tmp_path / "out"),
         "data__eval_path": str(tmp_path / "out"),
@@ -110,7 +108,7 @@ def configured(tmp_path: Path, settings: dict[str, Any]) -> Config:
 
 
 class Summed(nn.Module):
-    """Classes of the sum of a row's lists."""
+    """A model that classifies the sum of a row's lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,8 +122,10 @@ class Summed(nn.Module):
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
 def test_json_lines_keep_the_lengths_of_their_lists(tmp_path: Path, split_bytes: int) -> None:
     rows = [{"ids": ids, "boxes": boxes, "n": i} for i, (ids, boxes) in enumerate(zip(IDS, BOXES, strict=True))]
-    given = write_lines(tmp_path / "in", {"a": [{"ids": [], "boxes": [], "n": 9}], "b": rows[:1], "c": rows[1:]})
-    summary = made(tmp_path, "jsonl", given, ragged=["ids", "boxes"], rename={"ids": "tokens"}, split_bytes=split_bytes)
+    folder = write_lines(tmp_path / "in", {"a": [{"ids": [], "boxes": [], "n": 9}], "b": rows[:1], "c": rows[1:]})
+    summary = ingest_source(
+        tmp_path, "jsonl", folder, ragged=["ids", "boxes"], rename={"ids": "tokens"}, split_bytes=split_bytes
+    )
     assert read(tmp_path / "out") == {
         "row_id": ["a.jsonl:1", "b.jsonl:1", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3"],
         "tokens": [[], *IDS],
@@ -138,10 +138,10 @@ def test_json_lines_keep_the_lengths_of_their_lists(tmp_path: Path, split_bytes:
     facts = open_dataset(str(tmp_path / "out")).facts.columns
     assert (facts["tokens"].kind, facts["tokens"].minimum, facts["tokens"].maximum) == ("list", 5, 13)
     assert facts["boxes"].kind == "list"
-    found = delivered(tmp_path / "out", "tokens", "boxes")
-    assert lists(found["tokens"]) == [[], *IDS]
-    assert lists(found["boxes"]) == [[], *BOXES]
-    assert (found["tokens"].values.dtype, found["boxes"].row_shape) == (np.int64, (4,))
+    output = read_as_training(tmp_path / "out", "tokens", "boxes")
+    assert to_lists(output["tokens"]) == [[], *IDS]
+    assert to_lists(output["boxes"]) == [[], *BOXES]
+    assert (output["tokens"].values.dtype, output["boxes"].row_shape) == (np.int64, (4,))
 
 
 @pytest.mark.parametrize("outer", ["list", "large_list", "fixed_size_list"])
@@ -149,34 +149,38 @@ def test_json_lines_keep_the_lengths_of_their_lists(tmp_path: Path, split_bytes:
 def test_hugging_face_lists_keep_their_lengths_and_types(tmp_path: Path, suffix: str, outer: str) -> None:
     rows = [[1, 0], [0, 1], [1, 1]] if outer == "fixed_size_list" else [[1, 0, 1], [], [1]]
 
-    def kind(item: str) -> pa.DataType:
+    def list_type(item: str) -> pa.DataType:
         number = pa.from_numpy_dtype(item)
         return {"list": pa.list_(number), "large_list": pa.large_list(number), "fixed_size_list": pa.list_(number, 2)}[
             outer
         ]
 
     for number in range(2):
-        table = pa.table({item: pa.array([list(np.array(row, item)) for row in rows], kind(item)) for item in WIDTHS})
+        table = pa.table(
+            {item: pa.array([list(np.array(row, item)) for row in rows], list_type(item)) for item in WIDTHS}
+        )
         write_table(tmp_path / "in" / f"train-{number:05d}-of-00002{suffix}", table)
-    made(tmp_path, "hf", tmp_path / "in", ragged=[*WIDTHS], split_bytes=1)
-    found = delivered(tmp_path / "out", *WIDTHS)
+    ingest_source(tmp_path, "hf", tmp_path / "in", ragged=[*WIDTHS], split_bytes=1)
+    output = read_as_training(tmp_path / "out", *WIDTHS)
     facts = open_dataset(str(tmp_path / "out")).facts.columns
     for item in WIDTHS:
-        assert lists(found[item]) == rows * 2
-        assert found[item].values.dtype == np.dtype(item)
+        assert to_lists(output[item]) == rows * 2
+        assert output[item].values.dtype == np.dtype(item)
         assert facts[item].kind == "list"
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 @pytest.mark.parametrize("inner", [pa.list_(pa.float32()), pa.large_list(pa.float32()), pa.list_(pa.float32(), 4)])
-def test_hugging_face_boxes(tmp_path: Path, suffix: str, inner: pa.DataType) -> None:
-    """The first file has no box at all."""
+def test_hugging_face_boxes_are_read_where_the_first_file_has_none(
+    tmp_path: Path, suffix: str, inner: pa.DataType
+) -> None:
+    """The first file has only empty lists."""
     for number, rows in enumerate(([[], []], BOXES)):
         table = pa.table({"boxes": pa.array(rows, pa.list_(inner))})
         write_table(tmp_path / "in" / f"train-{number:05d}-of-00002{suffix}", table)
-    made(tmp_path, "hf", tmp_path / "in", ragged=["boxes"], split_bytes=1, row_group_rows=1)
-    found = delivered(tmp_path / "out", "boxes")["boxes"]
-    assert (lists(found), found.row_shape, found.values.dtype) == ([[], [], *BOXES], (4,), np.float32)
+    ingest_source(tmp_path, "hf", tmp_path / "in", ragged=["boxes"], split_bytes=1, row_group_rows=1)
+    boxes = read_as_training(tmp_path / "out", "boxes")["boxes"]
+    assert (to_lists(boxes), boxes.row_shape, boxes.values.dtype) == ([[], [], *BOXES], (4,), np.float32)
 
 
 BAD: list[tuple[Any, Any, str]] = [
@@ -198,28 +202,28 @@ BAD: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize("source", ["jsonl", "hf"])
 @pytest.mark.parametrize(("first", "second", "expected"), BAD)
-def test_rows_that_do_not_fit_are_named_or_left_out(
+def test_rows_of_another_shape_are_refused_or_skipped(
     tmp_path: Path, source: Any, first: Any, second: Any, expected: str
 ) -> None:
     good, bad = ([first, first], second) if first != [[], [2]] else ([second, second], first)
     rows = [good[0], bad, good[1]]
     if source == "jsonl":
-        given, ids = (
+        path, ids = (
             write_lines(tmp_path / "in", {"f": [{"a": row} for row in rows]}),
             [f"f.jsonl:{i}" for i in (1, 2, 3)],
         )
     else:
-        given, ids = (
+        path, ids = (
             write_table(tmp_path / "in" / "f.arrow", pa.table({"a": rows})),
             [f"f.arrow:{i}" for i in (0, 1, 2)],
         )
-    message = refusal(tmp_path, source, given, ragged=["a"])
+    message = refusal(tmp_path, source, path, ragged=["a"])
     assert f"row {ids[1]}: {expected}" in message
     assert "on_bad_row=skip" in message
-    summary = made(tmp_path, source, given, ragged=["a"], on_bad_row="skip")
+    summary = ingest_source(tmp_path, source, path, ragged=["a"], on_bad_row="skip")
     assert (read(tmp_path / "out")["row_id"], summary.parts[""].refused) == ([ids[0], ids[2]], 1)
     assert expected in json.loads((tmp_path / "out" / "refused.jsonl").read_text())["reason"]
-    assert lists(delivered(tmp_path / "out", "a")["a"]) == good
+    assert to_lists(read_as_training(tmp_path / "out", "a")["a"]) == good
 
 
 @pytest.mark.parametrize("source", ["jsonl", "hf"])
@@ -242,28 +246,28 @@ def test_rows_that_do_not_fit_are_named_or_left_out(
         ),
     ],
 )
-def test_names_that_are_no_columns_of_lists_are_refused(
+def test_ragged_names_that_are_not_list_columns_are_refused(
     tmp_path: Path, source: Any, options: dict[str, Any], expected: str
 ) -> None:
     columns = {"a": [[1], [2, 3]], "b": [[1], [2, 3]], "n": [1, 2]}
     if source == "jsonl":
-        given = write_lines(
+        path = write_lines(
             tmp_path / "in",
             {"f": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]},
         )
     else:
-        given = write_table(tmp_path / "in" / "f.parquet", pa.table(columns))
-    assert expected in refusal(tmp_path, source, given, **options)
+        path = write_table(tmp_path / "in" / "f.parquet", pa.table(columns))
+    assert expected in refusal(tmp_path, source, path, **options)
 
 
 @pytest.mark.parametrize("source", ["jsonl", "hf"])
-def test_a_refused_list_says_that_it_may_be_ragged(tmp_path: Path, source: Any) -> None:
+def test_the_refusal_of_a_list_recommends_ragged(tmp_path: Path, source: Any) -> None:
     rows = [[1, 2], [3]]
     if source == "jsonl":
-        given = write_lines(tmp_path / "in", {"f": [{"a": row} for row in rows]})
+        path = write_lines(tmp_path / "in", {"f": [{"a": row} for row in rows]})
     else:
-        given = write_table(tmp_path / "in" / "f.arrow", pa.table({"a": rows}))
-    message = refusal(tmp_path, source, given)
+        path = write_table(tmp_path / "in" / "f.arrow", pa.table({"a": rows}))
+    message = refusal(tmp_path, source, path)
     assert (
         "'a' is no list of shape [2], as the first that is not empty; where lists may have any length, name the column"
         " in ragged" in message
@@ -271,31 +275,31 @@ def test_a_refused_list_says_that_it_may_be_ragged(tmp_path: Path, source: Any) 
 
 
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
-def test_whole_numbers_in_one_file_and_fractions_in_another(tmp_path: Path, split_bytes: int) -> None:
-    given = write_lines(
+def test_integers_in_one_file_and_floats_in_another_become_floats(tmp_path: Path, split_bytes: int) -> None:
+    folder = write_lines(
         tmp_path / "in", {"f": [{"a": [1], "b": [[1, 2]]}], "g": [{"a": [1.5, 2], "b": [[0.5, 2]]}, {"a": [], "b": []}]}
     )
-    made(tmp_path, "jsonl", given, ragged=["a", "b"], split_bytes=split_bytes)
-    found = delivered(tmp_path / "out", "a", "b")
-    assert {name: (lists(rows), rows.values.dtype) for name, rows in found.items()} == {
+    ingest_source(tmp_path, "jsonl", folder, ragged=["a", "b"], split_bytes=split_bytes)
+    output = read_as_training(tmp_path / "out", "a", "b")
+    assert {name: (to_lists(rows), rows.values.dtype) for name, rows in output.items()} == {
         "a": ([[1.0], [1.5, 2.0], []], np.float64),
         "b": ([[[1.0, 2.0]], [[0.5, 2.0]], []], np.float64),
     }
 
 
-def test_a_split_in_which_all_lists_are_empty(tmp_path: Path) -> None:
-    given = write_table(tmp_path / "in" / "f.parquet", pa.table({"a": pa.array([[], []], pa.list_(pa.int8()))}))
-    made(tmp_path, "hf", given, ragged=["a"])
-    assert lists(delivered(tmp_path / "out", "a")["a"]) == [[], []]
+def test_a_data_set_of_empty_lists_is_read(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "in" / "f.parquet", pa.table({"a": pa.array([[], []], pa.list_(pa.int8()))}))
+    ingest_source(tmp_path, "hf", path, ragged=["a"])
+    assert to_lists(read_as_training(tmp_path / "out", "a")["a"]) == [[], []]
 
 
-def test_lists_without_a_type_or_of_something_else_are_refused(tmp_path: Path) -> None:
-    given = write_lines(tmp_path / "in", {"f": [{"a": [], "b": [["x"]]}]})
+def test_lists_without_a_type_or_of_text_are_refused(tmp_path: Path) -> None:
+    folder = write_lines(tmp_path / "in", {"f": [{"a": [], "b": [["x"]]}]})
     assert "key 'a' holds lists that are not of numbers, or all empty" in refusal(
-        tmp_path, "jsonl", given, ragged=["a"], columns=["a"]
+        tmp_path, "jsonl", folder, ragged=["a"], columns=["a"]
     )
     assert "key 'b' holds lists that are not of numbers" in refusal(
-        tmp_path, "jsonl", given, ragged=["b"], columns=["b"]
+        tmp_path, "jsonl", folder, ragged=["b"], columns=["b"]
     )
     empty = write_table(
         tmp_path / "e" / "f.parquet", pa.table({"a": pa.array([[], []], pa.list_(pa.list_(pa.int8())))})
@@ -315,17 +319,17 @@ def test_other_sources_have_no_ragged_columns(tmp_path: Path, source: Any) -> No
         )
 
 
-def test_the_same_again_writes_nothing_and_other_ragged_columns_are_others(tmp_path: Path) -> None:
-    given = write_lines(tmp_path / "in", {"f": [{"a": [1, 2], "b": [1]}, {"a": [3, 4], "b": [2]}]})
-    assert not made(tmp_path, "jsonl", given, ragged=["a"]).reused
+def test_a_repeated_ingest_writes_nothing_and_other_ragged_columns_are_refused(tmp_path: Path) -> None:
+    folder = write_lines(tmp_path / "in", {"f": [{"a": [1, 2], "b": [1]}, {"a": [3, 4], "b": [2]}]})
+    assert not ingest_source(tmp_path, "jsonl", folder, ragged=["a"]).reused
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert made(tmp_path, "jsonl", given, ragged=["a"]).reused
+    assert ingest_source(tmp_path, "jsonl", folder, ragged=["a"]).reused
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     with pytest.raises(ConfigError, match=r"made with other options: ragged \['a'\], now \['a', 'b'\]"):
-        made(tmp_path, "jsonl", given, ragged=["a", "b"])
+        ingest_source(tmp_path, "jsonl", folder, ragged=["a", "b"])
 
 
-def test_bytes_of_rows_with_lists() -> None:
+def test_row_bytes_counts_the_bytes_of_lists() -> None:
     table = pa.table(
         {
             "ids": pa.array([[1, 2, 3], [], [4]], pa.large_list(pa.int32())),
@@ -341,7 +345,7 @@ def test_bytes_of_rows_with_lists() -> None:
 def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several runs and buckets, both sides of a split: each row once, on one side, in row groups within the bound."""
+    """Several runs and buckets and both parts of a split store each row once, in row groups within the bound."""
     monkeypatch.setattr(shuffle, "RUN_BYTES", 20_000)
     monkeypatch.setattr(shuffle, "BUCKET_BYTES", 30_000)
     random = np.random.default_rng(0)
@@ -353,46 +357,50 @@ def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(
         }
         for i in range(400)
     ]
-    given = write_lines(
+    folder = write_lines(
         tmp_path / "in", {name: rows[low : low + 100] for name, low in zip("abcd", range(0, 400, 100), strict=True)}
     )
-    summary = made(
-        tmp_path, "jsonl", given, ragged=["ids", "boxes"], eval_fraction=0.3, row_group_bytes=4000, split_bytes=1
+    summary = ingest_source(
+        tmp_path, "jsonl", folder, ragged=["ids", "boxes"], eval_fraction=0.3, row_group_bytes=4000, split_bytes=1
     )
     assert summary.parts.keys() == {"train", "eval"}
-    found: dict[int, dict[str, Any]] = {}
-    for side in summary.parts:
-        files = sorted((tmp_path / "out" / side).glob("*.parquet"))
-        assert side == "eval" or len(files) > 1
+    rows_read: dict[int, dict[str, Any]] = {}
+    for part in summary.parts:
+        files = sorted((tmp_path / "out" / part).glob("*.parquet"))
+        assert part == "eval" or len(files) > 1
         for file in map(pq.ParquetFile, files):
             groups = [file.read_row_group(i) for i in range(file.num_row_groups)]
             assert all(row_bytes(group).sum() <= 4000 for group in groups)
             assert len(groups) > 1
-        columns = delivered(tmp_path / "out" / side, "n", "ids", "boxes")
-        for n, ids, boxes in zip(columns["n"].tolist(), lists(columns["ids"]), lists(columns["boxes"]), strict=True):
-            assert n not in found
-            found[n] = {"n": n, "ids": ids, "boxes": boxes}
-    assert [found[n] for n in sorted(found)] == rows
+        columns = read_as_training(tmp_path / "out" / part, "n", "ids", "boxes")
+        for n, ids, boxes in zip(
+            columns["n"].tolist(), to_lists(columns["ids"]), to_lists(columns["boxes"]), strict=True
+        ):
+            assert n not in rows_read, f"row {n} is stored twice"
+            rows_read[n] = {"n": n, "ids": ids, "boxes": boxes}
+    assert [rows_read[n] for n in sorted(rows_read)] == rows
 
 
-def test_lists_of_fractions_in_json_lines_are_trained_on_by_configuration(tmp_path: Path) -> None:
-    """They are float64 there; models are of float32, as arrays and numbers become."""
+def test_module_task_decodes_json_lists_of_floats_to_float32(tmp_path: Path) -> None:
+    """Ingest stores float64; decoding makes float32 of it, as of arrays and numbers, because models have float32
+    parameters.
+    """
     lines = [{"x": [[0.5, 0.25, i]] * (i % 3), "label": i % 2} for i in range(64)]
-    made(tmp_path, "jsonl", write_lines(tmp_path / "in", {"f": lines}), ragged=["x"])
+    ingest_source(tmp_path, "jsonl", write_lines(tmp_path / "in", {"f": lines}), ragged=["x"])
     settings = {
         "model": {"class_path": "tests.pure.ingest.test_ragged_columns.Summed"},
         "inputs": ["x"],
         "target": "label",
         "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
     }
-    job = prepare(configured(tmp_path, settings)).job
-    decoded = job.task.decode(delivered(tmp_path / "out", "x", "label"))
+    job = prepare(make_config(tmp_path, settings)).job
+    decoded = job.task.decode(read_as_training(tmp_path / "out", "x", "label"))
     assert decoded["x"].values.dtype == np.float32
-    assert lists(decoded["x"]) == [line["x"] for line in lines]
+    assert to_lists(decoded["x"]) == [line["x"] for line in lines]
 
 
-def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> None:
-    """The types that tokenizers of Hugging Face give; the start of a run tries a step on them."""
+def test_module_task_decodes_hugging_face_tokens(tmp_path: Path) -> None:
+    """The columns have the types of Hugging Face's tokenizers; preflight runs a step on them."""
     random = np.random.default_rng(0)
     tokens = [random.integers(1, 50, 1 + i % 7).tolist() for i in range(64)]
     table = pa.table(
@@ -403,7 +411,9 @@ def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> Non
         }
     )
     write_table(tmp_path / "in" / "data.parquet", table, 16)
-    made(tmp_path, "hf", tmp_path / "in", ragged=["input_ids", "attention_mask"], rename={"input_ids": "tokens"})
+    ingest_source(
+        tmp_path, "hf", tmp_path / "in", ragged=["input_ids", "attention_mask"], rename={"input_ids": "tokens"}
+    )
     config = {
         "vocab_size": 50,
         "hidden_size": 16,
@@ -422,14 +432,14 @@ def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> Non
         "output": "logits",
         "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
     }
-    job = prepare(configured(tmp_path, settings)).job
+    job = prepare(make_config(tmp_path, settings)).job
     decoded = job.task.decode(
-        {name: delivered(tmp_path / "out", name)[name] for name in ("tokens", "attention_mask", "label")}
+        {name: read_as_training(tmp_path / "out", name)[name] for name in ("tokens", "attention_mask", "label")}
     )
-    assert lists(decoded["tokens"]) == tokens
+    assert to_lists(decoded["tokens"]) == tokens
 
 
-def test_a_list_that_begins_with_a_missing_list_gives_no_shape() -> None:
+def test_a_list_that_begins_with_a_null_list_gives_no_shape() -> None:
     column = pa.array([None, [], [[], [1, 2]], [None, [1, 2]], [[1, 2], [3, 4], [5, 6]]])
     assert first_shape(column) == (3, 2)
     assert first_shape(column[:4]) is None

@@ -1,4 +1,4 @@
-"""How well training mixes sorted data, and what it reads for that, by the plan: no timing."""
+"""The plan mixes sorted data, and reads few rows more than it uses; nothing is timed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.plan.order import Plan
 from ray_app.preflight.data_summary import shuffle_warnings
 
-CLASSES, BATCH, WINDOW = 100, 256, 10_000
+CLASSES = 100
+BATCH = 256
+WINDOW = 10_000
 
 
 @pytest.fixture(scope="module")
 def sorted_by_class(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 classes of 300 rows, one after the other, as ingest writes them."""
+    """Returns a data set of 100 classes of 300 rows, sorted by class before ingest."""
     folder = tmp_path_factory.mktemp("sorted")
     np.savez(folder / "d.npz", x=np.arange(30_000) % 251, y=np.repeat(np.arange(CLASSES), 300))
     ingest(IngestOptions("numpy", str(folder / "out"), str(folder / "d.npz"), rename={"features": "n"}))
@@ -37,69 +39,73 @@ def test_batches_of_sorted_data_have_nearly_all_classes(sorted_by_class: Path) -
     labels = pq.read_table(sorted_by_class / "part-00000.parquet")["label"].to_numpy()
     order = Plan(open_dataset(str(sorted_by_class)).manifest, 0, 1, BATCH, WINDOW).epoch(0)
     classes = [len(np.unique(labels[order.rows_at(0, step)])) for step in range(len(labels) // BATCH)]
-    assert np.mean(classes) >= 90, "of 92 at best"
+    assert np.mean(classes) >= 90, "a batch has too few classes; a random order would give 92"
     assert min(classes) >= 80
 
 
 def test_the_mixed_order_depends_on_the_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on the pieces of the source, nor on how many rows are held at once."""
+    """It depends neither on the input splits nor on the number of rows in memory."""
     (tmp_path / "in").mkdir()
     for i in range(3):
         (tmp_path / "in" / f"{i}.csv").write_text("a\n" + "".join(f"{i}{j:03d}\n" for j in range(200)))
-    found = []
-    for number, (piece, run, batch, merged) in enumerate([(1 << 20, 1 << 20, 1 << 20, 1 << 20), (1, 1000, 300, 500)]):
-        for name, value in (("RUN_BYTES", run), ("_BATCH_BYTES", batch), ("_MERGED_BYTES", merged)):
+    outputs = []
+    for number, (split_bytes, run_bytes, batch_bytes, merged_bytes) in enumerate(
+        [(1 << 20, 1 << 20, 1 << 20, 1 << 20), (1, 1000, 300, 500)]
+    ):
+        for name, value in (("RUN_BYTES", run_bytes), ("_BATCH_BYTES", batch_bytes), ("_MERGED_BYTES", merged_bytes)):
             monkeypatch.setattr(shuffle, name, value)
-        ingest(IngestOptions("csv", str(tmp_path / str(number)), str(tmp_path / "in"), split_bytes=piece))
-        found.append((tmp_path / str(number) / "part-00000.parquet").read_bytes())
-    assert found[0] == found[1]
+        ingest(IngestOptions("csv", str(tmp_path / str(number)), str(tmp_path / "in"), split_bytes=split_bytes))
+        outputs.append((tmp_path / str(number) / "part-00000.parquet").read_bytes())
+    assert outputs[0] == outputs[1]
 
 
-def read_and_needed(dataset: Dataset, monkeypatch: pytest.MonkeyPatch, task_rows: int) -> tuple[int, int]:
-    """Rows of row groups that are read for an epoch of the default windows, and those that are used."""
+def count_rows_read_and_needed(dataset: Dataset, monkeypatch: pytest.MonkeyPatch, task_rows: int) -> tuple[int, int]:
+    """Returns the rows of row groups that an epoch of the default windows reads, and the rows that it uses."""
     plan = Plan(dataset.manifest, 0, 1, BATCH, WINDOW)
-    order, read, needed = plan.epoch(0), 0, 0
+    order = plan.epoch(0)
+    rows_read = 0
+    rows_needed = 0
 
     iter_batches = DataFile.iter_batches
 
-    def counted(*arguments: Any) -> Iterator[pa.Table]:
-        nonlocal read
+    def count_rows(*arguments: Any) -> Iterator[pa.Table]:
+        nonlocal rows_read
         for table in iter_batches(*arguments):
-            read += table.num_rows
+            rows_read += table.num_rows
             yield table
 
-    monkeypatch.setattr(DataFile, "iter_batches", counted)
-    sliced = SliceReader(dataset.root, ["label"], {})
+    monkeypatch.setattr(DataFile, "iter_batches", count_rows)
+    slice_reader = SliceReader(dataset.root, ["label"], {})
     for window in range(plan.windows_per_epoch):
         for spec in plan_reads(dataset.manifest, order.window_segments(0, window), task_rows, plan.window_rows):
             for span in spec:
                 group = int(np.searchsorted(dataset.manifest.first_row, span.position, side="right")) - 1
                 if span.group_rows:
-                    assert sliced.take(span).num_rows == span.rows
+                    assert slice_reader.take(span).num_rows == span.rows
                 else:
-                    read += int(dataset.manifest.rows[group])
-                needed += span.rows
-    return read, needed
+                    rows_read += int(dataset.manifest.rows[group])
+                rows_needed += span.rows
+    return rows_read, rows_needed
 
 
 @pytest.mark.parametrize("task_rows", [425, 80_000])
-def test_little_more_is_read_than_needed(
+def test_an_epoch_reads_few_rows_more_than_needed(
     sorted_by_class: Path, monkeypatch: pytest.MonkeyPatch, task_rows: int
 ) -> None:
-    read, needed = read_and_needed(open_dataset(str(sorted_by_class)), monkeypatch, task_rows)
-    assert needed == 30_000
-    assert read <= 1.1 * needed
+    rows_read, rows_needed = count_rows_read_and_needed(open_dataset(str(sorted_by_class)), monkeypatch, task_rows)
+    assert rows_needed == 30_000
+    assert rows_read <= 1.1 * rows_needed
 
 
 @pytest.mark.parametrize("task_rows", [425, 80_000])
 def test_a_large_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task_rows: int) -> None:
-    """101 times before, once for each window."""
+    """An earlier version read it 101 times, once for each window."""
     labels = pa.table({"label": np.repeat(np.arange(CLASSES), 10_000)})
     for i in range(2):
         pq.write_table(labels, tmp_path / f"{i}.parquet", row_group_size=1_000_000)
-    read, needed = read_and_needed(open_dataset(str(tmp_path)), monkeypatch, task_rows)
-    assert needed == 2_000_000
-    assert read <= 1.1 * needed
+    rows_read, rows_needed = count_rows_read_and_needed(open_dataset(str(tmp_path)), monkeypatch, task_rows)
+    assert rows_needed == 2_000_000
+    assert rows_read <= 1.1 * rows_needed
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,7 @@ def test_a_large_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.Monk
         (500, False, []),
     ],
 )
-def test_the_start_says_what_speaks_against_the_mixing(
+def test_shuffle_warnings_name_sorted_data_and_large_row_groups(
     tmp_path: Path, group_rows: int, is_sorted: bool, expected: list[str]
 ) -> None:
     labels = np.repeat(np.arange(CLASSES), 300)
@@ -127,19 +133,21 @@ def test_the_start_says_what_speaks_against_the_mixing(
     pq.write_table(pa.table({"label": labels}), tmp_path / "a.parquet", row_group_size=group_rows)
     dataset = open_dataset(str(tmp_path))
     config = Config().replace(data__path=str(tmp_path))
-    for window, most in ((1024, 2), (30_000, 0)):
-        doubts = shuffle_warnings(config, dataset, Plan(dataset.manifest, 0, 1, BATCH, window))
-        assert len(doubts) <= most
-        assert [text for text in expected if most and not any(text in doubt for doubt in doubts)] == [], doubts
-        assert bool(doubts) == bool(expected and most)
+    for window, max_warnings in ((1024, 2), (30_000, 0)):
+        warnings = shuffle_warnings(config, dataset, Plan(dataset.manifest, 0, 1, BATCH, window))
+        assert len(warnings) <= max_warnings
+        assert [text for text in expected if max_warnings and not any(text in warning for warning in warnings)] == [], (
+            warnings
+        )
+        assert bool(warnings) == bool(expected and max_warnings)
 
 
-def test_slices_are_the_rows_whoever_takes_them_in_which_order(tmp_path: Path) -> None:
+def test_slices_have_the_same_rows_in_any_order_of_access(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": np.arange(5000)}), tmp_path / "a.parquet", row_group_size=5000)
-    taken = SliceReader(str(tmp_path), ["a"], {})
+    slice_reader = SliceReader(str(tmp_path), ["a"], {})
     for first, rows in [(0, 700), (2000, 1), (700, 1300), (2000, 1), (2001, 2999), (2001, 10), (4990, 10), (2011, 5)]:
         span = Span("a.parquet", 0, first, rows, first, group_rows=5000)
-        assert taken.take(span)["a"].to_pylist() == list(range(first, first + rows))
-    taken.close()
+        assert slice_reader.take(span)["a"].to_pylist() == list(range(first, first + rows))
+    slice_reader.close()
     with pytest.raises(DataError, match="ended 1 rows too early"):
-        taken.take(Span("a.parquet", 0, 4990, 11, 4990, group_rows=5001))
+        slice_reader.take(Span("a.parquet", 0, 4990, 11, 4990, group_rows=5001))

@@ -1,4 +1,4 @@
-"""Texts become tokens by a tokenizer of the user's own, and blocks of one length; each token once, whoever does it."""
+"""Ingest tokenizes texts with the user's tokenizer and packs them into blocks of one length, each token once."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ IDS = [[2, 3, 4], [5, 0], [6]]
 
 @pytest.fixture
 def words(tmp_path: Path) -> str:
-    """A tokenizer that would pad and cut, if it were asked to."""
-    made = Tokenizer(models.WordLevel(WORDS, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.enable_padding(length=7)
-    made.enable_truncation(2)
-    made.save(str(tmp_path / "words.json"))
+    """Returns the file of a tokenizer that pads and truncates by default."""
+    tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_padding(length=7)
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(tmp_path / "words.json"))
     return str(tmp_path / "words.json")
 
 
@@ -48,8 +48,8 @@ def write_lines(folder: Path, files: list[list[dict[str, Any]]]) -> str:
 
 
 def test_texts_become_tokens_beside_the_other_columns(tmp_path: Path, words: str) -> None:
-    given = write_lines(tmp_path / "in", [LINES])
-    ingest(IngestOptions("jsonl", str(tmp_path / "out"), given, label="kind", tokenizer=words))
+    folder = write_lines(tmp_path / "in", [LINES])
+    ingest(IngestOptions("jsonl", str(tmp_path / "out"), folder, label="kind", tokenizer=words))
     assert read(tmp_path / "out") == {"row_id": [f"0.jsonl:{i}" for i in (1, 2, 3)], "label": [0, 1, 0], "tokens": IDS}
     facts = open_dataset(str(tmp_path / "out")).facts.columns["tokens"]
     assert facts.kind == "list"
@@ -58,53 +58,53 @@ def test_texts_become_tokens_beside_the_other_columns(tmp_path: Path, words: str
         "csv", str(tmp_path / "csv"), str(tmp_path / "rows.csv"), tokenizer=words, text="said", end_of_text="<end>"
     )
     ingest(options)
-    found = read(tmp_path / "csv")
-    assert (found["n"], found["tokens"]) == ([0, 1, 2], [[*ids, 1] for ids in IDS])
+    columns = read(tmp_path / "csv")
+    assert (columns["n"], columns["tokens"]) == ([0, 1, 2], [[*ids, 1] for ids in IDS])
     summary = ingest(
         IngestOptions("hf", str(tmp_path / "hf"), str(SUPPORT / "hf" / "saved"), columns=["text"], tokenizer=words)
     )
     assert {part.columns["tokens"]["type"] for part in summary.parts.values()} == {"list<item: int32>"}
 
 
-def test_blocks_hold_each_token_once_whoever_makes_them(tmp_path: Path, words: str) -> None:
+def test_blocks_have_each_token_once_with_any_number_of_threads(tmp_path: Path, words: str) -> None:
     random = np.random.default_rng(0)
     texts = [
         [{"text": " ".join(random.choice([*"abcdefghij"], random.integers(0, 30)))} for _ in range(80)]
         for _ in range(3)
     ]
-    given = write_lines(tmp_path / "in", texts)
-    size = max(file.stat().st_size for file in Path(given).iterdir())
-    found = []
+    folder = write_lines(tmp_path / "in", texts)
+    size = max(file.stat().st_size for file in Path(folder).iterdir())
+    outputs = []
     for threads in (1, 3):
         options = {"tokenizer": words, "end_of_text": "<end>", "pack": 16, "eval_fraction": 0.3, "split_bytes": size}
         summary = ingest(
-            IngestOptions("jsonl", str(tmp_path / str(threads)), given, **options),
+            IngestOptions("jsonl", str(tmp_path / str(threads)), folder, **options),
             partial(run_in_threads, threads=threads),
         )
         assert summary.reused is False
-        found.append({side: read(tmp_path / str(threads) / side, as_stored=True) for side in ("train", "eval")})
-    assert found[0] == found[1]
-    tokens, texts_of = Counter[int](), dict[str, set[str]]()
-    for side, columns in found[0].items():
+        outputs.append({part: read(tmp_path / str(threads) / part, as_stored=True) for part in ("train", "eval")})
+    assert outputs[0] == outputs[1]
+    tokens, texts_by_part = Counter[int](), dict[str, set[str]]()
+    for part, columns in outputs[0].items():
         assert columns.keys() == {"row_id", "tokens"}
         lengths = Counter(map(len, columns["tokens"]))
-        assert lengths[16] >= sum(lengths.values()) - 3, "a piece has one shorter block, which is its last"
+        assert lengths[16] >= sum(lengths.values()) - 3, "an input split should have one shorter block, its last"
         tokens.update(token for block in columns["tokens"] for token in block)
-        texts_of[side] = {row_id.partition("@")[0] for row_id in columns["row_id"]}
-        described = json.loads((tmp_path / "1" / side / "dataset.json").read_text())
-        assert described["rows"] == len(columns["tokens"])
-    assert not texts_of["train"] & texts_of["eval"], "a text is in one data set"
+        texts_by_part[part] = {row_id.partition("@")[0] for row_id in columns["row_id"]}
+        description = json.loads((tmp_path / "1" / part / "dataset.json").read_text())
+        assert description["rows"] == len(columns["tokens"])
+    assert not texts_by_part["train"] & texts_by_part["eval"], "a text is in both parts"
     assert tokens == Counter(
         WORDS[word] for file in texts for line in file for word in [*line["text"].split(), "<end>"]
     )
-    read_in = [
-        json.loads((tmp_path / "1" / side / "dataset.json").read_text())["rows_in"] for side in ("train", "eval")
+    source_rows = [
+        json.loads((tmp_path / "1" / part / "dataset.json").read_text())["rows_in"] for part in ("train", "eval")
     ]
-    assert sum(read_in) == 240
+    assert sum(source_rows) == 240
 
 
-class Kept:
-    """A sink that keeps what it gets."""
+class ListSink:
+    """A sink that collects the blocks in a list."""
 
     def __init__(self) -> None:
         self.blocks: list[tuple[str, list[int]]] = []
@@ -113,19 +113,19 @@ class Kept:
         self.blocks += zip(table["row_id"].to_pylist(), table["tokens"].to_pylist(), strict=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, since no file is open."""
 
 
-def packed(texts: list[list[int]], cuts: list[int], length: int) -> list[tuple[str, list[int]]]:
-    kept = Kept()
-    blocks = Packed(kept, length)  # type: ignore[arg-type]
+def pack_texts(texts: list[list[int]], cuts: list[int], length: int) -> list[tuple[str, list[int]]]:
+    sink = ListSink()
+    blocks = Packed(sink, length)  # type: ignore[arg-type]
     bounds = sorted({0, len(texts), *(cut % (len(texts) + 1) for cut in cuts)})
     for low, high in pairwise(bounds):
         ids = [f"t{number}" for number in range(low, high)]
         blocks.write(pa.table({"row_id": ids, "tokens": pa.array(texts[low:high], pa.list_(pa.int32()))}))
     blocks.close()
     assert blocks.rows == len(texts)
-    return kept.blocks
+    return sink.blocks
 
 
 @given(
@@ -135,16 +135,19 @@ def packed(texts: list[list[int]], cuts: list[int], length: int) -> list[tuple[s
 )
 @settings(deadline=None)
 def test_blocks_depend_on_the_texts_alone(texts: list[list[int]], cuts: list[int], length: int) -> None:
-    places = [(f"t{number}@{at}", token) for number, text in enumerate(texts) for at, token in enumerate(text)]
-    wanted = [
-        (places[low][0], [token for _, token in places[low : low + length]]) for low in range(0, len(places), length)
+    positions = [
+        (f"t{number}@{offset}", token) for number, text in enumerate(texts) for offset, token in enumerate(text)
     ]
-    assert packed(texts, cuts, length) == wanted
+    expected = [
+        (positions[low][0], [token for _, token in positions[low : low + length]])
+        for low in range(0, len(positions), length)
+    ]
+    assert pack_texts(texts, cuts, length) == expected
 
 
 def test_another_tokenizer_is_another_data_set(tmp_path: Path, words: str) -> None:
-    given = write_lines(tmp_path / "in", [LINES])
-    options = IngestOptions("jsonl", str(tmp_path / "out"), given, columns=["text"], tokenizer=words)
+    folder = write_lines(tmp_path / "in", [LINES])
+    options = IngestOptions("jsonl", str(tmp_path / "out"), folder, columns=["text"], tokenizer=words)
     assert not ingest(options).reused
     assert ingest(options).reused
     Path(words).write_text(Path(words).read_text().replace('"a"', '"A"'))
@@ -153,7 +156,7 @@ def test_another_tokenizer_is_another_data_set(tmp_path: Path, words: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"text": "said"}, r"no column 'said' of texts; the columns are \['text', 'n'\]"),
         ({"text": "n"}, "column 'n' holds int64, no text"),
@@ -166,26 +169,26 @@ def test_another_tokenizer_is_another_data_set(tmp_path: Path, words: str) -> No
         ({"on_bad_row": "skip"}, None),
     ],
 )
-def test_what_cannot_become_tokens_is_refused_with_words(
-    options: dict[str, Any], said: str | None, tmp_path: Path, words: str
+def test_texts_that_cannot_be_tokenized_are_refused_with_a_reason(
+    options: dict[str, Any], expected: str | None, tmp_path: Path, words: str
 ) -> None:
-    given = write_lines(tmp_path / "in", [[{"text": "a", "n": 1}, {"text": None, "n": 2}, {"text": "", "n": 3}]])
-    chosen = IngestOptions("jsonl", str(tmp_path / "out"), given, **({"tokenizer": words} | options))
-    if said is not None:
-        with pytest.raises((ConfigError, DataError), match=f"(?i){said}"):
-            ingest(chosen)
+    folder = write_lines(tmp_path / "in", [[{"text": "a", "n": 1}, {"text": None, "n": 2}, {"text": "", "n": 3}]])
+    ingest_options = IngestOptions("jsonl", str(tmp_path / "out"), folder, **({"tokenizer": words} | options))
+    if expected is not None:
+        with pytest.raises((ConfigError, DataError), match=f"(?i){expected}"):
+            ingest(ingest_options)
         return
-    assert ingest(chosen).rows == 1
+    assert ingest(ingest_options).rows == 1
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
     assert reasons == ["no text; every row needs a text", "the tokenizer makes no token of its text"]
 
 
-def test_of_blocks_next_to_nothing_is_padding() -> None:
-    """Tokens computed / tokens useful of micro-batches of 8, with the lengths that `by_length` is held to (log-normal,
-    sigma 0.6).
-    """
+def test_packed_blocks_have_less_than_one_percent_of_padding() -> None:
+    """The ratio is computed over useful tokens, in micro-batches of 8 of the lengths of the tests of `by_length`."""
     lengths = np.random.default_rng(0).lognormal(3.5, 0.6, 300).astype(int) + 1
-    blocks = Ragged.of([tokens for _, tokens in packed([[1] * int(length) for length in lengths], [], 64)], np.int32)
+    blocks = Ragged.of(
+        [tokens for _, tokens in pack_texts([[1] * int(length) for length in lengths], [], 64)], np.int32
+    )
     batches = [blocks.padded(np.arange(len(blocks))[low : low + 8]) for low in range(0, len(blocks), 8)]
     assert len(blocks.values) == lengths.sum()
     assert sum(batch.size for batch in batches) / len(blocks.values) <= 1.01

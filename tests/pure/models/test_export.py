@@ -1,4 +1,4 @@
-"""An exported model computes on the device that it is put on, with all that it makes there; `meta` stands for a GPU."""
+"""An exported model computes on its device, with all tensors that it creates; `meta` stands for a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("meta")
 
 
 class Positions(nn.Module):
-    """Makes a tensor on the device of its input, as models with positions and masks do."""
+    """Creates a tensor on the device of its input, as models with positions and masks do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,23 +32,25 @@ def exported() -> torch.export.ExportedProgram:
     return torch.export.export(Positions(), (torch.zeros(2, 4),))
 
 
-def test_an_exported_model_makes_its_tensors_on_the_device_that_it_is_put_on(
+def test_an_exported_model_creates_its_tensors_on_its_device(
     exported: torch.export.ExportedProgram,
 ) -> None:
+    # `Module.to` alone does not move the tensors that the program creates.
     with pytest.raises(Exception, match="meta"):
-        exported.module().to(DEVICE)(torch.zeros(2, 4, device=DEVICE))  # `Module.to` is not enough
+        exported.module().to(DEVICE)(torch.zeros(2, 4, device=DEVICE))
     assert exported_module(exported, DEVICE)(torch.zeros(2, 4, device=DEVICE)).device == DEVICE
 
 
-def test_an_exported_model_on_the_cpu_gives_the_values_that_it_gave(exported: torch.export.ExportedProgram) -> None:
+def test_an_exported_model_on_the_cpu_is_bit_identical_to_the_model(exported: torch.export.ExportedProgram) -> None:
     x = torch.rand(2, 4)
     assert torch.equal(exported_module(exported, torch.device("cpu"))(x), Positions()(x))
 
 
-def test_the_gate_of_a_retraining_scores_an_exported_model_on_a_device(
+def test_the_retrain_gate_scores_an_exported_model_on_a_device(
     exported: torch.export.ExportedProgram, tmp_path: Path
 ) -> None:
-    exported.example_inputs = None  # as packages leave them out
+    # Packages leave the example inputs out.
+    exported.example_inputs = None
     torch.export.save(exported, tmp_path / "model.pt2")
     description = {"format": "torch.export", "inputs": [{"name": "x", "dtype": "float32", "shape": [4]}]}
     files = {

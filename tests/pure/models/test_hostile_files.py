@@ -1,4 +1,4 @@
-"""What is not trusted is refused without being run, and nothing leads out of its folder: see SECURITY.md."""
+"""Untrusted files are refused without running their code, and no name leads out of its folder: see SECURITY.md."""
 
 from __future__ import annotations
 
@@ -54,43 +54,45 @@ class Malicious:
 
 
 @pytest.fixture
-def ran(tmp_path: Path) -> Path:
+def executed_marker(tmp_path: Path) -> Path:
     return tmp_path / "it ran"
 
 
 @pytest.fixture
-def payload(ran: Path) -> bytes:
-    """A pickle that does something when it is unpickled."""
-    data = pickle.dumps(Malicious(ran))
+def payload(executed_marker: Path) -> bytes:
+    """Returns a pickle that creates the marker file when it is unpickled."""
+    data = pickle.dumps(Malicious(executed_marker))
     pickle.loads(data)
-    assert ran.exists(), "the payload does not work"
-    ran.unlink()
+    assert executed_marker.exists(), "the payload does not work"
+    executed_marker.unlink()
     return data
 
 
-# --- checkpoints
+# Tests of checkpoints.
 
 
 @pytest.mark.parametrize("name", [MODEL, TRAINING])
-def test_a_pickle_in_a_checkpoint_is_passed_over(tmp_path: Path, ran: Path, payload: bytes, name: str) -> None:
-    """Committed with the right digests, in place of either file, through the load of a run that goes on."""
+def test_a_checkpoint_with_a_pickle_is_skipped_without_running_it(
+    tmp_path: Path, executed_marker: Path, payload: bytes, name: str
+) -> None:
+    """The checkpoint is committed with the right digests, and a resuming run loads it."""
     store = CheckpointStore(RunPaths(tmp_path / "run"))
     for step in (3, 9):
         files = pack(Snapshot(step, {"w": torch.ones(3)}, {}, None))
         store.write(files if step == 3 else files | {name: payload}, commit_of(step))
-    passed: list[Fallback] = []
-    found = store.load_newest(passed.append)
-    assert found is not None
-    assert found[0].step == 3
-    assert [fallback.name for fallback in passed] == ["step-00000009-0001"]
-    assert not ran.exists()
+    fallbacks: list[Fallback] = []
+    newest = store.load_newest(fallbacks.append)
+    assert newest is not None
+    assert newest[0].step == 3
+    assert [fallback.name for fallback in fallbacks] == ["step-00000009-0001"]
+    assert not executed_marker.exists()
     with pytest.raises(CheckpointError, match=f"{name} is refused"):
-        unpack(pack(found[1]) | {name: payload})
+        unpack(pack(newest[1]) | {name: payload})
 
 
 @pytest.mark.parametrize("name", ["../../outside.txt", "/etc/hostname", "a/../../../outside.txt"])
 def test_a_commit_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
-    """A `COMMIT.json` made by an attacker has a right digest; what it names is not read."""
+    """A `COMMIT.json` of an attacker has a right digest; the file that it names is not read."""
     from ray_app.checkpoint.store import seal
 
     paths = RunPaths(tmp_path / "run")
@@ -101,9 +103,9 @@ def test_a_commit_that_names_files_elsewhere_is_refused(tmp_path: Path, name: st
     values.pop("sha256")
     values["files"][name] = {"sha256": "0" * 64, "bytes": 6}
     (folder / "COMMIT.json").write_text(json.dumps(seal(values)))
-    passed: list[Fallback] = []
+    fallbacks: list[Fallback] = []
     with pytest.raises(CheckpointError, match="names the file"):
-        store.load_newest(passed.append)
+        store.load_newest(fallbacks.append)
     with pytest.raises(CheckpointError, match="names the file"):
         store.load(replace(commit_of(3), files=values["files"]))
     assert (tmp_path / "outside.txt").read_text() == "secret"
@@ -115,12 +117,12 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(path: str) -> None:
         Manifest.from_json(Manifest.from_files([(path, [3])]).to_json())
 
 
-# --- models
+# Tests of models.
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A package of a model with the format `torch.export`, and the digest of its parameters."""
+    """Returns a package of a model with the format `torch.export`, and the digest of its parameters."""
     task = TabularClassification.__new__(TabularClassification)
     vars(task).update(
         label="label",
@@ -139,18 +141,18 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "data" / "model", params_digest(dict(model.state_dict()))
 
 
-def changed(package: Path, to: Path, change: Callable[[str, bytes], bytes]) -> Path:
-    """A copy of a package whose archive has other contents."""
+def copy_package(package: Path, to: Path, change: Callable[[str, bytes], bytes]) -> Path:
+    """Returns a copy of a package with changed members in its archive."""
     to.mkdir()
     for file in package.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
-    with zipfile.ZipFile(package / loader.EXPORTED) as whole, zipfile.ZipFile(to / loader.EXPORTED, "w") as other:
-        for member in whole.namelist():
-            other.writestr(member, change(member, whole.read(member)))
+    with zipfile.ZipFile(package / loader.EXPORTED) as original, zipfile.ZipFile(to / loader.EXPORTED, "w") as archive:
+        for member in original.namelist():
+            archive.writestr(member, change(member, original.read(member)))
     return to
 
 
-def in_program(old: bytes, new: bytes) -> Callable[[str, bytes], bytes]:
+def replace_in_program(old: bytes, new: bytes) -> Callable[[str, bytes], bytes]:
     def change(member: str, data: bytes) -> bytes:
         if not member.endswith("/models/model.json"):
             return data
@@ -160,69 +162,73 @@ def in_program(old: bytes, new: bytes) -> Callable[[str, bytes], bytes]:
     return change
 
 
-def refused(folder: Path, ran: Path) -> None:
-    """By plain PyTorch, by what MLflow calls, and by a batch prediction."""
-    for load in (loader.load, lambda place: loader._load_pyfunc(str(place))):
+def assert_refused(folder: Path, executed_marker: Path) -> None:
+    """Asserts that plain PyTorch, the entry point of MLflow and batch prediction refuse a package."""
+    for load in (loader.load, lambda path: loader._load_pyfunc(str(path))):
         with pytest.raises(ValueError, match="is refused"):
             load(folder)
     model = Model(None, (folder / loader.EXPORTED).read_bytes(), ["features"], "0" * 64)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="is refused"):
         model.load(torch.device("cpu"))
-    assert not ran.exists()
+    assert not executed_marker.exists()
 
 
 def test_a_pickle_in_place_of_a_model_is_refused(
-    package: tuple[Path, str], tmp_path: Path, ran: Path, payload: bytes
+    package: tuple[Path, str], tmp_path: Path, executed_marker: Path, payload: bytes
 ) -> None:
-    folder = changed(package[0], tmp_path / "model", lambda member, data: data)
-    assert isinstance(loader.load(folder), nn.Module), "the unchanged copy loads"
+    folder = copy_package(package[0], tmp_path / "model", lambda member, data: data)
+    assert isinstance(loader.load(folder), nn.Module), "the unchanged copy does not load"
     (folder / loader.EXPORTED).write_bytes(payload)
-    refused(folder, ran)
+    assert_refused(folder, executed_marker)
     zipped = io.BytesIO()
-    torch.save(Malicious(ran), zipped)
+    torch.save(Malicious(executed_marker), zipped)
     (folder / loader.EXPORTED).write_bytes(zipped.getvalue())
-    refused(folder, ran)
+    assert_refused(folder, executed_marker)
     for name in ("sample_inputs/model.pt", "constants/custom_obj_0", "../../../escaped"):
         with zipfile.ZipFile(folder / loader.EXPORTED, "w") as archive:
             archive.writestr(f"m/data/{name}", payload)
-        refused(folder, ran)
+        assert_refused(folder, executed_marker)
 
 
-def test_code_in_the_program_of_a_model_is_refused(package: tuple[Path, str], tmp_path: Path, ran: Path) -> None:
-    """`torch.export.load` evaluates sizes as Python and looks operators up by name; the first is shown to work on the
-    unguarded call.
+def test_code_in_the_program_of_a_model_is_refused(
+    package: tuple[Path, str], tmp_path: Path, executed_marker: Path
+) -> None:
+    """`torch.export.load` evaluates sizes as Python and looks operators up by name; without the check, the code
+    in a size runs.
     """
     program = zipfile.ZipFile(package[0] / loader.EXPORTED).read("model/models/model.json").decode()
     size = program.partition('"expr_str": "')[2].partition('"')[0].encode()
     assert size.startswith(b"Symbol(")
-    code = f"__import__('pathlib').Path('{ran}').touch()".encode()
-    bad = changed(package[0], tmp_path / "size", in_program(size, code))
-    refused(bad, ran)
+    code = f"__import__('pathlib').Path('{executed_marker}').touch()".encode()
+    package_with_code = copy_package(package[0], tmp_path / "size", replace_in_program(size, code))
+    assert_refused(package_with_code, executed_marker)
     with pytest.raises(Exception):  # noqa: B017, PT011 - whatever torch makes of the None that it gets
-        torch.export.load(bad / loader.EXPORTED)
-    assert ran.exists(), "torch has learned not to evaluate sizes: the check can go"
-    ran.unlink()
+        torch.export.load(package_with_code / loader.EXPORTED)
+    assert executed_marker.exists(), "torch does not evaluate sizes any more, so the check can be removed"
+    executed_marker.unlink()
     for number, operator in enumerate(
         ("torch.hub.load", "torch.ops.aten.from_file.default", "_operator.call", "#evil:op", "os.system")
     ):
-        refused(
-            changed(
-                package[0], tmp_path / f"op{number}", in_program(b"torch.ops.aten.relu.default", operator.encode())
+        assert_refused(
+            copy_package(
+                package[0],
+                tmp_path / f"op{number}",
+                replace_in_program(b"torch.ops.aten.relu.default", operator.encode()),
             ),
-            ran,
+            executed_marker,
         )
-    guard_of = in_program(b'"guards_code": []', b'"guards_code": ["' + code + b'"]')
-    refused(changed(package[0], tmp_path / "guard", guard_of), ran)
+    guard_of = replace_in_program(b'"guards_code": []', b'"guards_code": ["' + code + b'"]')
+    assert_refused(copy_package(package[0], tmp_path / "guard", guard_of), executed_marker)
 
 
 def test_a_structure_of_arguments_that_imports_a_module_is_refused(
-    package: tuple[Path, str], tmp_path: Path, ran: Path, monkeypatch: pytest.MonkeyPatch
+    package: tuple[Path, str], tmp_path: Path, executed_marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`torch.export.load` imports the module of a default factory or an enumeration; the first is shown to work on the
-    unguarded call.
+    """`torch.export.load` imports the module of a default factory or an enumeration; without the check, the
+    first one is imported.
     """
     (tmp_path / "imports").mkdir()
-    (tmp_path / "imports" / "evil_of_a_package.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    (tmp_path / "imports" / "evil_of_a_package.py").write_text(f"open({str(executed_marker)!r}, 'w').close()\n")
     monkeypatch.syspath_prepend(str(tmp_path / "imports"))
     program = zipfile.ZipFile(package[0] / loader.EXPORTED).read("model/models/model.json")
     spec = json.dumps(json.loads(program)["graph_module"]["module_call_graph"][0]["signature"]["out_spec"]).encode()
@@ -241,13 +247,13 @@ def test_a_structure_of_arguments_that_imports_a_module_is_refused(
         evil = json.dumps(
             json.dumps([1, {"type": "builtins.tuple", "context": "null", "children_spec": [inner]}])
         ).encode()
-        bad = changed(package[0], tmp_path / f"spec{number}", in_program(spec, evil))
-        refused(bad, ran)
+        package_with_import = copy_package(package[0], tmp_path / f"spec{number}", replace_in_program(spec, evil))
+        assert_refused(package_with_import, executed_marker)
         if number == 0:
             with pytest.raises(AttributeError):
-                torch.export.load(bad / loader.EXPORTED)
-            assert ran.exists(), "torch has learned not to import what is named there: the check can go"
-            ran.unlink()
+                torch.export.load(package_with_import / loader.EXPORTED)
+            assert executed_marker.exists(), "torch does not import these modules any more, so the check can be removed"
+            executed_marker.unlink()
             monkeypatch.delitem(sys.modules, "evil_of_a_package", raising=False)
     leaf = {"type": None, "context": None, "children_spec": []}
     for kind, context in (
@@ -275,7 +281,7 @@ def test_a_structure_of_arguments_that_imports_a_module_is_refused(
         ("Symbol(", False),
     ],
 )
-def test_what_a_size_may_be(text: str, is_size: bool) -> None:
+def test_symbolic_sizes_may_only_be_arithmetic(text: str, is_size: bool) -> None:
     assert loader._is_size(text) is is_size
 
 
@@ -288,16 +294,16 @@ def test_a_damaged_description_of_an_export_is_refused(
 ) -> None:
     folder = tmp_path / "export"
     shutil.copytree(package[0].parents[1], folder)
-    assert load_model(folder).predict(np.ones((2, 3), np.float32)).shape == (2, 2), "the unchanged copy loads"
+    assert load_model(folder).predict(np.ones((2, 3), np.float32)).shape == (2, 2), "the unchanged copy does not load"
     assert read_export(str(folder)).params_digest == package[1]
     (folder / name).write_text(content)
-    for read in (load_model, load_for_training, lambda place: read_export(str(place))):
+    for load in (load_model, load_for_training, lambda path: read_export(str(path))):
         with pytest.raises(RegistryError, match=f"{name} is damaged"):
-            read(folder)
+            load(folder)
 
 
 def test_a_pickle_in_place_of_weights_is_refused(
-    tmp_path: Path, ran: Path, payload: bytes, package: tuple[Path, str]
+    tmp_path: Path, executed_marker: Path, payload: bytes, package: tuple[Path, str]
 ) -> None:
     task = TabularClassification.__new__(TabularClassification)
     vars(task).update(
@@ -309,7 +315,7 @@ def test_a_pickle_in_place_of_weights_is_refused(
         Model(task, safetensors.torch.save(dict(task.build_model().state_dict())), None, "0" * 64).load(
             torch.device("cpu")
         )
-    assert not ran.exists()
+    assert not executed_marker.exists()
 
 
 def test_a_package_holds_no_secret(tmp_path: Path) -> None:
@@ -358,28 +364,30 @@ def branching(scores: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "uri", ["models:/../x/1", "models:/a/b/1", "runs:/x/model", "/tmp/model", "models:/m@../x", "models:/m/../../1"]
 )
-def test_a_model_is_named_by_the_registry_only(tmp_path: Path, uri: str) -> None:
+def test_a_model_uri_outside_the_registry_is_refused(tmp_path: Path, uri: str) -> None:
     with pytest.raises(ConfigError, match="must be models:/NAME"):
         fetch_package(f"sqlite:///{tmp_path / 'mlflow.db'}", uri)
 
 
-# --- data
+# Tests of data.
 
 
 @pytest.mark.parametrize("packed", ["npz", "npy"])
-def test_objects_in_arrays_are_not_unpickled(tmp_path: Path, ran: Path, payload: bytes, packed: str) -> None:
+def test_objects_in_arrays_are_not_unpickled(
+    tmp_path: Path, executed_marker: Path, payload: bytes, packed: str
+) -> None:
     del payload
-    objects = np.array([Malicious(ran)], dtype=object)
+    objects = np.array([Malicious(executed_marker)], dtype=object)
     if packed == "npz":
         np.savez(tmp_path / "x.npz", x=objects)
     else:
         np.save(tmp_path / "x.npy", objects)
     with pytest.raises(DataError, match="nothing is unpickled"):
         ingest(IngestOptions("numpy", str(tmp_path / "out"), str(tmp_path / f"x.{packed}")))
-    assert not ran.exists()
+    assert not executed_marker.exists()
 
 
-def test_names_in_an_npz_write_nothing_elsewhere(tmp_path: Path) -> None:
+def test_member_names_of_an_npz_write_no_file_elsewhere(tmp_path: Path) -> None:
     array = io.BytesIO()
     np.save(array, np.zeros((3, 2)))
     (tmp_path / "in").mkdir()
@@ -390,7 +398,7 @@ def test_names_in_an_npz_write_nothing_elsewhere(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "sets").iterdir()} == {"out"}
 
 
-# --- names
+# Tests of names.
 
 
 @pytest.mark.rest
@@ -425,26 +433,26 @@ def test_names_of_evaluators_that_are_paths_are_refused(tmp_path: Path, digits_c
         _make_config(paths, EvaluateOptions(str(paths.root), name=name), None)
 
 
-def opened_by(source: str) -> list[str]:
-    """What in a program turns authentication off, opens a dashboard or listens to everybody."""
+def find_insecure_calls(source: str) -> list[str]:
+    """Returns what in a program turns authentication off, opens a dashboard or listens on all addresses."""
     nodes = list(ast.walk(ast.parse(source)))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     names = {ast.unparse(call.func) for call in calls}
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    found = [text for text in texts if text == "RAY_AUTH_MODE" or "0.0.0.0" in text]
-    found += [keyword.arg for call in calls for keyword in call.keywords if keyword.arg == "RAY_AUTH_MODE"]
+    problems = [text for text in texts if text == "RAY_AUTH_MODE" or "0.0.0.0" in text]
+    problems += [keyword.arg for call in calls for keyword in call.keywords if keyword.arg == "RAY_AUTH_MODE"]
     heads = [call for call in calls if ast.unparse(call.func) == "ray.init" and starts_cluster(call)]
     clusters = [call for call in calls if ast.unparse(call.func) == "Cluster"]
     first_nodes = [call for call in calls if ast.unparse(call.func).endswith(".add_node")][:1]
     heads += [call for call in clusters if call.keywords] or (first_nodes if clusters else [])
-    found += [
+    problems += [
         ast.unparse(call) for call in heads if not re.search(r"include_dashboard'?[=:] ?False", ast.unparse(call))
     ]
-    return found + (["a cluster without a token"] if clusters and "require_token" not in names else [])
+    return problems + (["a cluster without a token"] if clusters and "require_token" not in names else [])
 
 
 def starts_cluster(call: ast.Call) -> bool:
-    """Whether a call of `ray.init` starts a cluster instead of joining one."""
+    """Returns whether a call of `ray.init` starts a cluster instead of joining one."""
     address = [keyword.value for keyword in call.keywords if keyword.arg == "address"]
     return not address or ast.unparse(address[0]) in ("'local'", "None")
 
@@ -463,19 +471,24 @@ def starts_cluster(call: ast.Call) -> bool:
         "from x import require_token; Cluster(initialize_head=True, head_node_args={'include_dashboard': False})",
     ],
 )
-def test_what_opens_a_cluster_is_found(source: str) -> None:
-    assert len(opened_by(source)) == 1
+def test_insecure_calls_are_detected(source: str) -> None:
+    assert len(find_insecure_calls(source)) == 1
 
 
-def test_nothing_of_ours_turns_authentication_off_or_opens_a_dashboard() -> None:
+def test_our_code_keeps_authentication_on_and_opens_no_dashboard() -> None:
     files = [file for folder in ("ray_app", "jobs", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
-    assert {file.relative_to(ROOT).as_posix(): found for file in files if (found := opened_by(file.read_text()))} == {}
+    assert {
+        file.relative_to(ROOT).as_posix(): problems
+        for file in files
+        if (problems := find_insecure_calls(file.read_text()))
+    } == {}
     starting = [file.name for file in files if "require_token()" in file.read_text()]
-    assert len(starting) >= 3, "the clusters that we start are not found"
+    assert len(starting) >= 3, "the files that start a cluster were not found"
 
 
-def test_a_length_beyond_the_end_of_a_pickle_takes_no_memory(tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 30) + b"few.")  # BINBYTES8
+def test_a_length_past_the_end_of_a_pickle_allocates_no_memory(tmp_path: Path) -> None:
+    # 0x8e is the opcode BINBYTES8.
+    (tmp_path / "data").write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 30) + b"few.")
     tracemalloc.start()
     try:
         with (tmp_path / "data").open("rb") as file, pytest.raises(ValueError, match="bytes"):

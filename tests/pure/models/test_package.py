@@ -1,4 +1,4 @@
-"""What is said of a package's outputs against those of the model that was trained."""
+"""The outputs of a package are compared with those of the trained model."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ray_app.models import package
 from ray_app.models.package import _compare_outputs
 
 
-class Off(nn.Module):
-    def __init__(self, model: nn.Module, by: float) -> None:
+class Scaled(nn.Module):
+    def __init__(self, model: nn.Module, relative_error: float) -> None:
         super().__init__()
-        self.model, self.by = model, by
+        self.model, self.relative_error = model, relative_error
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.model(features) * (1 + self.by)
+        return self.model(features) * (1 + self.relative_error)
 
 
-@pytest.mark.parametrize(("by", "said"), [(0.0, "equal"), (3e-6, "close")])
-def test_outputs_are_equal_bit_for_bit_or_close(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: float, said: str
+@pytest.mark.parametrize(("relative_error", "expected"), [(0.0, "equal"), (3e-6, "close")])
+def test_outputs_are_reported_as_equal_or_close(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, relative_error: float, expected: str
 ) -> None:
     model = nn.Linear(3, 2)
-    monkeypatch.setattr(package.loader, "load", lambda data: Off(model, by))
-    assert _compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path) == said  # type: ignore[arg-type]
+    monkeypatch.setattr(package.loader, "load", lambda data: Scaled(model, relative_error))
+    assert _compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path) == expected  # type: ignore[arg-type]
 
 
-def test_outputs_that_are_neither_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_different_outputs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    monkeypatch.setattr(package.loader, "load", lambda data: Off(model, 0.01))
+    monkeypatch.setattr(package.loader, "load", lambda data: Scaled(model, 0.01))
     with pytest.raises(RegistryError, match="predicts something else for 1 rows"):
         _compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The plan: every row once, for any shape of data and any logical workers, the same for ever."""
+"""The plan has every row once, for any shape of data and any number of logical workers, and never changes."""
 
 from collections import Counter
 
@@ -35,41 +35,43 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @given(plans(), st.integers(0, 3))
 @settings(max_examples=300, deadline=None)
-def test_every_row_exactly_once_per_epoch(plan: Plan, epoch: int) -> None:
+def test_every_row_is_planned_once_per_epoch(plan: Plan, epoch: int) -> None:
     order = plan.epoch(epoch)
-    seen: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for step in range(plan.steps_per_epoch):
         sizes = []
         for v in range(plan.logical_workers):
             rows = order.rows_at(v, step)
-            seen.update(rows.tolist())
+            counts.update(rows.tolist())
             sizes.append(len(rows))
         assert sizes == plan.rows_of_step(step)
-        assert sizes[0] == max(sizes) > 0, "logical worker 0 never has fewer rows than another"
-    assert max(seen.values(), default=1) == 1
-    assert sum(seen.values()) == plan.rows_per_epoch
+        assert sizes[0] == max(sizes) > 0, "logical worker 0 has fewer rows than another one"
+    assert max(counts.values(), default=1) == 1
+    assert sum(counts.values()) == plan.rows_per_epoch
     if plan.keep_last:
-        assert seen == Counter(range(plan.manifest.num_rows))
+        assert counts == Counter(range(plan.manifest.num_rows))
     else:
-        assert set(seen) <= set(range(plan.manifest.num_rows))
-        assert plan.manifest.num_rows - sum(seen.values()) < plan.global_batch_size + plan.logical_workers
+        assert set(counts) <= set(range(plan.manifest.num_rows))
+        assert plan.manifest.num_rows - sum(counts.values()) < plan.global_batch_size + plan.logical_workers
 
 
 @given(plans(), st.integers(0, 3), st.data())
 @settings(max_examples=100, deadline=None)
-def test_any_position_is_reached_directly(plan: Plan, epoch: int, data: st.DataObject) -> None:
-    """In any order of asking, and by somebody who has read nothing before."""
+def test_rows_at_a_position_do_not_depend_on_earlier_calls(plan: Plan, epoch: int, data: st.DataObject) -> None:
+    """The rows are the same in any order of calls, and for a process that has asked for no other position before."""
     positions = [(v, s) for s in range(plan.steps_per_epoch) for v in range(plan.logical_workers)]
     order = plan.epoch(epoch)
     from_start = {position: order.rows_at(*position).tolist() for position in positions}
-    asked = data.draw(st.permutations(positions))[:20]
-    jumping = plan.epoch(epoch)
-    assert [jumping.rows_at(*position).tolist() for position in asked] == [from_start[position] for position in asked]
-    for position in asked[:2]:
+    sample = data.draw(st.permutations(positions))[:20]
+    other_order = plan.epoch(epoch)
+    assert [other_order.rows_at(*position).tolist() for position in sample] == [
+        from_start[position] for position in sample
+    ]
+    for position in sample[:2]:
         assert plan.epoch(epoch).rows_at(*position).tolist() == from_start[position]
 
 
-def test_order_is_fixed_for_ever() -> None:
+def test_the_order_of_a_plan_never_changes() -> None:
     plan = Plan(manifest_of([[5, 7], [3], [11, 1]]), 7, 2, 4, 6)
     assert plan.epoch(1).group_order.tolist() == GROUP_ORDER
     assert [plan.epoch(1).rows_at(v, 0).tolist() for v in (0, 1)] == FIRST_STEP
@@ -81,7 +83,7 @@ FIRST_STEP = [[4, 0], [15, 16]]
 FIXED_KEY = 15020427595393229491
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     manifest = manifest_of([[50] * 8])
     orders = {
         tuple(Plan(manifest, seed, 1, 10, 100).epoch(e).rows_at(0, 0).tolist()) for seed in (0, 1) for e in (0, 1)
@@ -90,11 +92,13 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
-def test_every_logical_worker_is_played_once(case: tuple[int, int]) -> None:
+def test_every_logical_worker_is_assigned_once(case: tuple[int, int]) -> None:
     logical, world = case
     strided = [assignment.logical_workers_of(r, world, logical, strided=True) for r in range(world)]
     passes = [[block[i] for block in strided if i < len(block)] for i in range(assignment.count_passes(world, logical))]
-    assert [v for each in passes for v in each] == list(range(logical)), "a pass brings neighbours"
+    assert [v for logical_workers in passes for v in logical_workers] == list(range(logical)), (
+        "the logical workers of a pass are not consecutive"
+    )
     blocks = [assignment.logical_workers_of(r, world, logical) for r in range(world)]
     assert [v for block in blocks for v in block] == list(range(logical))
     assert max(map(len, blocks)) == assignment.count_passes(world, logical)
@@ -118,7 +122,7 @@ def test_cursor_counts_steps(steps: int, done: int) -> None:
 
 
 @given(files)
-def test_manifest_round_trip_and_digest(rows: list[list[int]]) -> None:
+def test_a_manifest_and_its_digest_survive_json(rows: list[list[int]]) -> None:
     manifest = manifest_of(rows)
     again = Manifest.from_json(manifest.to_json())
     assert again.digest == manifest.digest
@@ -128,7 +132,7 @@ def test_manifest_round_trip_and_digest(rows: list[list[int]]) -> None:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 300))
-def test_permutation_is_one(base: int, length: int) -> None:
+def test_a_permutation_has_each_index_once(base: int, length: int) -> None:
     assert sorted(hashing.permutation(base, length).tolist()) == list(range(length))
 
 
@@ -139,7 +143,7 @@ def test_array_and_scalar_hashes_agree(values: list[int]) -> None:
 
 
 def test_the_mixer_is_splitmix64() -> None:
-    """The first numbers of its published reference implementation for the state 1234567
+    """The reference has the first numbers of the published implementation for the state 1234567
     (https://prng.di.unimi.it/splitmix64.c).
     """
     reference = [

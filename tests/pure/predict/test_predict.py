@@ -1,4 +1,4 @@
-"""What batch prediction refuses before it asks for a cluster."""
+"""Batch prediction refuses invalid input before it starts a cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Finished:
     return champion_run(tmp_path_factory.mktemp("storage"), digits)
 
 
-def test_what_does_not_fit_is_refused(
+def test_invalid_predictions_are_refused_before_a_cluster_starts(
     run: Finished, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = digits / "eval"
@@ -48,9 +48,11 @@ def test_what_does_not_fit_is_refused(
         pq.write_table(content, tmp_path / name / "part-00000.parquet")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
-    made = tmp_path / "made"
-    made.mkdir()
-    (made / "made_from.json").write_text(json.dumps({"model": {"name": "digits", "version": "7"}, "batch_size": 256}))
+    earlier_out = tmp_path / "made"
+    earlier_out.mkdir()
+    (earlier_out / "made_from.json").write_text(
+        json.dumps({"model": {"name": "digits", "version": "7"}, "batch_size": 256})
+    )
     out, old = tmp_path / "out", str(run.job.paths.root)
     pixels = ("--task.init_args.pixel_max", "255")
     tabular = ["--task.class_path", "ray_app.task.tabular.TabularClassification", "--task.init_args", "{}"]
@@ -81,19 +83,17 @@ def test_what_does_not_fit_is_refused(
         ),
         (predict_command(run, data, tmp_path / "full", *CHAMPION), "it holds something else"),
         (
-            predict_command(run, data, made, *CHAMPION),
+            predict_command(run, data, earlier_out, *CHAMPION),
             "model: {'name': 'digits', 'version': '7'}, now {'name': 'digits', 'version': '1'}",
         ),
     ):
         assert main(arguments) == 2, expected
         assert expected in capsys.readouterr().err
     assert not out.exists()
-    assert [path.name for path in made.iterdir()] == ["made_from.json"]
+    assert [path.name for path in earlier_out.iterdir()] == ["made_from.json"]
 
 
-def test_other_values_are_other_data_though_the_footers_are_the_same(
-    run: Finished, digits: Path, tmp_path: Path
-) -> None:
+def test_data_with_equal_footers_and_other_values_is_refused(run: Finished, digits: Path, tmp_path: Path) -> None:
     table, data = pq.read_table(digits / "eval" / "part-00000.parquet"), tmp_path / "data"
     order = list(range(table.num_rows))
     order[100], order[200] = order[200], order[100]
@@ -122,29 +122,29 @@ def test_a_model_with_other_parameters_than_registered_is_refused(run: Finished)
 
 
 class ReachedError(Exception):
-    """The pool of actors is asked for."""
+    """Raised where the pool of actors would be started."""
 
 
-@pytest.mark.parametrize(("grows_to", "expected"), [({"CPU": 3.0}, 2), ({"CPU": 16.0}, 3)])
-def test_a_cluster_that_scales_from_zero_is_waited_for(
+@pytest.mark.parametrize(("max_resources", "expected"), [({"CPU": 3.0}, 2), ({"CPU": 16.0}, 3)])
+def test_actors_are_planned_for_a_cluster_that_scales_from_zero(
     run: Finished,
     digits: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    grows_to: dict[str, float],
+    max_resources: dict[str, float],
     expected: int,
 ) -> None:
-    asked: list[int] = []
+    max_actors: list[int] = []
 
     def map_in_actors(pool: ActorPool, *_: object) -> None:
-        asked.append(pool.max_actors)
+        max_actors.append(pool.max_actors)
         raise ReachedError
 
-    there = SimpleNamespace(put=lambda value: value)
+    fake_ray = SimpleNamespace(put=lambda value: value)
     for name, fake in {
-        "ray": there,
+        "ray": fake_ray,
         "cluster": nullcontext,
-        "cluster_capacity": lambda: ClusterCapacity({"CPU": 0.0}, max_resources=grows_to),
+        "cluster_capacity": lambda: ClusterCapacity({"CPU": 0.0}, max_resources=max_resources),
         "map_in_actors": map_in_actors,
     }.items():
         monkeypatch.setattr(command, name, fake)
@@ -153,10 +153,10 @@ def test_a_cluster_that_scales_from_zero_is_waited_for(
     )
     with pytest.raises(ReachedError):
         command.predict(prepare_prediction(run.config, section), run.config, section, Console(quiet=True))
-    assert asked == [expected]
+    assert max_actors == [expected]
 
 
-def test_a_folder_that_another_code_began_is_refused(
+def test_an_output_folder_of_other_code_is_refused(
     run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = PredictSection(data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root))
@@ -170,7 +170,7 @@ def test_a_folder_that_another_code_began_is_refused(
         prepare_prediction(run.config, section)
 
 
-def test_of_two_that_begin_at_once_in_a_folder_one_is_refused(
+def test_one_of_two_concurrent_predictions_into_one_folder_is_refused(
     run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = [
@@ -182,21 +182,25 @@ def test_of_two_that_begin_at_once_in_a_folder_one_is_refused(
     first, second = (prepare_prediction(run.config, section) for section in sections)
 
     @contextmanager
-    def meanwhile(config: Config) -> Iterator[None]:
+    def first_writes_meanwhile(config: Config) -> Iterator[None]:
         del config
         put_json(first.out / MADE_FROM, first.made_from)
         yield
 
-    there = SimpleNamespace(put=lambda value: value)
+    fake_ray = SimpleNamespace(put=lambda value: value)
     capacity = ClusterCapacity({"CPU": 4.0})
-    for name, fake in {"ray": there, "cluster": meanwhile, "cluster_capacity": lambda: capacity}.items():
+    for name, fake in {
+        "ray": fake_ray,
+        "cluster": first_writes_meanwhile,
+        "cluster_capacity": lambda: capacity,
+    }.items():
         monkeypatch.setattr(command, name, fake)
     with pytest.raises(ConfigError, match="batch_size: 8, now 16"):
         command.predict(second, run.config, sections[1], Console(quiet=True))
     assert read_json(first.out / MADE_FROM) == first.made_from
 
 
-def test_several_gpus_for_an_actor_are_refused_since_it_uses_one(tmp_path: Path) -> None:
+def test_several_gpus_for_an_actor_are_refused(tmp_path: Path) -> None:
     section = PredictSection(data=str(tmp_path), out=str(tmp_path / "out"), num_gpus=2)
     with pytest.raises(
         ConfigError, match=r"predict.num_gpus is 2, but an actor computes on one GPU.* predict.workers to the number of"
@@ -204,7 +208,7 @@ def test_several_gpus_for_an_actor_are_refused_since_it_uses_one(tmp_path: Path)
         prepare_prediction(Config(), section)
 
 
-def test_a_folder_without_a_value_is_a_missing_value_of_what_the_model_reads(tmp_path: Path) -> None:
+def test_a_default_partition_is_a_missing_value_of_an_input(tmp_path: Path) -> None:
     for folder in ("k=1", "k=__HIVE_DEFAULT_PARTITION__"):
         (tmp_path / folder).mkdir()
         pq.write_table(pa.table({"x": [1.0, 2.0], "y": [0.0, 1.0]}), tmp_path / folder / "a.parquet")

@@ -1,4 +1,4 @@
-"""The plan of the exchange: what crosses from host to host, and that the stages end in the whole sum."""
+"""The stages of the reduction send few bytes between hosts, and end in the sum of all logical workers."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from ray_app.plan.assignment import Node, logical_workers_of, subtrees
 from ray_app.reduction.base import Stage, plan_stages
 from ray_app.reduction.tree import TreeSum, tree_parents
 
-Held = list[tuple[Node, Tensor]]
+NodeSums = list[tuple[Node, Tensor]]
 
 
-def spread(hosts: int, each: int) -> list[str]:
-    return [f"host-{rank // each}" for rank in range(hosts * each)]
+def hosts_of_ranks(hosts: int, ranks_per_host: int) -> list[str]:
+    return [f"host-{rank // ranks_per_host}" for rank in range(hosts * ranks_per_host)]
 
 
-def crossing(hosts: Sequence[str], logical_workers: int) -> float:
-    """Bytes that leave the hosts, per host and byte of the gradient; shards are gathered by the way they came."""
+def bytes_between_hosts(hosts: Sequence[str], logical_workers: int) -> float:
+    """Returns the bytes that leave a host, per byte of the gradient; shards are gathered along the same way back."""
     total = 0.0
     for rank, host in enumerate(hosts):
         part = 1.0
         for stage in plan_stages(rank, hosts, logical_workers):
             part /= len(stage.ranks)
-            others = sum(hosts[other] != host for other in stage.ranks)
-            mine = len(stage.nodes[stage.ranks.index(rank)])
-            total += others * part * (mine + 1)
+            num_remote = sum(hosts[other] != host for other in stage.ranks)
+            num_nodes = len(stage.nodes[stage.ranks.index(rank)])
+            total += num_remote * part * (num_nodes + 1)
     return total / len(set(hosts))
 
 
-def ring(hosts: Sequence[str]) -> float:
-    """The same of a ring over all ranks: each host passes on all that is reduced, and all that is gathered, but for the
-    last shard.
+def ring_bytes(hosts: Sequence[str]) -> float:
+    """Returns the same for a ring over all ranks: each host passes on all reduced and all gathered bytes but
+    the last shard.
     """
     return 2 * (len(hosts) - 1) / len(hosts)
 
 
 @pytest.mark.parametrize("hosts", range(2, 33))
-@pytest.mark.parametrize("times", [1, 2, 4])
-def test_between_hosts_goes_what_a_ring_would_send(hosts: int, times: int) -> None:
-    """8 ranks each; before there were stages it was 4.5 times as much."""
-    world = spread(hosts, 8)
-    assert crossing(world, len(world) * times) <= 1.1 * ring(world)
+@pytest.mark.parametrize("workers_per_rank", [1, 2, 4])
+def test_the_stages_send_about_as_much_between_hosts_as_a_ring(hosts: int, workers_per_rank: int) -> None:
+    """Each host has 8 ranks. Without stages it was 4.5 times as much."""
+    world = hosts_of_ranks(hosts, 8)
+    assert bytes_between_hosts(world, len(world) * workers_per_rank) <= 1.1 * ring_bytes(world)
 
 
-def test_without_stages_it_is_more() -> None:
-    world = spread(4, 8)
-    assert crossing([f"{rank}" for rank in range(32)], 32) * 8 > 4 * ring(world)
+def test_a_single_stage_sends_more_between_hosts_than_a_ring() -> None:
+    world = hosts_of_ranks(4, 8)
+    assert bytes_between_hosts([f"{rank}" for rank in range(32)], 32) * 8 > 4 * ring_bytes(world)
 
 
 @pytest.mark.parametrize("logical_workers", [3, 8, 12, 31, 48, 64, 96, 100])
 def test_no_rank_sends_much_more_than_the_mean(logical_workers: int) -> None:
-    """Sums and the way back, for every number of workers."""
+    """Counts the sums and the way back, for every number of workers."""
     for size in range(2, logical_workers + 1):
         sent = [
             len(subtrees(logical_workers_of(rank, size, logical_workers), logical_workers)) + 1 for rank in range(size)
@@ -64,27 +64,29 @@ def test_no_rank_sends_much_more_than_the_mean(logical_workers: int) -> None:
         assert max(sent) <= 1.5 * sum(sent) / size
 
 
-def reduced(values: list[Tensor], hosts: Sequence[str]) -> list[Tensor]:
-    """The shard of the sum that every rank has at the end."""
+def reduce_shards(values: list[Tensor], hosts: Sequence[str]) -> list[Tensor]:
+    """Returns the shard of the sum that each rank has at the end."""
     count, size = len(values), len(hosts)
-    held: list[Held] = [
+    sums_of_ranks: list[NodeSums] = [
         [((v, v + 1), values[v].clone()) for v in logical_workers_of(rank, size, count)] for rank in range(size)
     ]
-    held = [in_tree(each, count) for each in held]
+    sums_of_ranks = [add_in_tree(sums, count) for sums in sums_of_ranks]
     routes = [plan_stages(rank, hosts, count) for rank in range(size)]
     for number in range(len(routes[0])):
-        held = [after(rank, stages[number], held, count) for rank, stages in enumerate(routes)]
-    assert all([node for node, _ in each] == [(0, count)] for each in held)
-    return [each[0][1] for each in held]
+        sums_of_ranks = [run_stage(rank, stages[number], sums_of_ranks, count) for rank, stages in enumerate(routes)]
+    assert all([node for node, _ in sums] == [(0, count)] for sums in sums_of_ranks)
+    return [sums[0][1] for sums in sums_of_ranks]
 
 
-def after(rank: int, stage: Stage, held: list[Held], count: int) -> Held:
-    place, parts = stage.ranks.index(rank), len(stage.ranks)
-    assert tuple(tuple(node for node, _ in held[other]) for other in stage.ranks) == stage.nodes
-    return in_tree([(node, value.chunk(parts)[place]) for other in stage.ranks for node, value in held[other]], count)
+def run_stage(rank: int, stage: Stage, sums_of_ranks: list[NodeSums], count: int) -> NodeSums:
+    index, parts = stage.ranks.index(rank), len(stage.ranks)
+    assert tuple(tuple(node for node, _ in sums_of_ranks[other]) for other in stage.ranks) == stage.nodes
+    return add_in_tree(
+        [(node, value.chunk(parts)[index]) for other in stage.ranks for node, value in sums_of_ranks[other]], count
+    )
 
 
-def in_tree(sums: Held, count: int) -> Held:
+def add_in_tree(sums: NodeSums, count: int) -> NodeSums:
     tree = TreeSum(tree_parents(count))
     for node, value in sums:
         tree.push(node, value.clone())
@@ -93,17 +95,17 @@ def in_tree(sums: Held, count: int) -> Held:
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 20))
 @settings(deadline=None)
-def test_every_way_gives_the_bits_of_the_tree(hosts: int, each: int, more: int) -> None:
-    world = spread(hosts, each)
-    count = len(world) + more
-    generator = torch.Generator().manual_seed(more)
+def test_every_plan_of_stages_is_bit_identical_to_the_tree(hosts: int, ranks_per_host: int, extra: int) -> None:
+    world = hosts_of_ranks(hosts, ranks_per_host)
+    count = len(world) + extra
+    generator = torch.Generator().manual_seed(extra)
     values = [torch.randn(4 * len(world), generator=generator) * 10.0 ** (v % 7 - 3) for v in range(count)]
-    expected = reduced(values, ["all"])[0]
+    expected = reduce_shards(values, ["all"])[0]
     stages = plan_stages(0, world, count)
-    assert len(stages) == (2 if hosts > 1 and each > 1 else 1)
-    shards = reduced(values, world)
+    assert len(stages) == (2 if hosts > 1 and ranks_per_host > 1 else 1)
+    shards = reduce_shards(values, world)
     order = (
-        sorted(range(len(world)), key=lambda rank: (rank % each, rank // each))
+        sorted(range(len(world)), key=lambda rank: (rank % ranks_per_host, rank // ranks_per_host))
         if len(stages) == 2
         else range(len(world))
     )

@@ -1,4 +1,4 @@
-"""The reduction: the bits of a sum depend on the number of its terms only, not on who adds which."""
+"""The tree sum: the result depends on the number of terms only, and not on the ranks that add them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ logical_counts = st.integers(1, 70)
 
 
 def terms(count: int, seed: int = 0) -> list[Tensor]:
-    """Values of very different sizes, so that every other order of additions gives other bits."""
+    """Returns values of very different magnitudes, so that another order of additions gives a different result."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.logspace(-6, 6, count)[torch.randperm(count, generator=generator)]
     return [torch.randn(16, generator=generator) * s for s in scale]
 
 
 def reference(values: list[Tensor], node: Node) -> Tensor:
-    """The sum as the tree is defined, by recursion."""
+    """Returns the sum by the recursive definition of the tree."""
     if node[1] - node[0] == 1:
         return values[node[0]]
     return reference(values, (node[0], split_point(node))) + reference(values, (split_point(node), node[1]))
 
 
-def added(nodes: list[tuple[Node, Tensor]], logical_workers: int) -> list[tuple[Node, Tensor]]:
-    """What a tree holds after the nodes were pushed; the given tensors stay as they are."""
+def add_nodes(nodes: list[tuple[Node, Tensor]], logical_workers: int) -> list[tuple[Node, Tensor]]:
+    """Returns the nodes of a tree after the given ones were pushed; the given tensors do not change."""
     tree = TreeSum(tree_parents(logical_workers))
     for node, value in nodes:
         tree.push(node, value.clone())
@@ -40,46 +40,48 @@ def added(nodes: list[tuple[Node, Tensor]], logical_workers: int) -> list[tuple[
 
 @given(logical_counts, st.integers(0, 5))
 @settings(deadline=None)
-def test_a_sum_is_that_of_the_recursive_tree(count: int, seed: int) -> None:
+def test_a_sum_is_bit_identical_to_that_of_the_recursive_tree(count: int, seed: int) -> None:
     values = terms(count, seed)
-    [(root, total)] = added([((v, v + 1), value) for v, value in enumerate(values)], count)
+    [(root, total)] = add_nodes([((v, v + 1), value) for v, value in enumerate(values)], count)
     assert root == (0, count)
     assert torch.equal(total, reference(values, (0, count)))
 
 
 @given(st.data(), logical_counts)
 @settings(deadline=None)
-def test_every_world_size_gives_the_same_bits(data: st.DataObject, count: int) -> None:
-    """Ranks add what they own, the rest of the tree is added from their partial sums."""
+def test_sums_are_bit_identical_for_every_world_size(data: st.DataObject, count: int) -> None:
+    """Ranks add the terms that they own; the rest of the tree is added from their partial sums."""
     size = data.draw(st.integers(1, count))
     values = terms(count)
     partial: list[tuple[Node, Tensor]] = []
     for rank in range(size):
         block = logical_workers_of(rank, size, count)
-        held = added([((v, v + 1), values[v]) for v in block], count)
-        assert [node for node, _ in held] == subtrees(block, count)
-        partial += held
-    [(_, total)] = added(partial, count)
+        nodes = add_nodes([((v, v + 1), values[v]) for v in block], count)
+        assert [node for node, _ in nodes] == subtrees(block, count)
+        partial += nodes
+    [(_, total)] = add_nodes(partial, count)
     assert torch.equal(total, reference(values, (0, count)))
 
 
 @given(logical_counts)
 @settings(deadline=None)
-def test_it_holds_few_tensors_and_frees_the_others(count: int) -> None:
+def test_a_tree_sum_keeps_few_tensors_and_frees_the_others(count: int) -> None:
     values = terms(count)
-    tree, freed, most = TreeSum(tree_parents(count)), [], 0
+    tree = TreeSum(tree_parents(count))
+    freed: list[Tensor] = []
+    max_tensors = 0
     for v, value in enumerate(values):
-        most = max(most, len(tree.nodes) + 1)
+        max_tensors = max(max_tensors, len(tree.nodes) + 1)
         freed += tree.push((v, v + 1), value)
-    assert most <= math.ceil(math.log2(count)) + 1
-    assert {id(t) for t in freed} == {id(t) for t in values[1:]}, "all but the leftmost are free again"
-    assert tree.nodes[0][1] is values[0], "the sum is made in the leftmost"
+    assert max_tensors <= math.ceil(math.log2(count)) + 1
+    assert {id(t) for t in freed} == {id(t) for t in values[1:]}, "all terms but the leftmost should be freed"
+    assert tree.nodes[0][1] is values[0], "the sum should be computed in place of the leftmost term"
     assert tree.clear() == [values[0]]
     assert tree.nodes == []
 
 
-def test_the_terms_tell_orders_apart() -> None:
-    """Adding from left to right gives other bits, so the tests above can fail."""
+def test_the_terms_distinguish_orders_of_addition() -> None:
+    """Adding from left to right gives a different result, so the tests above can fail."""
     values = terms(13)
     assert not torch.equal(torch.stack(values).sum(0), reference(values, (0, 13)))
     total = values[0].clone()

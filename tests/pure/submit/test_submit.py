@@ -1,4 +1,4 @@
-"""How a run travels to a cluster, what is uploaded, and when it is submitted again."""
+"""Submitting a run to a cluster: its configuration, its package, and its repetition after an end."""
 
 from __future__ import annotations
 
@@ -72,16 +72,18 @@ DIGITS = ROOT / "conf" / "digits.yaml"
         ),
     ],
 )
-def test_when_a_run_is_submitted_again(ended: EndedJob, again: bool, exit_code: int, reason: str) -> None:
-    after = judge(ended, done=1, retries=1)
-    assert (after.again, after.exit_code) == (again, exit_code)
-    assert reason in after.reason
-    spent = judge(ended, done=2, retries=1)
-    assert (spent.again, spent.exit_code) == (False, exit_code)
-    assert ("no try is left of 2" in spent.reason) == again
+def test_the_end_of_a_job_decides_whether_the_run_is_resubmitted(
+    ended: EndedJob, again: bool, exit_code: int, reason: str
+) -> None:
+    verdict = judge(ended, done=1, retries=1)
+    assert (verdict.again, verdict.exit_code) == (again, exit_code)
+    assert reason in verdict.reason
+    last_verdict = judge(ended, done=2, retries=1)
+    assert (last_verdict.again, last_verdict.exit_code) == (False, exit_code)
+    assert ("no try is left of 2" in last_verdict.reason) == again
 
 
-def test_the_pause_doubles_up_to_a_bound() -> None:
+def test_the_pause_between_submissions_doubles_up_to_a_limit() -> None:
     assert [SUBMISSION_BACKOFF.pause_s(done) for done in (1, 2, 3, 4)] == [5, 10, 20, 40]
     assert SUBMISSION_BACKOFF.pause_s(60) == 300
 
@@ -91,14 +93,14 @@ RUNS = sorted(path for path in (ROOT / "conf").glob("*.yaml") if not path.stem.s
 
 @pytest.mark.rest
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_the_configuration_travels_whole(path: Path) -> None:
+def test_the_submitted_configuration_is_complete(path: Path) -> None:
     config = load_config(path, run__name="it", train__epochs=7)
     text = json.dumps(non_default_fields(config))
     assert parse(["--config", text], exit_on_error=False) == config
     assert "drain_timeout_s" not in text
 
 
-def test_no_secret_stands_in_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_is_part_of_a_submitted_command(monkeypatch: pytest.MonkeyPatch) -> None:
     check_no_secrets(load_config(DIGITS))
     with pytest.raises(ConfigError, match=r"tracking\.uri.*submit\.env") as refused:
         check_no_secrets(load_config(DIGITS, tracking__uri="https://me:hunter22secret@host"))
@@ -118,7 +120,7 @@ def test_no_secret_stands_in_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with all that should stay at home."""
+    """Returns a project with files of all kinds that a job does not need."""
     files = ["mine/task.py", "runs.py", "conf/a.yaml", "my data/task.py", "datasets/here/train/part.parquet"]
     files += [
         ".git/objects/pack",
@@ -144,7 +146,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_no_job_needs_stays_at_home_as_ray_sees_it(project: Path) -> None:
+def test_the_package_leaves_out_the_same_files_as_ray(project: Path) -> None:
     paths = {
         "data__path": "datasets/here/train",
         "data__eval_path": str(project / "absolute"),
@@ -152,7 +154,7 @@ def test_what_no_job_needs_stays_at_home_as_ray_sees_it(project: Path) -> None:
     }
     config = load_config(DIGITS, **paths)
     package = list_job_files(config, SubmitSection(working_dir=str(project)))
-    kept = {
+    expected = {
         "mine/task.py",
         "runs.py",
         "conf/a.yaml",
@@ -161,18 +163,20 @@ def test_what_no_job_needs_stays_at_home_as_ray_sees_it(project: Path) -> None:
         ".gitignore",
         ".rayignore",
     }
-    assert set(package.files) == kept
+    assert set(package.files) == expected
     assert package.by_folder()[0] == ("conf/", 1000)
     archive = project.parent / f"{project.name}.zip"
     excludes = [*get_runtime_env_default_excludes(), *package.excludes]
     create_package(str(project), archive, include_gitignore=True, excludes=excludes)
-    with zipfile.ZipFile(archive) as made:
-        packed_by_ray = {one.filename: one.file_size for one in made.infolist() if not one.is_dir()}
+    with zipfile.ZipFile(archive) as zip_file:
+        packed_by_ray = {member.filename: member.file_size for member in zip_file.infolist() if not member.is_dir()}
     assert packed_by_ray == package.files
     assert check_uploaded_data(package, config) == []
 
 
-def test_a_package_that_is_too_big_names_what_is_big(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_refusal_of_a_large_package_names_its_largest_folders(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (project / "pictures").mkdir()
     (project / "pictures" / "one.png").write_bytes(bytes(3 << 20))
     config = load_config(DIGITS)
@@ -187,16 +191,14 @@ def test_a_package_that_is_too_big_names_what_is_big(project: Path, monkeypatch:
     ]
 
 
-def test_values_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_invalid_submit_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which is not a folder"):
         SubmitSection(working_dir=str(tmp_path / "missing")).check()
     with pytest.raises(ConfigError, match=r"submit\.retries is -1; it must be at least 0"):
         SubmitSection(retries=-1).check()
 
 
-def test_the_application_goes_along_whole_whatever_stays_at_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_package_of_ray_app_is_complete_despite_excludes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Path] = []
 
     def upload(
@@ -210,8 +212,8 @@ def test_the_application_goes_along_whole_whatever_stays_at_home(
     monkeypatch.setattr(client, "_upload_package_if_needed", upload)
     runtime_env = SubmitSection().runtime_env() | {"excludes": ["/runs", "data"]}
     client._upload_py_modules_if_needed(runtime_env)
-    with zipfile.ZipFile(sent[0]) as made:
-        names = set(made.namelist())
+    with zipfile.ZipFile(sent[0]) as zip_file:
+        names = set(zip_file.namelist())
     package = ROOT / "ray_app"
     assert names >= {
         path.relative_to(ROOT).as_posix()
@@ -221,13 +223,13 @@ def test_the_application_goes_along_whole_whatever_stays_at_home(
     assert not any("__pycache__" in name for name in names)
     assert runtime_env["excludes"] == ["/runs", "data"]
     assert runtime_env["py_modules"][0].startswith("gcs://_ray_pkg_")
-    assert [SubmitSection(ray_app=way).runtime_env() for way in ("installed", "ray_app==0.1.0")] == [
+    assert [SubmitSection(ray_app=option).runtime_env() for option in ("installed", "ray_app==0.1.0")] == [
         {},
         {"pip": ["ray_app==0.1.0"]},
     ]
 
 
-def test_versions_must_agree_where_it_matters() -> None:
+def test_versions_of_python_and_ray_must_match() -> None:
     here = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.15.0"}
     assert [one.level for one in compare_versions(here, here)] == ["ok"]
     assert [one.level for one in compare_versions(here, here | {"python": "3.11.9"})] == ["ok"]
@@ -248,11 +250,11 @@ def test_a_cache_must_fit_into_each_object_store() -> None:
         check_object_stores(2 * 10**9, nodes)
 
 
-def test_a_storage_inside_the_job_is_refused(tmp_path: Path) -> None:
+def test_a_storage_path_inside_the_job_is_refused(tmp_path: Path) -> None:
     config = load_config(DIGITS)
-    [found] = check_absolute_storage(config)
-    assert (found.level, found.topic) == ("refused", "storage")
-    assert "Give an absolute folder that all nodes share" in found.text
+    [finding] = check_absolute_storage(config)
+    assert (finding.level, finding.topic) == ("refused", "storage")
+    assert "Give an absolute folder that all nodes share" in finding.text
     assert check_absolute_storage(config.replace(run__storage_path=str(tmp_path))) == []
     assert check_absolute_storage(config.replace(run__storage_path="s3://bucket/prefix")) == []
     with pytest.raises(ConfigError, match="Ray removes that copy"):
@@ -260,9 +262,7 @@ def test_a_storage_inside_the_job_is_refused(tmp_path: Path) -> None:
 
 
 class Cluster:
-    """A job server's client, each of whose answers is an error until there is none left; it notes the ids that it is
-    sent.
-    """
+    """The client of a job server that raises the given errors one after the other, and records the submitted ids."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors, self.sent = list(errors), list[str]()
@@ -280,13 +280,13 @@ class Cluster:
         return submission_id
 
 
-def answered(status: int, text: str) -> RuntimeError:
-    """What Ray's client raises."""
+def server_error(status: int, text: str) -> RuntimeError:
+    """Returns the error that Ray's client raises for a status and a text."""
     return RuntimeError(f"Request failed with status code {status}: {text}.")
 
 
 @pytest.fixture
-def submitting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def submit_to(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     monkeypatch.setattr(server, "_LOOK_S", 0.0)
 
@@ -299,36 +299,37 @@ def submitting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 BUSY, EXISTS = (
-    answered(500, "No available agent to submit job, please try again later"),
-    answered(500, "Job run-2 already exists"),
+    server_error(500, "No available agent to submit job, please try again later"),
+    server_error(500, "Job run-2 already exists"),
 )
 
 
 @pytest.mark.parametrize(
-    "errors", [[BUSY, answered(502, "<html>\nbad gateway")], [BUSY, EXISTS], [ConnectionError("reset"), EXISTS]]
+    "errors", [[BUSY, server_error(502, "<html>\nbad gateway")], [BUSY, EXISTS], [ConnectionError("reset"), EXISTS]]
 )
-def test_a_cluster_that_cannot_take_a_job_now_is_asked_again(
-    submitting: Callable[..., str], errors: list[Exception]
+def test_a_job_is_sent_again_while_the_cluster_cannot_take_it(
+    submit_to: Callable[..., str], errors: list[Exception]
 ) -> None:
     cluster = Cluster(*errors)
-    assert submitting(cluster) == "run-2"
+    assert submit_to(cluster) == "run-2"
     assert set(cluster.sent) == {"run-2"}
     assert cluster.errors == []
     with pytest.raises(LostContactError, match="No available agent"):
-        submitting(Cluster(BUSY, BUSY), -1.0)
+        submit_to(Cluster(BUSY, BUSY), -1.0)
 
 
 @pytest.mark.parametrize(
-    "error", [answered(400, "no"), answered(500, "RuntimeError:\nRequest failed with status code 400: no"), EXISTS]
+    "error",
+    [server_error(400, "no"), server_error(500, "RuntimeError:\nRequest failed with status code 400: no"), EXISTS],
 )
-def test_a_job_that_the_cluster_refuses_is_not_sent_again(submitting: Callable[..., str], error: Exception) -> None:
+def test_a_job_that_the_cluster_refuses_is_not_sent_again(submit_to: Callable[..., str], error: Exception) -> None:
     cluster = Cluster(error)
     with pytest.raises(ConfigError, match="the cluster does not take the job"):
-        submitting(cluster)
+        submit_to(cluster)
     assert cluster.sent == ["run-2"]
 
 
-def test_a_server_that_takes_the_connection_and_does_not_answer_is_not_waited_for(
+def test_a_job_server_that_does_not_answer_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -344,20 +345,19 @@ def test_a_server_that_takes_the_connection_and_does_not_answer_is_not_waited_fo
                 server._Client()._do_request(method, "/api/jobs/", data=b"x")
 
 
-def test_ctrl_c_ends_the_following_also_at_the_moment_when_output_comes() -> None:
+def test_ctrl_c_ends_the_log_tail_while_output_arrives() -> None:
     class Client:
         async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
-            asyncio.get_running_loop().call_soon(
-                signal.raise_signal, signal.SIGINT
-            )  # after this step, before who waits for the output
+            # The signal arrives after this step, before the reader gets the output.
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
             yield f"output of {job_id}"
             await asyncio.sleep(60)
 
-    shown: list[str] = []
+    output: list[str] = []
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            _Tail(shown.append).read(Client(), "job")  # type: ignore[arg-type]
+            _Tail(output.append).read(Client(), "job")  # type: ignore[arg-type]
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(shown) <= 1
+    assert len(output) <= 1

@@ -1,5 +1,5 @@
-"""What outlives a generation of the training loop: checkpoints that are due, snapshots, the time since a loss. One
-process, real files.
+"""The training loop over several generations: due checkpoints, snapshots and recoveries, in one process with
+real files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ray_app.runlog.history import recoveries
 from ray_app.runlog.journal import MetricsReader, StepRecord, put_event, read_events
 from ray_app.storage.files import Location, list_tree
 from ray_app.testing import KilledError, cache_windows
-from ray_app.train.checkpointing import writer as saver_module
+from ray_app.train.checkpointing import writer as writer_module
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import _MAX_BROKEN_GENERATIONS, train
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 class Regrouping(SingleProcessMembership):
-    """One worker whose generations break with every `PeerLostError` of a hook."""
+    """The membership of one worker; each `PeerLostError` of a hook breaks its generation."""
 
     recovers = True
 
@@ -54,20 +54,20 @@ class Regrouping(SingleProcessMembership):
         self.phases.append(phase)
 
 
-class Memory(SnapshotSender):
-    """Keeps the newest snapshot, as keepers do, in this process."""
+class MemorySender(SnapshotSender):
+    """Keeps the newest snapshot in this process, as snapshot actors do."""
 
     def __init__(self) -> None:
         super().__init__([])
-        self.kept: tuple[Snapshot, list[StepRecord]] | None = None
+        self.newest_snapshot: tuple[Snapshot, list[StepRecord]] | None = None
 
     def send(self, take: Callable[[], Snapshot], records: list[StepRecord]) -> None:
         snapshot = take()
         model = {name: values.clone() for name, values in snapshot.model.items()}
-        self.kept = Snapshot(**vars(snapshot) | {"model": model}), records
+        self.newest_snapshot = Snapshot(**vars(snapshot) | {"model": model}), records
 
     def newest(self) -> tuple[Snapshot, list[StepRecord]] | None:
-        return self.kept
+        return self.newest_snapshot
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def new_job(tmp_path: Path) -> Callable[..., Job]:
     return make
 
 
-class ToldToLeave(SingleProcessMembership):
-    """A new worker that gets a notice while it waits for its first generation."""
+class LeavingMembership(SingleProcessMembership):
+    """The membership of a new worker that gets a preemption notice while it waits for its first generation."""
 
     def __init__(self) -> None:
         super().__init__(4, lambda: False)
@@ -96,29 +96,29 @@ class ToldToLeave(SingleProcessMembership):
         return True
 
 
-def committed(job: Job) -> list[int]:
+def committed_steps(job: Job) -> list[int]:
     return [commit.step for commit in CheckpointStore(job.paths).commits()]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "central_storage"])
-def test_a_newcomer_that_has_to_leave_before_it_begins_writes_no_checkpoint(
+def test_a_joining_worker_that_leaves_before_its_first_step_writes_no_checkpoint(
     new_job: Callable[..., Job], strategy: str
 ) -> None:
     job = new_job(train__strategy=strategy)
     with pytest.raises(PreemptedError, match="before it got a state"):
-        train(job, ToldToLeave(), cache_windows, CPU, Hooks())
+        train(job, LeavingMembership(), cache_windows, CPU, Hooks())
     assert list_tree(job.paths.root) == {}
 
 
 class Outage:
-    """Lists the checkpoints, unless the storage does not answer."""
+    """Lists the checkpoints, or raises during an outage of the storage."""
 
     def __init__(self) -> None:
-        self.lasts, self.refused = False, 0
+        self.is_on, self.num_refused = False, 0
 
     def __call__(self, *args: Any, **options: Any) -> dict[str, Location]:
-        if self.lasts:
-            self.refused += 1
+        if self.is_on:
+            self.num_refused += 1
             raise OSError("503 Slow Down")
         return list_tree(*args, **options)
 
@@ -130,14 +130,14 @@ def outage(monkeypatch: pytest.MonkeyPatch) -> Outage:
     return outage
 
 
-def test_a_checkpoint_that_was_due_is_made_after_a_restore_from_a_snapshot(
+def test_a_due_checkpoint_is_written_after_a_restore_from_a_snapshot(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All workers are lost behind the last step, before its checkpoint is committed."""
+    """All workers are lost after the last step, before its checkpoint is committed."""
     undisturbed = new_job("undisturbed")
     train(undisturbed, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks())
-    job, memory = new_job(checkpoint__snapshot_every_steps=2), Memory()
-    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.5, attempts=1))
+    job, memory = new_job(checkpoint__snapshot_every_steps=2), MemorySender()
+    monkeypatch.setattr(writer_module, "_RETRY", Retry(0.5, attempts=1))
 
     def die(commit: Any) -> None:
         if commit.step == job.total_steps:
@@ -145,11 +145,11 @@ def test_a_checkpoint_that_was_due_is_made_after_a_restore_from_a_snapshot(
 
     with pytest.raises(CheckpointError):
         train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(before_commit=die), memory)
-    assert committed(job) == [4]
-    assert memory.kept is not None
-    assert memory.kept[0].step == job.total_steps == 8
+    assert committed_steps(job) == [4]
+    assert memory.newest_snapshot is not None
+    assert memory.newest_snapshot[0].step == job.total_steps == 8
     train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(), memory)
-    assert committed(job) == [4, 8]
+    assert committed_steps(job) == [4, 8]
     digests = [CheckpointStore(run.paths).commits()[-1].params_digest for run in (job, undisturbed)]
     assert digests[0] == digests[1]
 
@@ -159,21 +159,21 @@ def test_a_generation_forms_while_the_storage_does_not_answer(new_job: Callable[
 
     def after_step(rank: int, step: int) -> None:
         if (rank, step) == (0, 6) and membership.generations == 1:
-            outage.lasts = True
+            outage.is_on = True
             raise PeerLostError("lost")
         if step == 7:
-            outage.lasts = False
+            outage.is_on = False
 
     train(job, membership, cache_windows, CPU, Hooks(after_step=after_step))
     assert membership.generations == 2
-    assert outage.refused
-    assert committed(job) == [4, 8]
+    assert outage.num_refused
+    assert committed_steps(job) == [4, 8]
 
 
-def test_a_snapshot_is_gone_on_from_where_no_checkpoint_can_be_read(
+def test_a_run_resumes_from_a_snapshot_where_no_checkpoint_can_be_read(
     new_job: Callable[..., Job], outage: Outage
 ) -> None:
-    job, memory = new_job(checkpoint__snapshot_every_steps=2), Memory()
+    job, memory = new_job(checkpoint__snapshot_every_steps=2), MemorySender()
 
     def die(rank: int, step: int) -> None:
         if (rank, step) == (0, 6):
@@ -181,24 +181,24 @@ def test_a_snapshot_is_gone_on_from_where_no_checkpoint_can_be_read(
 
     with pytest.raises(KilledError):
         train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(after_step=die), memory)
-    outage.lasts = True
+    outage.is_on = True
 
-    def back(rank: int, step: int) -> None:
+    def end_outage(rank: int, step: int) -> None:
         if (rank, step) == (0, 7):
-            outage.lasts = False
+            outage.is_on = False
 
     with pytest.raises(OSError, match="503"):
-        train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(), Memory())
-    train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(after_step=back), memory)
+        train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(), MemorySender())
+    train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(after_step=end_outage), memory)
     assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [(6, "snapshot")]
-    assert committed(job) == [4, 8]
+    assert committed_steps(job) == [4, 8]
 
 
 def test_a_checkpoint_that_is_older_than_the_snapshot_is_not_read(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of some gigabytes it takes a while; a newer one is."""
-    job, memory = new_job(checkpoint__snapshot_every_steps=2, checkpoint__every_steps=3), Memory()
+    """Reading a checkpoint of some gigabytes takes a while; a newer checkpoint is read."""
+    job, memory = new_job(checkpoint__snapshot_every_steps=2, checkpoint__every_steps=3), MemorySender()
 
     def die_after(step: int) -> Hooks:
         def die(rank: int, done: int) -> None:
@@ -207,49 +207,53 @@ def test_a_checkpoint_that_is_older_than_the_snapshot_is_not_read(
 
         return Hooks(after_step=die)
 
-    read: list[int] = []
+    steps_loaded: list[int] = []
 
     def load(store: CheckpointStore, commit: Commit) -> dict[str, bytes]:
-        read.append(commit.step)
-        return whole(store, commit)
+        steps_loaded.append(commit.step)
+        return original_load(store, commit)
 
-    whole = CheckpointStore.load
+    original_load = CheckpointStore.load
     monkeypatch.setattr(CheckpointStore, "load", load)
     for step in (5, 7):
         with pytest.raises(KilledError):
             train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, die_after(step), memory)
-    memory.kept = None if memory.kept is None else (dataclasses.replace(memory.kept[0], step=5), memory.kept[1])
+    memory.newest_snapshot = (
+        None
+        if memory.newest_snapshot is None
+        else (dataclasses.replace(memory.newest_snapshot[0], step=5), memory.newest_snapshot[1])
+    )
     train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(), memory)
     assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [
         (4, "snapshot"),
         (6, "checkpoint"),
     ]
-    assert read == [6]
+    assert steps_loaded == [6]
 
 
-def test_each_loss_has_a_recovery_of_its_own(new_job: Callable[..., Job]) -> None:
-    """Also when no generation has ended in order between them."""
-    job, lost = new_job(), [3, 6]
+def test_each_loss_has_its_own_recovery(new_job: Callable[..., Job]) -> None:
+    """This holds although no generation has ended in order between the losses."""
+    job, steps_to_lose = new_job(), [3, 6]
 
     def lose(rank: int, step: int) -> None:
-        if rank == 0 and step in lost:
-            lost.remove(step)
+        if rank == 0 and step in steps_to_lose:
+            steps_to_lose.remove(step)
             raise PeerLostError("lost")
 
     train(job, Regrouping(), cache_windows, CPU, Hooks(after_step=lose))
     formed = [event.details["lost_s"] for event in read_events(job.paths, "formed")[1:]]
     reader = MetricsReader(job.paths)
     reader.poll()
-    assert reader.records[6].time_s <= formed[1], "it is the time of the first loss"
+    assert reader.records[6].time_s <= formed[1], "the second recovery begins at the time of the first loss"
     assert formed[0] < reader.records[6].time_s
     assert len(recoveries(read_events(job.paths), list(reader.records.values()))) == 2
 
 
-def test_who_waits_for_the_storage_says_so(new_job: Callable[..., Job]) -> None:
+def test_a_worker_that_waits_for_the_storage_enters_the_phase_saving(new_job: Callable[..., Job]) -> None:
     job, membership = new_job(), Regrouping()
     train(job, membership, cache_windows, CPU, Hooks())
     waits = [i for i, phase in enumerate(membership.phases) if phase == "saving"]
-    assert len(waits) == 3, "before either checkpoint, and for the last one"
+    assert len(waits) == 3, "expected a wait before each of the two checkpoints, and one for the last one"
     assert all(membership.phases[i + 1] != "saving" for i in waits)
     assert membership.phases[-1] == "done"
 
@@ -269,7 +273,7 @@ def test_early_stopping_works_although_a_checkpoint_could_not_be_written(
 
 
 class Draining(SingleProcessMembership):
-    """A worker on a node that drains, which is asked to end its generation after a step.
+    """The membership of a worker on a draining node, with a request to reform after a step.
 
     Args:
         reform_after: The step; None if the run ends before the notice takes effect.
@@ -287,15 +291,15 @@ class Draining(SingleProcessMembership):
         return True
 
 
-def test_a_worker_says_whether_it_ends_because_the_run_is_over(new_job: Callable[..., Job]) -> None:
+def test_train_returns_whether_the_run_is_over(new_job: Callable[..., Job]) -> None:
     assert train(new_job(), Draining(), cache_windows, CPU, Hooks()) is True
     assert train(new_job("left"), Draining(3), cache_windows, CPU, Hooks()) is False
 
 
-def test_a_worker_that_has_to_leave_reports_a_last_checkpoint_that_failed(
+def test_a_preempted_worker_reports_that_its_last_checkpoint_failed(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.001, attempts=6))
+    monkeypatch.setattr(writer_module, "_RETRY", Retry(0.001, attempts=6))
     job = new_job()
 
     def refuse(commit: Commit) -> None:
@@ -306,10 +310,10 @@ def test_a_worker_that_has_to_leave_reports_a_last_checkpoint_that_failed(
         train(job, Draining(), cache_windows, CPU, Hooks(before_commit=refuse))
 
 
-def test_generations_that_break_at_different_steps_of_a_round_do_not_go_on_for_ever(
+def test_generations_that_break_within_a_local_sgd_round_end_the_run(
     new_job: Callable[..., Job],
 ) -> None:
-    """With local SGD each of them begins at the start of the round again."""
+    """With local SGD, each generation begins at the start of the round again."""
     job, membership = new_job(train__strategy="local_sgd", train__local_steps=4), Regrouping()
 
     def break_generation(rank: int, step: int) -> None:

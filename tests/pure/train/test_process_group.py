@@ -1,4 +1,4 @@
-"""With what torch's default process group is made, and what is waited for when one is settled."""
+"""The options of torch's default process group, and the streams that the host waits for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.fake_cuda import DEVICE, Streams
 GPU = torch.device("cuda", 1)
 
 
-class Formation:
-    """What `dist.init_process_group` was called with, and the environment at that moment."""
+class RecordedInit:
+    """Replaces `dist.init_process_group`, and records its arguments and the environment."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.options: dict[str, Any] = {}
@@ -35,11 +35,11 @@ class Formation:
         self.environment = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL")}
 
 
-def test_nccl_is_made_for_the_worker_s_device_and_told_not_to_wait_for_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    formation = Formation(monkeypatch)
+def test_nccl_is_bound_to_the_device_and_does_not_wait_for_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = RecordedInit(monkeypatch)
     init_default_group(backend_name(GPU, "auto"), GPU, dist.HashStore(), 0, 1)
-    assert (formation.options["name"], formation.options["device_id"]) == ("cpu:gloo,cuda:nccl", GPU)
-    assert formation.environment == {
+    assert (recorded.options["name"], recorded.options["device_id"]) == ("cpu:gloo,cuda:nccl", GPU)
+    assert recorded.environment == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
@@ -47,23 +47,23 @@ def test_nccl_is_made_for_the_worker_s_device_and_told_not_to_wait_for_dumps(mon
     }
 
 
-def test_what_a_user_has_set_of_nccl_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    formation = Formation(monkeypatch)
+def test_nccl_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = RecordedInit(monkeypatch)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     init_default_group(backend_name(GPU, "auto"), GPU, dist.HashStore(), 0, 1)
-    assert formation.environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert recorded.environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
 @pytest.mark.parametrize(("device", "backend"), [(GPU, "gloo"), (torch.device("cpu"), "auto")])
-def test_gloo_is_bound_to_no_device_and_needs_nothing_of_nccl(
+def test_gloo_is_bound_to_no_device_and_sets_no_nccl_variables(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str
 ) -> None:
-    formation = Formation(monkeypatch)
+    recorded = RecordedInit(monkeypatch)
     init_default_group(backend_name(device, backend), device, dist.HashStore(), 0, 1)
-    assert (formation.options["name"], formation.options["device_id"], formation.environment) == ("gloo", None, {})
+    assert (recorded.options["name"], recorded.options["device_id"], recorded.environment) == ("gloo", None, {})
 
 
-def test_settling_waits_for_what_computes_and_for_no_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_device_errors_waits_for_the_computing_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     streams, group = Streams(monkeypatch), ProcessGroup()
     monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
     group.has_device_collectives, group._device = True, DEVICE
@@ -71,17 +71,17 @@ def test_settling_waits_for_what_computes_and_for_no_upload(monkeypatch: pytest.
     assert streams.calls == ["computing: wait for all"]
 
 
-def test_the_exchange_has_a_stream_that_no_communicator_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reduction_stream_has_priority_unlike_the_upload_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     with SideStream(DEVICE, "reduction", -1).entered(), SideStream(DEVICE, "upload").entered():
         assert streams.at == ["computing", "side, first", "side"]
 
 
-def test_a_sum_of_shards_drops_memory_only_when_the_stream_that_added_it_is_done(
+def test_a_sum_of_shards_keeps_memory_until_the_adding_stream_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Zeros of a pass in which nobody used a parameter are made by the stream that computes, and added by that of the
-    exchange later.
+    """The computing stream makes zeros for a parameter that no rank used in a pass; the stream of the reduction
+    adds them later.
     """
     streams = Streams(monkeypatch)
     scatter = SimpleNamespace(leaves=range(1))

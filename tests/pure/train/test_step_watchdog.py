@@ -1,4 +1,4 @@
-"""When a generation counts as one that stands still."""
+"""The step watchdog counts a generation as stalled when no step finishes within a limit."""
 
 from __future__ import annotations
 
@@ -23,35 +23,36 @@ class Clock:
     ("step_s", "limit_s"),
     [(0.1, 60.0), (1.2, 60.0), (2.0, 100.0), (60.0, 3000.0)],
 )
-def test_the_default_limit_is_50_median_steps_and_at_least_a_minute(step_s: float, limit_s: float) -> None:
+def test_the_default_limit_is_50_median_steps_or_a_minute_if_that_is_longer(step_s: float, limit_s: float) -> None:
     clock = Clock()
-    still = StepWatchdog(None, clock)
-    still.begin(0)
-    assert still.limit_s == 5 * 600, "nothing is known of the steps yet, and the first one of a group takes longer"
+    watchdog = StepWatchdog(None, clock)
+    watchdog.begin(0)
+    assert watchdog.limit_s == 5 * 600, (
+        "without a measured step, the limit of the first step of a generation should be five times the initial one"
+    )
     for step in range(1, 12):
-        still.note_step(
-            step, record_of(step, step_s if step < 10 else 1000 * step_s)
-        )  # two slow ones do not change the median
-    assert still.limit_s == limit_s
+        # Two slow steps do not change the median.
+        watchdog.note_step(step, record_of(step, step_s if step < 10 else 1000 * step_s))
+    assert watchdog.limit_s == limit_s
     clock.now += limit_s - 0.1
-    assert still.count_stalls(clock.now) == 0
+    assert watchdog.count_stalls(clock.now) == 0
     clock.now += 0.2
-    assert [still.count_stalls(clock.now), still.count_stalls(clock.now)] == [1, 0]
+    assert [watchdog.count_stalls(clock.now), watchdog.count_stalls(clock.now)] == [1, 0]
     clock.now += limit_s + 0.1
-    assert still.count_stalls(clock.now) == 2
-    still.begin(11)
-    assert still.limit_s == 5 * limit_s
+    assert watchdog.count_stalls(clock.now) == 2
+    watchdog.begin(11)
+    assert watchdog.limit_s == 5 * limit_s
 
 
-def test_a_limit_that_is_given_is_five_times_as_long_for_the_first_step_of_a_group() -> None:
-    still = StepWatchdog(30.0, Clock())
-    still.begin(4)
-    assert still.limit_s == 150.0
-    still.note_step(5, None)
-    assert still.limit_s == 30.0
+def test_a_configured_limit_is_five_times_as_long_for_the_first_step() -> None:
+    watchdog = StepWatchdog(30.0, Clock())
+    watchdog.begin(4)
+    assert watchdog.limit_s == 150.0
+    watchdog.note_step(5, None)
+    assert watchdog.limit_s == 30.0
 
 
-def test_a_record_that_heartbeats_repeat_counts_once() -> None:
+def test_a_step_record_that_heartbeats_repeat_counts_once() -> None:
     watchdog = StepWatchdog(None, Clock())
     watchdog.begin(0)
     for step, step_s, heartbeats in ((1, 2.0, 1), (2, 2.0, 1), (3, 40.0, 100)):

@@ -1,6 +1,4 @@
-"""Types and shapes of other programs: values become columns and labels, or are refused with file, row or column and
-what to do.
-"""
+"""Values of other programs become columns and labels, or are refused with the file, the row or column, and a remedy."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ from ray_app.ingest.ingest import IngestOptions, ingest, ingest_arrays
 from ray_app.task.tabular import TabularClassification
 from tests.support.ingest_inputs import done, read, refusal, write_tar
 
-ENDS = ("arrow", "parquet")
+SUFFIXES = ("arrow", "parquet")
 
 
-def lines(tmp_path: Path, *rows: str | bytes) -> Path:
+def write_jsonl(tmp_path: Path, *rows: str | bytes) -> Path:
     path = tmp_path / "f.jsonl"
     path.write_bytes(b"\n".join(row if isinstance(row, bytes) else row.encode() for row in rows))
     return path
@@ -58,17 +56,17 @@ def lines(tmp_path: Path, *rows: str | bytes) -> Path:
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"label": "y"}], ids=["", "label"])
-def test_a_json_line_at_fault_is_a_bad_row(
+def test_an_invalid_json_line_is_a_bad_row_with_a_reason(
     tmp_path: Path, bad: str | bytes, reason: str, options: dict[str, Any]
 ) -> None:
     good = '{"y": "a", "t": %s}' % (
         "[1, 2]" if b"[1" in bytes(str(bad), "utf8") else '"u"' if b"caf" in bytes(str(bad), "utf8") else "2"
     )
-    given = lines(tmp_path, good, "", bad, good)
-    said = refusal(tmp_path, "jsonl", given, **options)
-    assert f"row f.jsonl:3: {reason}" in said
-    got = done(tmp_path, "jsonl", given, on_bad_row="skip", **options)
-    assert got["row_id"] == ["f.jsonl:1", "f.jsonl:4"]
+    path = write_jsonl(tmp_path, good, "", bad, good)
+    message = refusal(tmp_path, "jsonl", path, **options)
+    assert f"row f.jsonl:3: {reason}" in message
+    columns = done(tmp_path, "jsonl", path, on_bad_row="skip", **options)
+    assert columns["row_id"] == ["f.jsonl:1", "f.jsonl:4"]
     [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
     assert reason in json.loads(refused)["reason"]
 
@@ -89,20 +87,22 @@ def test_a_json_line_at_fault_is_a_bad_row(
     ],
 )
 @pytest.mark.parametrize("on_bad_row", ["fail", "skip"])
-def test_json_that_is_not_json_lines_is_named(tmp_path: Path, content: str, expected: str, on_bad_row: str) -> None:
-    assert expected in refusal(tmp_path, "jsonl", lines(tmp_path, content), on_bad_row=on_bad_row)
+def test_json_that_is_not_json_lines_is_refused_with_a_remedy(
+    tmp_path: Path, content: str, expected: str, on_bad_row: str
+) -> None:
+    assert expected in refusal(tmp_path, "jsonl", write_jsonl(tmp_path, content), on_bad_row=on_bad_row)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
-def test_json_lines_of_another_encoding_are_named(tmp_path: Path, encoding: str) -> None:
+def test_json_lines_that_are_not_utf8_are_refused(tmp_path: Path, encoding: str) -> None:
     assert "and not UTF-8" in refusal(
-        tmp_path, "jsonl", lines(tmp_path, '{"a": 1}\n'.encode(encoding)), on_bad_row="skip"
+        tmp_path, "jsonl", write_jsonl(tmp_path, '{"a": 1}\n'.encode(encoding)), on_bad_row="skip"
     )
 
 
-def test_a_byte_order_mark_and_blank_lines_are_no_json(tmp_path: Path) -> None:
-    got = done(tmp_path, "jsonl", lines(tmp_path, '\ufeff{"a": 1}', "", "  ", '{"a": 2}\r', ""))
-    assert got == {"row_id": ["f.jsonl:1", "f.jsonl:4"], "a": [1, 2]}
+def test_a_byte_order_mark_and_blank_lines_are_ignored(tmp_path: Path) -> None:
+    columns = done(tmp_path, "jsonl", write_jsonl(tmp_path, '\ufeff{"a": 1}', "", "  ", '{"a": 2}\r', ""))
+    assert columns == {"row_id": ["f.jsonl:1", "f.jsonl:4"], "a": [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -118,41 +118,43 @@ def test_a_byte_order_mark_and_blank_lines_are_no_json(tmp_path: Path) -> None:
         (['{"b": 1}', '{"b": "x"}', "null"], "in line 2"),
     ],
 )
-def test_values_of_several_types_in_json_are_named_with_their_lines(
+def test_a_json_key_with_several_types_is_refused_with_line_numbers(
     tmp_path: Path, values: list[str], expected: str
 ) -> None:
-    said = refusal(tmp_path, "jsonl", lines(tmp_path, *(f'{{"a": {value}}}' for value in values)), on_bad_row="skip")
-    assert expected in said
-    assert "leave the key out by columns" in said
+    message = refusal(
+        tmp_path, "jsonl", write_jsonl(tmp_path, *(f'{{"a": {value}}}' for value in values)), on_bad_row="skip"
+    )
+    assert expected in message
+    assert "leave the key out by columns" in message
 
 
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
-def test_values_of_several_types_in_json_files_are_named_with_their_files(tmp_path: Path, split_bytes: int) -> None:
+def test_a_json_key_with_several_types_is_refused_with_file_names(tmp_path: Path, split_bytes: int) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"b": 1, "a": null}\n{"a": 1}\n')
     (tmp_path / "in" / "b.jsonl").write_text('{"b": 1.5}\n{"a": "?"}\n')
-    said = refusal(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes)
-    assert "the values of 'a' have several types" in said
-    assert "a.jsonl, line 2" in said
-    assert "string in " in said
-    assert "b.jsonl, line 2" in said
+    message = refusal(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes)
+    assert "the values of 'a' have several types" in message
+    assert "a.jsonl, line 2" in message
+    assert "string in " in message
+    assert "b.jsonl, line 2" in message
 
 
 def test_a_json_key_that_is_left_out_may_have_values_of_any_type(tmp_path: Path) -> None:
-    given = lines(tmp_path, '{"a": 1, "b": "x", "n": NaN}', '{"a": 2, "b": 7, "n": 1}')
-    assert done(tmp_path, "jsonl", given, columns=["a"]) == {"row_id": ["f.jsonl:1", "f.jsonl:2"], "a": [1, 2]}
+    path = write_jsonl(tmp_path, '{"a": 1, "b": "x", "n": NaN}', '{"a": 2, "b": 7, "n": 1}')
+    assert done(tmp_path, "jsonl", path, columns=["a"]) == {"row_id": ["f.jsonl:1", "f.jsonl:2"], "a": [1, 2]}
 
 
-def test_a_missing_whole_number_in_json_stays_missing(tmp_path: Path) -> None:
+def test_a_missing_integer_in_json_stays_missing(tmp_path: Path) -> None:
     summary = ingest(
-        IngestOptions("jsonl", str(tmp_path / "out"), str(lines(tmp_path, '{"a": 1}', '{"a": null}', "{}")))
+        IngestOptions("jsonl", str(tmp_path / "out"), str(write_jsonl(tmp_path, '{"a": 1}', '{"a": null}', "{}")))
     )
     assert read(tmp_path / "out")["a"] == [1, None, None]
     assert summary.parts[""].columns["a"]["dtype"] == "int64"
 
 
-def table(tmp_path: Path, column: pa.Array, end: str, name: str = "t", **more: Any) -> Path:
-    """A file with the column `c`."""
+def write_table(tmp_path: Path, column: pa.Array, end: str, name: str = "t", **more: Any) -> Path:
+    """Writes a file with the column `c`, and columns of `more` before it."""
     path = tmp_path / f"{name}.{end}"
     content = pa.table({**more, "c": column})
     if end == "parquet":
@@ -165,7 +167,7 @@ def table(tmp_path: Path, column: pa.Array, end: str, name: str = "t", **more: A
 
 NOON = datetime.datetime(2020, 5, 1, 12, tzinfo=datetime.UTC)
 ID = uuid.UUID(int=2**100 + 7)
-KEPT: dict[str, tuple[pa.Array, list[Any]]] = {
+ALLOWED: dict[str, tuple[pa.Array, list[Any]]] = {
     "time zone": (pa.array([NOON, None], pa.timestamp("us", "UTC")), [NOON, None]),
     "time": (pa.array([NOON.time(), None], pa.time64("us")), [NOON.time(), None]),
     "date": (pa.array([NOON.date(), None]), [NOON.date(), None]),
@@ -182,11 +184,11 @@ KEPT: dict[str, tuple[pa.Array, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("kind", KEPT)
-def test_hugging_face_columns_keep_values_and_missing_ones(tmp_path: Path, kind: str, end: str) -> None:
-    column, expected = KEPT[kind]
-    assert done(tmp_path, "hf", table(tmp_path, column, end))["c"] == expected
+@pytest.mark.parametrize("end", SUFFIXES)
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_hugging_face_columns_keep_values_and_nulls(tmp_path: Path, kind: str, end: str) -> None:
+    column, expected = ALLOWED[kind]
+    assert done(tmp_path, "hf", write_table(tmp_path, column, end))["c"] == expected
     about = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert about["columns"]["c"]["nulls"] == 1
 
@@ -212,18 +214,19 @@ _NOT_IN_PARQUET = ("runs", "interval", "union")
 
 
 @pytest.mark.parametrize(
-    ("kind", "end"), [(kind, end) for kind in REFUSED for end in ENDS if end == "arrow" or kind not in _NOT_IN_PARQUET]
+    ("kind", "end"),
+    [(kind, end) for kind in REFUSED for end in SUFFIXES if end == "arrow" or kind not in _NOT_IN_PARQUET],
 )
 def test_hugging_face_columns_of_other_types_are_refused_by_name(tmp_path: Path, kind: str, end: str) -> None:
     column, expected = REFUSED[kind]
-    given = table(tmp_path, column, end, x=[1])
-    said = refusal(tmp_path, "hf", given)
-    assert f"t.{end}: column 'c' {expected}" in said
-    assert "Leave it out by naming the columns to keep" in said
-    assert done(tmp_path, "hf", given, columns=["x"])["x"] == [1]
+    path = write_table(tmp_path, column, end, x=[1])
+    message = refusal(tmp_path, "hf", path)
+    assert f"t.{end}: column 'c' {expected}" in message
+    assert "Leave it out by naming the columns to keep" in message
+    assert done(tmp_path, "hf", path, columns=["x"])["x"] == [1]
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", SUFFIXES)
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, end: str) -> None:
     content = pa.table([pa.array([1]), pa.array([2]), pa.array([3])], names=["a", "b", "a"])
     if end == "parquet":
@@ -243,11 +246,11 @@ LABELS: dict[str, pa.Array] = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", SUFFIXES)
 @pytest.mark.parametrize("kind", LABELS)
-def test_labels_of_text_become_classes_in_sorted_order(tmp_path: Path, kind: str, end: str) -> None:
-    got = done(tmp_path, "hf", table(tmp_path, LABELS[kind], end), label="c")
-    assert got["label"] == [1, 0, 1]
+def test_text_labels_become_classes_in_sorted_order(tmp_path: Path, kind: str, end: str) -> None:
+    columns = done(tmp_path, "hf", write_table(tmp_path, LABELS[kind], end), label="c")
+    assert columns["label"] == [1, 0, 1]
     about = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert (about["classes"], about["class_counts"]) == (["no", "yes"], {"no": 1, "yes": 2})
 
@@ -255,30 +258,30 @@ def test_labels_of_text_become_classes_in_sorted_order(tmp_path: Path, kind: str
 @pytest.mark.parametrize(
     "column", [pa.array(["u", None, "v"]), pa.array(["u", None, "v"]).dictionary_encode(), pa.array(["u", "", "v"])]
 )
-def test_rows_without_a_label_of_text_can_be_skipped(tmp_path: Path, column: pa.Array) -> None:
-    given = table(tmp_path, column, "parquet")
-    assert "'c' has rows without a value" in refusal(tmp_path, "hf", given, label="c")
-    got = done(tmp_path, "hf", given, label="c", on_bad_row="skip")
-    assert (got["row_id"], got["label"]) == (["t.parquet:0", "t.parquet:2"], [0, 1])
+def test_rows_without_a_text_label_can_be_skipped(tmp_path: Path, column: pa.Array) -> None:
+    path = write_table(tmp_path, column, "parquet")
+    assert "'c' has rows without a value" in refusal(tmp_path, "hf", path, label="c")
+    columns = done(tmp_path, "hf", path, label="c", on_bad_row="skip")
+    assert (columns["row_id"], columns["label"]) == (["t.parquet:0", "t.parquet:2"], [0, 1])
 
 
-def test_classes_of_text_are_the_same_in_all_splits_and_files(tmp_path: Path) -> None:
+def test_classes_of_text_labels_are_the_same_in_all_splits_and_files(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name, values in {"train-0": ["b", "d"], "train-1": ["c", "c"], "test": ["a", "d"]}.items():
-        table(tmp_path / "in", pa.array(values), "parquet", name)
+        write_table(tmp_path / "in", pa.array(values), "parquet", name)
     ingest(IngestOptions("hf", str(tmp_path / "out"), str(tmp_path / "in"), label="c", split_bytes=1))
     assert (read(tmp_path / "out" / "train")["label"], read(tmp_path / "out" / "test")["label"]) == (
         [1, 3, 2, 2],
         [0, 3],
     )
-    for side in ("train", "test"):
-        assert json.loads((tmp_path / "out" / side / "dataset.json").read_text())["classes"] == ["a", "b", "c", "d"]
+    for part in ("train", "test"):
+        assert json.loads((tmp_path / "out" / part / "dataset.json").read_text())["classes"] == ["a", "b", "c", "d"]
 
 
 def test_a_label_that_is_text_in_one_split_only_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    table(tmp_path / "in", pa.array(["a"]), "parquet", "train")
-    table(tmp_path / "in", pa.array([0]), "parquet", "test")
+    write_table(tmp_path / "in", pa.array(["a"]), "parquet", "train")
+    write_table(tmp_path / "in", pa.array([0]), "parquet", "test")
     assert "the label 'c' is text in ['train'], but not in ['test']" in refusal(
         tmp_path, "hf", tmp_path / "in", label="c"
     )
@@ -293,15 +296,15 @@ def test_a_label_that_is_text_in_one_split_only_is_refused(tmp_path: Path) -> No
         (pa.array([7, 3], pa.uint8()).dictionary_encode(), [7, 3]),
     ],
 )
-def test_labels_of_numbers_keep_them(tmp_path: Path, column: pa.Array, expected: list[int]) -> None:
-    assert done(tmp_path, "hf", table(tmp_path, column, "parquet"), label="c")["label"] == expected
+def test_numeric_labels_keep_their_values(tmp_path: Path, column: pa.Array, expected: list[int]) -> None:
+    assert done(tmp_path, "hf", write_table(tmp_path, column, "parquet"), label="c")["label"] == expected
 
 
 @pytest.mark.parametrize("missing", [None, float("nan")])
-def test_a_missing_label_among_numbers_with_points_is_a_bad_row(tmp_path: Path, missing: float | None) -> None:
-    given = table(tmp_path, pa.array([1.0, missing, 0.0]), "parquet")
-    assert "row t.parquet:1: no label" in refusal(tmp_path, "hf", given, label="c")
-    assert done(tmp_path, "hf", given, label="c", on_bad_row="skip")["label"] == [1, 0]
+def test_a_missing_label_among_floats_is_a_bad_row(tmp_path: Path, missing: float | None) -> None:
+    path = write_table(tmp_path, pa.array([1.0, missing, 0.0]), "parquet")
+    assert "row t.parquet:1: no label" in refusal(tmp_path, "hf", path, label="c")
+    assert done(tmp_path, "hf", path, label="c", on_bad_row="skip")["label"] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -323,22 +326,22 @@ def test_a_missing_label_among_numbers_with_points_is_a_bad_row(tmp_path: Path, 
         (["latest", "greatest"], {"": 2}),
     ],
 )
-def test_only_usual_names_are_splits(tmp_path: Path, names: list[str], splits: dict[str, int]) -> None:
+def test_only_standard_split_names_make_splits(tmp_path: Path, names: list[str], splits: dict[str, int]) -> None:
     (tmp_path / "in").mkdir()
     for name in names:
-        table(tmp_path / "in", pa.array([1]), "parquet", name)
+        write_table(tmp_path / "in", pa.array([1]), "parquet", name)
     summary = ingest(IngestOptions("hf", str(tmp_path / "out"), str(tmp_path / "in")))
     assert {name: part.rows for name, part in summary.parts.items()} == splits
 
 
-def test_a_numbered_file_beside_splits_is_refused(tmp_path: Path) -> None:
+def test_a_numbered_file_next_to_split_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in ("train", "part-0"):
-        table(tmp_path / "in", pa.array([1]), "parquet", name)
+        write_table(tmp_path / "in", pa.array([1]), "parquet", name)
     assert "part-0.parquet does not say of which split it is" in refusal(tmp_path, "hf", tmp_path / "in")
 
 
-def test_what_pyarrow_writes_in_parts_is_one_data_set(tmp_path: Path) -> None:
+def test_the_part_files_of_pyarrow_are_one_data_set(tmp_path: Path) -> None:
     pa.dataset.write_dataset(
         pa.table({"x": list(range(100))}),
         tmp_path / "in",
@@ -351,25 +354,25 @@ def test_what_pyarrow_writes_in_parts_is_one_data_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64", "bool"])
 @pytest.mark.parametrize("name", ["y", "label"])
-def test_labels_with_an_axis_of_one_are_labels(tmp_path: Path, dtype: str, name: str) -> None:
+def test_labels_of_shape_n_by_1_are_labels(tmp_path: Path, dtype: str, name: str) -> None:
     y = np.array([[1], [0], [1]], dtype)
     np.savez(tmp_path / "d.npz", x=np.zeros((3, 4, 4, 3), np.uint8), **{name: y})
     assert done(tmp_path, "numpy", tmp_path / "d.npz")["label"] == [1, 0, 1]
 
 
-def test_labels_as_keras_stores_them_are_labels(tmp_path: Path) -> None:
+def test_labels_in_the_layout_of_keras_are_labels(tmp_path: Path) -> None:
     x, y = np.zeros((20, 8, 8, 3), np.uint8), (np.arange(20, dtype=np.uint8) % 3)[:, None]
     ingest_arrays(str(tmp_path / "out"), x_train=x, y_train=y, x_test=x[:5], y_test=y[:5], eval_fraction=0)
     assert read(tmp_path / "out" / "train")["label"] == y[:, 0].tolist()
     assert read(tmp_path / "out" / "test")["label"] == y[:5, 0].tolist()
 
 
-def test_targets_with_an_axis_of_one_are_numbers(tmp_path: Path) -> None:
+def test_targets_of_shape_n_by_1_are_scalars(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", x=np.zeros((3, 4)), y=np.array([[0.5], [1.5], [2.25]]))
     assert done(tmp_path, "numpy", tmp_path / "d.npz")["target"] == [0.5, 1.5, 2.25]
 
 
-def test_targets_that_are_whole_numbers_are_noted(tmp_path: Path) -> None:
+def test_targets_that_are_integral_floats_are_noted(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", x=np.zeros((6, 4)), y=np.array([0.0, 1, 2, 0, 1, 2]))
     summary = ingest(IngestOptions("numpy", str(tmp_path / "out"), str(tmp_path / "d.npz")))
     [note] = summary.parts[""].notes
@@ -377,12 +380,12 @@ def test_targets_that_are_whole_numbers_are_noted(tmp_path: Path) -> None:
     assert "y.astype(int)" in note
 
 
-def test_classes_as_vectors_are_refused_unless_they_are_a_target(tmp_path: Path) -> None:
+def test_one_hot_labels_are_refused_unless_named_target(tmp_path: Path) -> None:
     one_hot = np.eye(3)[[0, 2, 1, 0]]
     np.savez(tmp_path / "d.npz", x=np.zeros((4, 4)), y=one_hot)
-    said = refusal(tmp_path, "numpy", tmp_path / "d.npz")
-    assert "d.npz:y: y has the shape (4, 3) and one 1 in each row" in said
-    assert "save y.argmax(axis=1) as y" in said
+    message = refusal(tmp_path, "numpy", tmp_path / "d.npz")
+    assert "d.npz:y: y has the shape (4, 3) and one 1 in each row" in message
+    assert "save y.argmax(axis=1) as y" in message
     np.savez(tmp_path / "e.npz", x=np.zeros((4, 4)), target=one_hot)
     np.testing.assert_array_equal(done(tmp_path, "numpy", tmp_path / "e.npz")["target"], one_hot)
 
@@ -414,12 +417,12 @@ def test_arrays_that_cannot_be_used_are_refused_by_name(
         (tmp_path / "in").mkdir()
         np.save(tmp_path / "in" / "x.npy", np.zeros((3, 2)))
         np.save(tmp_path / "in" / "y.npy", y)
-    said = refusal(tmp_path, "numpy", tmp_path / ("in.npz" if packed else "in"))
-    assert expected in said
-    assert ("in.npz:y" if packed else "y.npy") in said
+    message = refusal(tmp_path, "numpy", tmp_path / ("in.npz" if packed else "in"))
+    assert expected in message
+    assert ("in.npz:y" if packed else "y.npy") in message
 
 
-def test_labels_to_train_and_to_test_on_are_of_one_kind(tmp_path: Path) -> None:
+def test_train_and_test_labels_of_different_types_are_refused(tmp_path: Path) -> None:
     x, y = np.zeros((4, 2)), np.array([0, 1, 0, 1])
     np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y / 2)
     assert "the arrays to train on and to test on differ in type or in axes" in refusal(
@@ -438,7 +441,7 @@ def test_labels_to_train_and_to_test_on_are_of_one_kind(tmp_path: Path) -> None:
         (np.array(["2020-01-01", "NaT"], "datetime64[D]"), "an array of datetime64[D]"),
     ],
 )
-def test_arrays_of_a_program_lose_no_missing_value(tmp_path: Path, values: Any, expected: str) -> None:
+def test_ingest_arrays_refuses_values_that_would_be_lost(tmp_path: Path, values: Any, expected: str) -> None:
     with pytest.raises(DataError, match=r"^x: ") as caught:
         ingest_arrays(str(tmp_path / "out"), x=values)
     assert expected in str(caught.value)
@@ -456,8 +459,8 @@ def png(value: int) -> bytes:
     return file.getvalue()
 
 
-def extra_members(path: Path, rows: int = 4) -> Path:
-    """Rows with members of which no column is made."""
+def write_extra_members(path: Path, rows: int = 4) -> Path:
+    """Writes rows of which some members become no column."""
     members = {}
     for i in range(rows):
         members |= {
@@ -471,10 +474,10 @@ def extra_members(path: Path, rows: int = 4) -> Path:
     return path
 
 
-def test_members_of_which_no_column_is_made_are_named_with_what_to_do(tmp_path: Path) -> None:
-    said = refusal(tmp_path, "webdataset", extra_members(tmp_path / "x.tar"))
-    assert "the first row has the members ['.wnid', '.xml'], of which no column is made" in said
-    assert "columns=['image', 'json', 'label']" in said
+def test_unused_webdataset_members_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"))
+    assert "the first row has the members ['.wnid', '.xml'], of which no column is made" in message
+    assert "columns=['image', 'json', 'label']" in message
 
 
 @pytest.mark.parametrize(
@@ -488,21 +491,21 @@ def test_members_of_which_no_column_is_made_are_named_with_what_to_do(tmp_path: 
         (["image", "json"], "k", ["image", "json", "label"]),
     ],
 )
-def test_columns_leave_members_of_a_webdataset_out(
+def test_the_columns_option_leaves_out_webdataset_members(
     tmp_path: Path, columns: list[str], label: str | None, expected: list[str]
 ) -> None:
-    got = done(tmp_path, "webdataset", extra_members(tmp_path / "x.tar"), columns=columns, label=label)
-    assert sorted(got) == sorted(["row_id", *expected])
-    assert got["label"] == ([5] * 4 if label else [0, 1, 0, 1])
+    output = done(tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"), columns=columns, label=label)
+    assert sorted(output) == sorted(["row_id", *expected])
+    assert output["label"] == ([5] * 4 if label else [0, 1, 0, 1])
 
 
 @pytest.mark.parametrize(
     ("columns", "expected"), [(["text"], "no member for the column 'text'"), (["wnid"], "for the column 'wnid'")]
 )
 def test_columns_that_a_webdataset_does_not_have_are_refused(tmp_path: Path, columns: list[str], expected: str) -> None:
-    said = refusal(tmp_path, "webdataset", extra_members(tmp_path / "x.tar"), columns=columns)
-    assert expected in said
-    assert "its columns are ['image', 'json', 'label']" in said
+    message = refusal(tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"), columns=columns)
+    assert expected in message
+    assert "its columns are ['image', 'json', 'label']" in message
 
 
 def test_rows_may_differ_in_members_that_are_left_out(tmp_path: Path) -> None:
@@ -511,18 +514,18 @@ def test_rows_may_differ_in_members_that_are_left_out(tmp_path: Path) -> None:
     assert "row x.tar:2: the members are ['txt']" in refusal(
         tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"]
     )
-    got = done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"], on_bad_row="skip")
-    assert (got["text"], got["label"]) == (["a", "b"], [0, 1])
+    output = done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"], on_bad_row="skip")
+    assert (output["text"], output["label"]) == (["a", "b"], [0, 1])
 
 
-def test_what_a_member_that_is_left_out_holds_is_not_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_size_limit_ignores_members_that_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_app.ingest.readers.webdataset.MAX_ROW_BYTES", 100)
     write_tar(tmp_path / "x.tar", {"0.txt": b"a", "0.mp4": bytes(1000)})
     assert done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"])["text"] == ["a"]
 
 
-def test_another_choice_of_members_is_another_ingest(tmp_path: Path) -> None:
-    extra_members(tmp_path / "x.tar")
+def test_ingesting_other_columns_into_the_same_folder_is_refused(tmp_path: Path) -> None:
+    write_extra_members(tmp_path / "x.tar")
     done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["image"])
     with pytest.raises(ConfigError, match="columns"):
         done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["json"])
@@ -531,11 +534,11 @@ def test_another_choice_of_members_is_another_ingest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["webdataset", "tfrecord"])
 def test_a_pattern_of_too_many_names_is_refused(tmp_path: Path, source: str) -> None:
-    said = refusal(tmp_path, source, tmp_path / "x{0..999999999999}.tar")
-    assert "{0..999999999999} stands for more than 1000000 names" in said
+    message = refusal(tmp_path, source, tmp_path / "x{0..999999999999}.tar")
+    assert "{0..999999999999} stands for more than 1000000 names" in message
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", SUFFIXES)
 @pytest.mark.parametrize("index", ["customer", None])
 def test_the_index_of_a_pandas_table_stays_an_index(tmp_path: Path, end: str, index: str | None) -> None:
     table = pa.Table.from_pandas(pd.DataFrame({"x": [0.5, 1.5, 2.5], "label": [0, 1, 0]}, [3, 7, 5]).rename_axis(index))
@@ -556,6 +559,6 @@ def test_the_index_of_a_pandas_table_stays_an_index(tmp_path: Path, end: str, in
 
 
 @pytest.mark.parametrize("pandas", [b"[]", b"no JSON", b'{"index_columns": null}', b'{"index_columns": "x"}'])
-def test_pandas_metadata_that_makes_no_sense_names_no_index(tmp_path: Path, pandas: bytes) -> None:
+def test_invalid_pandas_metadata_names_no_index(tmp_path: Path, pandas: bytes) -> None:
     pq.write_table(pa.table({"x": [1.0]}).replace_schema_metadata({b"pandas": pandas}), tmp_path / "a.parquet")
     assert open_dataset(str(tmp_path)).facts.index_columns == ()

@@ -1,4 +1,4 @@
-"""Ingest, format by format: what goes in comes out; what is damaged is refused with a reason."""
+"""Readers of each format store the values of the source, and refuse damaged input with a reason."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.support.ingest_inputs import RNG, read, write_cifar, write_idx, write
 def test_images_keep_their_bytes(tmp_path: Path) -> None:
     files = write_images(tmp_path / "in")
     summary = ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in")))
-    got = read(tmp_path / "out")
-    assert sorted(got["row_id"]) == ["cat/a.jpg", "cat/b.png", "cat/c.gif", "dog/y.jpeg", "dog/z.WEBP"]
-    assert dict(zip(got["row_id"], got["image"], strict=True)) == files
-    assert got["label"] == [int(row_id.startswith("dog")) for row_id in got["row_id"]]
+    columns = read(tmp_path / "out")
+    assert sorted(columns["row_id"]) == ["cat/a.jpg", "cat/b.png", "cat/c.gif", "dog/y.jpeg", "dog/z.WEBP"]
+    assert dict(zip(columns["row_id"], columns["image"], strict=True)) == files
+    assert columns["label"] == [int(row_id.startswith("dog")) for row_id in columns["row_id"]]
     part = summary.parts[""]
     assert (part.classes, part.class_counts, part.skipped_files) == (["cat", "dog"], {"cat": 3, "dog": 2}, 1)
 
@@ -47,16 +47,17 @@ def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(tm
             "images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, split_bytes=100, row_group_rows=3
         )
     )
-    got = read(tmp_path / "a", as_stored=True)
-    assert got["row_id"] == read(tmp_path / "b", as_stored=True)["row_id"]
+    columns = read(tmp_path / "a", as_stored=True)
+    assert columns["row_id"] == read(tmp_path / "b", as_stored=True)["row_id"]
     for low in range(0, 200, 40):
-        assert min(Counter(got["label"][low : low + 40])[label] for label in range(4)) >= 3, (
-            "in order of class one would be missing"
+        assert min(Counter(columns["label"][low : low + 40])[label] for label in range(4)) >= 3, (
+            "40 rows lack a class, as they do where rows are stored in the order of the classes"
         )
 
 
-def test_csv_types_hold_every_row_and_classes_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw, "BLOCK_BYTES", 256)  # so that the first block alone would give the wrong types
+def test_csv_types_fit_every_row_and_classes_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With blocks of 256 bytes, the first block alone would give the wrong types.
+    monkeypatch.setattr(raw, "BLOCK_BYTES", 256)
     folder = tmp_path / "in"
     folder.mkdir()
     head = "width,kind,note,count\n"
@@ -64,13 +65,13 @@ def test_csv_types_hold_every_row_and_classes_are_sorted(tmp_path: Path, monkeyp
     (folder / "a.csv").write_text(head + first)
     (folder / "b.csv.gz").write_bytes(gzip.compress((head + ",bee,NA, 3\n").encode()))
     summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(folder), label="kind", rename={"width": "w"}))
-    got = read(tmp_path / "out")
-    assert list(got) == ["row_id", "w", "label", "note", "count"]
-    assert got["w"] == [float(i) for i in range(100)] + [0.5, None]
-    assert got["label"] == [2] * 100 + [0, 1]
-    assert got["note"][-2:] == ["two\nlines", "NA"]
-    assert got["count"] == [*range(100), 7, 3]
-    assert got["row_id"] == [f"a.csv:{i}" for i in range(2, 103)] + ["b.csv.gz:2"]
+    columns = read(tmp_path / "out")
+    assert list(columns) == ["row_id", "w", "label", "note", "count"]
+    assert columns["w"] == [float(i) for i in range(100)] + [0.5, None]
+    assert columns["label"] == [2] * 100 + [0, 1]
+    assert columns["note"][-2:] == ["two\nlines", "NA"]
+    assert columns["count"] == [*range(100), 7, 3]
+    assert columns["row_id"] == [f"a.csv:{i}" for i in range(2, 103)] + ["b.csv.gz:2"]
     part = summary.parts[""]
     assert (part.classes, part.class_counts) == (["ant", "bee", "wasp"], {"ant": 1, "bee": 1, "wasp": 100})
     assert part.columns["w"] == {"type": "double", "shape": [], "dtype": "float64", "nulls": 1}
@@ -84,7 +85,7 @@ def test_csv_with_an_integer_label_keeps_its_numbers(tmp_path: Path) -> None:
     assert (summary.parts[""].classes, summary.parts[""].class_counts) == (None, {"-1": 1, "5": 1})
 
 
-def test_csv_whole_numbers_beyond_64_bits_lose_no_digit(tmp_path: Path) -> None:
+def test_csv_integers_wider_than_64_bits_lose_no_digit(tmp_path: Path) -> None:
     columns = {
         "unsigned": ["12345678901234567890", "12345678901234567891", "7"],
         "long": ["12345678901234567890", "12345678901234567891", "-7"],
@@ -94,10 +95,10 @@ def test_csv_whole_numbers_beyond_64_bits_lose_no_digit(tmp_path: Path) -> None:
     rows = "\n".join(",".join(values) for values in zip(*columns.values(), strict=True))
     (tmp_path / "f.csv").write_text(",".join(columns) + "\n" + rows)
     summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
-    got = read(tmp_path / "out")
-    assert got["unsigned"] == [int(value) for value in columns["unsigned"]]
-    assert (got["long"], got["mixed"]) == (columns["long"], columns["mixed"])
-    assert got["exact"] == [1e20, 0.5, 1e300]
+    output = read(tmp_path / "out")
+    assert output["unsigned"] == [int(value) for value in columns["unsigned"]]
+    assert (output["long"], output["mixed"]) == (columns["long"], columns["mixed"])
+    assert output["exact"] == [1e20, 0.5, 1e300]
     types = [column["type"] for column in summary.parts[""].columns.values()]
     assert types == ["string", "uint64", "string", "string", "double"]
 
@@ -105,12 +106,12 @@ def test_csv_whole_numbers_beyond_64_bits_lose_no_digit(tmp_path: Path) -> None:
 def test_csv_space_around_a_value_changes_no_type(tmp_path: Path) -> None:
     (tmp_path / "f.csv").write_text("a, b, c\n1, true, 2\nNA , False , NA\n")
     ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
-    got = read(tmp_path / "out")
-    assert (got["a"], got[" b"], got[" c"]) == ([1, None], [True, False], [2, None])
+    columns = read(tmp_path / "out")
+    assert (columns["a"], columns[" b"], columns[" c"]) == ([1, None], [True, False], [2, None])
 
 
 @pytest.mark.parametrize("packed", ["npz", "compressed", "npy"])
-def test_numpy_arrays_come_back_equal(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_arrays_are_stored_unchanged(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "BLOCK_BYTES", 1000)
     x, y = RNG.random((50, 4, 6)).astype(">f4"), np.arange(50, dtype=np.uint8) % 3
     if packed == "npy":
@@ -120,11 +121,11 @@ def test_numpy_arrays_come_back_equal(tmp_path: Path, packed: str, monkeypatch: 
         (np.savez if packed == "npz" else np.savez_compressed)(tmp_path / "d.npz", x=x, y=y)
     source = tmp_path if packed == "npy" else tmp_path / "d.npz"
     ingest(IngestOptions("numpy", str(tmp_path.parent / f"out-{packed}"), str(source)))
-    got = read(tmp_path.parent / f"out-{packed}")
-    assert got["image"].dtype == np.dtype("=f4")
-    np.testing.assert_array_equal(got["image"], x)
-    assert got["label"] == y.tolist()
-    assert got["row_id"] == [str(i) for i in range(50)]
+    columns = read(tmp_path.parent / f"out-{packed}")
+    assert columns["image"].dtype == np.dtype("=f4")
+    np.testing.assert_array_equal(columns["image"], x)
+    assert columns["label"] == y.tolist()
+    assert columns["row_id"] == [str(i) for i in range(50)]
 
 
 def test_numpy_names_follow_shape_and_type_and_can_be_changed(tmp_path: Path) -> None:
@@ -133,10 +134,10 @@ def test_numpy_names_follow_shape_and_type_and_can_be_changed(tmp_path: Path) ->
     ingest(IngestOptions("numpy", str(tmp_path / "a"), str(tmp_path / "d.npz")))
     assert list(read(tmp_path / "a")) == ["row_id", "features", "target", "extra"]
     ingest(IngestOptions("numpy", str(tmp_path / "b"), str(tmp_path / "d.npz"), rename={"extra": "label"}))
-    got = read(tmp_path / "b")
-    assert got["label"] == [1, 0, 1, 1, 0]
-    assert got["target"] == values["y"].tolist()
-    np.testing.assert_array_equal(got["features"], values["x"])
+    columns = read(tmp_path / "b")
+    assert columns["label"] == [1, 0, 1, 1, 0]
+    assert columns["target"] == values["y"].tolist()
+    np.testing.assert_array_equal(columns["features"], values["x"])
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -148,17 +149,17 @@ def test_idx_pairs_become_train_and_test(tmp_path: Path, packed: bool) -> None:
     )
     assert {name: part.rows for name, part in summary.parts.items()} == {"train": 25, "test": 7}
     data = (tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}").read_bytes()
-    got = read(tmp_path / "out" / "train")
-    assert got["image"].tobytes() == (gzip.decompress(data) if packed else data)[16:]
-    assert (got["image"].shape, got["image"].dtype) == ((25, 28, 28), np.uint8)
-    assert got["label"] == [i % 10 for i in range(25)]
+    columns = read(tmp_path / "out" / "train")
+    assert columns["image"].tobytes() == (gzip.decompress(data) if packed else data)[16:]
+    assert (columns["image"].shape, columns["image"].dtype) == ((25, 28, 28), np.uint8)
+    assert columns["label"] == [i % 10 for i in range(25)]
     assert read(tmp_path / "out" / "test")["row_id"] == [f"t10k:{i}" for i in range(7)]
 
 
 @pytest.mark.parametrize("kind", ["mnist.npz", "folder of .npy", "idx", "cifar"])
-def test_a_tenth_of_the_rows_to_train_on_is_held_out_and_the_test_rows_stay_alone(tmp_path: Path, kind: str) -> None:
+def test_a_tenth_of_the_train_rows_becomes_eval_and_test_rows_stay_test(tmp_path: Path, kind: str) -> None:
     folder, out = tmp_path / "in", tmp_path / "out"
-    given = folder / kind if kind == "mnist.npz" else folder
+    path = folder / kind if kind == "mnist.npz" else folder
     source: Any = kind if kind in ("idx", "cifar") else "numpy"
     arrays = {
         "x_train": RNG.integers(0, 256, (300, 28, 28), dtype=np.uint8),
@@ -172,23 +173,23 @@ def test_a_tenth_of_the_rows_to_train_on_is_held_out_and_the_test_rows_stay_alon
         write_idx(folder, "t10k", 40, packed=True)
     elif kind == "mnist.npz":
         folder.mkdir()
-        np.savez_compressed(given, **arrays)
+        np.savez_compressed(path, **arrays)
     else:
         folder.mkdir()
         for name, values in arrays.items():
             np.save(folder / name, values)
-    summary = ingest(IngestOptions(source, str(out), str(given)))
+    summary = ingest(IngestOptions(source, str(out), str(path)))
     assert list(summary.parts) == ["train", "test", "eval"]
-    train, test, held_out = (read(out / side) for side in summary.parts)
-    assert 15 < len(held_out["label"]) < 45, "of 300, about 30"
-    assert len({*train["row_id"], *held_out["row_id"]}) == 300 == len(train["row_id"]) + len(held_out["row_id"])
+    train, test, evaluation = (read(out / part) for part in summary.parts)
+    assert 15 < len(evaluation["label"]) < 45, "the evaluation part should have about 30 of 300 rows"
+    assert len({*train["row_id"], *evaluation["row_id"]}) == 300 == len(train["row_id"]) + len(evaluation["row_id"])
     assert len(test["label"]) == (60 if kind == "cifar" else 40)
     if source == "numpy":
-        for side, got in (("train", train), ("train", held_out), ("test", test)):
-            rows = [int(row_id.removeprefix(f"{side}:")) for row_id in got["row_id"]]
-            np.testing.assert_array_equal(got["image"], arrays[f"x_{side}"][rows])
-            assert got["label"] == arrays[f"y_{side}"][rows].tolist()
-    assert ingest(IngestOptions(source, str(out), str(given))).reused
+        for part, columns in (("train", train), ("train", evaluation), ("test", test)):
+            rows = [int(row_id.removeprefix(f"{part}:")) for row_id in columns["row_id"]]
+            np.testing.assert_array_equal(columns["image"], arrays[f"x_{part}"][rows])
+            assert columns["label"] == arrays[f"y_{part}"][rows].tolist()
+    assert ingest(IngestOptions(source, str(out), str(path))).reused
 
 
 def test_digits_are_complete_stratified_and_fixed(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_digits_are_complete_stratified_and_fixed(tmp_path: Path) -> None:
 
 
 def assert_refused(tmp_path: Path, expected: list[str], **options: Any) -> None:
-    """The error's message has all texts `expected`, and beside the input `in` nothing was made."""
+    """Asserts that the error has all texts of `expected`, and that nothing was written next to the input `in`."""
     with pytest.raises((DataError, ConfigError)) as caught:
         ingest(IngestOptions(out=str(tmp_path / "out"), **options))
     assert [text for text in expected if text not in str(caught.value)] == [], str(caught.value)
@@ -242,7 +243,7 @@ def test_bad_csv_is_refused(tmp_path: Path, files: list[bytes], options: dict[st
 
 
 @pytest.mark.parametrize(
-    ("made", "change", "expected"),
+    ("write_options", "change", "expected"),
     [
         ({"magic": 2052}, None, ["train-images", "00000804", "expected 00000803"]),
         ({"labels": 4}, None, ["train-images-idx3-ubyte': 5", "train-labels-idx1-ubyte': 4"]),
@@ -257,8 +258,8 @@ def test_bad_csv_is_refused(tmp_path: Path, files: list[bytes], options: dict[st
         ),
     ],
 )
-def test_bad_idx_is_refused(tmp_path: Path, made: dict[str, int], change: Any, expected: list[str]) -> None:
-    write_idx(tmp_path / "in", "train", 5, False, **made)
+def test_bad_idx_is_refused(tmp_path: Path, write_options: dict[str, int], change: Any, expected: list[str]) -> None:
+    write_idx(tmp_path / "in", "train", 5, False, **write_options)
     if change:
         change(tmp_path / "in" / "train-images-idx3-ubyte", tmp_path / "in" / "train-labels-idx1-ubyte")
     assert_refused(tmp_path, expected, source="idx", input=str(tmp_path / "in"))
@@ -300,8 +301,8 @@ def test_bad_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any] | None, e
     assert_refused(tmp_path, expected, source="numpy", input=str(path))
 
 
-def header(shape: str) -> bytes:
-    """The beginning of a .npy file that says that it holds float64 of a shape."""
+def npy_header(shape: str) -> bytes:
+    """Returns the header of a .npy file that declares float64 values of a shape."""
     text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
 
@@ -317,13 +318,15 @@ def header(shape: str) -> bytes:
         ("(" + "[" * 50, "cannot be read"),
     ],
 )
-def test_a_header_that_promises_too_much_is_refused(tmp_path: Path, packed: bool, shape: str, expected: str) -> None:
+def test_a_npy_header_that_declares_more_than_its_data_is_refused(
+    tmp_path: Path, packed: bool, shape: str, expected: str
+) -> None:
     (tmp_path / "in").mkdir()
     if packed:
         with zipfile.ZipFile(tmp_path / "in" / "x.npz", "w") as archive:
-            archive.writestr("x.npy", header(shape) + bytes(64))
+            archive.writestr("x.npy", npy_header(shape) + bytes(64))
     else:
-        (tmp_path / "in" / "x.npy").write_bytes(header(shape) + bytes(64))
+        (tmp_path / "in" / "x.npy").write_bytes(npy_header(shape) + bytes(64))
     [source] = (tmp_path / "in").iterdir()
     assert_refused(
         tmp_path, ["x.npz:x", "damaged"] if packed else ["x.npy", expected], source="numpy", input=str(source)
@@ -331,7 +334,7 @@ def test_a_header_that_promises_too_much_is_refused(tmp_path: Path, packed: bool
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_idx_dimensions_that_promise_too_much_are_refused(tmp_path: Path, packed: bool) -> None:
+def test_idx_dimensions_larger_than_the_data_are_refused(tmp_path: Path, packed: bool) -> None:
     write_idx(tmp_path / "in", "train", 3, packed)
     data = struct.pack(">4I", 2051, 3, 2**32 - 1, 2**32 - 1) + bytes(64)
     images = tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}"
@@ -339,13 +342,13 @@ def test_idx_dimensions_that_promise_too_much_are_refused(tmp_path: Path, packed
     assert_refused(tmp_path, [str(images), "damaged"], source="idx", input=str(tmp_path / "in"))
 
 
-def animate(path: Path) -> None:
+def write_animated_gif(path: Path) -> None:
     frames = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (0, 200)]
     frames[0].save(path / "dog" / "2.gif", save_all=True, append_images=frames[1:])
 
 
-def enormous(kind: str) -> bytes:
-    """An image of 31 KB that says that it has 256 million pixels, or 200 frames of one million."""
+def enormous_image(kind: str) -> bytes:
+    """Returns an image of 31 KB that declares 256 million pixels, or 200 frames of one million."""
     file = io.BytesIO()
     if kind == "gif":
         frames = [Image.new("L", (1000, 1000), i) for i in range(200)]
@@ -359,7 +362,7 @@ def enormous(kind: str) -> bytes:
 def test_an_enormous_image_is_refused_before_it_is_decoded(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = enormous(kind)
+    content = enormous_image(kind)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
     (tmp_path / "in" / "cat").mkdir(parents=True)
     (tmp_path / "in" / "cat" / f"1.{kind}").write_bytes(content)
@@ -389,7 +392,7 @@ def test_an_enormous_image_is_refused_before_it_is_decoded(
         ),
         (lambda path: (path / "dog" / "1.png").write_bytes(b""), ["dog/1.png", "the file is empty"]),
         (lambda path: Image.new("RGB", (4, 4)).save(path / "dog" / "2.bmp"), ["dog/2.bmp", "a BMP image", "Convert"]),
-        (animate, ["dog/2.gif", "it has 2 frames"]),
+        (write_animated_gif, ["dog/2.gif", "it has 2 frames"]),
     ],
 )
 def test_bad_images_are_refused(tmp_path: Path, change: Any, expected: list[str]) -> None:

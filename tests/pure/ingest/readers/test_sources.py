@@ -1,6 +1,4 @@
-"""Ingest of the formats of other programs: what goes in comes out; what is damaged or hostile is refused with a
-reason.
-"""
+"""Readers of other formats store the values of the source, and refuse damaged or hostile input with a reason."""
 
 from __future__ import annotations
 
@@ -43,17 +41,21 @@ LINES = [
 ]
 
 
-def test_json_lines_have_one_type_a_key_over_all_files(tmp_path: Path) -> None:
+def test_each_json_key_has_one_type_over_all_files(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, LINES[:1])) + "\n\n")
     (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, LINES[1:])).encode()))
-    got = done(tmp_path, "jsonl", folder, label="kind", split_bytes=1)
-    assert got["row_id"] == ["a.jsonl:1", "b.jsonl.gz:1", "b.jsonl.gz:2"]
-    assert got["x"] == [1.0, 2.5, None]
-    assert (got["label"], got["when"], got["on"]) == ([2, 0, 1], ["2020-01-01", "never", None], [True, None, False])
-    np.testing.assert_array_equal(got["vector"], [[1, 2.5], [3, 4], [0.5, 0]])
-    np.testing.assert_array_equal(got["grid"], [line["grid"] for line in LINES])
+    columns = done(tmp_path, "jsonl", folder, label="kind", split_bytes=1)
+    assert columns["row_id"] == ["a.jsonl:1", "b.jsonl.gz:1", "b.jsonl.gz:2"]
+    assert columns["x"] == [1.0, 2.5, None]
+    assert (columns["label"], columns["when"], columns["on"]) == (
+        [2, 0, 1],
+        ["2020-01-01", "never", None],
+        [True, None, False],
+    )
+    np.testing.assert_array_equal(columns["vector"], [[1, 2.5], [3, 4], [0.5, 0]])
+    np.testing.assert_array_equal(columns["grid"], [line["grid"] for line in LINES])
     about = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert (about["classes"], about["class_counts"]) == (["ant", "bee", "wasp"], {"ant": 1, "bee": 1, "wasp": 1})
 
@@ -81,11 +83,15 @@ def test_bad_json_lines_are_refused(tmp_path: Path, lines: list[str], options: d
     assert expected in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl", **options)
 
 
-def test_json_lines_that_cannot_be_used_are_skipped_where_that_is_allowed(tmp_path: Path) -> None:
+def test_on_bad_row_skip_leaves_out_bad_json_lines(tmp_path: Path) -> None:
     lines = ['{"a": [1, 2], "y": "u"}', "oops", '{"a": [1], "y": "v"}', '{"a": [3, 4]}', '{"a": [5, 6], "y": "v"}']
     (tmp_path / "f.jsonl").write_text("\n".join(lines))
-    got = done(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
-    assert (got["row_id"], got["label"], got["a"].tolist()) == (["f.jsonl:1", "f.jsonl:5"], [0, 1], [[1, 2], [5, 6]])
+    columns = done(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
+    assert (columns["row_id"], columns["label"], columns["a"].tolist()) == (
+        ["f.jsonl:1", "f.jsonl:5"],
+        [0, 1],
+        [[1, 2], [5, 6]],
+    )
 
 
 @pytest.mark.parametrize("empty", ["[]", "[[], []]", "[[1, 2], []]"])
@@ -98,12 +104,12 @@ def test_an_empty_list_in_the_first_json_line_is_a_bad_row(tmp_path: Path, empty
     assert "row a.jsonl:1: 'a' is no list of shape [2" in refusal(
         tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes
     )
-    got = done(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip")
-    assert (got["row_id"], got["a"].tolist()) == (["b.jsonl:1"], [json.loads(other)])
+    columns = done(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip")
+    assert (columns["row_id"], columns["a"].tolist()) == (["b.jsonl:1"], [json.loads(other)])
 
 
-def test_what_parquet_cannot_hold_is_no_error_of_the_storage(tmp_path: Path) -> None:
-    """pyarrow raises an OSError for both."""
+def test_a_column_that_parquet_rejects_is_not_a_storage_error(tmp_path: Path) -> None:
+    """pyarrow raises an OSError for both, so ingest has to distinguish them."""
     write_tar(tmp_path / "in" / "x.tar", {"0.npy": npy(np.ones((2, 0)))})
     message = refusal(tmp_path, "webdataset", tmp_path / "in")
     assert "the columns ['row_id', 'array'] cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0" in message
@@ -111,7 +117,7 @@ def test_what_parquet_cannot_hold_is_no_error_of_the_storage(tmp_path: Path) -> 
 
 
 def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is cut off behind what is read of the line."""
+    """The file is truncated within the line, so reading the whole line would fail in another way."""
     monkeypatch.setattr(raw_jsonl, "MAX_LINE_BYTES", 1 << 20)
     line = b'{"a": "' + RNG.bytes(2 << 20).hex().encode()
     (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(line)[:-1_000_000])
@@ -120,7 +126,8 @@ def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypat
 
 def test_damaged_gzip_of_json_lines_is_refused(tmp_path: Path) -> None:
     data = bytearray(gzip.compress(b'{"a": 1}'))
-    data[10] = 0xFF  # behind the header
+    # The header has 10 bytes; the next one belongs to the first block.
+    data[10] = 0xFF
     (tmp_path / "f.jsonl.gz").write_bytes(data)
     assert "invalid block type" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
 
@@ -140,13 +147,13 @@ def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[st
         (tmp_path / "in" / f"{i}.jsonl").write_text(
             "".join(f'{{"a": 1, "day": "{day}"}}\n' for day in (days[i], days[i]))
         )
-    got = done(tmp_path, "jsonl", tmp_path / "in", label="day", split_bytes=split_bytes)
+    columns = done(tmp_path, "jsonl", tmp_path / "in", label="day", split_bytes=split_bytes)
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["classes"] == sorted(days)
-    assert got["label"] == [sorted(days).index(day) for day in days for _ in range(2)]
+    assert columns["label"] == [sorted(days).index(day) for day in days for _ in range(2)]
 
 
 @pytest.mark.parametrize(
-    ("values", "line", "lost"),
+    ("values", "line", "rounded"),
     [
         ((7, 12345678901234567890), 2, "12345678901234567890"),
         ((9007199254740993, 1.5), 1, "9007199254740993"),
@@ -156,7 +163,7 @@ def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[st
 )
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
 def test_integers_in_json_that_would_be_rounded_are_refused(
-    tmp_path: Path, values: Any, line: int, lost: str, split_bytes: int
+    tmp_path: Path, values: Any, line: int, rounded: str, split_bytes: int
 ) -> None:
     (tmp_path / "in").mkdir()
     files = [[value] for value in values] if split_bytes == 1 else [values]
@@ -164,11 +171,11 @@ def test_integers_in_json_that_would_be_rounded_are_refused(
         (tmp_path / "in" / f"{i}.jsonl").write_text("\n".join(json.dumps({"id": value}) for value in lines))
     message = refusal(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip")
     where = f"{line - 1}.jsonl: line 1" if split_bytes == 1 else f"0.jsonl: line {line}"
-    assert f"{where}: key 'id' holds {lost}, which float64 would round" in message
+    assert f"{where}: key 'id' holds {rounded}, which float64 would round" in message
     assert "Write them as text" in message
 
 
-def test_large_numbers_in_json_that_are_kept_are_allowed(tmp_path: Path) -> None:
+def test_large_json_numbers_without_rounding_are_allowed(tmp_path: Path) -> None:
     columns = {
         "id": [2**63 - 1, -(2**63)],
         "x": [1e300, 10**18],
@@ -178,27 +185,29 @@ def test_large_numbers_in_json_that_are_kept_are_allowed(tmp_path: Path) -> None
     (tmp_path / "f.jsonl").write_text(
         "\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
     )
-    got = done(tmp_path, "jsonl", tmp_path / "f.jsonl")
-    assert {name: got[name] for name in ("id", "x", "text")} == {name: columns[name] for name in ("id", "x", "text")}
-    np.testing.assert_array_equal(got["v"], columns["v"])
+    output = done(tmp_path, "jsonl", tmp_path / "f.jsonl")
+    assert {name: output[name] for name in ("id", "x", "text")} == {name: columns[name] for name in ("id", "x", "text")}
+    np.testing.assert_array_equal(output["v"], columns["v"])
 
 
-def run_apart(code: str) -> None:
-    """Runs Python in a process of its own, which a crash in C may end."""
-    ended = subprocess.run(
+def run_in_subprocess(code: str) -> None:
+    """Runs Python code in a subprocess, because a crash in C would end the test process."""
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
     )
-    assert ended.returncode == 0, f"exit code {ended.returncode}: {ended.stdout}{ended.stderr}"
+    assert process.returncode == 0, f"exit code {process.returncode}: {process.stdout}{process.stderr}"
 
 
 def nested_line(depth: int) -> str:
-    """A JSON line with lists and objects in each other."""
+    """Returns a JSON line that is nested `depth` deep."""
     return '{"a": ' + "[" * (depth - 1) + "1" + "]" * (depth - 1) + "}"
 
 
 @pytest.mark.rest
-def test_json_that_would_end_the_process_is_skipped(tmp_path: Path) -> None:
-    """Nested too deeply, in one line or over several, or no object; in a process of its own, as it crashed."""
+def test_json_lines_that_crash_the_parser_are_skipped(tmp_path: Path) -> None:
+    """The lines are nested too deeply, in one line or over several, or are not objects; some of them crashed the parser
+    in C.
+    """
     cases = [
         [nested_line(3000)],
         [nested_line(500)],
@@ -215,7 +224,7 @@ def test_json_that_would_end_the_process_is_skipped(tmp_path: Path) -> None:
         options.append(
             IngestOptions("jsonl", str(tmp_path / f"out{number}"), str(source), on_bad_row="skip", max_bad_rows=1000)
         )
-    run_apart(
+    run_in_subprocess(
         f"from ray_app.ingest.ingest import *\nfor each in {options!r}: print(each.input, flush=True), ingest(each)"
     )
     for number, lines in enumerate(cases):
@@ -229,7 +238,7 @@ def test_a_json_line_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
     assert "row f.jsonl:2: nested more than 32 deep" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl")
 
 
-def test_brackets_in_text_and_beside_each_other_are_not_deep(tmp_path: Path) -> None:
+def test_brackets_in_text_and_sibling_lists_do_not_count_as_depth(tmp_path: Path) -> None:
     lines = [{"a": '[{"\\' * 100, "grid": [[i] for i in range(100)]}, {"a": "x", "grid": [[0]] * 100}]
     (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(map(json.dumps, lines)).encode())
     assert done(tmp_path / "flat", "jsonl", tmp_path / "f.jsonl")["a"] == [line["a"] for line in lines]
@@ -237,21 +246,23 @@ def test_brackets_in_text_and_beside_each_other_are_not_deep(tmp_path: Path) -> 
     assert done(tmp_path / "deep", "jsonl", tmp_path / "g.jsonl")["a"].shape == (1,) * 32
 
 
-def as_images(pixels: np.ndarray) -> np.ndarray:
-    """Planes of red, green, blue, as the archives hold them, to (rows, 32, 32, 3)."""
+def planes_to_images(pixels: np.ndarray) -> np.ndarray:
+    """Returns the red, green and blue planes of CIFAR's archives as images of shape (rows, 32, 32, 3)."""
     return np.stack([pixels[:, i * 1024 : (i + 1) * 1024].reshape(-1, 32, 32) for i in range(3)], axis=-1)
 
 
 @pytest.mark.parametrize("kind", ["binary10", "binary100", "python10", "python100"])
-def test_cifar_comes_back_equal(tmp_path: Path, kind: str) -> None:
-    made = write_cifar(tmp_path / "in", kind)
+def test_cifar_images_and_labels_are_read_unchanged(tmp_path: Path, kind: str) -> None:
+    batches = write_cifar(tmp_path / "in", kind)
     summary = ingest(IngestOptions("cifar", str(tmp_path / "out"), str(tmp_path / "in"), eval_fraction=0))
-    for side in ("train", "test"):
-        got = read(tmp_path / "out" / side)
-        files = [value for name, value in made.items() if name.startswith("test") == (side == "test")]
-        np.testing.assert_array_equal(got["image"], as_images(np.concatenate([pixels for pixels, _ in files])))
-        assert got["label"] == [label for _, labels in files for label in labels]
-        assert got.get("coarse_label", [9]) == [9] * (len(got["label"]) if "100" in kind else 1)
+    for part in ("train", "test"):
+        columns = read(tmp_path / "out" / part)
+        files = [value for name, value in batches.items() if name.startswith("test") == (part == "test")]
+        np.testing.assert_array_equal(
+            columns["image"], planes_to_images(np.concatenate([pixels for pixels, _ in files]))
+        )
+        assert columns["label"] == [label for _, labels in files for label in labels]
+        assert columns.get("coarse_label", [9]) == [9] * (len(columns["label"]) if "100" in kind else 1)
     assert summary.parts["train"].classes == list(CIFAR_NAMES)
     assert read(tmp_path / "out" / "test")["row_id"][0] == {
         "binary10": "test_batch.bin:0",
@@ -262,7 +273,7 @@ def test_cifar_comes_back_equal(tmp_path: Path, kind: str) -> None:
 
 
 class Hostile:
-    """Unpickling it creates a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -271,12 +282,12 @@ class Hostile:
         return (Path.touch, (self._path,))
 
 
-def test_a_hostile_pickle_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> None:
+def test_a_hostile_pickle_is_refused_without_running_its_code(tmp_path: Path) -> None:
     write_cifar(tmp_path / "in", "python10")
     for protocol in range(5):
         hostile = pickle.dumps({"data": Hostile(tmp_path / "ran"), "labels": []}, protocol=protocol)
         pickle.loads(hostile)
-        assert (tmp_path / "ran").exists(), "the pickle must be one that does something"
+        assert (tmp_path / "ran").exists(), "the pickle does not run its code, so this test would show nothing"
         (tmp_path / "ran").unlink()
         (tmp_path / "in" / "data_batch_3").write_bytes(hostile)
         message = refusal(tmp_path, "cifar", tmp_path / "in")
@@ -308,8 +319,8 @@ def test_a_hostile_pickle_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> N
         b"\x80\x02K\x01K\x02.",
     ],
 )
-def test_what_is_no_plain_data_is_no_pickle_for_us(data: bytes) -> None:
-    """Code that is named or called, attributes that are set, and damage."""
+def test_a_pickle_of_anything_but_plain_data_is_refused(data: bytes) -> None:
+    """The pickles import or call code, set attributes, or are damaged."""
     with pytest.raises(ValueError):  # noqa: PT011 - each has its own message
         unpickle(io.BytesIO(data))
 
@@ -326,11 +337,11 @@ def test_what_is_no_plain_data_is_no_pickle_for_us(data: bytes) -> None:
         (r"\x80\x02c_codecs\nencode\nU\x01a", r"\x86R.", "another encoding than latin1"),
     ],
 )
-def test_tuples_in_tuples_in_a_pickle_are_refused(value: str, before: str, after: str, expected: str) -> None:
-    """To hash or print one that is nested deeply ends the process, with one that is in itself in many places it does
-    not end.
+def test_nested_tuples_in_a_pickle_are_refused(value: str, before: str, after: str, expected: str) -> None:
+    """Hashing or printing a deeply nested tuple ends the process; with a tuple that is shared at every level it does
+    not finish.
     """
-    run_apart(
+    run_in_subprocess(
         "import io; from ray_app.ingest.readers.cifar import unpickle\n"
         f"try: unpickle(io.BytesIO(b'{before}' + {value} + b'{after}'))\n"
         f"except ValueError as error: assert {expected!r} in str(error), error\nelse: assert False"
@@ -338,7 +349,7 @@ def test_tuples_in_tuples_in_a_pickle_are_refused(value: str, before: str, after
 
 
 @pytest.mark.parametrize("protocol", [1, 2, 3, 4])
-def test_plain_data_is_read_as_python_reads_it(protocol: int) -> None:
+def test_unpickle_reads_plain_data_as_pickle_does(protocol: int) -> None:
     shared = [1, 2]
     value = {"a": [1, -5, 70_000, 2**40, 1.5, None, True], "b": {"c": shared, "d": shared}, "e": b"\x00\xff", "f": "x"}
     arrays = {
@@ -346,11 +357,11 @@ def test_plain_data_is_read_as_python_reads_it(protocol: int) -> None:
         "h": np.asfortranarray(np.ones((2, 3), ">f4")),
         "i": np.arange(3, dtype="<u2"),
     }
-    got = unpickle(io.BytesIO(pickle.dumps(value | arrays, protocol=protocol)))
-    assert {key: got[key] for key in value} == value
+    content = unpickle(io.BytesIO(pickle.dumps(value | arrays, protocol=protocol)))
+    assert {key: content[key] for key in value} == value
     for key, array in arrays.items():
-        np.testing.assert_array_equal(got[key], array)
-        assert got[key].dtype == array.dtype
+        np.testing.assert_array_equal(content[key], array)
+        assert content[key].dtype == array.dtype
 
 
 @pytest.mark.parametrize(
@@ -391,7 +402,7 @@ def test_bad_cifar_is_refused(tmp_path: Path, change: Any, expected: str) -> Non
         ({}, {"label_names": None}, "batches.meta: no list `label_names`"),
     ],
 )
-def test_cifar_pickles_of_other_content_are_refused(
+def test_cifar_pickles_with_wrong_labels_or_metadata_are_refused(
     tmp_path: Path, batch: dict[str, Any], meta: dict[str, Any], expected: str
 ) -> None:
     (tmp_path / "in").mkdir()
@@ -424,20 +435,20 @@ def sample(i: int) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("given", ["", "train-{000..001}.tar{,.gz}", "train-*"])
-def test_webdataset_tars_are_read(tmp_path: Path, given: str) -> None:
+@pytest.mark.parametrize("pattern", ["", "train-{000..001}.tar{,.gz}", "train-*"])
+def test_webdataset_tars_are_read(tmp_path: Path, pattern: str) -> None:
     folder = tmp_path / "in"
     write_tar(folder / "train-000.tar", sample(0) | sample(1))
     write_tar(folder / "train-001.tar.gz", sample(2), "w:gz")
-    for name in ("train-001.tar", "train-000.tar.gz") if "{" in given else ():
+    for name in ("train-001.tar", "train-000.tar.gz") if "{" in pattern else ():
         write_tar(folder / name, sample(3), "w:gz" if name.endswith("gz") else "w")
-    got = done(tmp_path, "webdataset", f"{folder}/{given}", split_bytes=1)
-    order = [0, 1, 3, 3, 2] if "{" in given else [0, 1, 2]
-    kinds = [json.loads(value)["kind"] for value in got["json"]]
-    found = Counter(zip(kinds, got["image"], got["label"], got["text"], strict=True))
-    assert found == Counter((i, png(i), i % 2, f"row {i}") for i in order)
-    np.testing.assert_array_equal(got["features"][:, 1, 1], kinds)
-    assert {"train-000.tar:a/0000", "train-000.tar:a/0001"} < set(got["row_id"])
+    columns = done(tmp_path, "webdataset", f"{folder}/{pattern}", split_bytes=1)
+    order = [0, 1, 3, 3, 2] if "{" in pattern else [0, 1, 2]
+    kinds = [json.loads(value)["kind"] for value in columns["json"]]
+    rows = Counter(zip(kinds, columns["image"], columns["label"], columns["text"], strict=True))
+    assert rows == Counter((i, png(i), i % 2, f"row {i}") for i in order)
+    np.testing.assert_array_equal(columns["features"][:, 1, 1], kinds)
+    assert {"train-000.tar:a/0000", "train-000.tar:a/0001"} < set(columns["row_id"])
 
 
 def test_webdataset_label_may_come_from_json(tmp_path: Path) -> None:
@@ -479,8 +490,8 @@ def test_webdataset_rows_that_cannot_be_used_are_skipped(
         {f"{name}.npy": npy(np.ones(2))} | {f"{name}.{kind}": data for kind, data in other.items()} for name in "ac"
     ]
     write_tar(tmp_path / "in" / "x.tar", good[0] | bad | good[1])
-    got = done(tmp_path, "webdataset", tmp_path / "in", on_bad_row="skip", **options)
-    assert got["row_id"] == ["x.tar:a", "x.tar:c"]
+    columns = done(tmp_path, "webdataset", tmp_path / "in", on_bad_row="skip", **options)
+    assert columns["row_id"] == ["x.tar:a", "x.tar:c"]
     [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
     assert json.loads(refused)["row_id"] == "x.tar:b"
     assert reason in json.loads(refused)["reason"]
@@ -545,8 +556,8 @@ def test_a_tar_that_was_cut_off_is_refused(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.gz"])
 @pytest.mark.parametrize("fault", ["cut off", "flipped bit"])
-def test_a_tar_is_read_to_its_end_or_not_at_all(tmp_path: Path, name: str, fault: str) -> None:
-    """The members end in zeros, as the archive does; what follows them is gone, or its header is damaged."""
+def test_a_tar_that_is_damaged_between_members_is_refused(tmp_path: Path, name: str, fault: str) -> None:
+    """The members end in zeros, as the archive does; the next member is missing, or its header is damaged."""
     write_tar(tmp_path / "in" / "x.tar", {f"{i}.npy": npy(np.zeros(1000)) for i in range(6)})
     data = bytearray((tmp_path / "in" / "x.tar").read_bytes())
     third = data.index(b"3.npy")
@@ -560,9 +571,10 @@ def test_a_tar_is_read_to_its_end_or_not_at_all(tmp_path: Path, name: str, fault
 
 
 @pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz"])
-def test_what_a_packed_tar_holds_is_held_against_its_checksum(tmp_path: Path, name: str) -> None:
+def test_a_gzipped_tar_is_checked_against_its_checksum(tmp_path: Path, name: str) -> None:
     write_tar(tmp_path / "x.tar", {"0.txt": b"first", "1.txt": b"second"})
-    data = bytearray(gzip.compress((tmp_path / "x.tar").read_bytes(), 0))  # stored as it is
+    # Level 0 stores the bytes uncompressed, so that a flipped bit damages the content alone.
+    data = bytearray(gzip.compress((tmp_path / "x.tar").read_bytes(), 0))
     data[data.index(b"second")] ^= 1
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(data)
@@ -571,7 +583,7 @@ def test_what_a_packed_tar_holds_is_held_against_its_checksum(tmp_path: Path, na
 
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.gz"])
 @pytest.mark.parametrize("fault", ["zeros between members", "two archives", "two archives packed apart"])
-def test_rows_behind_the_end_of_a_tar_are_not_lost(tmp_path: Path, name: str, fault: str) -> None:
+def test_a_tar_with_rows_after_its_end_marker_is_refused(tmp_path: Path, name: str, fault: str) -> None:
     write_tar(tmp_path / "one.tar", {f"{i}.txt": b"row" for i in range(60)})
     one = (tmp_path / "one.tar").read_bytes()
     whole = one[:10240] + bytes(512) + one[10240:] if fault == "zeros between members" else one + one
@@ -591,8 +603,8 @@ def test_a_tar_may_end_in_any_number_of_zeros(tmp_path: Path, zeros: int) -> Non
 
 
 @pytest.mark.parametrize("packing", ["gz", "bz2", "xz"])
-def test_a_packed_tar_under_the_name_of_a_plain_one_is_refused(tmp_path: Path, packing: str) -> None:
-    """`tarfile` would unpack it, and hold it against no checksum."""
+def test_a_compressed_tar_with_the_suffix_of_a_plain_one_is_refused(tmp_path: Path, packing: str) -> None:
+    """`tarfile` would decompress it without checking a checksum."""
     write_tar(tmp_path / "in" / "x.tar", {"0.txt": b"row"}, f"w:{packing}")
     assert "only .tar.gz and .tgz are unpacked" in refusal(tmp_path, "webdataset", tmp_path / "in")
 
@@ -606,7 +618,7 @@ def test_an_enormous_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
 def test_an_enormous_header_in_a_tar_is_refused_before_it_is_read(tmp_path: Path, kind: bytes) -> None:
-    """The file is cut off behind it: what it announces is not there."""
+    """The file ends after the header: the announced data is missing."""
     header = tarfile.TarInfo("0.txt")
     header.type, header.size = kind, (1 << 20) + 1
     (tmp_path / "in").mkdir()
@@ -614,7 +626,7 @@ def test_an_enormous_header_in_a_tar_is_refused_before_it_is_read(tmp_path: Path
     assert "header of 1048577 bytes; allowed are 1048576" in refusal(tmp_path, "webdataset", tmp_path / "in")
 
 
-def test_headers_about_headers_in_a_tar_are_refused(tmp_path: Path) -> None:
+def test_a_long_chain_of_tar_headers_is_refused(tmp_path: Path) -> None:
     header = tarfile.TarInfo("0.txt")
     header.type = tarfile.GNUTYPE_LONGNAME
     (tmp_path / "in").mkdir()
@@ -642,23 +654,23 @@ def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["saved", "saved/train", "loaded", "parquet", "parquet/train-00000-of-00001.parquet"])
 def test_hugging_face_data_is_read_without_its_library(tmp_path: Path, kind: str) -> None:
-    """The files in `hf/` were written by the real library, see `hf/make.py`."""
+    """The real library wrote the files in `hf/`, see `hf/make.py`."""
     ingest(IngestOptions("hf", str(tmp_path / "out"), str(HF / kind), split_bytes=1))
     sides = {"": 7} if "train" in kind else {"train": 7, "test": 3}
     for side, rows in sides.items():
-        got = read(tmp_path / "out" / side)
-        assert list(got) == ["row_id", "image", "label", "text", "vector", "grid"]
-        assert [np.asarray(Image.open(io.BytesIO(image)))[0, 0, 0] for image in got["image"]] == [
+        columns = read(tmp_path / "out" / side)
+        assert list(columns) == ["row_id", "image", "label", "text", "vector", "grid"]
+        assert [np.asarray(Image.open(io.BytesIO(image)))[0, 0, 0] for image in columns["image"]] == [
             10 * i for i in range(rows)
         ]
-        assert (got["label"], got["text"]) == ([i % 3 for i in range(rows)], [f"row {i}" for i in range(rows)])
-        np.testing.assert_array_equal(got["vector"], [[i, 1, 2] for i in range(rows)])
-        np.testing.assert_array_equal(got["grid"], np.array([[[i, 1], [2, 3]] for i in range(rows)], np.float32))
+        assert (columns["label"], columns["text"]) == ([i % 3 for i in range(rows)], [f"row {i}" for i in range(rows)])
+        np.testing.assert_array_equal(columns["vector"], [[i, 1, 2] for i in range(rows)])
+        np.testing.assert_array_equal(columns["grid"], np.array([[[i, 1], [2, 3]] for i in range(rows)], np.float32))
         assert json.loads((tmp_path / "out" / side / "dataset.json").read_text())["classes"] == ["ant", "bee", "cat"]
 
 
-def saved(folder: Path, table: pa.Table, features: dict[str, Any]) -> Path:
-    """A data set as `save_to_disk` lays it out."""
+def write_saved_dataset(folder: Path, table: pa.Table, features: dict[str, Any]) -> Path:
+    """Writes a data set in the layout of `save_to_disk` and returns its folder."""
     folder.mkdir()
     with (
         pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
@@ -676,9 +688,11 @@ CLASSES = {"y": {"names": ["u", "v"], "_type": "ClassLabel"}}
 
 
 def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> None:
-    given = saved(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, -1, 0], "more": [{"b": 1}] * 3}), CLASSES)
-    got = done(tmp_path, "hf", given, label="y", columns=["a"], on_bad_row="skip")
-    assert (got["a"], got["label"]) == ([1, 3], [1, 0])
+    folder = write_saved_dataset(
+        tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, -1, 0], "more": [{"b": 1}] * 3}), CLASSES
+    )
+    columns = done(tmp_path, "hf", folder, label="y", columns=["a"], on_bad_row="skip")
+    assert (columns["a"], columns["label"]) == ([1, 3], [1, 0])
     about = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert (about["classes"], about["refused"]) == (["u", "v"], 1)
 
@@ -699,40 +713,44 @@ def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> Non
 def test_bad_hugging_face_data_is_refused(
     tmp_path: Path, table: dict[str, Any], options: dict[str, Any], expected: str
 ) -> None:
-    assert expected in refusal(tmp_path, "hf", saved(tmp_path / "in", pa.table(table), CLASSES), **options)
+    assert expected in refusal(
+        tmp_path, "hf", write_saved_dataset(tmp_path / "in", pa.table(table), CLASSES), **options
+    )
 
 
-def test_hugging_face_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
-    given = saved(tmp_path / "in", pa.table({"a": list(range(1000))}), {})
-    file = given / "data-00000-of-00001.arrow"
+def test_incomplete_hugging_face_folders_are_refused(tmp_path: Path) -> None:
+    folder = write_saved_dataset(tmp_path / "in", pa.table({"a": list(range(1000))}), {})
+    file = folder / "data-00000-of-00001.arrow"
     data = file.read_bytes()
     file.write_bytes(data[:3000])
-    assert "The file is damaged or not of Arrow's stream format" in refusal(tmp_path, "hf", given)
+    assert "The file is damaged or not of Arrow's stream format" in refusal(tmp_path, "hf", folder)
     file.unlink()
-    assert "state.json names 'data-00000-of-00001.arrow', which is not in this folder" in refusal(tmp_path, "hf", given)
-    (given / "state.json").unlink()
-    assert "nothing of Hugging Face datasets" in refusal(tmp_path, "hf", given)
+    assert "state.json names 'data-00000-of-00001.arrow', which is not in this folder" in refusal(
+        tmp_path, "hf", folder
+    )
+    (folder / "state.json").unlink()
+    assert "nothing of Hugging Face datasets" in refusal(tmp_path, "hf", folder)
 
 
 @pytest.mark.parametrize("suffix", [".arrow", "-0f1e2d.parquet"])
-def test_a_missing_one_of_numbered_files_is_said(tmp_path: Path, suffix: str) -> None:
+def test_missing_and_duplicate_numbered_files_are_refused(tmp_path: Path, suffix: str) -> None:
     (tmp_path / "in").mkdir()
     for number in range(3):
-        place = tmp_path / "in" / f"train-{number:05d}-of-00003{suffix}"
+        path = tmp_path / "in" / f"train-{number:05d}-of-00003{suffix}"
         if suffix == ".arrow":
-            with pa.OSFile(str(place), "wb") as file, pa.ipc.new_stream(file, pa.schema({"a": pa.int64()})) as writer:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, pa.schema({"a": pa.int64()})) as writer:
                 writer.write_table(pa.table({"a": [number]}))
         else:
-            pq.write_table(pa.table({"a": [number]}), place)
+            pq.write_table(pa.table({"a": [number]}), path)
     assert done(tmp_path / "whole", "hf", tmp_path / "in")["a"] == [0, 1, 2]
-    twice = (
+    duplicate = (
         tmp_path
         / "in"
         / (f"train-00000-of-00001{suffix}" if suffix == ".arrow" else "train-00001-of-00003-ffffff.parquet")
     )
-    shutil.copy(tmp_path / "in" / f"train-00001-of-00003{suffix}", twice)
+    shutil.copy(tmp_path / "in" / f"train-00001-of-00003{suffix}", duplicate)
     assert "the files train-... are numbered more than once" in refusal(tmp_path, "hf", tmp_path / "in")
-    twice.unlink()
+    duplicate.unlink()
     (tmp_path / "in" / f"train-00001-of-00003{suffix}").unlink()
     assert "train-00001-of-00003 is missing, 2 of 3 are there" in refusal(tmp_path, "hf", tmp_path / "in")
 
@@ -756,17 +774,19 @@ def test_a_missing_one_of_numbered_files_is_said(tmp_path: Path, suffix: str) ->
         ),
     ],
 )
-def test_files_of_one_split_have_the_same_types(
+def test_files_of_one_split_with_different_types_are_refused(
     tmp_path: Path, first: pa.Array, second: pa.Array, expected: str, split_bytes: int
 ) -> None:
     (tmp_path / "in").mkdir()
     for number, column in enumerate((first, second)):
         pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
     ragged = ["a"] if pa.types.is_nested(first.type) else None
-    for named in (None, ragged):
-        said = refusal(tmp_path, "hf", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip", ragged=named)
-        assert expected in said
-    assert expected != "int64" or "all files of a data set have the same. Correct the input." in said
+    for ragged_option in (None, ragged):
+        message = refusal(
+            tmp_path, "hf", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip", ragged=ragged_option
+        )
+        assert expected in message
+    assert expected != "int64" or "all files of a data set have the same. Correct the input." in message
 
 
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
@@ -781,13 +801,13 @@ def test_files_of_one_split_have_the_same_types(
         (pa.array([[1, 2], [2, 3]], pa.list_(pa.int8(), 2)), pa.nulls(2), False, [[1, 2], [2, 3]]),
     ],
 )
-def test_a_column_without_a_value_in_a_later_file_is_of_the_first_files_type(
+def test_a_column_without_values_in_a_later_file_has_the_first_files_type(
     tmp_path: Path, first: pa.Array, second: pa.Array, ragged: bool, expected: list[Any], split_bytes: int
 ) -> None:
     (tmp_path / "in").mkdir()
     for number, column in enumerate((first, second)):
         pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
-    got = done(
+    columns = done(
         tmp_path,
         "hf",
         tmp_path / "in",
@@ -796,16 +816,17 @@ def test_a_column_without_a_value_in_a_later_file_is_of_the_first_files_type(
         max_bad_rows=9,
         ragged=["a"] if ragged else None,
     )
-    found = sorted(
-        (list(np.asarray(each).tolist()) if pa.types.is_nested(first.type) else each for each in got["a"]), key=str
+    values = sorted(
+        (list(np.asarray(value).tolist()) if pa.types.is_nested(first.type) else value for value in columns["a"]),
+        key=str,
     )
-    assert found == sorted(expected, key=str)
+    assert values == sorted(expected, key=str)
 
 
 @pytest.mark.parametrize("source", ["hf", "cifar"])
-def test_other_names_of_the_classes_are_another_source(tmp_path: Path, source: Any) -> None:
+def test_changed_class_names_count_as_a_changed_source(tmp_path: Path, source: Any) -> None:
     if source == "hf":
-        names = saved(tmp_path / "in", pa.table({"a": [1], "y": [1]}), CLASSES) / "dataset_info.json"
+        names = write_saved_dataset(tmp_path / "in", pa.table({"a": [1], "y": [1]}), CLASSES) / "dataset_info.json"
     else:
         write_cifar(tmp_path / "in", "binary10")
         names = tmp_path / "in" / "batches.meta.txt"
@@ -819,38 +840,44 @@ def test_other_names_of_the_classes_are_another_source(tmp_path: Path, source: A
 
 @pytest.mark.parametrize("end", [400, 2_000_000_000, 2])
 def test_an_arrow_stream_that_points_outside_itself_is_refused(tmp_path: Path, end: int) -> None:
-    """Unchecked, rows would hold bytes of this process's memory, or end it."""
-    given = saved(tmp_path / "in", pa.table({"a": [{"bytes": b"abc", "path": None}] * 3}), {})
-    file = given / "data-00000-of-00001.arrow"
+    """Without the check, rows would contain bytes of this process's memory, or crash it."""
+    folder = write_saved_dataset(tmp_path / "in", pa.table({"a": [{"bytes": b"abc", "path": None}] * 3}), {})
+    file = folder / "data-00000-of-00001.arrow"
     data = file.read_bytes()
     assert data.count(struct.pack("<4i", 0, 3, 6, 9)) == 1
     file.write_bytes(data.replace(struct.pack("<4i", 0, 3, 6, 9), struct.pack("<4i", 0, 3, 6, end)))
-    assert "The file is damaged" in refusal(tmp_path, "hf", given, check=False)
+    assert "The file is damaged" in refusal(tmp_path, "hf", folder, check=False)
 
 
-def test_hugging_face_labels_are_held_against_the_classes(tmp_path: Path) -> None:
-    given = saved(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, 7, 0]}), CLASSES)
-    assert done(tmp_path, "hf", given, label="y", on_bad_row="skip")["label"] == [1, 0]
+def test_hugging_face_labels_outside_the_classes_are_bad_rows(tmp_path: Path) -> None:
+    folder = write_saved_dataset(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, 7, 0]}), CLASSES)
+    assert done(tmp_path, "hf", folder, label="y", on_bad_row="skip")["label"] == [1, 0]
     [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
     assert json.loads(refused)["reason"] == "label 7; the 2 classes allow 0 to 1"
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_an_arrow_stream_is_read_to_its_end_or_not_at_all(tmp_path: Path, old: bool) -> None:
-    """Cut off between two batches: the last value is the mark of the end, so the file ends as a whole one does."""
-    sink, table, ends = io.BytesIO(), pa.table({"a": [1, 2**32 - 1]}), []
-    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(use_legacy_format=old)) as writer:
+@pytest.mark.parametrize("legacy_format", [False, True])
+def test_an_arrow_stream_without_its_end_marker_is_refused(tmp_path: Path, legacy_format: bool) -> None:
+    """The file is truncated between two batches; the last value equals the end marker, so the file ends as a complete
+    one does.
+    """
+    sink = io.BytesIO()
+    table = pa.table({"a": [1, 2**32 - 1]})
+    ends = []
+    with pa.ipc.new_stream(
+        sink, table.schema, options=pa.ipc.IpcWriteOptions(use_legacy_format=legacy_format)
+    ) as writer:
         for _ in range(3):
             writer.write_table(table)
             ends.append(sink.tell())
-    given = tmp_path / "data.arrow"
-    given.write_bytes(sink.getvalue()[: ends[1]])
-    assert "it was cut off" in refusal(tmp_path, "hf", given)
-    given.write_bytes(sink.getvalue())
-    assert done(tmp_path, "hf", given)["a"] == [1, 2**32 - 1] * 3
+    path = tmp_path / "data.arrow"
+    path.write_bytes(sink.getvalue()[: ends[1]])
+    assert "it was cut off" in refusal(tmp_path, "hf", path)
+    path.write_bytes(sink.getvalue())
+    assert done(tmp_path, "hf", path)["a"] == [1, 2**32 - 1] * 3
 
 
-def test_parquet_is_described_and_left_alone(tmp_path: Path) -> None:
+def test_parquet_is_described_and_not_rewritten(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for i, rows in enumerate((5, 3)):
         pq.write_table(

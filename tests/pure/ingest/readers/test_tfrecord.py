@@ -1,4 +1,4 @@
-"""TFRecord files: those that TensorFlow wrote (`tests/support/tfrecord/make.py`), and damaged and unusual ones."""
+"""TFRecord files of TensorFlow (`tests/support/tfrecord/make.py`) are read; damaged and unusual ones are refused."""
 
 from __future__ import annotations
 
@@ -19,52 +19,57 @@ from ray_app.ingest.readers.tfrecord import _example, _masked
 from tests.support.ingest_inputs import read
 from tests.support.places import SUPPORT
 
-WRITTEN = SUPPORT / "tfrecord"
+TENSORFLOW_FILES = SUPPORT / "tfrecord"
 COLUMNS = ["image/encoded", "image/class/label", "image/class/text", "floats", "integers"]
 
 
-def made(tmp_path: Path, source: Path | str, **options: Any) -> DatasetSummary:
+def ingest_tfrecord(tmp_path: Path, source: Path | str, **options: Any) -> DatasetSummary:
     return ingest(IngestOptions("tfrecord", str(tmp_path / "out"), str(source), **options))
 
 
 def refusal(tmp_path: Path, source: Path | str, **options: Any) -> str:
     with pytest.raises((DataError, ConfigError)) as caught:
-        made(tmp_path, source, **options)
+        ingest_tfrecord(tmp_path, source, **options)
     assert not (tmp_path / "out").exists()
     return str(caught.value)
 
 
-def test_what_tensorflow_wrote_comes_back_equal(tmp_path: Path) -> None:
-    """Two files, one that is gzipped, text, images, floats and integers to their limits."""
-    summary = made(
-        tmp_path, WRITTEN, label="image/class/label", columns=COLUMNS, rename={"image/encoded": "image"}, split_bytes=1
+def test_records_of_tensorflow_are_read_unchanged(tmp_path: Path) -> None:
+    """There are two files, one of them gzipped, with text, images, floats and integers up to their limits."""
+    summary = ingest_tfrecord(
+        tmp_path,
+        TENSORFLOW_FILES,
+        label="image/class/label",
+        columns=COLUMNS,
+        rename={"image/encoded": "image"},
+        split_bytes=1,
     )
     assert {name: part.rows for name, part in summary.parts.items()} == {"train": 5, "test": 3}
-    for side, rows in (("train", range(5)), ("test", range(5, 8))):
-        got = read(tmp_path / "out" / side)
-        assert got["label"] == [i % 3 for i in rows]
-        assert [text.decode() for text in got["image/class/text"]] == [f"class {i % 3} ä" for i in rows]
-        np.testing.assert_array_equal(got["floats"], np.array([[i, i / 8, -1e30, 0.1] for i in rows], np.float32))
-        np.testing.assert_array_equal(got["integers"], np.array([[-i, 2**63 - 1, -(2**63)] for i in rows]))
-        for i, encoded in zip(rows, got["image"], strict=True):
+    for split, rows in (("train", range(5)), ("test", range(5, 8))):
+        columns = read(tmp_path / "out" / split)
+        assert columns["label"] == [i % 3 for i in rows]
+        assert [text.decode() for text in columns["image/class/text"]] == [f"class {i % 3} ä" for i in rows]
+        np.testing.assert_array_equal(columns["floats"], np.array([[i, i / 8, -1e30, 0.1] for i in rows], np.float32))
+        np.testing.assert_array_equal(columns["integers"], np.array([[-i, 2**63 - 1, -(2**63)] for i in rows]))
+        for i, encoded in zip(rows, columns["image"], strict=True):
             np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(encoded))), np.full((5, 4, 3), 10 * i))
-    assert got["row_id"] == [f"test.tfrecord-00000-of-00001:{i}" for i in range(3)]
+    assert columns["row_id"] == [f"test.tfrecord-00000-of-00001:{i}" for i in range(3)]
 
 
 def test_a_pattern_or_a_file_gives_one_data_set(tmp_path: Path) -> None:
-    pattern = str(WRITTEN / "train.tfrecord-*")
+    pattern = str(TENSORFLOW_FILES / "train.tfrecord-*")
     assert {
         name: part.rows
-        for name, part in made(tmp_path / "a", pattern, columns=COLUMNS, eval_fraction=0.5).parts.items()
+        for name, part in ingest_tfrecord(tmp_path / "a", pattern, columns=COLUMNS, eval_fraction=0.5).parts.items()
     }.keys() == {
         "train",
         "eval",
     }
-    assert made(tmp_path / "b", WRITTEN / "test.tfrecord-00000-of-00001", columns=COLUMNS).rows == 3
+    assert ingest_tfrecord(tmp_path / "b", TENSORFLOW_FILES / "test.tfrecord-00000-of-00001", columns=COLUMNS).rows == 3
 
 
 def test_the_training_files_may_be_split_further(tmp_path: Path) -> None:
-    summary = made(tmp_path, WRITTEN, columns=["floats"], eval_fraction=0.4)
+    summary = ingest_tfrecord(tmp_path, TENSORFLOW_FILES, columns=["floats"], eval_fraction=0.4)
     assert summary.parts.keys() == {"train", "eval", "test"}
     assert summary.rows == 8
 
@@ -75,14 +80,14 @@ def record(data: bytes) -> bytes:
 
 
 def example(**features: list[Any]) -> bytes:
-    """A serialized row; the kind of a feature is that of its values."""
-    made = _example()()
+    """Returns a serialized row; the type of the values decides about the kind of a feature."""
+    row = _example()()
     for name, values in features.items():
         kind = (
             {bytes: "bytes_list", float: "float_list", int: "int64_list"}[type(values[0])] if values else "int64_list"
         )
-        getattr(made.features.feature[name], kind).value.extend(values)
-    return made.SerializeToString()
+        getattr(row.features.feature[name], kind).value.extend(values)
+    return row.SerializeToString()
 
 
 def write(path: Path, *rows: bytes) -> Path:
@@ -91,26 +96,26 @@ def write(path: Path, *rows: bytes) -> Path:
     return path
 
 
-def test_every_cut_and_every_flipped_bit_is_refused_with_the_byte(tmp_path: Path) -> None:
-    intact = (WRITTEN / "train.tfrecord-00001-of-00002").read_bytes()
+def test_truncated_and_bit_flipped_records_are_refused_with_their_offset(tmp_path: Path) -> None:
+    intact = (TENSORFLOW_FILES / "train.tfrecord-00001-of-00002").read_bytes()
     (second,) = struct.unpack("<Q", intact[:8])
     second += 16
     bad = tmp_path / "in" / "one.tfrecord"
     bad.parent.mkdir()
-    for at in range(0, len(intact), 7):
+    for offset in range(0, len(intact), 7):
         flipped = bytearray(intact)
-        flipped[at] ^= 1 << at % 8
+        flipped[offset] ^= 1 << offset % 8
         bad.write_bytes(flipped)
-        said = refusal(tmp_path, bad, columns=["floats"])
-        assert str(bad) in said
-        assert f"at byte {second if at >= second else 0} " in said
-        if at not in (0, second):
-            bad.write_bytes(intact[:at])
-            assert f"at byte {second if at >= second else 0}" in refusal(tmp_path, bad, columns=["floats"])
+        message = refusal(tmp_path, bad, columns=["floats"])
+        assert str(bad) in message
+        assert f"at byte {second if offset >= second else 0} " in message
+        if offset not in (0, second):
+            bad.write_bytes(intact[:offset])
+            assert f"at byte {second if offset >= second else 0}" in refusal(tmp_path, bad, columns=["floats"])
 
 
 def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
-    packed = (WRITTEN / "test.tfrecord-00000-of-00001").read_bytes()
+    packed = (TENSORFLOW_FILES / "test.tfrecord-00000-of-00001").read_bytes()
     (tmp_path / "cut.tfrecord").write_bytes(packed[:-9])
     assert "cut.tfrecord: " in refusal(tmp_path, tmp_path / "cut.tfrecord", columns=["floats"])
 
@@ -120,9 +125,9 @@ def test_a_plain_file_that_begins_like_gzip_is_read(tmp_path: Path) -> None:
     row = example(a=[b"x" * (size - 60)])
     row = example(a=[b"x" * (size - 60 + size - len(row))])
     assert record(row).startswith(b"\x1f\x8b")
-    assert made(tmp_path / "plain", write(tmp_path / "a.tfrecord", row, row)).rows == 2
+    assert ingest_tfrecord(tmp_path / "plain", write(tmp_path / "a.tfrecord", row, row)).rows == 2
     (tmp_path / "b.tfrecord").write_bytes(gzip.compress(record(row)))
-    assert made(tmp_path / "packed", tmp_path / "b.tfrecord").rows == 1
+    assert ingest_tfrecord(tmp_path / "packed", tmp_path / "b.tfrecord").rows == 1
 
 
 @pytest.mark.parametrize(
@@ -149,41 +154,41 @@ def test_a_plain_file_that_begins_like_gzip_is_read(tmp_path: Path) -> None:
         ([example(a=[b"\x89PNG\r\n"])], {}, "not an image that can be decoded"),
     ],
 )
-def test_what_cannot_be_used_is_refused(
+def test_unusable_records_are_refused_with_the_file(
     tmp_path: Path, rows: list[bytes], options: dict[str, Any], expected: str
 ) -> None:
-    said = refusal(tmp_path, write(tmp_path / "in" / "a.tfrecord", *rows), **options)
-    assert expected in said
-    assert str(tmp_path / "in" / "a.tfrecord") in said
+    message = refusal(tmp_path, write(tmp_path / "in" / "a.tfrecord", *rows), **options)
+    assert expected in message
+    assert str(tmp_path / "in" / "a.tfrecord") in message
 
 
-def test_a_row_of_another_form_may_be_left_out(tmp_path: Path) -> None:
+def test_a_row_with_other_features_can_be_skipped(tmp_path: Path) -> None:
     file = write(
         tmp_path / "in" / "a.tfrecord",
         example(a=[1], b=[b"x"]),
         example(a=[1, 2], b=[b"x"]),
         example(a=[3], b=[b"y"], c=[1]),
     )
-    summary = made(tmp_path, file, on_bad_row="skip")
+    summary = ingest_tfrecord(tmp_path, file, on_bad_row="skip")
     assert (summary.rows, summary.parts[""].refused) == (2, 1)
     assert read(tmp_path / "out")["a"] == [1, 3]
 
 
-def test_files_of_which_it_is_not_clear_what_they_are_of_are_refused(tmp_path: Path) -> None:
+def test_files_of_an_unclear_split_are_refused(tmp_path: Path) -> None:
     for name in ("train.tfrecord", "other.tfrecord"):
         write(tmp_path / "in" / name, example(a=[1]))
     assert "other.tfrecord does not say whether it is of train" in refusal(tmp_path, tmp_path / "in")
     (tmp_path / "in" / "other.tfrecord").rename(tmp_path / "in" / "test.tfrecord")
-    assert made(tmp_path, tmp_path / "in").parts.keys() == {"train", "test"}
+    assert ingest_tfrecord(tmp_path, tmp_path / "in").parts.keys() == {"train", "test"}
 
 
 def test_a_missing_file_of_several_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(WRITTEN, tmp_path / "in")
+    shutil.copytree(TENSORFLOW_FILES, tmp_path / "in")
     (tmp_path / "in" / "train.tfrecord-00001-of-00002").unlink()
     assert "train.tfrecord-00001-of-00002 is missing" in refusal(tmp_path, tmp_path / "in", columns=["floats"])
 
 
-def test_a_folder_without_such_files_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_tfrecord_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("x")
     assert "no TFRecord file" in refusal(tmp_path, tmp_path / "in")

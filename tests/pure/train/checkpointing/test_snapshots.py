@@ -1,4 +1,4 @@
-"""Snapshots in memory outside the workers: the newest one that is still what was sent."""
+"""Snapshot actors keep the newest snapshot outside of the workers, and a damaged one is not restored."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from ray_app.train.checkpointing.snapshots import PackedSnapshot, SnapshotActor,
 from tests.support.checkpoints import snapshot_of
 
 
-def kept_of(step: int) -> PackedSnapshot:
+def packed_snapshot(step: int) -> PackedSnapshot:
     files = pack(snapshot_of(step))
     return PackedSnapshot(step, files, {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}, [])
 
 
-def flipped(kept: PackedSnapshot) -> PackedSnapshot:
-    """With a bit of the parameters that is another."""
-    data = bytearray(kept.files[MODEL])
+def flip_bit(snapshot: PackedSnapshot) -> PackedSnapshot:
+    """Returns the snapshot with a flipped bit in the parameters."""
+    data = bytearray(snapshot.files[MODEL])
     data[-1] ^= 1
-    return dataclasses.replace(kept, files={**kept.files, MODEL: bytes(data)})
+    return dataclasses.replace(snapshot, files={**snapshot.files, MODEL: bytes(data)})
 
 
-def sender_of(monkeypatch: pytest.MonkeyPatch, *held: PackedSnapshot) -> SnapshotSender:
-    """One with a keeper, here in this process, for each of what is held."""
+def make_sender(monkeypatch: pytest.MonkeyPatch, *stored: PackedSnapshot) -> SnapshotSender:
+    """Returns a sender with a snapshot actor for each stored snapshot, all in this process."""
     monkeypatch.setattr(snapshots.ray, "get", lambda answer, timeout: answer)
     handles: list[Any] = []
-    for kept in held:
-        keeper = SnapshotActor()
-        keeper.store_snapshot(kept)
-        handles.append(SimpleNamespace(newest=SimpleNamespace(remote=keeper.newest)))
+    for snapshot in stored:
+        actor = SnapshotActor()
+        actor.store_snapshot(snapshot)
+        handles.append(SimpleNamespace(newest=SimpleNamespace(remote=actor.newest)))
     return SnapshotSender(handles)
 
 
-def test_a_snapshot_with_a_wrong_digest_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = sender_of(monkeypatch, flipped(kept_of(7)), kept_of(5)).newest()
-    assert found is not None
-    assert found[0].step == 5
-    assert sender_of(monkeypatch, flipped(kept_of(7))).newest() is None
-    newest = sender_of(monkeypatch, kept_of(7), kept_of(5)).newest()
+def test_a_snapshot_with_a_wrong_digest_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored = make_sender(monkeypatch, flip_bit(packed_snapshot(7)), packed_snapshot(5)).newest()
+    assert restored is not None
+    assert restored[0].step == 5
+    assert make_sender(monkeypatch, flip_bit(packed_snapshot(7))).newest() is None
+    newest = make_sender(monkeypatch, packed_snapshot(7), packed_snapshot(5)).newest()
     assert newest is not None
     assert newest[0].step == 7
 
 
-def test_a_keeper_does_not_take_an_older_one() -> None:
-    keeper = SnapshotActor()
+def test_a_snapshot_actor_does_not_store_an_older_snapshot() -> None:
+    actor = SnapshotActor()
     for step in (5, 7, 6):
-        keeper.store_snapshot(kept_of(step))
-    newest = keeper.newest()
+        actor.store_snapshot(packed_snapshot(step))
+    newest = actor.newest()
     assert newest is not None
     assert newest.step == 7

@@ -1,4 +1,4 @@
-"""The copies that a snapshot is made of."""
+"""`copy_to_host` makes the copies of the training state that snapshots consist of."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.fake_cuda import DEVICE, Streams
 CPU = torch.device("cpu")
 
 
-def test_a_copy_has_memory_of_its_own_or_that_of_another_that_is_alike() -> None:
+def test_a_copy_reuses_memory_of_equal_shape_and_has_its_own_otherwise() -> None:
     state = {"a": torch.arange(3.0), "b": [torch.arange(6.0).view(2, 3).T, 7], "c": torch.zeros(4)}
     first = copy_to_host(state)
     state["a"] += 1
@@ -23,12 +23,12 @@ def test_a_copy_has_memory_of_its_own_or_that_of_another_that_is_alike() -> None
     second = copy_to_host(state, old)
     assert second["a"] is first["a"]
     assert second["a"].tolist() == [1.0, 2.0, 3.0]
-    assert second["c"] is not old["c"], "another shape"
+    assert second["c"] is not old["c"], "memory of another shape was reused"
     assert (second["b"][0].tolist(), second["b"][1]) == ([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], 7)
     assert second["b"][0].is_contiguous()
 
 
-def test_a_device_is_given_all_copies_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_copies_are_enqueued_before_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     monkeypatch.setattr(transfer, "cuda", streams)
     monkeypatch.setattr(
@@ -41,9 +41,11 @@ def test_a_device_is_given_all_copies_before_one_is_waited_for(monkeypatch: pyte
     )
     state = {"a": torch.zeros(3, device=DEVICE), "b": [torch.zeros(2, device=DEVICE)]}
     old = {"a": torch.zeros(3)}
-    found = copy_to_host(state, old)
+    copies = copy_to_host(state, old)
     waits = [call for call in streams.calls if "wait" in call]
-    assert waits == streams.calls[-1:], "a copy is handed out that may not be there yet"
-    assert found["a"] is old["a"]
-    assert found["b"][0].device == CPU
-    assert streams.calls == [f"computing: {what}" for what in ("page-locked", "copy", "copy", "wait for all")]
+    assert waits == streams.calls[-1:], (
+        "the host waited before all copies were enqueued, or returned copies without waiting"
+    )
+    assert copies["a"] is old["a"]
+    assert copies["b"][0].device == CPU
+    assert streams.calls == [f"computing: {call_text}" for call_text in ("page-locked", "copy", "copy", "wait for all")]

@@ -1,4 +1,4 @@
-"""Page-locked memory is exactly as large as what it is for, and the next copy takes it or gives it back."""
+"""Page-locked memory is exactly as large as its tensors, and the next copy reuses it or releases it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ray_app.train.state import transfer
 from ray_app.train.state.transfer import aligned_bytes, page_locked_like
 
 
-class Driver:
-    """In the place of `torch.cuda`: knows which memory it has locked.
+class FakeCuda:
+    """Replaces `torch.cuda`, and records which memory it has locked.
 
     Attributes:
         locked: Bytes by address.
-        error: What it answers, 0 if it locks.
+        error: The error code of `cudaHostRegister`, 0 if it locks the memory.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ class Driver:
         patch.setattr(transfer, "_free_blocks", [])
         patch.setattr(transfer, "_is_refused", False)
 
-    def cudart(self) -> Driver:
+    def cudart(self) -> FakeCuda:
         """See `torch.cuda.cudart`."""
         return self
 
@@ -45,8 +45,8 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    return Driver(monkeypatch)
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
 
 
 STATE = [
@@ -58,18 +58,20 @@ STATE = [
 ]
 
 
-def test_copies_lie_in_one_piece_of_their_size(driver: Driver) -> None:
-    found = page_locked_like(STATE)
-    assert [(v.shape, v.dtype, v.is_contiguous()) for v in found] == [(v.shape, v.dtype, True) for v in STATE]
-    assert sum(driver.locked.values()) == 192 + 64 + 64 + 64 + 64, "not rounded up to a power of two"
-    for number, value in enumerate(found):
+def test_copies_share_one_block_of_exactly_their_size(driver: FakeCuda) -> None:
+    views = page_locked_like(STATE)
+    assert [(v.shape, v.dtype, v.is_contiguous()) for v in views] == [(v.shape, v.dtype, True) for v in STATE]
+    assert sum(driver.locked.values()) == 192 + 64 + 64 + 64 + 64, (
+        "the block is not of the exact size; PyTorch rounds up to a power of two"
+    )
+    for number, value in enumerate(views):
         value.fill_(number % 2)
-    assert [v.float().unique().tolist() for v in found] == [[0.0], [1.0], [0.0], [], [0.0]]
+    assert [v.float().unique().tolist() for v in views] == [[0.0], [1.0], [0.0], [], [0.0]]
 
 
-def test_a_checkpoint_of_a_copy_holds_each_tensor_once_and_takes_all_types(driver: Driver) -> None:
-    """`torch.save` writes the whole storage of a tensor: one that all tensors shared would put the model into
-    `training.pt`, too.
+def test_a_checkpoint_of_a_copy_has_each_tensor_once_for_all_dtypes(driver: FakeCuda) -> None:
+    """`torch.save` writes the whole storage of a tensor, so a storage that all tensors share would put the
+    model into `training.pt` as well.
     """
     model, moment, mask, empty, half = page_locked_like(
         [torch.zeros(9999), torch.zeros(9), torch.zeros(9, dtype=torch.bool), *STATE[3:0:-2]]
@@ -79,32 +81,32 @@ def test_a_checkpoint_of_a_copy_holds_each_tensor_once_and_takes_all_types(drive
     )
     files = pack(copy)
     assert len(files[TRAINING]) < model.nbytes
-    again = unpack(files)
-    assert torch.equal(again.model["weight"], model)
-    assert all(torch.equal(again.optimizer["state"][0][name], v) for name, v in copy.optimizer["state"][0].items())
+    unpacked = unpack(files)
+    assert torch.equal(unpacked.model["weight"], model)
+    assert all(torch.equal(unpacked.optimizer["state"][0][name], v) for name, v in copy.optimizer["state"][0].items())
 
 
-def test_memory_is_used_again_once_nothing_uses_it(driver: Driver) -> None:
+def test_a_block_is_reused_once_no_view_of_it_is_left(driver: FakeCuda) -> None:
     first = page_locked_like(STATE)
     [address] = driver.locked
     last = first[-1]
     del first
     gc.collect()
-    other = page_locked_like(STATE)
-    assert len(driver.locked) == 2, "a part of the first is still used"
+    second = page_locked_like(STATE)
+    assert len(driver.locked) == 2, "the first block was reused although a view of it is left"
     del last
     gc.collect()
-    again = page_locked_like(STATE)
-    assert again[0].data_ptr() == address
+    third = page_locked_like(STATE)
+    assert third[0].data_ptr() == address
     assert len(driver.locked) == 2
-    del other, again
+    del second, third
     gc.collect()
-    kept = page_locked_like(STATE)
-    assert [*driver.locked] == [kept[0].data_ptr()], "what the next copy does not take is given back"
+    fourth = page_locked_like(STATE)
+    assert [*driver.locked] == [fourth[0].data_ptr()], "a free block that the next copy does not use was not released"
 
 
 @pytest.mark.rest
-def test_memory_of_another_size_is_not_kept_beside_new_one(driver: Driver) -> None:
+def test_a_free_block_of_another_size_is_released(driver: FakeCuda) -> None:
     for size in (100, 200, 300):
         views = page_locked_like([torch.zeros(size)])
         assert list(driver.locked.values()) == [aligned_bytes(views[0])]
@@ -112,7 +114,9 @@ def test_memory_of_another_size_is_not_kept_beside_new_one(driver: Driver) -> No
         gc.collect()
 
 
-def test_memory_is_pageable_where_the_driver_locks_none(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_copies_are_pageable_where_the_driver_locks_no_memory(
+    driver: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
     driver.error = 2
     for _ in range(2):
         [value] = page_locked_like([torch.zeros(3)])

@@ -1,4 +1,4 @@
-"""Which shares are computed twice, by whom, and who is found guilty."""
+"""SDC checks: which shares are recomputed, by which rank, and which rank is corrupt."""
 
 from __future__ import annotations
 
@@ -17,71 +17,80 @@ def blocks(workers: int, logical_workers: int) -> list[range]:
 
 
 @given(st.integers(2, 9), st.integers(0, 20), st.floats(0.01, 0.9), st.integers(0, 1000))
-def test_the_rate_is_that_asked_for_and_nobody_does_more(workers: int, more: int, rate: float, seed: int) -> None:
-    shares, steps = blocks(workers, workers + more), 300
-    found = [draw_recomputed_shares(step, seed, rate, shares, [range(workers)]) for step in range(steps)]
-    total = sum(map(len, found))
+def test_shares_are_drawn_at_the_rate_and_spread_over_the_ranks(
+    workers: int, extra: int, rate: float, seed: int
+) -> None:
+    shares, steps = blocks(workers, workers + extra), 300
+    draws = [draw_recomputed_shares(step, seed, rate, shares, [range(workers)]) for step in range(steps)]
+    total = sum(map(len, draws))
     assert total == pytest.approx(
-        rate * (workers + more) * steps, abs=6 * workers * (1 + (rate * (1 + more) * steps) ** 0.5)
+        rate * (workers + extra) * steps, abs=6 * workers * (1 + (rate * (1 + extra) * steps) ** 0.5)
     )
-    for each in found:
-        done = [again.by for again in each]
-        assert not each or max(done.count(rank) for rank in range(workers)) <= -(-(workers + more) // workers) + 1
-        assert all(again.logical_worker in shares[again.owner] and again.owner != again.by for again in each)
+    for draw in draws:
+        recomputing_ranks = [share.by for share in draw]
+        assert (
+            not draw
+            or max(recomputing_ranks.count(rank) for rank in range(workers)) <= -(-(workers + extra) // workers) + 1
+        )
+        assert all(share.logical_worker in shares[share.owner] and share.owner != share.by for share in draw)
 
 
-def test_all_are_computed_twice_at_a_rate_of_one() -> None:
+def test_a_rate_of_one_recomputes_every_share() -> None:
     for workers in (2, 3, 4):
         shares = blocks(workers, 8)
         assert all(
-            {each.logical_worker for each in draw_recomputed_shares(step, 7, 1.0, shares, [range(workers)])}
+            {share.logical_worker for share in draw_recomputed_shares(step, 7, 1.0, shares, [range(workers)])}
             == set(range(8))
             for step in range(50)
         )
 
 
-def test_every_share_and_every_rank_has_its_turn() -> None:
-    found = {
-        (each.logical_worker, each.by)
+def test_every_share_is_recomputed_by_every_other_rank() -> None:
+    pairs = {
+        (share.logical_worker, share.by)
         for step in range(3000)
-        for each in draw_recomputed_shares(step, 1, 0.05, blocks(4, 8), [range(4)])
+        for share in draw_recomputed_shares(step, 1, 0.05, blocks(4, 8), [range(4)])
     }
-    assert found == {(v, by) for v in range(8) for by in range(4) if by != v // 2}
+    assert pairs == {(v, rank) for v in range(8) for rank in range(4) if rank != v // 2}
 
 
-def test_only_equals_are_compared() -> None:
-    found = [
-        each
+def test_only_ranks_of_one_group_recompute_each_others_shares() -> None:
+    draws = [
+        share
         for step in range(500)
-        for each in draw_recomputed_shares(step, 1, 0.2, blocks(5, 10), [[0, 2], [1, 4], [3]])
+        for share in draw_recomputed_shares(step, 1, 0.2, blocks(5, 10), [[0, 2], [1, 4], [3]])
     ]
-    assert {frozenset((each.owner, each.by)) for each in found} == {frozenset((0, 2)), frozenset((1, 4))}
+    assert {frozenset((share.owner, share.by)) for share in draws} == {frozenset((0, 2)), frozenset((1, 4))}
 
 
 @pytest.mark.parametrize(
-    ("bits", "third", "expected"),
+    ("checksums", "third_checksum", "expected"),
     [((1, 2), 2, 0), ((1, 2), 1, 1), ((1, 2), 3, None)],
-    ids=["the owner", "the other", "nobody knows"],
+    ids=["owner", "recomputing rank", "unknown"],
 )
-def test_a_third_decides(bits: tuple[int, int], third: int, expected: int | None) -> None:
+def test_a_third_rank_breaks_the_tie(checksums: tuple[int, int], third_checksum: int, expected: int | None) -> None:
     share = RecomputedShare(5, 0, 1)
     assert tie_breaking_ranks(share, [[0, 1, 2, 3]]) == [2]
-    assert corrupt_rank(share, bits, [(2, third)]) == expected
+    assert corrupt_rank(share, checksums, [(2, third_checksum)]) == expected
 
 
-@pytest.mark.parametrize(("again", "expected"), [((2, 2), 0), ((1, 1), 1), ((1, 2), None), ((3, 3), None)])
-def test_of_two_both_compute_once_more(again: tuple[int, int], expected: int | None) -> None:
-    """A bit that was flipped once is found; of a device that errs always nobody knows which of two it is."""
+@pytest.mark.parametrize(("checksums", "expected"), [((2, 2), 0), ((1, 1), 1), ((1, 2), None), ((3, 3), None)])
+def test_of_two_ranks_both_recompute_to_break_the_tie(checksums: tuple[int, int], expected: int | None) -> None:
+    """A bit that was flipped once is attributed to its rank; of a device that always errs, two ranks cannot say
+    which one it is.
+    """
     share = RecomputedShare(5, 0, 1)
     assert tie_breaking_ranks(share, [[0, 1]]) == [0, 1]
-    assert corrupt_rank(share, (1, 2), list(zip((0, 1), again, strict=True))) == expected
+    assert corrupt_rank(share, (1, 2), list(zip((0, 1), checksums, strict=True))) == expected
 
 
 @given(st.integers(0, 31), st.integers(0, 99), st.integers(0, 5))
-def test_every_bit_counts(bit: int, at: int, place: int) -> None:
-    values = torch.randn(100, generator=torch.Generator().manual_seed(at))
+def test_a_checksum_depends_on_every_bit_and_the_position(bit: int, index: int, position: int) -> None:
+    values = torch.randn(100, generator=torch.Generator().manual_seed(index))
     other = values.clone()
-    other.view(torch.int32)[at] ^= -(1 << 31) if bit == 31 else 1 << bit
-    assert int(checksum(values, place)) != int(checksum(other, place))
-    assert int(checksum(values, place)) == int(checksum(values.view(10, 10).t(), place)), "wherever they lie"
-    assert int(checksum(values, place)) != int(checksum(values, place + 1))
+    other.view(torch.int32)[index] ^= -(1 << 31) if bit == 31 else 1 << bit
+    assert int(checksum(values, position)) != int(checksum(other, position))
+    assert int(checksum(values, position)) == int(checksum(values.view(10, 10).t(), position)), (
+        "the checksum depends on the layout in memory"
+    )
+    assert int(checksum(values, position)) != int(checksum(values, position + 1))

@@ -1,4 +1,4 @@
-"""Which server holds what: pure functions of shapes."""
+"""The layout of variables on parameter servers is a pure function of their shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_every_value_is_on_one_server(shapes: list[tuple[int, ...]], servers: in
 
 
 @given(SHAPES, st.integers(1, 6), st.sampled_from([1, 64, 4096]))
-def test_the_load_is_even_but_for_one_part(shapes: list[tuple[int, ...]], servers: int, min_bytes: int) -> None:
+def test_the_loads_of_servers_differ_by_no_more_than_one_strip(
+    shapes: list[tuple[int, ...]], servers: int, min_bytes: int
+) -> None:
     parts = partition_variables(shapes, 4, servers, min_bytes)
     load = [sum(strip_bytes(p, shapes, 4) for p in part) for part in parts]
     assert max(load) - min(load) <= max(strip_bytes(p, shapes, 4) for part in parts for p in part)
@@ -43,11 +45,11 @@ def test_a_variable_is_split_along_its_first_dimension_into_large_enough_parts()
     assert split_variable(0, (1000, 64), 4, 4, 1 << 20) == [Strip(0, 0, 1000)]
     assert split_variable(0, (), 4, 4, 1) == [Strip(0, 0, 1)]
     assert [p.low for p in split_variable(0, (1000,), 4, 3, 1)] == [0, 320, 640], (
-        "parts begin at multiples of 64 values"
+        "strips should begin at multiples of 64 values"
     )
 
 
-def test_a_piece_of_a_tensor_shares_its_memory() -> None:
+def test_a_strip_shares_the_memory_of_its_tensor() -> None:
     value = torch.arange(6.0).view(3, 2)
     Strip(0, 1, 3).of(value).zero_()
     assert value.tolist() == [[0, 1], [0, 0], [0, 0]]
