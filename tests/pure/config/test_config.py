@@ -558,7 +558,7 @@ def test_a_run_with_another_configuration_is_refused_with_a_diff() -> None:
         "- manifest: aaa",
         "- optimizer.init_args.lr: 0.1",
     ]
-    assert "Nothing was changes_digest" in last
+    assert "Nothing was changed" in last
     assert "another run.name" in last
 
 
