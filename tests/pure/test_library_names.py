@@ -41,7 +41,7 @@ def f(x):
     getattr(torch, "perhaps", None)
     return F.relu(pq.read_table(x)), dist.ReduceOp.SUM, torch._C._cuda_getDriverVersion(), nn.Nothing().parameters
 """
-    collected = Names(ast.parse(text)).found
+    collected = Names(ast.parse(text)).first_lines
     assert set(collected) == {
         *("torch", "torch.cuda", "torch.nn", "pyarrow.parquet", "torch.distributed", "torch.nn.functional"),
         *(

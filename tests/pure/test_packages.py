@@ -68,7 +68,7 @@ def private_torch_names(code: str) -> set[str]:
     """Returns the names of torch of which a part begins with `_`, except names such as `__version__`, and the private
     attributes of its objects.
     """
-    names = {name for name in Names(ast.parse(code)).found if name.split(".")[0] == "torch"}
+    names = {name for name in Names(ast.parse(code)).first_lines if name.split(".")[0] == "torch"}
     return {
         name for name in names if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
     } | set(

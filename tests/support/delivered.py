@@ -18,7 +18,7 @@ Place = tuple[int, int, int]
 def delivered(
     plan: Plan, epochs: int, size: int, start: Cursor, windows: Callable[[range], Windows]
 ) -> dict[Place, MicroBatch]:
-    """Returns all micro-batches from a cursor to the end of the run; `windows` opens the rows of some logical workers."""
+    """Returns all micro-batches from a cursor to the end of the run; `windows` opens the rows of logical workers."""
     batches: dict[Place, MicroBatch] = {}
     for rank in range(size):
         assigned = logical_workers_of(rank, size, plan.logical_workers)

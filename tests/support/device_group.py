@@ -7,7 +7,7 @@ group. Floating-point tensors and broadcast ones stand for tensors on a device; 
 which a real gloo group is used.
 
 Two classes raise the error differently: `ProcessGroupNCCL` raises `DistBackendError` (`BACKEND`); `ProcessGroupNCCL2`,
-which is "nccl" since torch 2.15, raises a plain `RuntimeError`, and `DistBackendError` only from `wait()` (`BACKEND_2`).
+which is "nccl" since torch 2.15, raises `RuntimeError`, and `DistBackendError` only from `wait()` (`BACKEND_2`).
 
 `dist.init_process_group(BACKEND, ...)` creates such a group, also through `LocalMembership(..., backend=BACKEND)`;
 `SpinningGroup` is its `ProcessGroup`.
@@ -43,7 +43,7 @@ class DeviceGroup(dist.ProcessGroup):
 
     Attributes:
         failed: The error of the failed collective, if any.
-        exchanges: Number of collectives of the device so far, and of all-reduces of the host, such as that of step
+        num_collectives: Number of collectives of the device so far, and of all-reduces of the host, as for step
             statistics.
         full_at: The number, from 1, of the collective at which the device is out of memory.
         dies_at: The number of the collective at which the process ends, and the file to which it writes the name of
@@ -65,7 +65,7 @@ class DeviceGroup(dist.ProcessGroup):
         self._host._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._host._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.failed: str | None = None
-        self.exchanges = 0
+        self.num_collectives = 0
         self.full_at: int | None = None
         self.dies_at: tuple[int, Path] | None = None
         self.fails_at: int | None = None
@@ -118,19 +118,19 @@ class DeviceGroup(dist.ProcessGroup):
         """Calls the collective of gloo with this name."""
         tensors = list(_tensors(outputs))
         is_of_device = name == "broadcast" or any(tensor.is_floating_point() for tensor in tensors)
-        self.exchanges += is_of_device or name == "allreduce"
-        if self.dies_at is not None and self.exchanges == self.dies_at[0]:
+        self.num_collectives += is_of_device or name == "allreduce"
+        if self.dies_at is not None and self.num_collectives == self.dies_at[0]:
             self.dies_at[1].write_text(name)
             os.kill(os.getpid(), signal.SIGKILL)
         if not is_of_device:
             return getattr(self._host, name)(outputs, *args, **options)
-        if self.exchanges == self.full_at:
+        if self.num_collectives == self.full_at:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         if self.failed is not None:
             raise self._refusal(self.failed)
         try:
             work = getattr(self._host, name)(outputs, *args, **options)
-            if self.exchanges == self.fails_at:
+            if self.num_collectives == self.fails_at:
                 work.wait()
                 raise RuntimeError("a link was lost")
             return _Work(self, work, tensors)
@@ -215,13 +215,13 @@ class SpinningGroup(ProcessGroup):
 class FullAt:
     """A hook that lets the device of a rank run out of memory at a collective of this number."""
 
-    def __init__(self, rank: int, exchange: int) -> None:
-        self.rank, self.exchange = rank, exchange
+    def __init__(self, rank: int, collective: int) -> None:
+        self.rank, self.collective = rank, collective
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
         del step
         if (phase, rank) == ("forming", self.rank):
-            dist.group.WORLD.full_at = self.exchange  # type: ignore[union-attr]
+            dist.group.WORLD.full_at = self.collective  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
@@ -233,12 +233,12 @@ class DiesAt:
     proof: Path
     rank: int
     step: int
-    exchange: int
+    collective: int
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
         group: Any = dist.group.WORLD
         if (phase, rank, step) == ("compute", self.rank, self.step) and not self.proof.exists():
-            group.dies_at = group.exchanges + self.exchange, self.proof
+            group.dies_at = group.num_collectives + self.collective, self.proof
 
 
 @dataclass(frozen=True)
@@ -250,13 +250,13 @@ class FailsAt:
     proof: Path
     rank: int
     step: int
-    exchange: int
+    collective: int
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
         group: Any = dist.group.WORLD
         if (phase, rank, step) == ("compute", self.rank, self.step) and not self.proof.exists():
             self.proof.touch()
-            group.fails_at = group.exchanges + self.exchange
+            group.fails_at = group.num_collectives + self.collective
 
 
 class _Work(dist.Work):

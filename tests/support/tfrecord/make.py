@@ -1,7 +1,8 @@
 """Writes the files next to this one with TensorFlow 2.21.0, which the tests do not have: `python make.py` in an
 environment with tensorflow-cpu.
 
-Rows 0 to 4 are in two files of the split `train`, 5 to 7 in one of `test`, which is compressed with gzip, although its name does not say so.
+Rows 0 to 4 are in two files of the split `train`, 5 to 7 in one of `test`, which is compressed with gzip without
+the suffix.
 """
 
 from pathlib import Path
