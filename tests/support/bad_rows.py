@@ -18,7 +18,7 @@ BAD = (0, 13, 14, 50, 96)
 
 
 class Picky(TinyImages):
-    """A task whose `decode` raises for some rows, alone or with others."""
+    """A task that raises in `decode` for some rows, alone or with others."""
 
     def __init__(self, unreadable: tuple[int, ...] = BAD, plain: bool = False) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Picky(TinyImages):
 
 
 class PickyTexts(Picky, TinyTexts):
-    """A task whose `decode` raises for some rows, and whose rows have different lengths."""
+    """A task that raises in `decode` for some rows, over rows of different lengths."""
 
 
 def job_of(folder: Path, data: Path, task: Picky, **fields: Any) -> Job:
