@@ -358,7 +358,7 @@ def test_a_run_name_that_is_not_a_plain_directory_name_is_refused(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["a", "digits-2024.01_b", "0", "a" * 128, "a..b", None])
-def test_other_run_names_are_accepted(name: str | None) -> None:
+def test_valid_run_names_are_accepted(name: str | None) -> None:
     assert problems(run__name=name) == []
 
 
@@ -592,7 +592,7 @@ def test_replace_changes_only_the_named_fields() -> None:
         "optimizer.init_args.lr": 0.5,
     }
     assert VALID.seed == 0
-    assert VALID.optimizer.init_args == {"lr": 0.1}, "replace() changes_digest the original configuration"
+    assert VALID.optimizer.init_args == {"lr": 0.1}, "replace() changed the original configuration"
 
 
 @pytest.mark.parametrize("fields", [{"train__epoch": 3}, {"trian__epochs": 3}, {"speed": 1}])
