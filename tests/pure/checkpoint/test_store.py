@@ -876,7 +876,7 @@ class BlockingFile(io.BytesIO):
 
 
 def test_two_concurrent_checkpoint_writes_restore_the_options_of_torch() -> None:
-    """Before torch 2.15, which keeps such options per thread, the two writes change the same option."""
+    """Each write changes an option of torch, which torch 2.15 keeps per thread."""
     content = file_writers(Snapshot(1, {}, {"state": {0: torch.ones(9)}}, None))[TRAINING]
     assert callable(content)
     files = [BlockingFile(), BlockingFile()]

@@ -51,7 +51,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def register_promoted(client: Any, name: str, versions: int, folder: Path) -> None:
-    """Registers a register_promoted and promotes its versions one after the other."""
+    """Registers a model and promotes its versions one after the other."""
     client.create_registered_model(name)
     for number in range(1, versions + 1):
         client.create_model_version(name, str(folder), None)
