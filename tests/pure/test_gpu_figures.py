@@ -57,7 +57,7 @@ def test_no_measurement_follows_a_failed_start(bench: Bench, look: Callable[[Ben
     assert results[1].said == "start failed"
 
 
-def test_the_start_precedes_all_measurements_and_alone_stops_the_rest() -> None:
+def test_the_start_precedes_all_computing_measurements_and_alone_stops_the_rest() -> None:
     assert [line.name for line in LINES] == list(ORDER)
     assert [line.name for line in LINES if line.stops] == ["start: two steps, a checkpoint between them"]
     assert [line.name for line in LINES].index("start: two steps, a checkpoint between them") == 1
