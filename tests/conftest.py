@@ -27,18 +27,17 @@ LONGEST_FIRST = ("ray", "own_cluster", "processes", "pure")
 
 
 def pytest_configure() -> None:
-    """What every process that a test starts inherits."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in what a shell starts in the background
+    """Sets the signal handler and the environment that every process started by a test inherits."""
+    # A shell starts background processes with SIGINT ignored.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # By default Ray's workers give way to all other processes, and would starve beside other tests.
+    # By default Ray's workers have a lower priority than other processes, and would starve next to other tests.
     os.environ |= {"RAY_worker_niceness": "0", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks every test with its folder, and those on real Ray that are neither a guarantee nor of the rest as
-    campaigns.
-    """
+    """Marks every test with its folder, and tests on real Ray without the mark `guarantee` or `rest` as `campaign`."""
     for item in items:
         folder = _folder(item)
         item.add_marker(folder)
@@ -48,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByCluster(LoadScopeScheduling):
-    """Tests that share the cluster share a process, and so do those of a file."""
+    """Runs tests that share the cluster in one process, and so the tests of each other file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -65,7 +64,7 @@ def _folder(item: pytest.Item) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where everything is there that tests may need, as in CI, a test that skips itself has failed."""
+    """Reports a skipped test as failed if TESTS_MAY_SKIP is "no", as in CI, where all programs are installed."""
     report = yield
     if report.skipped and os.environ.get("TESTS_MAY_SKIP") == "no":
         report.outcome, report.longrepr = "failed", f"Skipped, where nothing may be: {report.longrepr[2]}"  # type: ignore[index]
@@ -74,17 +73,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
-    """Four worker processes without Ray, for the tests of a file: what others left in a process is not theirs."""
+    """Four worker processes without Ray, which only the tests of one file share."""
     from ray_app.testing import WorkerPool
 
-    made = WorkerPool(4, tmp_path_factory.mktemp("stores"))
-    yield made
-    made.close()
+    worker_pool = WorkerPool(4, tmp_path_factory.mktemp("stores"))
+    yield worker_pool
+    worker_pool.close()
 
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    """A server that speaks S3, with one empty bucket."""
+    """A server with the S3 API and one empty bucket."""
     from tests.support.s3_server import CREDENTIALS, S3Server
 
     with pytest.MonkeyPatch.context() as environment:
@@ -97,7 +96,7 @@ def s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3_folder(s3_server: S3Server) -> Iterator[ObjectPath]:
-    """A place on it for one test, which begins and ends without faults."""
+    """A folder on the S3 server for one test; the server has no injected faults before and after the test."""
     s3_server.reset()
     yield s3_server.path(uuid.uuid4().hex)
     s3_server.reset()
@@ -105,7 +104,7 @@ def s3_folder(s3_server: S3Server) -> Iterator[ObjectPath]:
 
 @pytest.fixture(scope="session")
 def gs_server() -> Iterator[GoogleServer]:
-    """A server that speaks as Google Cloud Storage, with one empty bucket."""
+    """A server with the API of Google Cloud Storage and one empty bucket."""
     from tests.support.gcs_server import TOKEN, GoogleServer
 
     with pytest.MonkeyPatch.context() as environment:
@@ -129,19 +128,19 @@ def az_server() -> Iterator[AzureServer]:
 
 @pytest.fixture
 def gs_folder(gs_server: GoogleServer) -> ObjectPath:
-    """A place on it for one test."""
+    """A folder on the server of Google Cloud Storage for one test."""
     return gs_server.path(uuid.uuid4().hex)
 
 
 @pytest.fixture
 def az_folder(az_server: AzureServer) -> ObjectPath:
-    """A place on it for one test."""
+    """A folder on the emulator of Azure Blob Storage for one test."""
     return az_server.path(uuid.uuid4().hex)
 
 
 @pytest.fixture(autouse=True)
 def _same_threads() -> Iterator[None]:
-    """Gives this process its settings back after a worker's code ran in it."""
+    """Restores the settings of this process, which a worker's code may change."""
     from ray_app.task.device import restore_process_state
 
     with restore_process_state():

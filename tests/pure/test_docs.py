@@ -1,4 +1,4 @@
-"""The pages say what the code does: their commands are understood, each block has a test or a reason, symptoms are
+"""The documentation agrees with the code: its commands parse, each block has a test or a reason, and symptoms are
 messages of the code.
 """
 
@@ -20,35 +20,43 @@ from ray_app.cli.main import COMMANDS
 from tests.support.pages import EXECUTED, MARKS, PAGES, SHELLS, Block, blocks, blocks_in
 from tests.support.places import ROOT
 
-_MADE = ("my.yaml", "run.yaml", "train.yaml", "iris.yaml", "photos.yaml", "detection.yaml", "segmentation.yaml")
+_EXISTING_FILES = (
+    "my.yaml",
+    "run.yaml",
+    "train.yaml",
+    "iris.yaml",
+    "photos.yaml",
+    "detection.yaml",
+    "segmentation.yaml",
+)
 
 
-class UnderstoodError(Exception):
-    """The parser took the command line."""
+class ParsedError(Exception):
+    """The parser accepted the command line."""
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Every command of ours on a page."""
+    """Yields the page and the text of each `ray-app` command in the documentation."""
     for block in chain.from_iterable(map(blocks, PAGES)):
         if block.language in SHELLS:
             for line in block.text.replace("\\\n", " ").splitlines():
-                for found in re.findall(
+                for command in re.findall(
                     rf"(?:ray-app|python -m ray_app) (?:{'|'.join(COMMANDS)})\b(?:'[^']*'|[^|;&>])*", line
                 ):
-                    yield block.page, found.rstrip().removesuffix('",')
+                    yield block.page, command.rstrip().removesuffix('",')
 
 
 @pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
-def test_a_command_on_a_page_is_understood(
+def test_a_command_in_the_documentation_parses(
     page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("conf", "datasets"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name in _MADE:
+    for name in _EXISTING_FILES:
         (tmp_path / name).write_text((ROOT / "conf" / "digits.yaml").read_text())
     monkeypatch.chdir(tmp_path)
-    given = [word for word in shlex.split(command, comments=True) if word != "..."]
-    name, *arguments = given[1:] if given[0] == "ray-app" else given[3:]
+    words = [word for word in shlex.split(command, comments=True) if word != "..."]
+    name, *arguments = words[1:] if words[0] == "ray-app" else words[3:]
     if (
         name in ("submit", "predict", "drill", "retrain", "train")
         and "--config" not in arguments
@@ -58,26 +66,27 @@ def test_a_command_on_a_page_is_understood(
 
     for kind in (jsonargparse.ArgumentParser, argparse.ArgumentParser):
 
-        def parsed(
-            self: argparse.ArgumentParser, *given: object, original: object = kind.parse_args, **more: object
+        def parse_and_stop(
+            self: argparse.ArgumentParser, *args: object, original: object = kind.parse_args, **more: object
         ) -> None:
-            original(self, *given, **more)  # type: ignore[operator]
-            raise UnderstoodError
+            original(self, *args, **more)  # type: ignore[operator]
+            raise ParsedError
 
-        monkeypatch.setattr(kind, "parse_args", parsed)
+        monkeypatch.setattr(kind, "parse_args", parse_and_stop)
     main = importlib.import_module(f"ray_app.cli.{name}").main
     try:
         code = main(arguments)
-    except UnderstoodError:
+    except ParsedError:
         return
-    except SystemExit as ended:
-        code = ended.code
-    assert "--help" in arguments or code == 1, f"{page}: {command}"  # 1: the command caught that it was understood
+    except SystemExit as exited:
+        code = exited.code
+    # The command catches ParsedError and exits with 1.
+    assert "--help" in arguments or code == 1, f"{page}: {command}"
     assert "--help" not in arguments or code == 0
 
 
-def is_there(test: str) -> bool:
-    """Whether a test is there, by its name as `tests/FOLDER/FILE.py::FUNCTION`."""
+def has_test(test: str) -> bool:
+    """Returns whether the test `tests/FOLDER/FILE.py::FUNCTION` exists."""
     file, _, function = test.partition("::")
     path = ROOT / file
     tree = ast.parse(path.read_text() if path.is_file() else "")
@@ -87,12 +96,12 @@ def is_there(test: str) -> bool:
     )
 
 
-def problem(block: Block) -> str | None:
-    """What is wrong with how a block is tested, and what to do."""
+def problem_of(block: Block) -> str | None:
+    """Returns what is wrong with how a block is tested, and the remedy; None if nothing is."""
     if block.mark == "not run":
         return None if block.told.strip() else "say after `not run:` why no test can execute it"
     if block.mark == "run by":
-        absent = [test for test in block.told.split(", ") if not is_there(test)]
+        absent = [test for test in block.told.split(", ") if not has_test(test)]
         return (
             f"there is no test {', '.join(absent)}; name what does the same as tests/FOLDER/FILE.py::FUNCTION"
             if absent
@@ -113,17 +122,19 @@ def problem(block: Block) -> str | None:
     )
 
 
-def test_a_block_is_executed_or_says_why_not() -> None:
-    found = [block for page in PAGES for block in blocks(page) if block.is_code()]
-    wrong = [f"{block.page}, line {block.line}: {said}" for block in found if (said := problem(block))]
-    assert not wrong, "\n".join(wrong)
-    assert {block.page for block in found if block.is_executed()} == set(EXECUTED), (
+def test_each_code_block_is_executed_or_has_a_reason() -> None:
+    code_blocks = [block for page in PAGES for block in blocks(page) if block.is_code()]
+    problems = [
+        f"{block.page}, line {block.line}: {problem}" for block in code_blocks if (problem := problem_of(block))
+    ]
+    assert not problems, "\n".join(problems)
+    assert {block.page for block in code_blocks if block.is_executed()} == set(EXECUTED), (
         "EXECUTED has a page without anything to execute"
     )
 
 
 @pytest.mark.parametrize(
-    ("comment", "page", "said"),
+    ("comment", "page", "message"),
     [
         ("", "docs/new.md", "no test executes this page"),
         ("<!-- file: a.py -->\n", "docs/new.md", "no test executes this page"),
@@ -131,9 +142,9 @@ def test_a_block_is_executed_or_says_why_not() -> None:
         ("<!-- never: -->\n", "README.md", "is no mark"),
         ("<!-- run by: tests/pure/test_docs.py -->\n", "README.md", "no test tests/pure/test_docs.py;"),
         (
-            "<!-- run by: tests/pure/test_docs.py::problem -->\n",
+            "<!-- run by: tests/pure/test_docs.py::problem_of -->\n",
             "README.md",
-            "no test tests/pure/test_docs.py::problem;",
+            "no test tests/pure/test_docs.py::problem_of;",
         ),
         (
             "<!-- run by: tests/pure/test_none.py::test_it -->\n",
@@ -142,16 +153,20 @@ def test_a_block_is_executed_or_says_why_not() -> None:
         ),
         ("", "README.md", None),
         ("<!-- not run: needs a GPU -->\n", "docs/new.md", None),
-        ("<!-- run by: tests/pure/test_docs.py::test_a_block_is_executed_or_says_why_not -->\n", "docs/new.md", None),
+        (
+            "<!-- run by: tests/pure/test_docs.py::test_each_code_block_is_executed_or_has_a_reason -->\n",
+            "docs/new.md",
+            None,
+        ),
     ],
 )
-def test_a_block_without_a_test_is_found(comment: str, page: str, said: str | None) -> None:
+def test_a_code_block_without_a_test_is_reported(comment: str, page: str, message: str | None) -> None:
     [block] = [b for b in blocks_in(f"```text\nbash\n```\n\n{comment}```bash\nls\n```\n", page) if b.is_code()]
     assert (block.line, block.text) == (5 + bool(comment), "ls\n")
-    assert problem(block) is None if said is None else said in str(problem(block))
+    assert problem_of(block) is None if message is None else message in str(problem_of(block))
 
 
-def test_the_page_of_commands_has_all_of_them() -> None:
+def test_the_reference_page_has_each_command() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     assert (
         set(re.findall(r"^## `ray-app (\w+)`$", page, re.MULTILINE))
@@ -160,8 +175,8 @@ def test_the_page_of_commands_has_all_of_them() -> None:
     )
 
 
-def test_symptoms_are_messages_of_the_code() -> None:
-    """A piece of a message between dots is a piece of a text in the code, with its placeholders cut out."""
+def test_documented_symptoms_are_messages_of_the_code() -> None:
+    """Each part of a symptom between dots is part of a string in the code, in which placeholders are removed."""
     texts = []
     for file in (ROOT / "ray_app").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -169,24 +184,22 @@ def test_symptoms_are_messages_of_the_code() -> None:
                 texts.append(node.value)
             elif isinstance(node, ast.JoinedStr):
                 texts.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
-    said = "\n".join(texts)
+    all_texts = "\n".join(texts)
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     cells = re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
-    symptoms = [
-        piece.strip() for cell in cells for code in re.findall(r"`([^`]+)`", cell) for piece in code.split("...")
-    ]
-    foreign = {
+    symptoms = [part.strip() for cell in cells for code in re.findall(r"`([^`]+)`", cell) for part in code.split("...")]
+    messages_of_others = {
         "AuthenticationError",
         "does not have a deterministic implementation",
         "summary.json",
         "data_wait_fraction",
     }
-    foreign |= {
+    messages_of_others |= {
         "ray-app track --replay",
         "ray job stop",
         "1 of 5 failures",
         "parquet::ParquetException",
         "terminate called",
     }
-    missing = [piece for piece in symptoms if piece and piece not in foreign and piece not in said]
+    missing = [part for part in symptoms if part and part not in messages_of_others and part not in all_texts]
     assert missing == []

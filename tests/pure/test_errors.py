@@ -1,4 +1,4 @@
-"""The exceptions: all survive the way through another process."""
+"""The exceptions: each one survives pickling."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ ARGUMENTS = {
 @pytest.mark.parametrize("kind", ALL)
 def test_pickle_keeps_the_message_and_the_fields(kind: type[errors.RayAppError]) -> None:
     error = kind(*ARGUMENTS.get(kind, ("what was given, what is allowed, what to do",)))
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is kind
-    assert str(again) == str(error) != ""
-    assert vars(again) == vars(error)
-    assert again.retryable == error.retryable
+    unpickled = pickle.loads(pickle.dumps(error))
+    assert type(unpickled) is kind
+    assert str(unpickled) == str(error) != ""
+    assert vars(unpickled) == vars(error)
+    assert unpickled.retryable == error.retryable
 
 
-def test_a_bad_row_is_named() -> None:
+def test_the_message_of_a_bad_row_has_its_file_row_group_and_row() -> None:
     error = errors.BadRowError("a/part-0.parquet", 3, 17, "not an image")
     assert str(error) == "a/part-0.parquet, row group 3, row 17: not an image"
     assert (error.path, error.row_group, error.row, error.reason) == error.args
 
 
-def test_what_is_worth_another_start() -> None:
+def test_only_errors_that_a_restart_can_fix_are_retryable() -> None:
     names = (
         "StorageError",
         "TaskError",
@@ -46,8 +46,8 @@ def test_what_is_worth_another_start() -> None:
         "BudgetSpentError",
         "SilentActorError",
     )
-    worth = [getattr(errors, name) for name in names]
-    assert [kind for kind in ALL if kind.retryable] == worth
+    retryable = [getattr(errors, name) for name in names]
+    assert [kind for kind in ALL if kind.retryable] == retryable
 
 
 def test_the_tree_in_the_docstring_names_every_exception() -> None:

@@ -1,6 +1,4 @@
-"""The lines of the GPU's table: their order, what one that fails leaves of the others, and what they read from
-a trace.
-"""
+"""The measurements of the GPU table: their order, the effect of a failed one on the others, and their use of traces."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from tests.support.places import ROOT
 
 
 @pytest.mark.parametrize(
-    ("exchange", "computing", "part"),
+    ("reduction", "computation", "part"),
     [
         ([(0, 10)], [(5, 20)], 0.5),
         ([(0, 10), (20, 30)], [(0, 4), (2, 10), (29, 40)], 0.55),
@@ -27,10 +25,10 @@ from tests.support.places import ROOT
         ([], [(0, 10)], 0.0),
     ],
 )
-def test_the_part_of_an_exchange_that_computing_hides(
-    exchange: list[tuple[float, float]], computing: list[tuple[float, float]], part: float
+def test_the_share_of_a_reduction_that_overlaps_with_computation(
+    reduction: list[tuple[float, float]], computation: list[tuple[float, float]], part: float
 ) -> None:
-    assert hidden(exchange, computing) == pytest.approx(part)
+    assert hidden(reduction, computation) == pytest.approx(part)
 
 
 def broken(bench: Bench) -> Found:
@@ -42,7 +40,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench("cpu", tmp_path)
 
 
-def test_a_line_that_raises_shows_the_end_of_its_traceback_and_the_others_go_on(bench: Bench) -> None:
+def test_a_failed_measurement_has_the_end_of_its_traceback_and_the_others_run(bench: Bench) -> None:
     results: list[Result] = []
     look_at([Line("first", broken, 60), Line("second", lambda _: Found("seen", True), 60)], bench, 100, results.append)
     assert [(result.name, result.status) for result in results] == [("first", "failed"), ("second", "passed")]
@@ -51,7 +49,7 @@ def test_a_line_that_raises_shows_the_end_of_its_traceback_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("look", [broken, lambda _: Found("other bits", False)])
-def test_nothing_follows_a_failed_start(bench: Bench, look: Callable[[Bench], Found]) -> None:
+def test_no_measurement_follows_a_failed_start(bench: Bench, look: Callable[[Bench], Found]) -> None:
     results: list[Result] = []
     lines = [Line("start", look, 60, stops=True), Line("second", lambda _: Found("seen", True), 60)]
     look_at(lines, bench, 100, results.append)
@@ -59,12 +57,12 @@ def test_nothing_follows_a_failed_start(bench: Bench, look: Callable[[Bench], Fo
     assert results[1].said == "start failed"
 
 
-def test_the_start_comes_before_all_that_computes_and_alone_stops_the_rest() -> None:
+def test_the_start_precedes_all_computing_measurements_and_alone_stops_the_rest() -> None:
     assert [line.name for line in LINES] == list(ORDER)
     assert [line.name for line in LINES if line.stops] == ["start: two steps, a checkpoint between them"]
     assert [line.name for line in LINES].index("start: two steps, a checkpoint between them") == 1
 
 
-def test_the_page_about_gpus_has_the_lines_in_their_order() -> None:
+def test_the_page_about_gpus_has_the_measurements_in_their_order() -> None:
     rows = re.findall(r"^\| (.+?) \| (.*?) \| .+ \|$", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
     assert [tuple(map(str.strip, row)) for row in rows if row[0] != "line"] == [(line.name, line.bar) for line in LINES]

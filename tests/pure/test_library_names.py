@@ -1,8 +1,8 @@
-"""Every name of a library that the code uses exists in what is installed, also where only a GPU or a cluster would come
-by.
+"""Every name of a library that the code uses exists in the installed version, also in code that runs only on a GPU or
+a cluster.
 
-An attribute that is missing is noticed when a line runs, and many lines run on a GPU alone: a call of a function that
-exists in no version of PyTorch once ended every run on a GPU at its first worker.
+A missing attribute raises only when its line runs, and many lines run only on a GPU: a call of a function that exists
+in no version of PyTorch once ended every run on a GPU at its first worker.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tests.support.library_names import LIBRARIES, Names, missing, names
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_name_of_a_library_that_the_code_uses_exists(library: str) -> None:
-    used = {name: place for name, place in names().items() if name.split(".")[0] == library}
+    used = {name: location for name, location in names().items() if name.split(".")[0] == library}
     assert len(used) >= {"torch": 200, "ray": 50, "mlflow": 15, "pyarrow": 30, "torchvision": 5}[library], (
-        "the code was not read"
+        "fewer names were found than the code uses"
     )
     assert missing(used) == {}
 
 
-def test_names_are_found_however_they_are_imported() -> None:
+def test_names_are_collected_for_each_form_of_import() -> None:
     text = """
 import torch
 import pyarrow.parquet as pq
@@ -41,8 +41,8 @@ def f(x):
     getattr(torch, "perhaps", None)
     return F.relu(pq.read_table(x)), dist.ReduceOp.SUM, torch._C._cuda_getDriverVersion(), nn.Nothing().parameters
 """
-    found = Names(ast.parse(text)).found
-    assert set(found) == {
+    collected = Names(ast.parse(text)).first_lines
+    assert set(collected) == {
         *("torch", "torch.cuda", "torch.nn", "pyarrow.parquet", "torch.distributed", "torch.nn.functional"),
         *(
             "ray.util.scheduling_strategies",
@@ -58,4 +58,4 @@ def f(x):
         ),
         *("torch._C._cuda_getDriverVersion", "torch.nn.Nothing"),
     }
-    assert set(missing(dict.fromkeys(found, "here"))) == {"torch._C._cuda_getDriverVersion", "torch.nn.Nothing"}
+    assert set(missing(dict.fromkeys(collected, "here"))) == {"torch._C._cuda_getDriverVersion", "torch.nn.Nothing"}

@@ -1,4 +1,4 @@
-"""The notebooks as they are stored; `tests/own_cluster/test_notebook.py` executes them."""
+"""The stored outputs of notebooks; `tests/own_cluster/test_notebook.py` executes the notebooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.notebooks import NOTEBOOKS, ROOT, has_bar, outputs, pictures
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_stored_notebook_shows_what_it_does_on_any_machine(path: Path) -> None:
+def test_a_stored_notebook_has_outputs_of_all_cells_and_no_local_path(path: Path) -> None:
     text = path.read_text()
     notebook = nbformat.reads(text, as_version=4)
     nbformat.validate(notebook)
@@ -24,4 +24,4 @@ def test_a_stored_notebook_shows_what_it_does_on_any_machine(path: Path) -> None
     assert has_bar(notebook)
     assert not any(output.output_type == "error" or output.get("name") == "stderr" for output in outputs(notebook))
     assert "def " not in "".join(cell.source for cell in cells if not cell.source.startswith("%%writefile"))
-    assert not any(place in text for place in ("/home/", "/root/", "/Users/", "/tmp/", str(ROOT)))
+    assert not any(folder in text for folder in ("/home/", "/root/", "/Users/", "/tmp/", str(ROOT)))

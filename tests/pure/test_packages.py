@@ -1,5 +1,5 @@
-"""Where things are, besides what import-linter holds: the committed picture is the code's, Ray's private names are in
-one package, and those of torch in one module.
+"""Rules of the package structure that import-linter does not check: private names of Ray are in one package, those of
+torch in one module, and the committed picture is that of the code.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ALLOWED = {"data/ray_tasks.py": {"ray.data._internal.progress"}}
 
 
 def is_private(name: str) -> bool:
-    """Whether it is a name of Ray that its documentation does not have: a part of it begins with `_`."""
+    """Returns whether this is a private name of Ray: a part of it begins with `_`."""
     return re.fullmatch(r"ray(\.\w+)*\._[a-z]\w*(\.\w+)*", name, re.IGNORECASE) is not None
 
 
 def private_names(code: str) -> set[str]:
-    """Private names of Ray that code imports, reaches by attributes, or has as a text."""
+    """Returns the private names of Ray that code imports, accesses as attributes, or has as a string."""
     names, attributes = set[str](), set[ast.AST]()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
@@ -50,11 +50,11 @@ def private_names(code: str) -> set[str]:
         ("logger('ray._private.utils')\n'Of `ray._private.utils` nothing is used.'", {"ray._private.utils"}),
     ],
 )
-def test_private_names_are_recognized(code: str, expected: set[str]) -> None:
+def test_private_names_of_ray_are_recognized(code: str, expected: set[str]) -> None:
     assert private_names(code) == expected
 
 
-def test_rays_private_names_are_in_the_package_cluster_only() -> None:
+def test_private_names_of_ray_are_only_in_the_package_cluster() -> None:
     folder, names_of = ROOT / "ray_app", {}
     for file in folder.rglob("*.py"):
         if names := private_names(file.read_text()):
@@ -65,10 +65,10 @@ def test_rays_private_names_are_in_the_package_cluster_only() -> None:
 
 
 def private_torch_names(code: str) -> set[str]:
-    """Names of torch in code of which a part begins with `_`, but for `__version__` and the like; and attributes of
-    its objects by their names.
+    """Returns the names of torch of which a part begins with `_`, except names such as `__version__`, and the private
+    attributes of its objects.
     """
-    names = {name for name in Names(ast.parse(code)).found if name.split(".")[0] == "torch"}
+    names = {name for name in Names(ast.parse(code)).first_lines if name.split(".")[0] == "torch"}
     return {
         name for name in names if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
     } | set(
@@ -88,30 +88,30 @@ def private_torch_names(code: str) -> set[str]:
         ("import torch\nprint(torch.__version__)\nself._group._version_of()", set()),
     ],
 )
-def test_private_names_of_torch_are_found(code: str, expected: set[str]) -> None:
+def test_private_names_of_torch_are_recognized(code: str, expected: set[str]) -> None:
     assert private_torch_names(code) == expected
 
 
-def test_torchs_private_names_are_in_one_module() -> None:
-    """Where each stands with its reason, so that a new version of torch is compared with one file."""
+def test_private_names_of_torch_are_only_in_one_module() -> None:
+    """That module has the reason for each name, so that only one file is compared with a new version of torch."""
     files = (ROOT / "ray_app").rglob("*.py")
-    found = {
+    names_of = {
         file.relative_to(ROOT / "ray_app").as_posix(): names
         for file in files
         if (names := private_torch_names(file.read_text()))
     }
-    assert set(found) == {"torch_private.py"}, found
+    assert set(names_of) == {"torch_private.py"}, names_of
 
 
-def test_the_picture_is_that_of_the_code() -> None:
+def test_the_committed_picture_of_the_packages_is_up_to_date() -> None:
     assert PICTURE.read_text() == svg(), "run `make picture`, and look at it"
 
 
-def test_tests_share_what_is_in_support_and_import_no_other_tests() -> None:
-    found = {
+def test_tests_import_shared_code_from_support_and_not_from_other_tests() -> None:
+    imports = {
         f"{file.relative_to(ROOT)}: {node.module}"
         for file in (ROOT / "tests").rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests.") and "test_" in str(node.module)
     }
-    assert found == set(), "put it into tests/support"
+    assert imports == set(), "a test module imports another one; move the shared code to tests/support"

@@ -1,4 +1,4 @@
-"""What a run changes in its process is put back, also where two runs overlap in time."""
+"""Changes of a run to its process are undone, also where two runs overlap in time."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ NAME = "RAY_APP_TEST_VARIABLE"
 
 @pytest.mark.parametrize("value", [None, "theirs"])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_a_variable_is_what_it_was_in_whatever_order_those_end_who_set_it(
+def test_a_variable_is_restored_in_whichever_order_overlapping_runs_end(
     monkeypatch: pytest.MonkeyPatch, value: str | None, order: tuple[int, ...]
 ) -> None:
     monkeypatch.delenv(NAME, raising=False) if value is None else monkeypatch.setenv(NAME, value)
-    times = [ExitStack() for _ in range(3)]
-    for number, each in enumerate(times):
-        each.enter_context(set_variables(**{NAME: str(number)}))
+    stacks = [ExitStack() for _ in range(3)]
+    for number, stack in enumerate(stacks):
+        stack.enter_context(set_variables(**{NAME: str(number)}))
     assert os.environ[NAME] == "2"
     for ended, number in enumerate(order, 1):
-        times[number].close()
+        stacks[number].close()
         if ended < 3:
             assert os.environ[NAME] != value
     assert os.environ.get(NAME) == value
 
 
-def test_the_inner_one_gives_back_what_the_outer_one_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_inner_context_restores_the_value_of_the_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NAME, raising=False)
     with set_variables(**{NAME: "outer"}):
         with set_variables(**{NAME: None}):
@@ -41,7 +41,7 @@ def test_the_inner_one_gives_back_what_the_outer_one_set(monkeypatch: pytest.Mon
     assert NAME not in os.environ
 
 
-HELD_MB = """
+RETAINED_MB = """
 import resource, threading, torch
 from ray_app.process import keep_freed_memory
 
@@ -62,23 +62,25 @@ for _ in range(4):
 step()
 print(resident() - before)
 """
-"""Megabytes that a process holds after 32 tensors of 8 MB in each of four threads, one after the other, and in its main
-thread.
+"""A script that prints how many megabytes a process retains after it has freed 32 tensors of 8 MB in each of four
+successive threads, and in its main thread.
 """
 
 
-def held_mb(**variables: str) -> int:
+def retained_mb(**variables: str) -> int:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))
     } | variables
-    done = subprocess.run([sys.executable, "-c", HELD_MB], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RETAINED_MB], env=environment, capture_output=True, text=True, check=True
+    )
     return int(done.stdout)
 
 
-def test_freed_memory_is_kept_for_the_next_step_once_and_not_for_every_thread() -> None:
-    assert 200 < held_mb() < 256 + 4 * 64 + 30
+def test_freed_memory_is_retained_once_and_not_per_thread() -> None:
+    assert 200 < retained_mb() < 256 + 4 * 64 + 30
 
 
 @pytest.mark.rest
-def test_what_the_environment_says_of_malloc_counts_more() -> None:
-    assert held_mb(MALLOC_TRIM_THRESHOLD_="131072") < 60
+def test_malloc_variables_of_the_environment_take_precedence() -> None:
+    assert retained_mb(MALLOC_TRIM_THRESHOLD_="131072") < 60

@@ -1,4 +1,4 @@
-"""Repeated attempts: how many there are, how long the pauses take, and which errors end them."""
+"""Retries: their number, the length of pauses, and the errors that end them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray_app.retry import Retry
 
 
 class Clock:
-    """A clock that moves only while somebody sleeps."""
+    """A clock that advances only in `sleep`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -29,18 +29,18 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(retry, "time", made)
-    return made
+    fake = Clock()
+    monkeypatch.setattr(retry, "time", fake)
+    return fake
 
 
-def failing(*errors: Exception) -> Callable[[], str]:
-    """A call that raises these errors, one after the other, and then succeeds."""
-    left = list(errors)
+def make_failing(*errors: Exception) -> Callable[[], str]:
+    """Returns a function that raises these errors, one per call, and then succeeds."""
+    errors_left = list(errors)
 
     def work() -> str:
-        if left:
-            raise left.pop(0)
+        if errors_left:
+            raise errors_left.pop(0)
         return "done"
 
     return work
@@ -48,13 +48,13 @@ def failing(*errors: Exception) -> Callable[[], str]:
 
 def test_pauses_grow_up_to_a_maximum_and_none_follows_the_last_attempt(clock: Clock) -> None:
     plan = Retry(0.5, max_pause_s=3.0, attempts=6)
-    assert plan.call(failing(*[OSError("503")] * 5), OSError, "The write") == "done"
+    assert plan.call(make_failing(*[OSError("503")] * 5), OSError, "The write") == "done"
     assert clock.pauses == [0.5, 1.0, 2.0, 3.0, 3.0]
     clock.pauses.clear()
     with pytest.raises(OSError, match="the last"):
-        plan.call(failing(*[OSError("503")] * 5, OSError("the last")), OSError, "The write")
+        plan.call(make_failing(*[OSError("503")] * 5, OSError("the last")), OSError, "The write")
     assert len(clock.pauses) == 5
-    assert plan.pause_s(10**6) == 3.0, "no overflow"
+    assert plan.pause_s(10**6) == 3.0, "the pause of a late attempt overflows"
 
 
 def test_a_deadline_ends_the_attempts(clock: Clock) -> None:
@@ -71,29 +71,29 @@ def test_a_deadline_ends_the_attempts(clock: Clock) -> None:
 
 def test_jitter_shortens_pauses(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "random", random.Random(1))
-    Retry(1.0, factor=1.0, jitter=0.5).call(failing(*[OSError("503")] * 100), OSError, "The write")
+    Retry(1.0, factor=1.0, jitter=0.5).call(make_failing(*[OSError("503")] * 100), OSError, "The write")
     assert 0.5 <= min(clock.pauses) < 0.55
     assert 0.95 < max(clock.pauses) <= 1.0
 
 
-def test_only_some_errors_are_repeated(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_named_errors_are_retried(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="wrong"):
-        Retry(1.0).call(failing(OSError("503"), ValueError("wrong")), OSError, "The write")
+        Retry(1.0).call(make_failing(OSError("503"), ValueError("wrong")), OSError, "The write")
 
     def refuse(error: Exception) -> None:
-        seen.append(error)
+        refused_errors.append(error)
         if "404" in str(error):
             raise LookupError("gone") from error
 
-    seen = list[Any]()
+    refused_errors = list[Any]()
     caplog.clear()
     with pytest.raises(LookupError, match="gone"):
-        Retry(1.0, attempts=9).call(failing(OSError("503"), OSError("404")), OSError, "The write", refuse)
-    assert [str(error) for error in seen] == ["503", "404"]
+        Retry(1.0, attempts=9).call(make_failing(OSError("503"), OSError("404")), OSError, "The write", refuse)
+    assert [str(error) for error in refused_errors] == ["503", "404"]
     assert caplog.messages == ["The write: attempt 1 of 9 failed, will try again in 1.0 s: OSError: 503"]
 
 
 def test_the_last_failure_is_logged_as_such(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(OSError, match="503"):
-        Retry(1.0, attempts=1).call(failing(OSError("503")), OSError, "The write")
+        Retry(1.0, attempts=1).call(make_failing(OSError("503")), OSError, "The write")
     assert caplog.messages == ["The write: attempt 1 of 1 failed: OSError: 503"]

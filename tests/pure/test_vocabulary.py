@@ -1,6 +1,6 @@
-"""The words of the project: `docs/glossary.md` has its terms; what is refused here has a better name there.
+"""The package uses the terms of `docs/glossary.md`; each word that this test refuses has a better one there.
 
-`python tests/pure/test_vocabulary.py FILE_OR_FOLDER ...` prints what it finds in Python files and pages.
+`python tests/pure/test_vocabulary.py FILE_OR_FOLDER ...` prints the findings in Python files and pages.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ PHRASES = {
 EXCEPTIONS: dict[str, str] = {
     "ray_app/retrain/gate.py: least_drop": "a key of the audit record",
 }
-"""What is allowed, as `FILE: NAME` or `FILE: PHRASE`, and why."""
+"""Names and phrases that are allowed, as `FILE: NAME` or `FILE: PHRASE`, with the reason."""
 
 
 ONE_VALUE = {"(_TOP, _RIGHT, _BOTTOM)", "(per_epoch, text, (epoch, epoch_step))"}
-"""Tuples that are one value: the margins of a chart, what a progress line is made of."""
+"""Tuples that are one value: the margins of a chart, the parts of a progress line."""
 
 
 def words_of(name: str) -> list[str]:
@@ -134,24 +134,24 @@ def prose_of(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def problems(path: Path) -> list[str]:
-    """Returns what a file says in other words than the project's, each as `FILE:LINE: ...`."""
-    found = list[str]()
+    """Returns the findings in a file, each as `FILE:LINE: ...`."""
+    findings = list[str]()
     relative = path.resolve().relative_to(ROOT)
     if path.suffix == ".py":
         for name, line in names_defined(ast.parse(path.read_text())):
             bare = name.strip("_").lower()
             words = words_of(name)
             if bare in EMPTY_NAMES and f"{relative}: {name}" not in EXCEPTIONS:
-                found.append(f"{relative}:{line}: the name {name!r} does not say what it is")
+                findings.append(f"{relative}:{line}: the name {name!r} does not say what it is")
             for word in WORDS.keys() & set(words):
                 if f"{relative}: {name}" not in EXCEPTIONS:
-                    found.append(f"{relative}:{line}: {word!r} in {name!r}; say {WORDS[word]}")
-        found += [f"{relative}:{line}: more than two names in one assignment" for line in crowded_assignments(path)]
+                    findings.append(f"{relative}:{line}: {word!r} in {name!r}; say {WORDS[word]}")
+        findings += [f"{relative}:{line}: more than two names in one assignment" for line in crowded_assignments(path)]
     for line_text, line in prose_of(path):
         for phrase, better in PHRASES.items():
             if (match := re.search(phrase, line_text)) and f"{relative}: {match[0]}" not in EXCEPTIONS:
-                found.append(f"{relative}:{line}: {match[0]!r}; {better}")
-    return found
+                findings.append(f"{relative}:{line}: {match[0]!r}; {better}")
+    return findings
 
 
 def crowded_assignments(path: Path) -> list[int]:
@@ -173,35 +173,41 @@ def repeated_classes(paths: list[Path]) -> list[str]:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
                     lines.setdefault(node.name, []).append(f"{path.resolve().relative_to(ROOT)}:{node.lineno}")
-    return [f"the class {name!r} is in {', '.join(where)}" for name, where in lines.items() if len(where) > 1]
+    return [
+        f"the class {name!r} is in {', '.join(locations)}" for name, locations in lines.items() if len(locations) > 1
+    ]
 
 
-def files_below(*places: str) -> list[Path]:
-    """Returns the Python files and pages below some folders, but the project template."""
+def files_below(*paths: str) -> list[Path]:
+    """Returns the Python files and pages below these folders, except the project template."""
     return [
         path
-        for place in places
-        for path in sorted((ROOT / place).rglob("*") if (ROOT / place).is_dir() else [ROOT / place])
+        for file_or_folder in paths
+        for path in sorted(
+            (ROOT / file_or_folder).rglob("*") if (ROOT / file_or_folder).is_dir() else [ROOT / file_or_folder]
+        )
         if path.suffix in (".py", ".md") and "project" not in path.parts
     ]
 
 
-def test_the_package_speaks_the_language_of_its_field() -> None:
-    places = ("ray_app", "jobs", "docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
-    assert [problem for path in files_below(*places) for problem in problems(path)] == []
+def test_the_package_uses_the_terms_of_its_field() -> None:
+    paths = ("ray_app", "jobs", "docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+    assert [problem for path in files_below(*paths) for problem in problems(path)] == []
 
 
-def test_what_belongs_together_is_in_one_file() -> None:
+def test_the_package_has_few_modules_and_none_is_too_long() -> None:
     modules = [path for path in files_below("ray_app") if path.suffix == ".py" and path.name != "__init__.py"]
     assert len(modules) <= 226
     assert [path for path in modules if len(path.read_text().splitlines()) > 600] == []
 
 
-def test_the_name_of_a_class_is_used_once() -> None:
+def test_each_class_name_is_used_once() -> None:
     assert repeated_classes(files_below("ray_app")) == []
 
 
-def test_a_private_class_and_a_nested_one_count_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_repeated_names_of_private_and_nested_classes_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "a.py").write_text("class _Form: ...\nclass Other: ...\n")
     (tmp_path / "b.py").write_text("class Outer:\n    class _Form: ...\n")

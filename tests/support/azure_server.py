@@ -14,7 +14,7 @@ from ray_app.storage.object_stores import ObjectPath
 PROGRAM = "azurite-blob"
 CONTAINER, ACCOUNT = "data", "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Of every Azurite, as its documentation has it."""
+"""The key of every Azurite, from its documentation."""
 _UNTIL_THE_PARENT_IS_GONE = '"$@" & cat; kill $!'
 _OPTIONS = ("--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent", "--blobPort", "0")
 
@@ -40,7 +40,7 @@ class AzureServer:
         pafs.AzureFileSystem(ACCOUNT, account_key=KEY, **addresses, **schemes).create_dir(CONTAINER)
 
     def path(self, prefix: str) -> ObjectPath:
-        """A place on the server, which carries the server's address."""
+        """Returns a path on the server, which contains the server's address."""
         server = f"account_name={ACCOUNT}&endpoint_override={self.address}/{ACCOUNT}&scheme=http"
         return ObjectPath.parse(f"az://{CONTAINER}/{prefix}?{server}")
 
@@ -50,4 +50,5 @@ class AzureServer:
 
     def close(self) -> None:
         """Ends the process."""
-        self._process.communicate()  # which ends its input, and waits for the end of its output
+        # This closes its input, and waits for the end of its output.
+        self._process.communicate()

@@ -14,11 +14,11 @@ from tests.support.disk_caches import TinyTexts
 from tests.support.local_world import TinyImages, make_job
 
 BAD = (0, 13, 14, 50, 96)
-"""The first and the last row, two neighbours, and a row group of one row."""
+"""The first and the last row, two adjacent rows, and the row of a row group that has no other."""
 
 
 class Picky(TinyImages):
-    """Cannot decode some rows, alone or with others."""
+    """A task that raises in `decode` for some rows, alone or with others."""
 
     def __init__(self, unreadable: tuple[int, ...] = BAD, plain: bool = False) -> None:
         super().__init__()
@@ -35,18 +35,18 @@ class Picky(TinyImages):
 
 
 class PickyTexts(Picky, TinyTexts):
-    """The same, whose rows have different lengths."""
+    """A task that raises in `decode` for some rows, over rows of different lengths."""
 
 
 def job_of(folder: Path, data: Path, task: Picky, **fields: Any) -> Job:
-    """Its probe row is decoded as `prepare` does it."""
-    probed = TinyTexts() if isinstance(task, TinyTexts) else TinyImages()
-    made = make_job(
+    """Returns a job of the task; its probe row is decoded by a task without bad rows, as `prepare` does it."""
+    probe_task = TinyTexts() if isinstance(task, TinyTexts) else TinyImages()
+    job = make_job(
         folder,
         data,
         logical_workers=4,
         batch=12,
-        task=probed,
+        task=probe_task,
         **{"data__on_bad_row": "skip", "train__epochs": 2, **fields},
     )
-    return replace(made, task=task.prepare(open_dataset(str(data)).facts))
+    return replace(job, task=task.prepare(open_dataset(str(data)).facts))

@@ -1,4 +1,4 @@
-"""A real headless Chromium, driven over its DevTools pipe: no driver program, no websocket, nothing but the browser."""
+"""A real headless Chromium that is controlled over its DevTools pipe, without a driver program or a websocket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OFFLINE = "MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
 
 
 def find() -> str | None:
-    """The browser's program on PATH, if there is one."""
+    """Returns the path of the browser on PATH, or None."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
@@ -30,8 +30,8 @@ class Browser:
     """One browser with one page.
 
     Args:
-        program: The browser.
-        profile: A folder of its own.
+        program: The browser's executable.
+        profile: The folder of its profile, which no other browser uses.
     """
 
     def __init__(self, program: str, profile: Path) -> None:
@@ -50,7 +50,7 @@ class Browser:
             f"--user-data-dir={profile}",
             "--remote-debugging-pipe",
         ]
-        # the pipe's ends have to be 3 and 4; dash knows no descriptors above 9
+        # The ends of the pipe must be the descriptors 3 and 4; dash has no descriptors above 9, so this is bash.
         self._process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", program, *flags],
             pass_fds=(theirs_in, theirs_out),
@@ -59,7 +59,9 @@ class Browser:
         )
         os.close(theirs_in)
         os.close(theirs_out)
-        self._number, self._rest, self.events = 0, b"", list[dict[str, Any]]()
+        self._number = 0
+        self._rest = b""
+        self.events = list[dict[str, Any]]()
         self._session: str | None = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -82,7 +84,7 @@ class Browser:
         os.close(self._out)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the DevTools protocol and its answer; events that come meanwhile are kept in `events`."""
+        """Sends a command of the DevTools protocol and returns its answer; appends earlier messages to `events`."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params} | (
             {"sessionId": self._session} if self._session else {}
@@ -99,7 +101,7 @@ class Browser:
                 return dict(answer["result"])
 
     def show(self, url: str, *, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
-        """Loads a page as a screen of that width and colour scheme sees it, and waits until it is there."""
+        """Loads a page for a screen of this size and colour scheme, and waits until it is loaded."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -111,16 +113,14 @@ class Browser:
             self.events.append(self._next(deadline))
 
     def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression on the page; the page's own policy does not hold for it."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
-        return found["result"].get("value")
+        """Returns the value of a JavaScript expression on the page, to which the page's policy does not apply."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
+        return answer["result"].get("value")
 
     def requested(self) -> list[str]:
-        """What the page has asked for since it was loaded, the page itself included, but not what it holds inside
-        (`data:`).
-        """
+        """Returns the URLs requested since the page was loaded, its own included, without `data:` URLs."""
         urls = [
             event["params"]["request"]["url"]
             for event in self.events
@@ -134,11 +134,11 @@ class Browser:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def print(self, path: Path) -> None:
-        """Saves the page as it is printed, as PDF (A4)."""
-        made = self.call(
+        """Saves the printed page as PDF (A4)."""
+        pdf = self.call(
             "Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True, preferCSSPageSize=True
         )
-        path.write_bytes(base64.b64decode(made["data"]))
+        path.write_bytes(base64.b64decode(pdf["data"]))
 
     def _next(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -186,5 +186,5 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     program = find()
     if program is None:
         pytest.skip("no Chromium on PATH; `.ci/run` shows how to install one")
-    with Browser(program, tmp_path_factory.mktemp("profile")) as made:
-        yield made
+    with Browser(program, tmp_path_factory.mktemp("profile")) as running:
+        yield running

@@ -1,10 +1,9 @@
-"""A run whose workers are killed again and again, at moments that a seed chooses: the real loop, real processes and
-SIGKILL, no Ray.
+"""A run that loses workers repeatedly, at moments drawn from a seed: the real loop, real processes and SIGKILL, no Ray.
 
-A worker is forked from a process that has imported everything, so its death and its successor cost little. Who is there
-forms the next generation, in any order of ranks; a successor comes at once, or while the others step, who then make
-room for it. Every death is told by the worker in its last moment, with where it was, and proved by how its process
-ended.
+Workers are forked from a process that has imported all modules, so that a replacement starts quickly. The live workers
+form the next generation, in a random order of ranks; a replacement starts at once, or while the others step, which then
+form a new generation with it. A worker reports its death and the phase just before it, and the exit code of its process
+proves the death.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ _SILENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Fault:
-    """A death.
+    """The death of a worker.
 
     Args:
-        phase: What the worker is doing.
-        times: At which time that it does that in this generation, from 1.
+        phase: The phase in which the worker dies.
+        times: The occurrence of the phase in this generation, from 1.
     """
 
     phase: str
@@ -55,10 +54,12 @@ DILOCO = {"train__local_steps": 3, "train__outer_lr": 0.7, "train__outer_momentu
 
 
 class Death:
-    """Waits in a worker for the moment of a fault."""
+    """Kills this worker process at the moment of a fault."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._fault, self._left = pipe, Fault("", 0), 0
+        self._pipe = pipe
+        self._fault = Fault("", 0)
+        self._left = 0
 
     def arm(self, fault: Fault | None) -> None:
         self._fault = fault or Fault("", 0)
@@ -92,13 +93,16 @@ class Death:
 
 
 class PipedMembership(LocalMembership):
-    """The membership of a worker of a campaign, which asks it who steps together."""
+    """The membership of a worker of a campaign, which decides the generations."""
 
     recovers = True
 
     def __init__(self, pipe: Connection, folder: Path, logical_workers: int, death: Death) -> None:
         super().__init__(World(0, 1, logical_workers), folder)
-        self._pipe, self._folder, self._death, self._number = pipe, folder, death, 0
+        self._pipe = pipe
+        self._folder = folder
+        self._death = death
+        self._number = 0
 
     @contextmanager
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
@@ -107,8 +111,8 @@ class PipedMembership(LocalMembership):
         self._pipe.send(("waits", step))
         kind = ""
         while kind != "formed":
-            kind, *said = self._pipe.recv()
-        self._number, rank, size, fault = said
+            kind, *values = self._pipe.recv()
+        self._number, rank, size, fault = values
         self._world = World(rank, size, self._world.logical_workers)
         self._store = self._folder / str(self._number)
         with super().generation(step, lost) as (world, formed):
@@ -117,11 +121,11 @@ class PipedMembership(LocalMembership):
 
     def flags(self) -> Flags:
         """See `Membership.flags`."""
-        asked = Flags(0)
+        flags_ = Flags(0)
         while self._pipe.poll():
             _, number = self._pipe.recv()
-            asked |= Flags.REFORM if number == self._number else Flags(0)
-        return asked
+            flags_ |= Flags.REFORM if number == self._number else Flags(0)
+        return flags_
 
 
 def _work(pipe: Connection, folder: Path, job: Job, windows: OpenWindows, device: torch.device) -> None:
@@ -143,19 +147,19 @@ class _Worker:
 
 
 class Campaign:
-    """See the module.
+    """A run with deaths, as the module's docstring describes it.
 
     Args:
-        folder: For the files that process groups meet at.
-        seed: Of what happens.
+        folder: Folder for the stores of process groups.
+        seed: Seed of the deaths.
         job: The run.
-        workers: Most of them.
-        windows: Where the data comes from.
-        device: Where all of them compute.
+        workers: Maximum number of workers.
+        windows: Opens the data.
+        device: The device of all workers.
 
     Attributes:
-        fired: How many deaths there were in which phase.
-        story: What happened, for a failing test.
+        fired: Number of deaths by phase.
+        story: The history of the run, for the message of a failing test.
     """
 
     def __init__(
@@ -168,27 +172,33 @@ class Campaign:
         device: torch.device = CPU,
     ) -> None:
         folder.mkdir()
-        self._folder, self._job, self._most, self._windows, self._device = folder, job, workers, windows, device
+        self._folder = folder
+        self._job = job
+        self._max_workers = workers
+        self._windows = windows
+        self._device = device
         self._random = random.Random(seed)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.support.campaign", "ray_app.task.image", "torchmetrics"])
         self._live: list[_Worker] = []
-        self._number = self._barren = 0
-        self._newest = -1  # and for how many generations in a row nobody came further
+        self._number = 0
+        # The newest step, and the number of generations in a row that did not advance it.
+        self._newest = -1
+        self._num_without_progress = 0
         self.fired = Counter[str]()
         self.story = [f"seed {seed}"]
 
     def run(self, faults: int) -> None:
-        """Trains to the end, with at most so many deaths.
+        """Trains to the end, with at most `faults` deaths.
 
         Raises:
-            AssertionError: A worker failed, or nothing happens any more; the message is the story.
+            AssertionError: A worker failed, or no worker makes progress; the message is the history.
         """
         try:
             while not self._is_over():
                 if not self._live:
-                    self._start(self._most)
-                self._hear()
+                    self._start(self._max_workers)
+                self._receive()
                 if self._live and all(w.state == "waits" for w in self._live):
                     self._form(faults - self.fired.total())
         finally:
@@ -199,8 +209,8 @@ class Campaign:
         commits = CheckpointStore(self._job.paths).commits() if not self._live else []
         return bool(commits) and commits[-1].step == self._job.total_steps
 
-    def _start(self, most: int) -> None:
-        for _ in range(most - len(self._live)):
+    def _start(self, num_workers: int) -> None:
+        for _ in range(num_workers - len(self._live)):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
                 target=_work, args=(theirs, self._folder, self._job, self._windows, self._device), daemon=True
@@ -209,33 +219,33 @@ class Campaign:
             theirs.close()
             self._live.append(_Worker(process, ours))
 
-    def _hear(self) -> None:
-        heard = wait([w.pipe for w in self._live], _SILENCE_S)
-        if not heard:
-            self._fail("nothing happens any more: " + ", ".join(f"{w.state} at {w.step}" for w in self._live))
+    def _receive(self) -> None:
+        ready = wait([w.pipe for w in self._live], _SILENCE_S)
+        if not ready:
+            self._fail("no worker makes progress: " + ", ".join(f"{w.state} at {w.step}" for w in self._live))
         for worker in list(self._live):
-            if worker.pipe not in heard:
+            if worker.pipe not in ready:
                 continue
             try:
-                kind, said = worker.pipe.recv()
+                kind, value = worker.pipe.recv()
             except (EOFError, ConnectionResetError):
-                self._bury(worker)
+                self._remove(worker)
                 continue
             if kind == "waits":
-                worker.state, worker.step = "waits", said
-                self._make_room(worker)
+                worker.state, worker.step = "waits", value
+                self._request_reform()
             elif kind == "failed":
-                self._fail(said)
+                self._fail(value)
             else:
-                worker.state = f"{kind} {said}"
+                worker.state = f"{kind} {value}"
 
-    def _make_room(self, newcomer: _Worker) -> None:
-        """Asks those who step to form the next generation with somebody who waits."""
+    def _request_reform(self) -> None:
+        """Asks the stepping workers to form the next generation with the waiting ones."""
         for worker in self._live:
             if worker.state == "steps":
                 worker.pipe.send(("reform", self._number))
 
-    def _bury(self, worker: _Worker) -> None:
+    def _remove(self, worker: _Worker) -> None:
         worker.process.join()
         worker.pipe.close()
         self._live.remove(worker)
@@ -247,14 +257,14 @@ class Campaign:
         self.fired[phase] += 1
         self.story.append(f"  dies: {phase}")
         if self._live and self._random.random() < 0.7:
-            self._start(self._most)
+            self._start(self._max_workers)
 
     def _form(self, faults: int) -> None:
         members, self._number = self._live, self._number + 1
         self._random.shuffle(members)
         newest = max(w.step for w in members)
         if newest >= 0:
-            self._barren = self._barren + 1 if newest <= self._newest else 0
+            self._num_without_progress = self._num_without_progress + 1 if newest <= self._newest else 0
             self._newest = newest
         dying = min(faults, len(members), self._random.choice((1, 1, 1, 1, 1, 2, 3)))
         self.story.append(f"generation {self._number} of {len(members)} from step {newest}, {dying} are to die")
@@ -264,28 +274,29 @@ class Campaign:
             worker.pipe.send(
                 ("formed", self._number, rank, len(members), self._fault(rank) if rank in victims else None)
             )
-        if len(members) < self._most and self._random.random() < 0.7:
-            self._start(self._most)
+        if len(members) < self._max_workers and self._random.random() < 0.7:
+            self._start(self._max_workers)
 
     def _fault(self, rank: int) -> Fault:
-        if self._barren > 3:  # a loop that never gets on gives up
+        # The loop gives up after several generations without a new step, so this worker dies late.
+        if self._num_without_progress > 3:
             return Fault("stepped", 7)
         phase = self._random.choice([phase for phase in PHASES if rank == 0 or phase != "committing"])
-        most = {"forming": 1, "committing": 1, "any moment": 20}.get(phase, 6)
-        return Fault(phase, self._random.randint(1, most))
+        max_times = {"forming": 1, "committing": 1, "any moment": 20}.get(phase, 6)
+        return Fault(phase, self._random.randint(1, max_times))
 
     def _fail(self, text: str) -> None:
         raise AssertionError("\n".join([*self.story, text]))
 
 
 def rows_of(job: Job) -> dict[int, Any]:
-    """What rows every step had; those of a step that was done again are the same."""
-    found: dict[int, Any] = {}
+    """Returns the rows of every step, and asserts that a repeated step had the same rows."""
+    rows_by_step: dict[int, Any] = {}
     metrics = job.paths.metrics
     assert isinstance(metrics, Path)
     for path in sorted(metrics.glob("*.json")):
         columns = json.loads(path.read_bytes())
         for step, rows, row_hash in zip(columns["step"], columns["rows"], columns["row_hash"], strict=True):
-            assert found.setdefault(step, (rows, row_hash)) == (rows, row_hash)
-    assert sorted(found) == list(range(1, job.total_steps + 1)), "a step has no record"
-    return found
+            assert rows_by_step.setdefault(step, (rows, row_hash)) == (rows, row_hash)
+    assert sorted(rows_by_step) == list(range(1, job.total_steps + 1)), "a step has no record"
+    return rows_by_step

@@ -14,7 +14,7 @@ def commit_of(step: int, fence: int = 1) -> Commit:
 
 
 def snapshot_of(step: int, values: int = 3) -> Snapshot:
-    """A snapshot with so many numbers in the model, and as many in the optimizer."""
+    """Returns a snapshot with `values` numbers in the model, and as many in the optimizer."""
     numbers = torch.full((values,), float(step))
     model = {"weight": numbers, "steps": torch.tensor(step)}
     optimizer = {"state": {0: {"m": numbers.clone(), "step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]}
@@ -22,8 +22,8 @@ def snapshot_of(step: int, values: int = 3) -> Snapshot:
 
 
 def store_of_three(paths: RunPaths) -> CheckpointStore:
-    """A store with checkpoints of the steps 1, 2 and 3."""
-    made = CheckpointStore(paths)
+    """Returns a store with checkpoints of the steps 1, 2 and 3."""
+    store = CheckpointStore(paths)
     for step in (1, 2, 3):
-        made.write(pack(snapshot_of(step)), commit_of(step))
-    return made
+        store.write(pack(snapshot_of(step)), commit_of(step))
+    return store

@@ -38,9 +38,8 @@ def ray_cluster() -> Iterator[None]:
                     object_store_memory=500 << 20,
                 )
                 break
-            except (
-                Exception
-            ) as error:  # on a machine that is busy, Ray's limit of 30 s for a node is too short, and cannot be set
+            # Ray's limit of 30 s for the start of a node is too short on a busy machine, and cannot be configured.
+            except Exception as error:
                 if last or "timed out during startup" not in str(error):
                     raise
                 ray.shutdown()
@@ -75,24 +74,24 @@ def short_run(digits: Path, tmp_path: Path) -> Callable[..., Config]:
             "tracking__enabled": False,
         }
         config = load_config(ROOT / "conf" / "digits.yaml")
-        made = config.replace(data__eval_path=None).replace(**(defaults | fields))
-        tracked = Path(made.run.storage_path) / "mlflow.db"
-        if made.tracking.enabled and made.tracking.uri is None and not tracked.exists():
-            database(tracked)
-        return made
+        short_config = config.replace(data__eval_path=None).replace(**(defaults | fields))
+        database_path = Path(short_config.run.storage_path) / "mlflow.db"
+        if short_config.tracking.enabled and short_config.tracking.uri is None and not database_path.exists():
+            database(database_path)
+        return short_config
 
     return make
 
 
 @pytest.fixture(scope="session")
 def undisturbed() -> dict[str, Any]:
-    """The summary of the first undisturbed short run, that all others are compared with."""
+    """The summary of the first undisturbed short run, with which all other runs are compared."""
     return {}
 
 
 @pytest.fixture
 def reference(short_run: Callable[..., Config], undisturbed: dict[str, Any]) -> dict[str, Any]:
-    """What the short run gives in one process, without Ray."""
+    """The summary and the record of the short run in one process, without Ray."""
     if not undisturbed:
         result = run_training(short_run(run__name="reference", train__strategy="single", scaling__max_workers=1))
         undisturbed.update(result.summary, record=record_of(Path(result.path)))

@@ -1,4 +1,4 @@
-"""Everything that the feeds of some workers deliver, to be compared with what others get."""
+"""All micro-batches that the feeds of some workers deliver, for comparison with those of other workers."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ Place = tuple[int, int, int]
 def delivered(
     plan: Plan, epochs: int, size: int, start: Cursor, windows: Callable[[range], Windows]
 ) -> dict[Place, MicroBatch]:
-    """All micro-batches from a cursor to the end of the run; `windows`: where the rows of some logical workers come
-    from.
-    """
-    found: dict[Place, MicroBatch] = {}
+    """Returns all micro-batches from a cursor to the end of the run; `windows` opens the rows of logical workers."""
+    batches: dict[Place, MicroBatch] = {}
     for rank in range(size):
-        played = logical_workers_of(rank, size, plan.logical_workers)
-        feed, cursor = feed_of(plan, start, played, windows(played)), start
+        assigned = logical_workers_of(rank, size, plan.logical_workers)
+        feed, cursor = feed_of(plan, start, assigned, windows(assigned)), start
         while cursor < Cursor(epochs, 0):
             for batch in feed.next():
-                found[cursor.epoch, cursor.step, batch.logical_worker] = batch
+                batches[cursor.epoch, cursor.step, batch.logical_worker] = batch
             cursor = cursor.next(plan.steps_per_epoch)
         feed.close()
-    return found
+    return batches
 
 
 def assert_same(some: dict[Place, MicroBatch], others: dict[Place, MicroBatch]) -> None:
-    """The same rows, keys and fields everywhere."""
+    """Asserts that rows, keys and fields of all micro-batches are equal."""
     assert some.keys() == others.keys()
-    for place, batch in some.items():
-        other = others[place]
-        assert batch.positions.tolist() == other.positions.tolist(), place
-        assert (batch.row_hash, batch.bad, batch.num_skipped) == (other.row_hash, other.bad, other.num_skipped), place
+    for key, batch in some.items():
+        other = others[key]
+        assert batch.positions.tolist() == other.positions.tolist(), key
+        assert (batch.row_hash, batch.bad, batch.num_skipped) == (other.row_hash, other.bad, other.num_skipped), key
         assert batch.fields.keys() == other.fields.keys()
-        assert all(torch.equal(values, other.fields[name]) for name, values in batch.fields.items()), place
-        assert torch.equal(batch.keys, other.keys), place
+        assert all(torch.equal(values, other.fields[name]) for name, values in batch.fields.items()), key
+        assert torch.equal(batch.keys, other.keys), key

@@ -1,16 +1,16 @@
-"""A process group with a device's manners, on a CPU: what NCCL does where gloo waits and raises.
+"""A process group on the CPU that behaves like one of a device, as NCCL does, where gloo waits and raises.
 
-`wait()` returns at once, as one that only puts streams in order: whether the exchange went well is not known by then.
-An exchange that was broken leaves finite garbage, and the error surfaces with the next one, as with a communicator that
-was aborted. Until it is aborted its kernel spins: who waits for the device waits for that, and so would who destroys
-the group. Floating point and what is broadcast stands for what is on a device; all else is the host's, which a real
-gloo group carries with its own manners.
+`wait()` returns at once, as if it only ordered streams: it does not say whether the collective has succeeded. A failed
+collective leaves finite garbage, and the next one raises the error, as with an aborted communicator. Until the group is
+aborted, the kernel of the failed collective spins: synchronizing the device waits for it, and so would destroying the
+group. Floating-point tensors and broadcast ones stand for tensors on a device; all others are tensors of the host, for
+which a real gloo group is used.
 
-How the error surfaces is a class's own: `ProcessGroupNCCL` raises `DistBackendError` (`BACKEND`); `ProcessGroupNCCL2`,
-which is "nccl" since torch 2.15, a plain `RuntimeError`, and `DistBackendError` from `wait()` alone (`BACKEND_2`).
+Two classes raise the error differently: `ProcessGroupNCCL` raises `DistBackendError` (`BACKEND`); `ProcessGroupNCCL2`,
+which is "nccl" since torch 2.15, raises `RuntimeError`, and `DistBackendError` only from `wait()` (`BACKEND_2`).
 
-`dist.init_process_group(BACKEND, ...)` makes one, also through `LocalMembership(..., backend=BACKEND)`; `SpinningGroup`
-is the `ProcessGroup` of one.
+`dist.init_process_group(BACKEND, ...)` creates such a group, also through `LocalMembership(..., backend=BACKEND)`;
+`SpinningGroup` is its `ProcessGroup`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,20 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 class DeviceGroup(dist.ProcessGroup):
-    """See the module.
+    """A group as the module's docstring describes it.
 
     Attributes:
-        failed: What broke it.
-        exchanges: How many of the device there were, and all-reduces of the host, as a step's table is.
-        full_at: The one at which the device has no memory left, counted from 1.
-        dies_at: The one at which the process ends, likewise, and the file that it then writes the exchange's name to.
-        aborted: Whether somebody has.
-        waited_for: Whether somebody waits for a kernel that spins.
-        error: What the backend says of itself.
-        fails_at: The one that is broken on this rank's device, likewise, whatever the hosts know of each other.
-        when_made: Called when all have made one, before torch knows it.
+        failed: The error of the failed collective, if any.
+        num_collectives: Number of collectives of the device so far, and of all-reduces of the host, as for step
+            statistics.
+        full_at: The number, from 1, of the collective at which the device is out of memory.
+        dies_at: The number of the collective at which the process ends, and the file to which it writes the name of
+            the collective.
+        aborted: Is set when the group is aborted.
+        waited_for: Is set when a thread waits for a spinning kernel.
+        error: The error that the backend reports.
+        fails_at: The number of the collective that fails on this rank's device, while the hosts stay connected.
+        when_made: Is called when all ranks have created a group, before torch registers it.
     """
 
     when_made: Callable[[], None] | None = None
@@ -63,7 +65,7 @@ class DeviceGroup(dist.ProcessGroup):
         self._host._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._host._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.failed: str | None = None
-        self.exchanges = 0
+        self.num_collectives = 0
         self.full_at: int | None = None
         self.dies_at: tuple[int, Path] | None = None
         self.fails_at: int | None = None
@@ -82,23 +84,23 @@ class DeviceGroup(dist.ProcessGroup):
         del self._host
 
     def abort(self) -> None:
-        """Lets kernels that spin end."""
+        """Ends spinning kernels."""
         self.aborted.set()
 
     def synchronize(self) -> None:
-        """Waits for what the device was given."""
+        """Waits for the work that was submitted to the device."""
         if self.failed is not None:
             self.waited_for.set()
             self.aborted.wait()
 
     def check_device_errors(self) -> None:
-        """What `ProcessGroup.check_device_errors` is, with a rendezvous that knows at once."""
+        """Acts like `ProcessGroup.check_device_errors` with a rendezvous that reports failures at once."""
         if self.failed is not None:
             self.abort()
             raise PeerLostError(self.failed)
 
     def get_error(self) -> ErrorType:
-        """What a backend says of itself."""
+        """Returns the error that the backend reports."""
         return self.error
 
     def _get_backend(self, device: torch.device) -> DeviceGroup:
@@ -106,29 +108,29 @@ class DeviceGroup(dist.ProcessGroup):
         return self
 
     def _refusal(self, failed: str) -> RuntimeError:
-        """What an exchange that is given to it then raises."""
+        """Returns the error that a collective after the failed one raises."""
         return dist.DistBackendError(f"the communicator was aborted: {failed}")
 
     def has_waited(self) -> None:
-        """An exchange was waited for, at which time the error may be known."""
+        """Is called after `wait()` of a collective; a subclass may raise the error here."""
 
     def _call(self, name: str, outputs: Any, *args: Any, **options: Any) -> Any:
-        """Calls what gloo has by the same name."""
+        """Calls the collective of gloo with this name."""
         tensors = list(_tensors(outputs))
         is_of_device = name == "broadcast" or any(tensor.is_floating_point() for tensor in tensors)
-        self.exchanges += is_of_device or name == "allreduce"
-        if self.dies_at is not None and self.exchanges == self.dies_at[0]:
+        self.num_collectives += is_of_device or name == "allreduce"
+        if self.dies_at is not None and self.num_collectives == self.dies_at[0]:
             self.dies_at[1].write_text(name)
             os.kill(os.getpid(), signal.SIGKILL)
         if not is_of_device:
             return getattr(self._host, name)(outputs, *args, **options)
-        if self.exchanges == self.full_at:
+        if self.num_collectives == self.full_at:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         if self.failed is not None:
             raise self._refusal(self.failed)
         try:
             work = getattr(self._host, name)(outputs, *args, **options)
-            if self.exchanges == self.fails_at:
+            if self.num_collectives == self.fails_at:
                 work.wait()
                 raise RuntimeError("a link was lost")
             return _Work(self, work, tensors)
@@ -158,10 +160,10 @@ DeviceGroup.barrier = lambda self, *args, **options: self._host.barrier(*args, *
 
 
 class DeviceGroup2(DeviceGroup):
-    """With the words of `ProcessGroupNCCL2` of torch 2.15.
+    """A group with the error messages of `ProcessGroupNCCL2` of torch 2.15.
 
     Attributes:
-        connects_to: Where it waits for a peer's connection before it is made, which no time-out bounds.
+        connects_to: The socket at which a group waits for a peer's connection when it is created, without a time-out.
     """
 
     name = BACKEND_2
@@ -192,7 +194,7 @@ def connect(listens: socket.socket) -> None:
     """Waits for a connection, as `ncclCommInitRank` does.
 
     Raises:
-        RuntimeError: There is none; in NCCL's words.
+        RuntimeError: No connection was made; the message is that of NCCL.
     """
     listens.listen()
     try:
@@ -204,68 +206,70 @@ def connect(listens: socket.socket) -> None:
 
 
 class SpinningGroup(ProcessGroup):
-    """With `BACKEND`."""
+    """The process group for `BACKEND`."""
 
     def _wait_for_device(self) -> None:
         dist.group.WORLD.synchronize()  # type: ignore[union-attr]
 
 
 class FullAt:
-    """A hook: the device of a rank has no memory left at one of its exchanges."""
+    """A hook that lets the device of a rank run out of memory at a collective of this number."""
 
-    def __init__(self, rank: int, exchange: int) -> None:
-        self.rank, self.exchange = rank, exchange
+    def __init__(self, rank: int, collective: int) -> None:
+        self.rank, self.collective = rank, collective
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
         del step
         if (phase, rank) == ("forming", self.rank):
-            dist.group.WORLD.full_at = self.exchange  # type: ignore[union-attr]
+            dist.group.WORLD.full_at = self.collective  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
 class DiesAt:
-    """A hook: the process of a rank ends at an exchange of a step, the first time that it gets there; `proof` then
-    names the exchange.
+    """A hook that kills the process of a rank at a collective of a step, the first time that it gets there; the file
+    `proof` then has the name of the collective.
     """
 
     proof: Path
     rank: int
     step: int
-    exchange: int
+    collective: int
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
         group: Any = dist.group.WORLD
         if (phase, rank, step) == ("compute", self.rank, self.step) and not self.proof.exists():
-            group.dies_at = group.exchanges + self.exchange, self.proof
+            group.dies_at = group.num_collectives + self.collective, self.proof
 
 
 @dataclass(frozen=True)
 class FailsAt:
-    """A hook: an exchange of a step is broken on the device of a rank, the first time that it gets there; the file
-    `proof` says so.
+    """A hook that lets a collective of a step fail on the device of a rank, the first time that it gets there, and
+    creates the file `proof`.
     """
 
     proof: Path
     rank: int
     step: int
-    exchange: int
+    collective: int
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
         group: Any = dist.group.WORLD
         if (phase, rank, step) == ("compute", self.rank, self.step) and not self.proof.exists():
             self.proof.touch()
-            group.fails_at = group.exchanges + self.exchange
+            group.fails_at = group.num_collectives + self.collective
 
 
 class _Work(dist.Work):
-    """An exchange on its way, or the error that began it."""
+    """A collective in flight, or the error that its start raised."""
 
     def __init__(self, group: DeviceGroup, work: Any, outputs: list[Tensor]) -> None:
         super().__init__()
-        self._group, self._work, self._outputs = group, work, outputs
+        self._group = group
+        self._work = work
+        self._outputs = outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Puts the streams in order; raises nothing of this exchange."""
+        """Orders the streams; does not raise an error of this collective."""
         del timeout
         try:
             if isinstance(self._work, RuntimeError):

@@ -1,4 +1,4 @@
-"""Jobs whose rows are in a disk cache, and what is read around it."""
+"""Jobs with their rows in a disk cache, and the micro-batches that are read with and without it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.local_world import TinyImages, feed_of, make_job
 
 
 class TinyTexts(TinyImages):
-    """A list of numbers beside each image, some of them empty, that the loss looks at."""
+    """Images with a list of numbers, some of them empty, on which the loss depends."""
 
     def decode(self, rows: dict[str, Any]) -> dict[str, Any]:
         texts = (np.arange(row % 7 * 3) + row for row in np.asarray(rows["id"]).tolist())
@@ -35,7 +35,7 @@ class TinyTexts(TinyImages):
 
 
 def cached_job(folder: Path, data: Path, task: TinyImages) -> Job:
-    """A job of two epochs whose cache is in `folder`."""
+    """Returns a job of two epochs with its disk cache in `folder`."""
     fields = {
         "data__cache": "disk",
         "data__cache_dir": str(folder / "cache"),
@@ -46,14 +46,14 @@ def cached_job(folder: Path, data: Path, task: TinyImages) -> Job:
 
 
 class Counting:
-    """Reads here, and counts the rows."""
+    """A fetch that reads in this process and counts the rows."""
 
     def __init__(self) -> None:
         self.rows = 0
 
     def __call__(self, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
         for spec in specs:
-            self.rows += sum(piece.rows for piece in spec)
+            self.rows += sum(split.rows for split in spec)
             yield from reader.read(spec)
 
 
@@ -61,18 +61,18 @@ def opened(job: Job, gb: float = 1.0) -> DiskCache:
     return open_cache(job.source, "", job.config.data.cache_dir, gb)
 
 
-def epoch_of(job: Job, epoch: int, fetch: Any, played: range = range(4)) -> list[MicroBatch]:
-    """All micro-batches of an epoch."""
-    windows = StreamedWindows(job.plan, Cursor(epoch, 0), played, epoch + 1, fetch, replace(job.source, task_rows=7))
-    feed = feed_of(job.plan, Cursor(epoch, 0), played, windows)
+def epoch_of(job: Job, epoch: int, fetch: Any, assigned: range = range(4)) -> list[MicroBatch]:
+    """Returns all micro-batches of an epoch."""
+    windows = StreamedWindows(job.plan, Cursor(epoch, 0), assigned, epoch + 1, fetch, replace(job.source, task_rows=7))
+    feed = feed_of(job.plan, Cursor(epoch, 0), assigned, windows)
     batches = [batch for _ in range(job.plan.steps_per_epoch) for batch in feed.next()]
     feed.close()
     return batches
 
 
-def assert_as_read(job: Job, epoch: int, batches: list[MicroBatch], played: range = range(4)) -> None:
-    """They are what is read without a cache, to the bit."""
-    expected = epoch_of(job, epoch, fetch_in_process, played)
+def assert_as_read(job: Job, epoch: int, batches: list[MicroBatch], assigned: range = range(4)) -> None:
+    """Asserts that the micro-batches are bit-identical to those that are read without a cache."""
+    expected = epoch_of(job, epoch, fetch_in_process, assigned)
     assert len(batches) == len(expected)
     for batch, other in zip(batches, expected, strict=True):
         assert batch.positions.tolist() == other.positions.tolist()

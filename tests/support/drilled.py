@@ -1,4 +1,4 @@
-"""A scenario of the drill and the record of a run, made by hand."""
+"""A drill scenario and the record of a run, written by hand."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def record(step: int, **fields: Any) -> StepRecord:
 
 def ended(root: Path, evidence: dict[str, Any], records: list[StepRecord], **summary: Any) -> ScenarioResult:
     writer = MetricsWriter(RunPaths(root), 1)
-    for made in records:
-        writer.add(made)
+    for step_record in records:
+        writer.add(step_record)
     writer.close()
     return ScenarioResult(RunPaths(root), SUMMARY | {"world_sizes": [[0, 2]]} | summary, evidence)
 
 
 def ground(folder: Path, workers: int = 2, **fields: Any) -> ScenarioContext:
-    """On a cluster that is not the drill's own."""
+    """Returns a context on a cluster that the drill does not own."""
     config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(folder), run__name="run", **fields)
     return ScenarioContext(
         config, workers, 60, 20, 7, Evidence(str(folder / "evidence")), random.Random(0), None, _runs_nothing
@@ -61,11 +61,11 @@ def _runs_nothing(*_: Any) -> Any:
 
 
 def ended_process() -> dict[str, Any]:
-    """What evidence says of a process that has ended."""
+    """Returns the evidence about a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        held = asdict(LeaseHolder.of(process.pid))
+        evidence = asdict(LeaseHolder.of(process.pid))
         process.kill()
-    return held
+    return evidence
 
 
 @dataclass(frozen=True)

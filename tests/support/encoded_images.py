@@ -1,6 +1,4 @@
-"""Image files of every kind that is decoded, and files made of them that are damaged in many ways, the same ones each
-time.
-"""
+"""Image files of every supported kind, and damaged variants of them; all are the same in each run."""
 
 from __future__ import annotations
 
@@ -17,26 +15,26 @@ from PIL import Image
 
 
 def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
-    """An image as a file of a format of Pillow's."""
+    """Returns an image as a file in a format of Pillow."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
 def smooth(height: int, width: int, channels: int = 3, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Pixels that change slowly, so that a JPEG file of them is near to them."""
+    """Returns pixels that change slowly, so that JPEG compression changes them little."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 6, channels), dtype=np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((width, height)))
 
 
 def png_chunk(kind: bytes, body: bytes, checksum: int | None = None) -> bytes:
-    """A chunk of a PNG file, with its own checksum or another one."""
+    """Returns a chunk of a PNG file, with its correct checksum or the given one."""
     crc = zlib.crc32(kind + body) if checksum is None else checksum
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", crc)
 
 
 def png(header: tuple[int, ...], data: bytes, *before: bytes) -> bytes:
-    """A PNG file.
+    """Returns a PNG file.
 
     Args:
         header: Width, height, bits, type of colours, 0, 0, and whether it is interlaced.
@@ -48,7 +46,7 @@ def png(header: tuple[int, ...], data: bytes, *before: bytes) -> bytes:
 
 
 def png_chunks(encoded: bytes) -> list[tuple[bytes, bytes]]:
-    """Kind and content of each chunk of a PNG file."""
+    """Returns kind and content of each chunk of a PNG file."""
     chunks, at = [], 8
     while at < len(encoded):
         size, kind = struct.unpack(">I4s", encoded[at : at + 8])
@@ -58,7 +56,7 @@ def png_chunks(encoded: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def every_kind() -> dict[str, bytes]:
-    """An intact file of each format and kind of pixels, and animated ones."""
+    """Returns an intact file of each format and pixel mode, and animated ones, by name."""
     pixels = Image.fromarray(smooth(33, 41, 4))
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -86,11 +84,11 @@ def every_kind() -> dict[str, bytes]:
 
 
 def damaged_files(per_kind: int) -> Iterator[tuple[str, bytes]]:
-    """Files that are cut off at each chunk, with wrong checksums, with too little image data, and with bytes changed at
-    random.
+    """Yields files that are cut off at each chunk, with wrong checksums, with too little image data, and with randomly
+    changed bytes.
 
     Args:
-        per_kind: How many of the last sort there are of each kind.
+        per_kind: Number of files with randomly changed bytes, for each kind of image.
     """
     for name, encoded in every_kind().items():
         draw = random.Random(name)

@@ -1,4 +1,4 @@
-"""Streams that note what they are told, for the order of calls alone: what a GPU makes of it only a GPU shows."""
+"""CUDA streams that record the order of calls; their effect on a GPU can be tested only on a GPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from ray_app.reduction import overlap
 
 DEVICE = torch.device("meta")
-"""What stands for a GPU: tensors go there, and have no values."""
+"""The device in place of a GPU; tensors on it have no values."""
 
 
 class Streams:
-    """In the place of `torch.cuda`.
+    """A replacement for `torch.cuda`.
 
     Attributes:
-        calls: What was done, with the stream that it was given to.
+        calls: The calls so far, each with its stream.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -40,14 +40,14 @@ class Streams:
 
     @property
     def at(self) -> list[str]:
-        """The streams that a thread is in, as it entered them."""
+        """The streams that this thread has entered, outermost first."""
         if not hasattr(self._threads, "at"):
             self._threads.at = ["computing"]
         return self._threads.at
 
-    def note(self, what: str, tensor: Tensor) -> Tensor:
-        """Notes what is done with a tensor, which it returns."""
-        self.calls.append(f"{self.at[-1]}: {what}")
+    def note(self, operation: str, tensor: Tensor) -> Tensor:
+        """Records an operation on a tensor; returns the tensor."""
+        self.calls.append(f"{self.at[-1]}: {operation}")
         return tensor
 
     def Stream(self, device: torch.device, priority: int) -> Any:

@@ -1,4 +1,4 @@
-"""A run that has ended, without one: its directory as training leaves it, with two checkpoints, and its MLflow run."""
+"""The directory and the MLflow run of a finished run with two checkpoints, written without training."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ from tests.support.places import ROOT
 
 
 class Finished:
-    """The directory of a run that has two checkpoints, of which the first is better, and its MLflow run; nothing was
-    trained.
-    """
+    """The directory of a finished run with two checkpoints, the first of them better, and its MLflow run."""
 
     def __init__(
         self,
@@ -84,17 +82,17 @@ class Finished:
 
 
 def champion_run(storage: Path, digits: Path) -> Finished:
-    """A run whose best checkpoint is the champion `digits`; of its two checkpoints the first is better."""
-    made = Finished(storage, digits, database(storage / "mlflow.db"))
-    assert register_best(made.job, "digits", made.config.tracking.uri).aliases == ("challenger", "champion")
-    return made
+    """Returns a run and makes its best checkpoint, the first of two, the champion of the model `digits`."""
+    run = Finished(storage, digits, database(storage / "mlflow.db"))
+    assert register_best(run.job, "digits", run.config.tracking.uri).aliases == ("challenger", "champion")
+    return run
 
 
 CHAMPION = ("--predict.model", "models:/digits@champion")
 
 
 def predict_command(run: Finished, data: Path | str, out: Path | str, *more: str) -> list[str]:
-    """The arguments of a prediction with MLflow where the run has it."""
+    """Returns the arguments of a prediction that uses the MLflow of the run."""
     arguments = [
         "--config",
         str(ROOT / "conf" / "digits.yaml"),

@@ -1,4 +1,4 @@
-"""Tasks whose workers wait in the middle of a run, or of a prediction, until a test lets them go on."""
+"""Tasks that block their workers in the middle of a run, or of a prediction, until a test lets them continue."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _losses = _predictions = 0
 
 
 class Gated(ImageClassification):
-    """Digits, stopped before the given gradient of each process until `<gate>/open` exists; `<gate>/reached` says that
-    one waits.
+    """Digits, blocked before the given gradient of each process until `<gate>/open` exists; a blocked process creates
+    `<gate>/reached`.
 
     Args:
         gate: Folder of the two files.
@@ -42,7 +42,7 @@ class Gated(ImageClassification):
 
 
 class GatedPrediction(Gated):
-    """Digits, stopped before the given batch of predictions of each process instead."""
+    """Digits, blocked before the given batch of predictions of each process instead."""
 
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
         """See `ImageClassification`."""

@@ -16,7 +16,7 @@ from tests.support.s3_server import S3Server, serve
 
 BUCKET = "runs"
 TOKEN = "test"
-"""What is expected in GOOGLE_BEARER_TOKEN: without it obstore asks the machine for one."""
+"""The expected value of GOOGLE_BEARER_TOKEN, without which obstore requests a token from the machine."""
 
 
 class GoogleServer(S3Server):
@@ -25,10 +25,10 @@ class GoogleServer(S3Server):
     module = "tests.support.gcs_server"
 
     def path(self, prefix: str) -> ObjectPath:
-        """A place on the server, which carries the server's address."""
-        place = to_location(f"gs://{BUCKET}/{prefix}?endpoint_override={self.address}&scheme=http")
-        assert isinstance(place, ObjectPath)
-        return place
+        """Returns a path on the server, which contains the server's address."""
+        location = to_location(f"gs://{BUCKET}/{prefix}?endpoint_override={self.address}&scheme=http")
+        assert isinstance(location, ObjectPath)
+        return location
 
 
 def as_google(application: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:

@@ -1,4 +1,4 @@
-"""A head node as an administrator starts it, with a dashboard and token authentication, and its users."""
+"""A head node as an administrator starts it, with dashboard and token authentication, and the requests of its users."""
 
 from __future__ import annotations
 
@@ -38,15 +38,13 @@ class Head:
 
     @contextmanager
     def another_node(self, hidden: Path) -> Iterator[None]:
-        """A node without CPUs that sees another, empty folder in place of `hidden`, as a machine without that mount
-        does.
-        """
-        found = re.search(r"--address='([\d.:]+)'", self.log.read_text())
-        assert found is not None
+        """Starts a node without CPUs on which `hidden` is an empty folder, as on a machine without that mount."""
+        address = re.search(r"--address='([\d.:]+)'", self.log.read_text())
+        assert address is not None
         start = [
             str(RAY),
             "start",
-            f"--address={found[1]}",
+            f"--address={address[1]}",
             "--block",
             "--num-cpus=0",
             "--node-ip-address=127.0.0.3",
@@ -79,12 +77,14 @@ class Head:
         return self.ask(f"/api/jobs/{job_id}")
 
     def left_of(self, job_id: str) -> list[str]:
-        """Actors and placement groups of a job that are still there."""
+        """Returns the actors and placement groups of a job that still exist."""
         ray_id = self.job(job_id)["job_id"]
         actors = self.ask("/api/v0/actors?limit=1000")["data"]["result"]["result"]
         groups = self.ask("/api/v0/placement_groups?limit=1000&detail=1")["data"]["result"]["result"]
-        found = [actor["class_name"] for actor in actors if actor["job_id"] == ray_id and actor["state"] != "DEAD"]
-        return found + [
+        actor_names = [
+            actor["class_name"] for actor in actors if actor["job_id"] == ray_id and actor["state"] != "DEAD"
+        ]
+        return actor_names + [
             group["placement_group_id"]
             for group in groups
             if group["creator_job_id"] == ray_id and group["state"] != "REMOVED"
@@ -92,7 +92,7 @@ class Head:
 
     @contextmanager
     def breaking_proxy(self) -> Iterator[Proxy]:
-        """Another address of the dashboard, whose connections can be cut."""
+        """Opens a proxy of the dashboard with connections that a test can cut."""
         parts = urlsplit(self.url)
         assert parts.port is not None
         proxy = Proxy((str(parts.hostname), parts.port))
@@ -103,7 +103,7 @@ class Head:
 
 
 class Proxy:
-    """Passes connections on to an address until they are cut; new ones may come after that."""
+    """Forwards connections to an address until they are cut; later connections are forwarded again."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
@@ -129,7 +129,7 @@ class Proxy:
             sink.shutdown(socket.SHUT_WR)
 
     def cut(self) -> None:
-        """Ends all connections without a word of the protocol above."""
+        """Closes all connections without a message of the protocol above TCP."""
         for one in self._open:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -145,14 +145,14 @@ class Proxy:
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for made in sockets:
-            made.bind(("127.0.0.1", 0))
-        return [int(made.getsockname()[1]) for made in sockets]
+        for open_socket in sockets:
+            open_socket.bind(("127.0.0.1", 0))
+        return [int(open_socket.getsockname()[1]) for open_socket in sockets]
 
 
 @contextmanager
 def started_head(folder: Path, cpus: int, python: Path = Path(sys.executable)) -> Iterator[Head]:
-    """Starts a head whose nodes have the given Python."""
+    """Starts a head node; its nodes run the given Python."""
     token = secrets.token_hex(32)
     (folder / "token").write_text(token)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -161,7 +161,8 @@ def started_head(folder: Path, cpus: int, python: Path = Path(sys.executable)) -
     dashboard, client, *others = free_ports(6)
     # Ray replaces 127.0.0.1 by the machine's outer address, but no other address of the loopback.
     node = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-    temporary = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets lie there, so its path must be short
+    # The folder has Unix sockets, so its path must be short.
+    temporary = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     command = [
         str(python),
         "-m",
@@ -198,7 +199,8 @@ def _started(command: list[str], environment: dict[str, str], log: Path) -> Iter
         _wait_for_start(process, log)
         yield
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # `ray stop` would end every Ray of the machine
+        # `ray stop` would end every Ray cluster of the machine.
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

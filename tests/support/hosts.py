@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces on a bridge, each with a raylet of its own, whose links can be cut."""
+"""Several hosts on one machine: network namespaces on a bridge, each with its own raylet and a link that can be cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UP_S = 60.0
 
 
 def why_not() -> str | None:
-    """Why there can be no namespaces here, if so."""
+    """Returns why network namespaces cannot be created here; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     done = subprocess.run(["ip", "netns", "add", "rayapp-probe"], check=False, capture_output=True, text=True)
@@ -30,7 +30,7 @@ def _run(*command: str) -> str:
 
 
 class Hosts:
-    """A head without CPUs in the namespace of the test, and hosts with some.
+    """A head node without CPUs in the namespace of the test, and hosts with CPUs.
 
     Args:
         cpus: Logical CPUs of each host.
@@ -83,7 +83,7 @@ class Hosts:
             time.sleep(0.5)
 
     def _alive(self) -> int:
-        """Nodes that the head knows as alive; the head needs a moment before it answers."""
+        """Returns the number of nodes that the head reports as alive; 0 until the head answers."""
         script = (
             "import ray; ray.init(address='%s', log_to_driver=False, logging_level='ERROR'); print(sum(n['Alive'] for n"
             " in ray.nodes()))"
@@ -98,7 +98,7 @@ class Hosts:
         return int(done.stdout.strip() or 0)
 
     def environment(self) -> dict[str, str]:
-        """For a driver on this cluster."""
+        """Returns the environment of a driver on this cluster."""
         return {**self._environment, "RAY_ADDRESS": self.address}
 
     def cut(self, host: int) -> None:
@@ -106,11 +106,11 @@ class Hosts:
         _run("ip", "link", "set", f"rayapp-v{host}", "down")
 
     def mend(self, host: int) -> None:
-        """Brings it up again."""
+        """Brings a host's link up again."""
         _run("ip", "link", "set", f"rayapp-v{host}", "up")
 
     def is_reachable(self, host: int) -> bool:
-        """Whether the host answers."""
+        """Returns whether the host reaches the head."""
         command = [
             "ip",
             "netns",
@@ -123,7 +123,7 @@ class Hosts:
         return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
     def close(self) -> None:
-        """Ends the processes that were started here, and takes the network away."""
+        """Ends the processes of this cluster, and removes the network."""
         for process in reversed(self._processes):
             process.terminate()
         for process in self._processes:

@@ -1,4 +1,4 @@
-"""Tasks that draw random numbers from where they must not, or keep something that a worker does not have."""
+"""Tasks that use forbidden sources of random numbers, or state that a replaced worker does not have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ray_app.task.image import ImageClassification
 
 
 class Transform:
-    """Draws as albumentations does: from generators of its own, one of NumPy's and one of Python's."""
+    """A transform with its own generators, of NumPy and of Python, as in albumentations."""
 
     def __init__(self) -> None:
         self.random_generator, self.py_random = np.random.default_rng(), random.Random()
@@ -26,10 +26,10 @@ class Transform:
 
 
 class Impure(ImageClassification):
-    """Digits, with one thing that must not be.
+    """Digits, with one kind of impure code.
 
     Args:
-        what: Which, see the code.
+        what: The kind of impure code, one of the strings below.
         pixel_max: See `ImageClassification`.
     """
 

@@ -1,4 +1,4 @@
-"""Inputs of the tests of ingest, and its output read back."""
+"""Inputs for the tests of ingest, and functions that read its output."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from ray_app.ingest.ingest import IngestOptions, ingest
 RNG = np.random.default_rng(0)
 
 
-def done(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> dict[str, Any]:
+def done(tmp_path: Path, source: Any, input_path: Path | str, **options: Any) -> dict[str, Any]:
     """Ingests and returns the columns."""
-    ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
+    ingest(IngestOptions(source, str(tmp_path / "out"), str(input_path), **options))
     return read(tmp_path / "out")
 
 
-def refusal(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> str:
-    """The message with which an input is refused (exit code 2); nothing was made."""
+def refusal(tmp_path: Path, source: Any, input_path: Path | str, **options: Any) -> str:
+    """Returns the message with which an input is refused (exit code 2), and asserts that no output was written."""
     with pytest.raises((DataError, ConfigError)) as caught:
-        ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
+        ingest(IngestOptions(source, str(tmp_path / "out"), str(input_path), **options))
     assert not isinstance(caught.value, StorageError)
     assert not list(tmp_path.glob("out*"))
     return str(caught.value)
 
 
 def read(folder: Path | str, *, as_stored: bool = False) -> dict[str, Any]:
-    """All columns of a data set in the order of the source, as their ids say it, or as stored: arrays as NumPy, the
-    rest as lists.
+    """Returns all columns of a data set, in the order of the source by row id or as stored: arrays as NumPy, others as
+    lists.
     """
     table = pa.concat_tables(pq.read_table(path) for path in sorted(Path(folder).glob("*.parquet")))
     if not as_stored:
@@ -53,12 +53,12 @@ def read(folder: Path | str, *, as_stored: bool = False) -> dict[str, Any]:
 
 
 def in_source(row_id: str) -> list[tuple[int, str]]:
-    """What row ids are sorted by, `f.csv:9` before `f.csv:10`."""
+    """Returns the sort key of a row id, by which `f.csv:9` precedes `f.csv:10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", row_id)]
 
 
 def write_images(root: Path) -> dict[str, bytes]:
-    """Images of every readable format in two classes and a file that is none; returns the bytes by relative path."""
+    """Writes images of each readable format in two classes, and a text file; returns the images' bytes by path."""
     for name in ("cat/b.png", "cat/a.jpg", "cat/c.gif", "dog/z.WEBP", "dog/y.jpeg"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(RNG.integers(0, 255, (9, 7, 3), dtype=np.uint8)).save(root / name)
@@ -84,7 +84,7 @@ def cifar_rows(rows: int) -> tuple[np.ndarray, list[int]]:
 
 
 def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
-    """The opcodes that Python 2's cPickle wrote, as in the published data_batch_1."""
+    """Returns the opcodes that Python 2's cPickle wrote, as in the published data_batch_1."""
 
     def text(value: bytes) -> bytes:
         return (b"U" + bytes([len(value)]) if len(value) < 256 else b"T" + struct.pack("<i", len(value))) + value
@@ -114,16 +114,16 @@ def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
 
 
 def write_cifar(folder: Path, kind: str, rows: int = 3) -> dict[str, tuple[np.ndarray, list[int]]]:
-    """A folder as one of the archives unpacks; returns pixels and labels by file."""
+    """Writes a folder like that of an unpacked CIFAR archive; returns pixels and labels by file."""
     folder.mkdir()
-    hundred = kind.endswith("100")
-    names = ["train", "test"] if hundred else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    made = {name: cifar_rows(rows) for name in names}
-    for name, (pixels, labels) in made.items():
+    is_cifar100 = kind.endswith("100")
+    names = ["train", "test"] if is_cifar100 else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    content_of = {name: cifar_rows(rows) for name in names}
+    for name, (pixels, labels) in content_of.items():
         if kind.startswith("binary"):
-            marks = np.array([[9, label] if hundred else [label] for label in labels], np.uint8)
+            marks = np.array([[9, label] if is_cifar100 else [label] for label in labels], np.uint8)
             (folder / f"{name}.bin").write_bytes(np.concatenate([marks, pixels], axis=1).tobytes())
-        elif hundred:
+        elif is_cifar100:
             content = {
                 b"data": pixels,
                 b"fine_labels": labels,
@@ -134,15 +134,15 @@ def write_cifar(folder: Path, kind: str, rows: int = 3) -> dict[str, tuple[np.nd
         else:
             (folder / name).write_bytes(python2_pickle(pixels, labels))
     if kind.startswith("binary"):
-        (folder / ("fine_label_names.txt" if hundred else "batches.meta.txt")).write_text(
+        (folder / ("fine_label_names.txt" if is_cifar100 else "batches.meta.txt")).write_text(
             "\n".join(CIFAR_NAMES) + "\n\n"
         )
     else:
-        key = "fine_label_names" if hundred else "label_names"
-        (folder / ("meta" if hundred else "batches.meta")).write_bytes(
+        key = "fine_label_names" if is_cifar100 else "label_names"
+        (folder / ("meta" if is_cifar100 else "batches.meta")).write_bytes(
             pickle.dumps({key: list(CIFAR_NAMES)}, protocol=2)
         )
-    return made
+    return content_of
 
 
 def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> None:

@@ -1,6 +1,4 @@
-"""Faults that tests inject into a run. Each leaves a file behind when it happens, so that a test can prove that
-it did.
-"""
+"""Faults that tests inject into a run. Each one writes a file when it happens, by which a test proves that it did."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ from tests.support.waiting import until
 
 @dataclass(frozen=True)
 class At:
-    """Something that happens once.
+    """A fault that happens once.
 
     Args:
-        proof: File that is made when it happens.
-        step: Finished steps at which it happens.
+        proof: File that is written when it happens.
+        step: Number of finished steps at which it happens.
         rank: Rank to which it happens; None: to all.
     """
 
@@ -49,12 +47,12 @@ class At:
 
     @property
     def happened(self) -> int:
-        """To how many it happened."""
+        """The number of processes to which it happened."""
         return len(list(Path(self.proof).parent.glob(Path(self.proof).name + "-*")))
 
     @property
     def gone(self) -> bool:
-        """Whether the processes to which it happened are no more."""
+        """Whether the processes to which it happened have ended."""
         pids = [proof.read_text() for proof in Path(self.proof).parent.glob(Path(self.proof).name + "-*")]
         return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -69,7 +67,7 @@ class Kill(At):
 
 @dataclass(frozen=True)
 class Drag(At):
-    """The process that has a rank at a step takes longer for every step from then on."""
+    """The process with this rank at this step takes `extra_s` longer for each step from then on."""
 
     extra_s: float = 0.05
 
@@ -81,7 +79,7 @@ class Drag(At):
 
 
 class Break(At):
-    """An error in every worker that starting again cannot mend: the run ends."""
+    """An error in every worker that is not retryable: the run ends."""
 
     def __call__(self, rank: int, step: int) -> None:
         if self.is_due(rank, step):
@@ -103,11 +101,11 @@ class KillEvaluator:
 
 @dataclass(frozen=True)
 class Late:
-    """Holds the evaluator up until training has made a checkpoint, a minute at most.
+    """Delays the evaluator until training has committed a checkpoint, for at most a minute.
 
     Args:
         run: The run's directory.
-        step: Of the checkpoint.
+        step: The step of the checkpoint.
     """
 
     run: str
@@ -122,7 +120,7 @@ class Late:
 
 @dataclass(frozen=True)
 class Gate:
-    """Holds every evaluation up until a file is there, two minutes at most."""
+    """Delays every evaluation until a file exists, for at most two minutes."""
 
     file: str
 
@@ -134,7 +132,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class AtPhase:
-    """Something that happens once, when a worker begins a phase, see `Hooks.at`."""
+    """A fault that happens once, when a worker begins a phase (`Hooks.at`)."""
 
     proof: str
     phase: str
@@ -146,12 +144,12 @@ class AtPhase:
 
     @property
     def happened(self) -> int:
-        """To how many it happened."""
+        """The number of processes to which it happened."""
         return At(self.proof, self.step).happened
 
     @property
     def gone(self) -> bool:
-        """Whether the processes to which it happened are no more."""
+        """Whether the processes to which it happened have ended."""
         return At(self.proof, self.step).gone
 
 
@@ -164,7 +162,7 @@ class KillAt(AtPhase):
 
 
 class Stall(AtPhase):
-    """A worker that does not go on, as when a reader is stuck."""
+    """A worker that stalls for ever, as with a stuck reader."""
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
         if self.is_due(phase, rank, step):
@@ -182,14 +180,14 @@ class Freeze(At):
 
 @dataclass(frozen=True)
 class Linger:
-    """Holds every step up, at most for a while each, until the events of the run say that something happened.
+    """Delays each step, for at most `each_s`, until an event of the run was recorded.
 
     Args:
         run: The run's directory.
         kind: Kind of the event to wait for.
-        details: What it must say.
-        after: First step to hold up.
-        each_s: Most seconds to hold up a step.
+        details: Details that the event must have.
+        after: First step to delay.
+        each_s: Maximum delay of a step in seconds.
     """
 
     run: str
@@ -200,21 +198,21 @@ class Linger:
 
     def __call__(self, rank: int, step: int) -> None:
         deadline_s = time.monotonic() + self.each_s
-        while step >= self.after and not self._is_there() and time.monotonic() < deadline_s:
+        while step >= self.after and not self._has_event() and time.monotonic() < deadline_s:
             time.sleep(0.02)
 
-    def _is_there(self) -> bool:
+    def _has_event(self) -> bool:
         events = read_events(RunPaths(to_location(self.run)), self.kind)
         return any(self.details.items() <= event.details.items() for event in events)
 
 
 @dataclass(frozen=True)
 class AwaitNewcomer:
-    """Holds a step up until a new worker waits to be taken in, three minutes at most.
+    """Delays a step until a joining worker waits at the rendezvous, for at most three minutes.
 
     Args:
         run: The run's directory.
-        step: The step.
+        step: The step to delay.
     """
 
     run: str
@@ -224,16 +222,19 @@ class AwaitNewcomer:
         if step == self.step:
             paths = RunPaths(to_location(self.run))
             rendezvous = ray.get_actor(f"rendezvous-{paths.unique_name}-{newest_fence(paths)}")
-            until(lambda: ray.get(rendezvous.__ray_call__.remote(_has_newcomer)), "no new worker came")
+            until(
+                lambda: ray.get(rendezvous.__ray_call__.remote(_has_joining_worker)),
+                "no joining worker waited at the rendezvous",
+            )
 
 
-def _has_newcomer(rendezvous: Any) -> bool:
+def _has_joining_worker(rendezvous: Any) -> bool:
     return any(member.waiting_since_s is not None and not member.heartbeat.generation for member in rendezvous._members)
 
 
 @dataclass(frozen=True)
 class Fail:
-    """An error of user code after a step, every time."""
+    """An error of user code after a step, each time that the step is done."""
 
     step: int
 
@@ -243,7 +244,7 @@ class Fail:
 
 
 class Spare:
-    """Removes a proof, so that its fault can happen from now on."""
+    """Removes the proof of a fault after the first step, so that the fault can happen from then on."""
 
     def __init__(self, proof: str) -> None:
         self.proof = proof
@@ -254,7 +255,7 @@ class Spare:
 
 
 class WaitFor:
-    """Holds a step up, for a while, until a file is there."""
+    """Delays a step until a file exists, for at most 45 s."""
 
     def __init__(self, path: str, step: int) -> None:
         self.path, self.step = path, step
@@ -278,18 +279,18 @@ class KillSaving:
 
     @property
     def happened(self) -> int:
-        """To how many it happened."""
+        """The number of processes to which it happened."""
         return At(self.proof, self.step).happened
 
 
 @dataclass(frozen=True)
 class Gates:
-    """Holds every so-manieth step up, for a minute at most, until a file of its number is there.
+    """Delays every step with a number divisible by `every` until a file of that number exists, for at most a minute.
 
     Args:
-        folder: Of the files.
-        every: Steps from one to the next.
-        last: The first step that is not held up any more.
+        folder: The folder of the files.
+        every: Number of steps from one delayed step to the next.
+        last: The first step that is not delayed any more.
     """
 
     folder: str
@@ -308,15 +309,15 @@ class Gates:
 
 
 class NoteNode:
-    """Leaves a file with the name of the node, after every step of every worker or before every evaluation."""
+    """Writes a file with the id of the node, after every step of every worker or before every evaluation."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
-    def __call__(self, *told: object) -> None:
+    def __call__(self, *args: object) -> None:
         import ray
 
-        del told
+        del args
 
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         (Path(self.folder) / ray.get_runtime_context().get_node_id()).touch()

@@ -1,4 +1,4 @@
-"""A real Jupyter kernel, spoken to as a notebook speaks to it."""
+"""A real Jupyter kernel with the client of a notebook."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _READY_S, _LOOK_S = 120, 0.2
 
 
 class Kernel:
-    """One kernel; a context manager that ends it if it still lives.
+    """A running kernel; the context manager ends it if it is still alive.
 
     Args:
-        files: For its files.
-        here: The folder that it works in.
-        env: More environment variables.
+        files: Folder for its connection file and settings.
+        here: Its working directory.
+        env: Additional environment variables.
     """
 
     def __init__(self, files: Path, here: Path, **env: str) -> None:
@@ -51,29 +51,29 @@ class Kernel:
         self.said, self._cell = "", self._client.execute(code)
 
     def run(self, code: str, limit_s: float) -> str:
-        """Executes a cell; returns what it showed as text."""
+        """Executes a cell; returns its output as text."""
         self.start(code)
         return self.end(limit_s)
 
     def end(self, limit_s: float) -> str:
-        """Waits for the end of the cell; returns what it showed as text."""
+        """Waits for the end of the cell; returns its output as text."""
         self._listen(limit_s, lambda: False)
         return self.said
 
     def wait_until(self, is_there: Callable[[], Any], limit_s: float) -> None:
-        """Waits until something has happened while the cell is executed."""
-        assert self._listen(limit_s, is_there), f"the cell ended before that: {self.said}"
+        """Waits until a condition holds while the cell is executed."""
+        assert self._listen(limit_s, is_there), f"the cell ended before the condition held: {self.said}"
 
     def interrupt(self) -> None:
-        """What the stop button does."""
+        """Interrupts the cell, as the stop button does."""
         self._manager.interrupt_kernel()
 
     def shutdown(self) -> list[psutil.Process]:
-        """What closing it does; returns the processes below it that still live then."""
+        """Shuts the kernel down; returns its child processes that are still alive after 30 s."""
         assert self._manager.provisioner is not None
-        below = psutil.Process(self._manager.provisioner.pid).children(recursive=True)  # type: ignore[attr-defined]
+        children = psutil.Process(self._manager.provisioner.pid).children(recursive=True)  # type: ignore[attr-defined]
         self._manager.shutdown_kernel()
-        return psutil.wait_procs(below, timeout=30)[1]
+        return psutil.wait_procs(children, timeout=30)[1]
 
     def _listen(self, limit_s: float, is_there: Callable[[], Any]) -> bool:
         deadline_s = time.monotonic() + limit_s

@@ -1,4 +1,4 @@
-"""A task with mistakes that no trial on two rows finds."""
+"""A task with a mistake that a dry run on two rows does not find."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ray_app.task.image import ImageClassification
 
 
 class LateMistake(ImageClassification):
-    """Digits, until there are more than two rows.
+    """Digits; raises KeyError for batches of more than two rows.
 
     Args:
-        where: `loss` or `update`.
+        where: The method that raises: `loss` or `update`.
         pixel_max: See `ImageClassification`.
     """
 
@@ -24,13 +24,13 @@ class LateMistake(ImageClassification):
         self.where = where
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Fails in training."""
+        """Raises in training if `where` is `loss`."""
         if self.where == "loss" and len(batch["label"]) > 2 and torch.is_grad_enabled():
             batch["labels"]
         return super().loss(outputs, batch)
 
     def update(self, metrics: Any, outputs: Tensor, batch: Batch) -> None:
-        """Fails in evaluations."""
+        """Raises in evaluations if `where` is `update`."""
         if self.where == "update" and len(batch["label"]) > 2:
             batch["labels"]
         super().update(metrics, outputs, batch)

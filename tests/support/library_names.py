@@ -1,4 +1,4 @@
-"""The names of libraries that the code uses, and whether they exist in what is installed."""
+"""The names of libraries that the code uses, and whether they exist in the installed versions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FILES = [file for folder in ("ray_app", "benchmarks", "jobs") for file in sorted
 
 
 def exists(path: str) -> bool:
-    """Whether a dotted name stands for something: a module, or an attribute of one or of what is in it."""
+    """Returns whether a dotted name is a module, or an attribute of one, at any depth."""
     names = path.split(".")
     for cut in range(len(names), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(names[:cut]))
+            value: Any = importlib.import_module(".".join(names[:cut]))
             for name in names[cut:]:
-                found = getattr(found, name)
+                value = getattr(value, name)
         except (ImportError, AttributeError):
             continue
         return True
@@ -32,13 +32,14 @@ class Names(ast.NodeVisitor):
     """The dotted names of libraries in a file, with their lines.
 
     Attributes:
-        found: Each name as it is imported, and the line of its first use.
+        first_lines: The line of the first use of each imported name.
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        self.found: dict[str, int] = {}
+        self.first_lines: dict[str, int] = {}
         self._aliases: dict[str, str] = {}
-        for node in ast.walk(tree):  # imports within functions come after the lines that use them elsewhere
+        # Imports within functions may come after lines of other functions that use the names.
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._import(node)
         self.visit(tree)
@@ -53,10 +54,10 @@ class Names(ast.NodeVisitor):
                 bound, stands_for = (alias.asname, name) if alias.asname else (name.split(".")[0], name.split(".")[0])
             if name.split(".")[0] in LIBRARIES and not (isinstance(node, ast.ImportFrom) and node.level):
                 self._aliases[bound] = stands_for
-                self.found.setdefault(name, node.lineno)
+                self.first_lines.setdefault(name, node.lineno)
 
     def _dotted(self, node: ast.expr) -> str | None:
-        """The name that a chain of attributes on an imported name stands for; None if it begins elsewhere."""
+        """Returns the full name of a chain of attributes on an imported name; None for other chains."""
         if isinstance(node, ast.Name):
             return self._aliases.get(node.id)
         if isinstance(node, ast.Attribute) and (owner := self._dotted(node.value)) is not None:
@@ -64,14 +65,14 @@ class Names(ast.NodeVisitor):
         return None
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """Notes the whole chain, or looks into what it begins with."""
+        """Records the whole chain, or visits its beginning if that is not an imported name."""
         if (name := self._dotted(node)) is not None:
-            self.found.setdefault(name, node.lineno)
+            self.first_lines.setdefault(name, node.lineno)
         else:
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Notes `getattr(owner, "name")`, which has no other value to give."""
+        """Records the name of `getattr(owner, "name")` without a default."""
         if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) == 2:
             owner, name = node.args
             if (
@@ -79,22 +80,22 @@ class Names(ast.NodeVisitor):
                 and isinstance(name.value, str)
                 and (dotted := self._dotted(owner)) is not None
             ):
-                self.found.setdefault(f"{dotted}.{name.value}", node.lineno)
+                self.first_lines.setdefault(f"{dotted}.{name.value}", node.lineno)
         self.generic_visit(node)
 
 
 @cache
 def names() -> dict[str, str]:
-    """Each name of a library, and where it is used first."""
+    """Returns each name of a library, with the file and line of its first use."""
     first: dict[str, str] = {}
     for file in FILES:
-        for name, line in Names(ast.parse(file.read_text())).found.items():
+        for name, line in Names(ast.parse(file.read_text())).first_lines.items():
             first.setdefault(name, f"{file.relative_to(ROOT)}:{line}")
     return first
 
 
-def missing(places: dict[str, str]) -> dict[str, str]:
-    """The names that do not exist, with where they are used."""
+def missing(locations: dict[str, str]) -> dict[str, str]:
+    """Returns the names that do not exist, with the location of their use."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: place for name, place in places.items() if not exists(name)}
+        return {name: location for name, location in locations.items() if not exists(name)}

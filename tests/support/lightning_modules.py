@@ -1,4 +1,4 @@
-"""Lightning modules, and one that only looks like it, to be named in a configuration."""
+"""Lightning modules, and a similar module without Lightning, for the import paths of configurations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLASSES = 5
 
 
 class Good(pl.LightningModule):
-    """Dropout, batch-norm, a torchmetrics object, and a schedule that moves after every step."""
+    """A module with dropout, batch-norm, a torchmetrics object, and a schedule by step; `does` selects a deviation."""
 
     def __init__(self, does: str = "") -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Good(pl.LightningModule):
 
 
 class Measuring(pl.LightningModule):
-    """Two classes with one score, which it logs metrics of in the ways that Lightning knows; `how` says in which."""
+    """Two classes with one score; logs metrics in one of the ways that Lightning has, which `how` selects."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Measuring(pl.LightningModule):
 
 
 class Hooked(Good):
-    """Has hooks of the trainer's."""
+    """A module with hooks of Lightning's trainer."""
 
     def on_train_epoch_end(self) -> None:
         pass
@@ -162,7 +162,7 @@ class Hooked(Good):
 
 
 class Unvalidated(nn.Module):
-    """Has what is needed to train and nothing of Lightning's; its step takes a dictionary and no number."""
+    """A module with a training step but without Lightning; its step takes a dictionary and no batch index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,9 +180,7 @@ def plain() -> nn.Module:
 
 
 class OverTokens(pl.LightningModule):
-    """Scores each of 64 tokens of a row, of which the label says how many count: the loss is a mean over tokens, not
-    over rows.
-    """
+    """Scores 64 tokens per row, of which the first `label` ones count: the loss is a mean over tokens, not rows."""
 
     def __init__(self) -> None:
         super().__init__()

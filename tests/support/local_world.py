@@ -1,4 +1,4 @@
-"""Small jobs over generated images, and variants of the membership of `ray_app.testing`, for tests without Ray."""
+"""Small jobs over generated images, and a configurable membership without Ray."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ray_app.train.process_group import FileStoreMembership
 
 CPU = torch.device("cpu")
 CLASSES = 5
-_ANSWER_S, _EXCHANGE_S = 240.0, 60.0
+_ANSWER_S, _COLLECTIVE_S = 240.0, 60.0
 
 
 def write_images(folder: Path, files: list[list[int]], classes: int = CLASSES) -> Path:
@@ -53,7 +53,8 @@ def write_images(folder: Path, files: list[list[int]], classes: int = CLASSES) -
     labels = random.integers(0, classes, rows)
     labels[: min(rows, classes)] = np.arange(classes)[: min(rows, classes)]
     images = random.integers(0, 200, (rows, 8, 8)).astype(np.uint8)
-    images[np.arange(rows), labels] += 50  # something to learn
+    # One column of pixels is brighter, so that there is something to learn.
+    images[np.arange(rows), labels] += 50
     columns = [to_column("image", images), to_column("id", np.arange(rows))]
     schema = pa.schema([field for field, _ in columns] + [pa.field("label", pa.int64())])
     table = pa.Table.from_arrays([*(data for _, data in columns), pa.array(labels)], schema=schema)
@@ -71,15 +72,19 @@ class TinyImages(ImageClassification):
 
     Args:
         variant: `unused` adds a parameter that gets no gradient, `frozen` one that must not get one.
-        bad: Manifest positions whose loss is `bad_value`.
+        bad: Manifest positions with a loss of `bad_value`.
         bad_value: NaN or infinity; 0: the loss is finite, its gradient is not.
+        loss_shape: `rows`: one loss per row; `mean`: their mean.
     """
 
     def __init__(
         self, variant: str = "", bad: tuple[int, ...] = (), bad_value: float = float("nan"), loss_shape: str = "rows"
     ) -> None:
         super().__init__()
-        self.variant, self.bad, self.bad_value, self.loss_shape = variant, bad, bad_value, loss_shape
+        self.variant = variant
+        self.bad = bad
+        self.bad_value = bad_value
+        self.loss_shape = loss_shape
 
     def columns(self) -> list[str]:
         return [*super().columns(), "id"]
@@ -108,7 +113,7 @@ class TinyImages(ImageClassification):
 
 
 class OwnStep(ImageClassification):
-    """A training step of its own: two forward passes with different dropout, and weights that are held in bounds."""
+    """A task with its own training step: two forward passes with different dropout, and clamped weights."""
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         first, second = self.forward(model, batch), self.forward(model, batch)
@@ -124,7 +129,7 @@ class OwnStep(ImageClassification):
 def make_job(
     folder: Path, data: Path, *, logical_workers: int, batch: int, task: Task | None = None, **fields: Any
 ) -> Job:
-    """A run in `folder` over the images in `data`; `fields` as for `Config.replace`."""
+    """Returns the job of a run in `folder` over the images in `data`; `fields` as for `Config.replace`."""
     defaults = {
         "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
         "data__shuffle_window_rows": batch,
@@ -156,28 +161,28 @@ def make_job(
     )
 
 
-def disk_cached(job: Job, cursor: Cursor, played: range) -> Windows:
-    """Reads ahead in this process through the disk cache in `data.cache_dir`."""
+def disk_cached(job: Job, cursor: Cursor, assigned: range) -> Windows:
+    """Returns windows that are prefetched in this process through the disk cache in `data.cache_dir`."""
     fetch = job.through_cache(fetch_in_process)
-    return StreamedWindows(job.plan, cursor, played, job.passes, fetch, dataclasses.replace(job.source, task_rows=7))
+    return StreamedWindows(job.plan, cursor, assigned, job.passes, fetch, dataclasses.replace(job.source, task_rows=7))
 
 
-def feed_of(plan: Plan, cursor: Cursor, played: range, windows: Windows) -> Feed:
-    """A feed that plays windows which are open already."""
-    feed = Feed(plan, lambda _cursor, _played: windows, CPU)
-    feed.seek(cursor, played)
+def feed_of(plan: Plan, cursor: Cursor, assigned: range, windows: Windows) -> Feed:
+    """Returns a feed over windows that are already open."""
+    feed = Feed(plan, lambda _cursor, _assigned: windows, CPU)
+    feed.seek(cursor, assigned)
     return feed
 
 
 class LocalMembership(FileStoreMembership):
-    """The membership of processes that share a file, with requests to stop, other backends and several hosts.
+    """The membership of processes that meet at a file, with requests to stop, other backends and several hosts.
 
     Args:
         world: Rank and size of this process.
-        store: The file at which the process group meets.
-        stop: Ranks that ask to stop, and in which of their steps (from 1).
+        store: The file of the process group's store.
+        stop: The step, from 1, in which a rank requests to stop, by rank.
         backend: Backend of the process group, such as one that imitates a device's.
-        hosts: Hosts of all ranks, as if they were several.
+        hosts: The host name of each rank, to imitate several hosts.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Loops to be named in a configuration."""
+"""Training loops for the import paths of configurations."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def net() -> nn.Module:
 
 def measured(model: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     scores = model(rows["image"])
-    right = (scores.argmax(1) == rows["label"]).float()
-    return {"loss": cross_entropy(scores, rows["label"]), "accuracy": right.mean()}
+    correct = (scores.argmax(1) == rows["label"]).float()
+    return {"loss": cross_entropy(scores, rows["label"]), "accuracy": correct.mean()}
 
 
 def without_loss(model: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"accuracy": measured(model, rows)["accuracy"]}
 
 
-def _found(model: nn.Module, rows: dict[str, Tensor], does: str) -> dict[str, Any]:
-    found: dict[str, Any] = dict(measured(model, rows))
+def compute_outputs(model: nn.Module, rows: dict[str, Tensor], does: str) -> dict[str, Any]:
+    outputs: dict[str, Any] = dict(measured(model, rows))
     if does == "needs bf16" and model(rows["image"]).dtype != torch.bfloat16:
         raise ValueError("the loop computes in another precision than is configured")
     if does == "a loss between rows":
-        found["loss"] = model(rows["image"]).std(0).sum()
+        outputs["loss"] = model(rows["image"]).std(0).sum()
     if does in ("one for each", "as losses"):
-        found["loss"] = cross_entropy(model(rows["image"]), rows["label"], reduction="none")
+        outputs["loss"] = cross_entropy(model(rows["image"]), rows["label"], reduction="none")
     if does == "as losses":
-        found["loss"] = Losses(found["loss"] * 2, torch.full_like(found["loss"], 2.0))
-    return found
+        outputs["loss"] = Losses(outputs["loss"] * 2, torch.full_like(outputs["loss"], 2.0))
+    return outputs
 
 
 def train(loop: Loop, does: str = "", told: str | None = None) -> None:
@@ -57,10 +57,10 @@ def train(loop: Loop, does: str = "", told: str | None = None) -> None:
         for rows in step:
             if does == "adds nothing":
                 continue
-            found = _found(model, rows, does)
-            step.add(**found)
+            outputs = compute_outputs(model, rows, does)
+            step.add(**outputs)
             if does == "adds twice":
-                step.add(**found)
+                step.add(**outputs)
             if does == "leaves the rows":
                 break
         if does == "breaks":

@@ -1,4 +1,4 @@
-"""Run directories made by hand, as a run would have left them, for tests of what reads them."""
+"""Run directories that are written by hand as a run would write them, for tests of their readers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ class MadeRun:
     """One run directory; times are seconds since the run's first start.
 
     Args:
-        folder: Where runs are.
-        name: The run's.
-        fields: Of its configuration, as for `Config.replace`.
+        folder: The folder of runs.
+        name: The name of the run.
+        began_s: The time of its first start.
+        fields: Fields of its configuration, as for `Config.replace`.
     """
 
     def __init__(self, folder: Path, name: str = "run", began_s: float = BEGAN_S, **fields: Any) -> None:
-        self.paths, self.began_s, self._events = RunPaths(folder / name), began_s, 0
+        self.paths = RunPaths(folder / name)
+        self.began_s = began_s
+        self._events = 0
         defaults = {
             "task__class_path": "made.Task",
             "data__path": "made",
@@ -44,14 +47,14 @@ class MadeRun:
         self.paths.config.write_text(self.config.to_yaml())
 
     def event(self, kind: str, at_s: float, fence: int = 1, **details: Any) -> None:
-        """Something that happened."""
+        """Records an event."""
         time_s = self.began_s + at_s
         self._events += 1
         name = f"{int(time_s * 1e9):020d}-{kind}-{self._events}.json"
         put_json(self.paths.events / name, {"kind": kind, "time_s": time_s, "fence": fence, "details": details})
 
     def start(self, at_s: float = 0.0, fence: int = 1, **details: Any) -> None:
-        """A start of the driver."""
+        """Records a start of the driver."""
         self.event(
             "started",
             at_s,
@@ -70,8 +73,8 @@ class MadeRun:
         generation: str = "1.1",
         **fields: Any,
     ) -> float:
-        """Steps that follow one another; returns when the last was done. `losses` replaces the loss of some steps."""
-        losses, own = (
+        """Records consecutive steps; returns the time of the last. `losses` replaces the loss of some steps."""
+        losses, record_fields = (
             fields.pop("losses", {}),
             {name: fields.pop(name) for name in ("weight", "metrics") if name in fields},
         )
@@ -89,7 +92,7 @@ class MadeRun:
                 [16, 16],
                 [step, step + 1],
                 generation,
-                **own,
+                **record_fields,
             )
             for step in range(first, last + 1)
         ]
@@ -98,19 +101,19 @@ class MadeRun:
         return at_s + (last - first + 1) * each_s
 
     def checkpoint(self, step: int, at_s: float, why: str = "cadence") -> None:
-        """A committed checkpoint, and its event."""
-        made = Commit(step, 1, 0, step, why, "c", "m", 4, f"{step:064x}", {"torch": "2"}, self.began_s + at_s)  # type: ignore[arg-type]
-        CheckpointStore(self.paths).write({}, made)
+        """Writes a committed checkpoint and its event."""
+        commit = Commit(step, 1, 0, step, why, "c", "m", 4, f"{step:064x}", {"torch": "2"}, self.began_s + at_s)  # type: ignore[arg-type]
+        CheckpointStore(self.paths).write({}, commit)
         self.event("checkpointed", at_s, step=step, why=why, duration_s=0.2)
 
     def evaluate(
         self, step: int, at_s: float, metrics: dict[str, float], name: str | None = None, **fields: Any
     ) -> None:
-        """An evaluation of the evaluator `name`."""
+        """Writes an evaluation of the evaluator `name`."""
         put_evaluation(self.paths, Evaluation(step, 0, "", metrics, 500, 0.3, self.began_s + at_s, **fields), name)
 
     def end(self, at_s: float, status: str = "finished", value: float | None = None, reason: str | None = None) -> None:
-        """The end of a start, and the summary."""
+        """Records the end of a start, and writes the summary."""
         self.event("run_failed" if status == "failed" else status, at_s, reason=reason)
         best = {"step": 300, "metric": "accuracy", "value": value} if value is not None else None
         timing = {"wall_s": at_s}
@@ -125,13 +128,13 @@ class MadeRun:
         put_json(self.paths.summary, summary | {"rows": 12800, "goodput": 0.9, "world_sizes": [[0, 2]]})
 
     def hold(self) -> None:
-        """The lease of a driver that lives."""
+        """Writes the lease of a driver that is alive."""
         now_s = self.began_s
         put_json(self.paths.fence(1), asdict(LeaseRecord(LeaseHolder.here(), now_s, now_s, 1e9)))
 
 
 def png(shade: int = 128) -> str:
-    """An image of one pixel, as a data URI."""
+    """Returns an image of one pixel as a data URI."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -147,14 +150,15 @@ def png(shade: int = 128) -> str:
 
 
 def full_run(folder: Path, name: str = "run", classes: int = 10, text: str = "class", **fields: Any) -> MadeRun:
-    """A run with a failure, a preemption, a resize, a second start, evaluations with tables and examples, next to an
-    earlier run.
+    """Writes a run with a failure, a preemption, a resize, a second start, evaluations with tables and examples, next
+    to an earlier run.
 
     Args:
-        folder: Where runs are.
-        name: The run's.
-        classes: How many.
-        text: What names, reasons and the like hold.
+        folder: The folder of runs.
+        name: The name of the run.
+        classes: Number of classes.
+        text: The text of class names, reasons and other strings.
+        fields: Fields of its configuration, as for `Config.replace`.
     """
     earlier = MadeRun(folder, "before", BEGAN_S - 1000, optimizer__init_args={"lr": 0.5})
     earlier.end(100, value=0.91)

@@ -1,4 +1,4 @@
-"""The part of MLflow's client that moves aliases, without MLflow: for histories of hundreds of calls."""
+"""An in-memory client of MLflow's registry, for histories of hundreds of calls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class MemoryClient:
     """Models, versions, tags and aliases in memory. A call can be lost, before or after it took effect.
 
     Attributes:
-        left: Calls that go through before one is lost; below 0: none is.
-        after: Whether that one takes effect.
+        left: Number of calls that succeed before one is lost; below 0: none is lost.
+        after: Whether the lost call takes effect.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class MemoryClient:
         self.left -= 1
         if self.left == -1 and not self.after:
             raise LostError
-        found = act()
+        result = act()
         if self.left == -1:
             raise LostError
-        return found
+        return result
 
     def create_registered_model(self, name: str) -> None:
         def act() -> None:
@@ -54,28 +54,28 @@ class MemoryClient:
 
     def create_model_version(self, name: str, source: str, run_id: str, tags: dict[str, str]) -> SimpleNamespace:
         def act() -> SimpleNamespace:
-            made = SimpleNamespace(
+            version = SimpleNamespace(
                 name=name, version=str(len(self.versions[name]) + 1), run_id=run_id, source=source, tags=dict(tags)
             )
-            self.versions[name].append(made)
-            return _copy(made)
+            self.versions[name].append(version)
+            return _copy(version)
 
         return self._call(act)
 
     def _one(self, name: str, version: str) -> SimpleNamespace:
-        for made in self.versions.get(name, []):
-            if made.version == str(version):
-                return made
+        for candidate in self.versions.get(name, []):
+            if candidate.version == str(version):
+                return candidate
         raise MlflowException("there is none", RESOURCE_DOES_NOT_EXIST)
 
     def get_model_version(self, name: str, version: str) -> SimpleNamespace:
         return self._call(lambda: _copy(self._one(name, version)))
 
     def search_model_versions(self, filter_string: str) -> list[SimpleNamespace]:
-        wanted = dict(re.findall(r"(name|tags\.`[^`]+`) = '([^']*)'", filter_string))
-        tags = {key[6:-1]: value for key, value in wanted.items() if key != "name"}
-        found = [v for v in self.versions.get(wanted["name"], []) if tags.items() <= v.tags.items()]
-        return self._call(lambda: [_copy(v) for v in reversed(found)])
+        conditions = dict(re.findall(r"(name|tags\.`[^`]+`) = '([^']*)'", filter_string))
+        tags = {key[6:-1]: value for key, value in conditions.items() if key != "name"}
+        versions = [v for v in self.versions.get(conditions["name"], []) if tags.items() <= v.tags.items()]
+        return self._call(lambda: [_copy(v) for v in reversed(versions)])
 
     def set_model_version_tag(self, name: str, version: str, key: str, value: str) -> None:
         self._call(lambda: self._one(name, version).tags.update({key: value}))

@@ -1,6 +1,4 @@
-"""A real MLflow server on loopback that can be stopped, killed and started again, and stubs that stand in for a broken
-one.
-"""
+"""A real MLflow server on loopback that can be stopped, killed and restarted, and stubs of a broken one."""
 
 from __future__ import annotations
 
@@ -33,16 +31,14 @@ def _migrated() -> tempfile.TemporaryDirectory[str]:
 
 
 def database(path: Path) -> str:
-    """Puts a database there for MLflow, a copy of one that is migrated already, which takes seconds, and returns its
-    URI.
-    """
+    """Writes an MLflow database as a copy of a migrated one, since a migration takes seconds; returns its URI."""
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(_migrated().name) / "mlflow.db", path)
     return f"sqlite:///{path}"
 
 
 class Server:
-    """A real MLflow server that can be killed and started again."""
+    """A real MLflow server that can be killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
@@ -52,12 +48,12 @@ class Server:
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        stored = self.folder / "server.db"
-        uri = f"sqlite:///{stored}" if stored.exists() else database(stored)
-        where = ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
+        database_path = self.folder / "server.db"
+        uri = f"sqlite:///{database_path}" if database_path.exists() else database(database_path)
+        address = ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
         stores = ["--backend-store-uri", uri, "--artifacts-destination", str(self.folder / "files")]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", *where, *stores],
+            [sys.executable, "-m", "mlflow", "server", *address, *stores],
             env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
             stdout=(self.folder / "server.log").open("ab"),
             stderr=subprocess.STDOUT,
@@ -80,7 +76,7 @@ class Server:
             self.process = None
 
     def freeze(self) -> None:
-        """Connections are accepted by the kernel, and nothing answers."""
+        """Stops the process: the operating system accepts connections, and no request is answered."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGSTOP)
 
@@ -90,11 +86,11 @@ class Server:
 
 
 class Stub:
-    """Stands in on a port for a server that is broken.
+    """A broken server.
 
     Args:
-        port: Where to listen.
-        answer: What everyone gets; None: nothing, ever.
+        port: The port on which it listens.
+        answer: The answer to each request; None: no answer.
     """
 
     def __init__(self, port: int, answer: bytes | None) -> None:
@@ -118,7 +114,8 @@ class Stub:
     def close(self) -> None:
         for one in self._open:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
+                # This wakes the thread that waits in `accept` or `recv`.
+                one.shutdown(socket.SHUT_RDWR)
             one.close()
 
 
@@ -126,16 +123,16 @@ ERROR_500 = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\nConnect
 
 
 def mlflow_runs(uri: str, name: str) -> list[Any]:
-    """The MLflow runs of a name in all experiments."""
+    """Returns the MLflow runs with this name in all experiments."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(uri)
-    found = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    return [run for run in found if run.info.run_name == name]
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    return [run for run in runs if run.info.run_name == name]
 
 
 def history(uri: str, run_id: str, metric: str) -> list[Point]:
-    """The points of a metric as (step, time, value), in the order in which a reader gets them."""
+    """Returns the points of a metric as (step, time, value), in the order of MLflow's answer."""
     from mlflow.tracking import MlflowClient
 
     return [(m.step, m.timestamp, m.value) for m in MlflowClient(uri).get_metric_history(run_id, metric)]

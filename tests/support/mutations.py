@@ -1,4 +1,4 @@
-"""Damage to small real files, by a seed: what disks, networks, editors and attackers make of them."""
+"""Seeded damage of small real files, as by disks, networks, editors and attackers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WORDS = b"~-1~0~99999999999999999999~1e400~NaN~null~{}~[~'~\n~\0~\xff\xfe~\xf0\
 
 
 def mutant(data: bytes, seed: int) -> bytes:
-    """A file with one to three damages."""
+    """Returns the content of a file with one to three damages."""
     rng = random.Random(seed)
     for _ in range(rng.randint(1, 3)):
         data = _damaged(data, rng)
@@ -37,7 +37,7 @@ def _damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def damage(folder: Path, seed: int) -> Path:
-    """Damages one file below a folder, and returns which."""
+    """Damages one file below a folder, and returns its path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     chosen = files[random.Random(-1 - seed).randrange(len(files))]
     chosen.write_bytes(mutant(chosen.read_bytes(), seed))

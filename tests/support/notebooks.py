@@ -1,6 +1,6 @@
 """Executes the notebooks in a kernel, as Jupyter does it, in a copy of the project.
 
-As a script (`python -m tests.support.notebooks`) it stores their outputs, without anything that names this machine.
+As a script (`python -m tests.support.notebooks`) it stores their outputs without names of this machine.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _CELL_S = 400
 
 @contextmanager
 def kernel(folder: Path) -> Iterator[str]:
-    """A kernel of this Python, whatever kernels the user has; it joins no Ray cluster that is there by chance.
+    """Installs a kernel of this Python, independent of the user's kernels; it joins no Ray cluster of the machine.
 
     Args:
-        folder: For its files.
+        folder: Folder for its files.
     """
     install(kernel_name=KERNEL, prefix=str(folder / "jupyter"))
-    places = {
+    folders = {
         "JUPYTER_PATH": str(folder / "jupyter" / "share" / "jupyter"),
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
         "IPYTHONDIR": str(folder / "ipython"),
     }
-    before = {name: os.environ.get(name) for name in (*places, "RAY_ADDRESS")}
-    os.environ.update(places)
+    before = {name: os.environ.get(name) for name in (*folders, "RAY_ADDRESS")}
+    os.environ.update(folders)
     os.environ.pop("RAY_ADDRESS", None)
     try:
         yield KERNEL
@@ -53,18 +53,18 @@ def kernel(folder: Path) -> Iterator[str]:
 
 
 def copy_project(project: Path) -> None:
-    """Copies what a notebook needs of the repository."""
+    """Copies the parts of the repository that a notebook needs."""
     for name in ("ray_app", "jobs", "conf", "notebooks", "datasets"):
         shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def execute(name: str, project: Path, kernel_name: str) -> nbformat.NotebookNode:
-    """Executes a notebook from its first cell to its last, in a kernel of its own.
+    """Executes all cells of a notebook in a new kernel.
 
     Args:
-        name: Its file.
+        name: The file name of the notebook.
         project: The copy of the repository.
-        kernel_name: From `kernel`.
+        kernel_name: The name that `kernel` returned.
 
     Returns:
         The notebook with its outputs.
@@ -84,40 +84,40 @@ def execute(name: str, project: Path, kernel_name: str) -> nbformat.NotebookNode
 
 
 def outputs(notebook: nbformat.NotebookNode) -> list[Any]:
-    """All outputs of its cells, in order."""
+    """Returns all outputs of its cells, in order."""
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
 def has_bar(notebook: nbformat.NotebookNode) -> bool:
-    """Whether it shows how far a run has come."""
+    """Returns whether it shows a progress bar."""
     return any("<progress" in output.get("data", {}).get("text/html", "") for output in outputs(notebook))
 
 
 def pictures(notebook: nbformat.NotebookNode) -> list[bytes]:
-    """Its pictures, as PNG files."""
-    found = [output.get("data", {}).get("image/png") for output in outputs(notebook)]
-    return [base64.b64decode(picture) for picture in found if picture]
+    """Returns its images as PNG files."""
+    images = [output.get("data", {}).get("image/png") for output in outputs(notebook)]
+    return [base64.b64decode(picture) for picture in images if picture]
 
 
 def printed(notebook: nbformat.NotebookNode) -> str:
-    """All that it says as text."""
+    """Returns all its output that is text."""
     return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs(notebook))
 
 
 def save(notebook: nbformat.NotebookNode, project: Path, file: Path) -> None:
-    """Saves an executed notebook without anything that names this machine: paths become relative to the repository.
+    """Saves an executed notebook with paths relative to the repository, and without names of this machine.
 
     Raises:
-        ValueError: Something is left that does.
+        ValueError: The notebook still has a path of this machine.
     """
     text = nbformat.writes(notebook)
-    for place, instead in ((f"{project}/", ""), (str(project), "."), (sys.prefix, ".venv")):
-        text = text.replace(place, instead)
+    for old, new in ((f"{project}/", ""), (str(project), "."), (sys.prefix, ".venv")):
+        text = text.replace(old, new)
     text = re.sub(r"/tmp/ray/session_[\w./-]*", "the worker's log", text)
     text = re.sub(r"\b\d+\.\d+\.\d+\.\d+:\d+", "HOST:PORT", text)
-    left = re.findall(r"/(?:home|root|tmp|Users)/[^\s\"\\]*", text)
-    if left:
-        raise ValueError(f"{file.name} names places of this machine: {sorted(set(left))}")
+    local_paths = re.findall(r"/(?:home|root|tmp|Users)/[^\s\"\\]*", text)
+    if local_paths:
+        raise ValueError(f"{file.name} names places of this machine: {sorted(set(local_paths))}")
     cleaned = nbformat.reads(text, as_version=4)
     cleaned.metadata.kernelspec = {"display_name": "Python 3", "language": "python", "name": "python3"}
     for cell in cleaned.cells:

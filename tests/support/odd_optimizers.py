@@ -1,4 +1,4 @@
-"""Optimizers and schedules as users write them, that a run has to keep or to refuse."""
+"""User-defined optimizers and schedules that a run must support or refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 class Finding(Optimizer):
-    """Finds its step size as it goes, and keeps it in its groups (as Prodigy and D-Adaptation do)."""
+    """An optimizer that adapts its step size and stores it in its groups, as Prodigy and D-Adaptation do."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "size": 0.1})
@@ -20,15 +20,15 @@ class Finding(Optimizer):
     def step(self, closure: Any = None) -> None:
         del closure
         for group in self.param_groups:
-            seen = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
-            group["size"] = 0.9 * group["size"] + 0.1 * min(1.0, seen)
+            gradient_norm = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+            group["size"] = 0.9 * group["size"] + 0.1 * min(1.0, gradient_norm)
             for p in group["params"]:
                 if p.grad is not None:
                     p.add_(p.grad, alpha=-group["lr"] * group["size"])
 
 
 class Counting(Optimizer):
-    """Counts its steps in itself."""
+    """An optimizer that counts its steps in an attribute."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
@@ -45,17 +45,17 @@ class Counting(Optimizer):
 
 
 def cosine(step: int) -> float:
-    """A number of NumPy's, which is a Python float and pickles as something else."""
+    """Returns a NumPy number, which is a Python float but pickles as another type."""
     return 0.5 * (1 + np.cos(np.pi * step / 20))
 
 
 def single_precision(step: int) -> Any:
-    """One that is no Python float."""
+    """Returns a NumPy number that is not a Python float."""
     return np.float32(1 / (1 + step))
 
 
 class Locking(torch.optim.SGD):
-    """Keeps a lock in its groups, which no checkpoint can hold."""
+    """An optimizer with a lock in its groups, which a checkpoint cannot contain."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr)
@@ -63,5 +63,5 @@ class Locking(torch.optim.SGD):
 
 
 def not_a_number(step: int) -> float:
-    """A factor that is NaN from the first step on."""
+    """Returns a factor that is NaN from the first step on."""
     return float("nan") if step else 1.0

@@ -1,4 +1,4 @@
-"""Tasks and models that a start refuses, named by their import paths."""
+"""Tasks and models that a start refuses, for the import paths of configurations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray_app.task.module import ModuleTask
 
 
 class Holding(Task):
-    """Predicts y from x, and holds something."""
+    """A task that predicts y from x, with an attribute that cannot be pickled."""
 
     def __init__(self, what: str) -> None:
         parts: dict[str, Any] = {
@@ -40,7 +40,7 @@ class Holding(Task):
 
 
 def normalized(norm: str) -> nn.Module:
-    """Four features to two classes, normalized in between; of images of 4 x 4 pixels, if the name says so."""
+    """Returns a model from four features to two classes with this normalization layer."""
     layers: dict[str, list[nn.Module]] = {
         "batch": [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)],
         "frozen": [nn.Linear(4, 6), nn.BatchNorm1d(6).requires_grad_(False), nn.Linear(6, 2)],
@@ -53,37 +53,37 @@ def normalized(norm: str) -> nn.Module:
 
 
 def pixels(classes: int) -> nn.Module:
-    """Scores of classes for each pixel of images with three channels, (rows, classes, height, width); without that axis
-    for one.
+    """Returns a model that scores the classes of each pixel of images with three channels, with outputs (rows, classes,
+    height, width), or (rows, height, width) for one class.
     """
     scores = nn.Conv2d(3, classes, 1)
     return scores if classes > 1 else nn.Sequential(scores, nn.Flatten(1, 2))
 
 
 def locked_pixels(classes: int) -> nn.Module:
-    """The model of `pixels` with a lock, which can be neither copied nor pickled."""
+    """Returns the model of `pixels` with a lock, which can be neither copied nor pickled."""
     model = nn.Sequential(pixels(classes))
     model.lock = threading.Lock()  # type: ignore[assignment]
     return model
 
 
 class WithoutUnknown(nn.CrossEntropyLoss):
-    """Ignores pixels of the value 255 without an argument that says so."""
+    """A loss that ignores pixels of the value 255 without an argument for it."""
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__(ignore_index=255, reduction=reduction)
 
 
 class Modulo(nn.CrossEntropyLoss):
-    """Makes classes of whatever integers by itself."""
+    """A loss that accepts all integers as targets."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The losses of the target modulo the number of classes."""
+        """Returns the losses of the targets modulo the number of classes."""
         return super().forward(input, target % input.shape[1])
 
 
 class OwnStep(ModuleTask):
-    """Trains with a loss of its own, for which the outputs need not fit the target."""
+    """A task with its own training loss, for which the outputs need not fit the target."""
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean of each image's scores, shape (rows,)."""

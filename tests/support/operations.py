@@ -1,4 +1,4 @@
-"""What something costs, in operations of Python, which no other process disturbs."""
+"""The cost of a call in bytecode operations of Python, which other processes do not influence."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import FrameType
 from typing import Any
 
 
-def operations(act: Callable[[], Any]) -> int:
-    """The operations of Python that something takes, those in loops within an expression included."""
+def operations(call: Callable[[], Any]) -> int:
+    """Returns the number of bytecode operations of a call, those of loops within an expression included."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -19,10 +19,10 @@ def operations(act: Callable[[], Any]) -> int:
         count += event == "opcode"
         return trace
 
-    before = sys.gettrace()
+    previous_trace = sys.gettrace()
     sys.settrace(trace)
     try:
-        act()
+        call()
     finally:
-        sys.settrace(before)
+        sys.settrace(previous_trace)
     return count

@@ -1,6 +1,6 @@
-"""A driver without workers: everything that a run leaves behind, up to the moment at which its driver is killed.
+"""A driver without workers, which writes all files of a run up to the moment at which it is killed.
 
-As a script it is that driver: the configuration's file, and steps to do.
+As a script it is that driver; its arguments are the configuration file and the number of steps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.support.waiting import until
 
 
 def drive(config: Config, last: int, end: str = "") -> tuple[Lease, Tracker]:
-    """Does steps, sends them to MLflow, makes a checkpoint of the last, and goes on living.
+    """Records steps, sends them to MLflow, writes a checkpoint of the last, and keeps its lease.
 
     Args:
-        config: The run.
-        last: Steps to do.
-        end: Event with which it says how it ended; empty: it does not.
+        config: The configuration of the run.
+        last: Number of steps.
+        end: The event with which it records its end; empty: none.
     """
     prepared = prepare(config)
     lease = acquire_lease(prepared.job.paths)
@@ -51,12 +51,14 @@ def drive(config: Config, last: int, end: str = "") -> tuple[Lease, Tracker]:
 
 
 def orphan(config: Config, last: int, end: str = "") -> None:
-    """What `drive` leaves when it is killed, quickly: the lease says a process that is gone."""
+    """Writes quickly what a killed `drive` leaves: the lease names a process that has ended."""
     lease, tracker = drive(config, last, end)
     tracker.abandon()
     lease.release()
-    gone = replace(LeaseHolder.here(), pid_ticks=-1)
-    put_json(prepare(config).job.paths.fence(lease.fence), asdict(LeaseRecord(gone, time.time(), time.time(), 30.0)))
+    dead_holder = replace(LeaseHolder.here(), pid_ticks=-1)
+    put_json(
+        prepare(config).job.paths.fence(lease.fence), asdict(LeaseRecord(dead_holder, time.time(), time.time(), 30.0))
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""The blocks of commands and Python on the pages, what a mark before one says, and the pages whose other blocks are
-executed.
+"""The code blocks of the documentation, the marks before them, and the pages with blocks that tests execute.
 
 A mark is a comment in the line before a block: `<!-- not run: REASON -->`, `<!-- run by: FILE::FUNCTION, ... -->`, or
-`<!-- file: NAME -->` for what a reader writes to a file.
+`<!-- file: NAME -->` for a block that a reader writes to a file.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _BLOCK = re.compile(r"(?:^ *<!-- (.*) -->\n)?^( *```+)(\w+).*\n((?s:.*?))^\2 *$"
 
 @dataclass(frozen=True)
 class Block:
-    """A block on a page: where it begins, its language, what is in it, and the mark before it with what that tells."""
+    """A block on a page: its first line, language and text, and the mark before it with the text of the mark."""
 
     page: str
     line: int
@@ -41,24 +40,24 @@ class Block:
     told: str
 
     def is_code(self) -> bool:
-        """Whether it is what a reader types: commands or Python."""
+        """Returns whether a reader types it: commands or Python."""
         return self.language in (*SHELLS, "python")
 
     def is_executed(self) -> bool:
-        """Whether its page's test executes it."""
+        """Returns whether the test of its page executes it."""
         return self.is_code() and not self.mark
 
 
 def blocks_in(text: str, page: str) -> Iterator[Block]:
-    """Every block of a page's text that has a language."""
-    for found in _BLOCK.finditer(text):
-        comment, _, language, inside = found.groups()
-        mark, _, told = (comment or "").partition(": ")
-        yield Block(page, text.count("\n", 0, found.start(2)) + 1, language, inside, mark, told)
+    """Yields every block with a language in the text of a page."""
+    for match in _BLOCK.finditer(text):
+        comment, _, language, inside = match.groups()
+        mark, _, mark_text = (comment or "").partition(": ")
+        yield Block(page, text.count("\n", 0, match.start(2)) + 1, language, inside, mark, mark_text)
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Every block of a page that has a language."""
+    """Yields every block with a language on a page."""
     return blocks_in(page.read_text(), str(page.relative_to(ROOT)))
 
 
@@ -105,13 +104,13 @@ def _every_source(folder: Path) -> None:
 
 
 def write_text_maker(folder: Path) -> None:
-    """The script of docs/text.md, `make_texts.py`, which language-model.md asks for, too."""
+    """Writes `make_texts.py`, the script of docs/text.md, which language-model.md uses, too."""
     [script] = [block for block in blocks(ROOT / "docs" / "text.md") if block.told == "make_texts.py"]
     (folder / script.told).write_text(script.text)
 
 
 def _nothing(folder: Path) -> None:
-    """The page needs what the project has."""
+    """Writes nothing: the page needs only files of the project."""
 
 
 EXECUTED: dict[str, Callable[[Path], None]] = {
@@ -130,4 +129,4 @@ EXECUTED: dict[str, Callable[[Path], None]] = {
     "docs/start/tables.md": _iris,
     "docs/text.md": _nothing,
 }
-"""Pages whose blocks without a mark are executed, and what writes the files that a reader of the page has."""
+"""Pages on which blocks without a mark are executed, each with the function that writes the files of its reader."""

@@ -13,19 +13,21 @@ from PIL import Image
 
 
 def table_data(folder: Path, columns: dict[str, Any]) -> dict[str, Any]:
-    """Writes rows; returns the fields of the section `data` that train and evaluate on them."""
+    """Writes rows as Parquet; returns the fields of the section `data` for training and evaluation on them."""
     folder.mkdir()
     pq.write_table(pa.table(columns), folder / "rows.parquet", row_group_size=16)
     return {"path": str(folder), "eval_path": str(folder), "global_batch_size": 16}
 
 
 def write_pictures(folder: Path) -> dict[str, Any]:
-    """48 pictures with a bright square, the mask of that, its share of the pixels, and whether it is large; see
-    `table_data`.
+    """Writes 48 pictures with a bright square, its mask, its share of the pixels, and whether it is large; returns the
+    fields as `table_data` does.
     """
     random, columns = np.random.default_rng(0), dict[str, list[Any]](image=[], mask=[], area=[], large=[])
     for _ in range(48):
-        height, width, side = random.integers(20, 30), random.integers(20, 30), random.integers(4, 12)
+        height = random.integers(20, 30)
+        width = random.integers(20, 30)
+        side = random.integers(4, 12)
         pixels = random.integers(0, 90, (height, width, 3)).astype(np.uint8)
         mask = np.zeros((height, width), np.uint8)
         top, left = random.integers(0, height - side), random.integers(0, width - side)
@@ -46,7 +48,7 @@ def _png(pixels: Any) -> bytes:
 
 
 def encoded(image: Image.Image, kind: str = "png") -> bytes:
-    """An image as a file."""
+    """Returns an image as a file."""
     file = io.BytesIO()
     image.save(file, kind)
     return file.getvalue()

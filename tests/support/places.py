@@ -1,4 +1,4 @@
-"""Where the project and the files that tests read are."""
+"""The folders of the project and of the test support."""
 
 from pathlib import Path
 

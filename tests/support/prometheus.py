@@ -1,4 +1,4 @@
-"""Prometheus: what Ray's agent shows, and a real server that scrapes it, where one is installed."""
+"""The metrics that Ray's agent exports, and a real Prometheus server that scrapes them, if one is installed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def find_prometheus() -> str | None:
 
 
 def endpoint() -> str:
-    """Where the agent of the driver's node shows metrics."""
-    [here] = [node for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()]
-    return f"{here['NodeManagerAddress']}:{here['MetricsExportPort']}"
+    """Returns the address at which the agent of the driver's node exports metrics."""
+    [node_] = [node for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()]
+    return f"{node_['NodeManagerAddress']}:{node_['MetricsExportPort']}"
 
 
 def shown(run: str) -> dict[tuple[str, str], float]:
-    """The metrics of a run that the agent shows now, by name and cause, the latter mostly empty."""
+    """Returns the metrics of a run that the agent exports now, by name and cause; most have no cause."""
     with urllib.request.urlopen(f"http://{endpoint()}/metrics", timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     samples = [sample for family in families for sample in family.samples if sample.labels.get("run") == run]
@@ -46,21 +46,22 @@ class Server:
         self._url = url
 
     def get(self, path: str, **query: str) -> Any:
-        """What its API says.
+        """Returns the answer of its API.
 
         Raises:
-            AssertionError: It refuses the question.
+            AssertionError: It refuses the query.
         """
         try:
             with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{urlencode(query)}", timeout=10) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
-            if error.code == 503:  # it starts
+            # The server answers with 503 while it starts.
+            if error.code == 503:
                 raise
             raise AssertionError(f"{path} {query}: {error.read().decode()}") from error
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series that answer an expression now."""
+        """Returns the current series of an expression."""
         return list(self.get("query", query=expression)["result"])
 
 

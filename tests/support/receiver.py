@@ -1,4 +1,4 @@
-"""A server on loopback that observers post to."""
+"""A server on loopback to which observers post messages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 @contextmanager
 def receiver() -> Iterator[tuple[str, list[str]]]:
-    """A server that keeps what is posted to it."""
-    got: list[str] = []
+    """Starts a server; yields its address and the list of the posted texts."""
+    posted_texts: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            posted_texts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
             self.send_response(204)
             self.end_headers()
 
@@ -28,7 +28,7 @@ def receiver() -> Iterator[tuple[str, list[str]]]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/hook", got
+        yield f"http://127.0.0.1:{server.server_port}/hook", posted_texts
     finally:
         server.shutdown()
         thread.join()

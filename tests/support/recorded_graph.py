@@ -1,9 +1,9 @@
-"""A CPU in the place of a device that captures: the operators of forward and backward are recorded and called again,
-into the same memory.
+"""CUDA graphs imitated on the CPU: the operators of forward and backward are recorded and called again, into the same
+memory.
 
-As with a CUDA graph, Python does not run in a replay: what it decided at the capture stays, what it read stays read.
-Operators that draw random numbers draw from the generator as it is at the replay. The memory of what is captured holds
-garbage until the first replay, and reading a value on the host ends a capture with CUDA's words.
+As with a CUDA graph, Python does not run in a replay: branches and values of the capture stay. Operators that draw
+random numbers use the state of the generator at the replay. The memory of captured results has garbage until the first
+replay, and reading a value on the host ends a capture with CUDA's error message.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _GARBAGE = 0.125
 
 
 class RecordedGraphs:
-    """See the module and `GraphBackend`.
+    """The `GraphBackend` that the module's docstring describes.
 
     Attributes:
-        captures, replays: How many there were.
+        captures, replays: Number of captures and replays so far.
     """
 
     def __init__(self) -> None:
@@ -41,19 +41,19 @@ class RecordedGraphs:
         with recorded:
             work()
 
-        def replay() -> None:
+        def run_graph() -> None:
             self.replays += 1
             with torch.no_grad():
-                recorded.replay()
+                recorded.run_again()
 
-        for tensor in recorded.made():
+        for tensor in recorded.new_tensors():
             if tensor.is_floating_point():
                 tensor.detach().fill_(_GARBAGE)
-        return replay
+        return run_graph
 
 
 class _Recorded(TorchDispatchMode):
-    """The operators that were called inside."""
+    """Records the operators that are called inside of its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,23 +65,23 @@ class _Recorded(TorchDispatchMode):
         del types
         if operator in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
             raise RuntimeError(REFUSED)
-        found = operator(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
-        new = [t if t.untyped_storage().data_ptr() not in given else None for t in _tensors(found)]
+        results = operator(*args, **(kwargs or {}))
+        input_storages = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+        new = [t if t.untyped_storage().data_ptr() not in input_storages else None for t in _tensors(results)]
         self._calls.append((operator, args, kwargs or {}, new))
-        return found
+        return results
 
-    def made(self) -> list[Tensor]:
-        """What operators made, not what they changed."""
+    def new_tensors(self) -> list[Tensor]:
+        """Returns the tensors that operators created, without those that they changed."""
         return [t for *_, new in self._calls for t in new if t is not None]
 
-    def replay(self) -> None:
-        """Calls them again."""
+    def run_again(self) -> None:
+        """Calls the recorded operators again, with results in the same memory."""
         for operator, args, kwargs, new in self._calls:
             for old, now in zip(new, _tensors(operator(*args, **kwargs)), strict=True):
                 if old is not None:
                     old.copy_(now)
 
 
-def _tensors(of: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(of) if isinstance(each, Tensor)]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

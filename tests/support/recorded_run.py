@@ -1,4 +1,4 @@
-"""A run directory and the record in it, and what MLflow should make of them."""
+"""A run directory with a record, and the points that MLflow should have of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ History = list[tuple[int, int, float]]
 
 
 class Run:
-    """A run directory, the record that its producers put there, and what MLflow should make of it."""
+    """A run directory, the record that rank 0 and evaluators write, and the points that MLflow should have of it."""
 
     def __init__(self, root: Path, uri: str, **fields: Any) -> None:
         self.paths = RunPaths(root)
@@ -42,7 +42,7 @@ class Run:
     def record(
         self, first: int, last: int, fence: int = 1, flush_s: float = 3600.0, losses: dict[int, float] | None = None
     ) -> None:
-        """Steps as rank 0 records them; a step that was recorded before gets other timings."""
+        """Records steps as rank 0 does; a step that was recorded before gets other timings."""
         draw = random.Random(first * 1000 + fence)
         writer = MetricsWriter(self.paths, fence, flush_s)
         for step in range(first, last + 1):
@@ -78,7 +78,7 @@ class Run:
         return tracker
 
     def expected(self, last: int) -> dict[str, History]:
-        """The points up to a step, worked out from the record alone."""
+        """Returns the expected points up to a step, computed from the record alone."""
         failed = [event.time_s for event in read_events(self.paths, "failed")]
         points: dict[str, History] = {}
         for end in [*range(EVERY, last + 1, EVERY), *([last] if last % EVERY else [])]:

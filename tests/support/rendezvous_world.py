@@ -1,11 +1,10 @@
-"""A world of workers around the real `Rendezvous`, with a clock and a network of its own, in which random things
-happen.
+"""A simulation of workers around the real `Rendezvous`, with its own clock and network, and random faults.
 
 The workers act as `train/loop.py` and `cluster/rendezvous/client.py` do, the controller as
-`cluster/controller/controller.py`; time goes on in ticks. What must hold always: a number of a generation is given
-once; no generation begins behind what a reachable worker has, but one that is over and cannot hear it; nobody leaves
-with a step that nobody else has and that is not saved; no generation steps after a later one has; everything ends. A
-schedule is its seed: the same seed gives the same story.
+`cluster/controller/controller.py`; time advances in ticks. Invariants: each generation number is used once; no
+generation begins at an earlier step than a reachable worker has, unless it has been superseded without notice; no
+worker leaves with a step that no other worker has and that is not saved; no generation steps after a later one has
+stepped; every run ends. The seed determines the schedule: the same seed gives the same history.
 """
 
 from __future__ import annotations
@@ -21,19 +20,22 @@ from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.train.loop import has_to_save_on_exit
 from ray_app.train.membership import Flags, Heartbeat, HeartbeatReply
 
-TICK_S, SILENCE_S, FORM_S, CONTROL_TICKS = 0.25, 2.0, 5.0, 2
+TICK_S = 0.25
+SILENCE_S = 2.0
+FORM_S = 5.0
+CONTROL_TICKS = 2
 KINDS = ("join", "kill", "kill_all_but_one", "freeze", "cut_off", "drain", "drain_all", "restart", "slow_storage")
 PARTED = (*KINDS, "partition")
-"""Which stories a seed tells depends on the kinds, so those that are named in tests keep theirs."""
+"""The kinds with a partition. The history of a seed depends on the kinds, so tests that name seeds keep `KINDS`."""
 
 
 class BrokenPromiseError(AssertionError):
-    """Something that must hold did not; the message is the story."""
+    """An invariant was violated; the message is the history."""
 
 
 @dataclass
 class Generation:
-    """A process group."""
+    """The process group of a generation."""
 
     number: int
     size: int
@@ -41,12 +43,13 @@ class Generation:
     members: dict[int, Worker] = field(default_factory=dict)
     shared: bool = False
     broken: bool = False
-    hangs_s: float | None = None  # since when its members do not reach each other
+    # Since this time, its members have not reached each other.
+    hangs_s: float | None = None
 
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process, as far as the protocol knows it."""
+    """The state of a worker process that the protocol uses."""
 
     name: str
     node: str
@@ -57,13 +60,17 @@ class Worker:
     wait_number: int = 0
     tickets: int = 0
     lost: bool = False
-    beat_s: float = 0.0  # when the next sign of life is due
+    # The next heartbeat is due at this time.
+    beat_s: float = 0.0
     beat_sent_s: float = 0.0
     group: Generation | None = None
     state: str = "starting"
-    until_s: float = 0.0  # of being frozen
-    cut_until_s: float = 0.0  # of being without the rendezvous
-    apart_until_s: float = 0.0  # of being without the other workers
+    # The worker is frozen until this time.
+    until_s: float = 0.0
+    # It cannot reach the rendezvous until this time.
+    cut_until_s: float = 0.0
+    # It cannot reach the other workers until this time.
+    apart_until_s: float = 0.0
     saving: int | None = None
     saved_at_s: float = 0.0
     over: bool = False
@@ -71,37 +78,39 @@ class Worker:
     @property
     def beat(self) -> Heartbeat:
         phase: Any = {"saving": "saving", "left": "done"}.get(self.state, "compute" if self.group else "waiting")
-        told = {
+        fields = {
             "generation": self._generation,
             "rank": self.rank,
             "step": self.step,
             "wait_number": self.wait_number,
             "lost": self.lost,
         }
-        return Heartbeat(self.name, self.node, "host", 1, 1, phase=phase, **told)
+        return Heartbeat(self.name, self.node, "host", 1, 1, phase=phase, **fields)
 
 
 def _now(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Lets something that waits for nothing happen."""
+    """Runs a coroutine that does not wait."""
     with suppress(StopIteration):
         coroutine.send(None)
 
 
 class World:
-    """See the module.
+    """A simulated run, as the module's docstring describes it.
 
     Args:
-        seed: Of what happens.
-        workers: At the start.
-        steps: Of the run.
-        events: How many things happen.
-        kinds: Of what.
+        seed: Seed of the faults.
+        workers: Number of workers at the start.
+        steps: Number of steps of the run.
+        events: Number of faults.
+        kinds: Kinds of faults.
     """
 
     def __init__(self, seed: int, workers: int, steps: int, events: int, kinds: tuple[str, ...] = KINDS) -> None:
-        self.random, self.steps, self.now = random.Random(seed), steps, 100.0
-        self.least = min(workers, random.Random(seed).choice((1, 1, 1, 2, 3)))
-        self.story = [f"seed {seed}: {workers} workers, at least {self.least}, {steps} steps"]
+        self.random = random.Random(seed)
+        self.steps = steps
+        self.now = 100.0
+        self.min_workers = min(workers, random.Random(seed).choice((1, 1, 1, 2, 3)))
+        self.story = [f"seed {seed}: {workers} workers, at least {self.min_workers}, {steps} steps"]
         self.actors, self.died_s = -1, 0.0
         self.beats_per_s, self.calls = workers * self.random.choice((4.0, 1.0, 0.4)), self.random.random() < 0.8
         self.live: list[Worker] = []
@@ -110,20 +119,23 @@ class World:
         self.controlled: list[Worker] = []
         self.draining: set[str] = set()
         self.groups: dict[int, Generation] = {}
-        self.stepped = self.formed = 0  # the newest generation that has finished a step, and that a worker was told of
-        self.saved, self.made, self.names = 0, -1, 0
+        # The newest generation that has finished a step, and the newest that was reported to a worker.
+        self.stepped = self.formed = 0
+        self.saved = 0
+        self.made = -1
+        self.names = 0
         for _ in range(workers):
             self._add()
         self.schedule = sorted((self.random.randrange(2, 4 * steps), self.random.choice(kinds)) for _ in range(events))
 
     def _new_actor(self) -> Rendezvous:
         self.actors += 1
-        made = Rendezvous(SILENCE_S, 1e6, lambda: self.now, 1 + 1000 * self.actors, self.beats_per_s, self.least)
-        made.on_change = lambda: self._call(made)
-        return made
+        actor = Rendezvous(SILENCE_S, 1e6, lambda: self.now, 1 + 1000 * self.actors, self.beats_per_s, self.min_workers)
+        actor.on_change = lambda: self._call(actor)
+        return actor
 
     def _call(self, actor: Rendezvous) -> None:
-        """Tells all what has changed; who is not reachable hears of it with its next sign of life."""
+        """Sends the new replies to all reachable workers; the others get theirs with the next heartbeat."""
         for w in self.live:
             if (
                 self.now >= max(w.until_s, w.cut_until_s)
@@ -131,9 +143,9 @@ class World:
                 and actor._members.get(w.name)
                 and self.calls
             ):
-                self._obey(w, actor.reply_for(w.name))
+                self._apply_reply(w, actor.reply_for(w.name))
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self.story.append(f"{self.now - 100:7.2f} s  {text}")
 
     def _fail(self, text: str) -> None:
@@ -145,11 +157,11 @@ class World:
         self.live.append(worker)
         self.controlled.append(worker)
 
-    # What happens.
+    # Faults.
 
-    def _happen(self, kind: str) -> None:
+    def _inject(self, kind: str) -> None:
         chosen = self.random.choice(self.live) if self.live else None
-        self._say(
+        self._log(
             kind + (f" {chosen.name}" if chosen and kind in ("kill", "freeze", "cut_off", "drain", "partition") else "")
         )
         if kind == "join":
@@ -183,31 +195,32 @@ class World:
         worker.state, self.died_s = "dead", self.now
         if worker.group:
             worker.group.broken = True
-        if self.actor and self.random.random() < 0.9:  # its connection tells at once
+        # Mostly, the end of its connection reports the loss at once.
+        if self.actor and self.random.random() < 0.9:
             self.actor.on_disconnect(worker.name)
 
-    # What workers do.
+    # Workers.
 
     def _act(self, w: Worker) -> None:
         if self.now < w.until_s or w.state == "dead":
             return None
         if self.actor and self.now >= max(w.cut_until_s, w.beat_s):
             w.beat_sent_s = self.now
-            self._obey(w, self.actor.handle_heartbeat(w.beat))
+            self._apply_reply(w, self.actor.handle_heartbeat(w.beat))
             if w._reply.exit:
-                self._say(f"{w.name} is told to end")
+                self._log(f"{w.name} is told to end")
                 return self._die(w)
         if w.group and w._reply.abort and w._reply.generation == w._generation:
             w.group.broken = True
         if w.state == "saving":
             if self.now >= max(w.saved_at_s, self.storage_s):
                 self.saved, w.state = max(self.saved, w.saving or 0), "left"
-                self._say(f"{w.name} has saved step {w.saving}")
+                self._log(f"{w.name} has saved step {w.saving}")
             return None
         if w.state == "left":
             return self._leave_for_good(w)
         if w.group is not None:
-            return self._break_up(w) if w.group.broken else None
+            return self._lose_peer(w) if w.group.broken else None
         if not w.wait_number:
             w.tickets += 1
             w.wait_number, w.beat_s = w.tickets, 0.0
@@ -215,15 +228,20 @@ class World:
             self._leave(w, has_to_save_on_exit(Flags(0), RendezvousClient.flags(w), w.rank))  # type: ignore[arg-type]
         return None
 
-    def _obey(self, w: Worker, orders: HeartbeatReply) -> None:
-        w._reply, w.beat_s, formed = orders, w.beat_sent_s + orders.period_s, orders.formed
+    def _apply_reply(self, w: Worker, orders: HeartbeatReply) -> None:
+        w._reply = orders
+        w.beat_s = w.beat_sent_s + orders.period_s
+        formed = orders.formed
         if formed is None or not w.wait_number or formed.number <= w._generation:
             return
-        w._generation, w.rank, w.lost, w.wait_number = formed.number, formed.rank, False, 0
+        w._generation = formed.number
+        w.rank = formed.rank
+        w.lost = False
+        w.wait_number = 0
         self.formed = max(self.formed, formed.number)
         group = self.groups.setdefault(formed.number, Generation(formed.number, formed.size, self.now + FORM_S))
-        if formed.size < self.least and self.made < self.steps:
-            self._fail(f"generation {formed.number} has {formed.size} workers, fewer than {self.least}")
+        if formed.size < self.min_workers and self.made < self.steps:
+            self._fail(f"generation {formed.number} has {formed.size} workers, fewer than {self.min_workers}")
         if formed.rank in group.members or formed.size != group.size:
             self._fail(f"generation {formed.number} was formed twice: rank {formed.rank} is {w.name}, too")
         group.members[formed.rank] = w
@@ -231,16 +249,20 @@ class World:
         if any(m.state == "dead" for m in group.members.values()):
             group.broken = True
 
-    def _break_up(self, w: Worker) -> None:
-        self._say(f"{w.name} lost a peer of generation {w._generation} at step {w.step}")
-        w.group, w.lost, w.wait_number = None, True, 0
+    def _lose_peer(self, w: Worker) -> None:
+        self._log(f"{w.name} lost a peer of generation {w._generation} at step {w.step}")
+        w.group = None
+        w.lost = True
+        w.wait_number = 0
 
     def _leave(self, w: Worker, saves: bool) -> None:
         w.group, w.wait_number = None, 0
-        self._say(f"{w.name} leaves at step {w.step}{', saving' if saves and w.step >= 0 else ''}")
+        self._log(f"{w.name} leaves at step {w.step}{', saving' if saves and w.step >= 0 else ''}")
         w.state = "left"
         if saves and w.step >= 0:
-            w.state, w.saving, w.saved_at_s = "saving", w.step, self.now + 0.5
+            w.state = "saving"
+            w.saving = w.step
+            w.saved_at_s = self.now + 0.5
             return
         others = any(o.step >= w.step and o is not w and o.state != "left" for o in self.live)
         if w.step > self.saved and not others and self.now > self.died_s + SILENCE_S + 1:
@@ -253,7 +275,7 @@ class World:
         self.live.remove(w)
         w.state = "dead"
 
-    # What a generation does.
+    # Generations.
 
     def _step(self, group: Generation) -> None:
         members = [group.members[rank] for rank in sorted(group.members)]
@@ -267,7 +289,7 @@ class World:
         if missing or self._hangs(group, members):
             return None
         if not group.shared:
-            return self._share(group, members)
+            return self._begin_generation(group, members)
         if not any(self.now < m.cut_until_s for m in members):
             if group.number < self.stepped:
                 self._fail(f"generation {group.number} steps after {self.stepped} has")
@@ -276,12 +298,13 @@ class World:
         for m in members:
             flags |= RendezvousClient.flags(m)  # type: ignore[arg-type]
         partly = self.random.random() < 0.02 and len(members) > 1
-        if partly:  # somebody dies in the exchange: some have finished it, some not
+        # A worker dies in the reduction: some workers have finished it, some have not.
+        if partly:
             victim = self.random.choice(members)
             for m in members:
                 m.step += self.random.random() < 0.5
             self._die(victim)
-            self._say(f"{victim.name} dies in an exchange")
+            self._log(f"{victim.name} dies in a reduction")
             return None
         for m in members:
             m.step += 1
@@ -291,11 +314,11 @@ class World:
             self.saved = max(self.saved, members[0].step)
         if over or flags & Flags.REFORM:
             for m in members:
-                self._end(m, over, flags)
+                self._end_generation(m, over, flags)
         return None
 
     def _hangs(self, group: Generation, members: list[Worker]) -> bool:
-        """Whether members do not reach each other: all wait, until their exchange is given up."""
+        """Returns whether members do not reach each other; they wait until the reduction times out."""
         if len(members) == 1 or not any(self.now < m.apart_until_s for m in members):
             group.hangs_s = None
             return False
@@ -303,7 +326,7 @@ class World:
         group.broken = self.now - group.hangs_s > FORM_S
         return True
 
-    def _end(self, m: Worker, over: bool, flags: Flags) -> None:
+    def _end_generation(self, m: Worker, over: bool, flags: Flags) -> None:
         m.group = None
         if m._reply.leave:
             self._leave(m, not over and has_to_save_on_exit(flags, RendezvousClient.flags(m), m.rank))  # type: ignore[arg-type]
@@ -311,14 +334,14 @@ class World:
             m.over, m.state = True, "left"
         m.over = over and not m._reply.leave
 
-    def _share(self, group: Generation, members: list[Worker]) -> None:
+    def _begin_generation(self, group: Generation, members: list[Worker]) -> None:
         newest = max(m.step for m in members)
         if newest < 0:
             if self.now < self.storage_s:
                 return
             newest = self.saved
-        # Who does not hear that its generation is over since begins it behind the others: its steps have the same bits
-        # and replace nothing
+        # A superseded generation may begin at an earlier step if a member has not received the new one: its steps
+        # are bit-identical and replace nothing.
         unheard = group.number < self.formed and any(self.now < m.cut_until_s for m in members)
         for other in self.live if not unheard else ():
             heard = self.now >= max(other.until_s, other.cut_until_s) + 3 * SILENCE_S or not max(
@@ -333,47 +356,48 @@ class World:
         for m in members:
             m.step = newest
         group.shared = True
-        self._say(f"generation {group.number} of {', '.join(m.name for m in members)} begins at step {newest}")
+        self._log(f"generation {group.number} of {', '.join(m.name for m in members)} begins at step {newest}")
 
-    # What the controller does.
+    # The controller.
 
     def _control(self) -> None:
         if self.actor is None:
             return
-        gone = [w for w in self.controlled if w not in self.live]
+        dead = [w for w in self.controlled if w not in self.live]
         silent = {name for name, since in self.actor._lost.items() if self.now - since > 1.0}
         late = [
             w
             for w in self.controlled
             if w in self.live and w.name in silent and self.now < max(w.until_s, w.cut_until_s)
         ]
-        for w in gone + late:
+        for w in dead + late:
             self.controlled.remove(w)
             _now(self.actor.evict({w.name}))
             if w in late:
                 self._die(w)
-        if len(self.controlled) < self.least and self.made < self.steps:
+        if len(self.controlled) < self.min_workers and self.made < self.steps:
             for _ in range(self.random.randint(1, 2) if not self.controlled else 1):
                 self._add()
         _now(self.actor.drain(self.draining))
         _now(self.actor.set_expected(len(self.controlled)))
 
     def run(self) -> None:
-        """Lets it happen until the run is over.
+        """Simulates until the run is over.
 
         Raises:
-            BrokenPromiseError: Something that must hold did not.
+            BrokenPromiseError: An invariant was violated.
         """
         todo, ticks = list(self.schedule), 0
         while not (self.made >= self.steps and not self.live):
             ticks += 1
             self.now += TICK_S
             while todo and todo[0][0] <= ticks and self.made < self.steps:
-                self._happen(todo.pop(0)[1])
+                self._inject(todo.pop(0)[1])
             if self.actor is None and self.now >= self.back_s:
                 self.actor = self._new_actor()
                 for w in self.live:
-                    w.beat_s = 0.0  # the end of its connection wakes it
+                    # The end of its connection wakes the worker.
+                    w.beat_s = 0.0
             for worker in list(self.live):
                 self._act(worker)
             for number in sorted(self.groups):
@@ -386,7 +410,7 @@ class World:
             if ticks % CONTROL_TICKS == 0:
                 self._control()
             if ticks > 40 * self.steps + 400:
-                self._fail("it does not end")
+                self._fail("the run does not end")
             if self.made >= self.steps:
                 self.live = [w for w in self.live if w.state != "starting" or w.group or w.step >= 0]
                 if all(w.step < self.steps for w in self.live):

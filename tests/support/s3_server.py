@@ -1,6 +1,6 @@
-"""moto's S3 server on loopback, as a process of its own, with faults between it and its clients.
+"""moto's S3 server on loopback in its own process, with injected faults between it and its clients.
 
-As a script it serves; `S3Server` starts the script and tells it what to break.
+As a script it serves; `S3Server` starts the script and sends it the faults.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Rule:
     """A fault.
 
     Args:
-        match: Regular expression for the requests that it concerns, such as `PUT .*COMMIT.json`.
-        times: How many of them; -1: all.
-        status: Answer with this instead; 0: the true answer.
-        delay_s: Seconds to wait before that.
-        done: Whether the server does first what was asked, so that only the answer is lost.
-        cut: Whether half of the true answer comes, and then the connection breaks.
+        match: Regular expression of the affected requests, such as `PUT .*COMMIT.json`.
+        times: Number of affected requests; -1: all.
+        status: Status of the answer; 0: the true answer.
+        delay_s: Seconds to wait before the answer.
+        done: Whether the server first executes the request, so that only the answer is lost.
+        cut: Whether the connection breaks after half of the true answer.
     """
 
     match: str
@@ -47,7 +47,7 @@ class Rule:
 
 
 class S3Server:
-    """The server's process and its control."""
+    """The server's process, and the faults that it injects."""
 
     module = "tests.support.s3_server"
 
@@ -61,23 +61,21 @@ class S3Server:
         urllib.request.urlopen(request, timeout=10).close()
 
     def path(self, prefix: str) -> ObjectPath:
-        """A place on the server, which carries the server's address."""
-        place = to_location(f"s3://{BUCKET}/{prefix}?endpoint_override={self.address}&scheme=http")
-        assert isinstance(place, ObjectPath)
-        return place
+        """Returns a path on the server, which contains the server's address."""
+        location = to_location(f"s3://{BUCKET}/{prefix}?endpoint_override={self.address}&scheme=http")
+        assert isinstance(location, ObjectPath)
+        return location
 
     def fail(self, match: str, **how: Any) -> None:
         """Adds a fault, see `Rule`."""
         self._control("rule", asdict(Rule(match, **how)))
 
     def reset(self) -> None:
-        """Ends all faults and forgets the requests."""
+        """Removes all faults and the list of requests."""
         self._control("reset")
 
     def requests(self, match: str = "") -> list[str]:
-        """The requests since the last reset that match, each as `METHOD /path?query`, in the order in which
-        they came.
-        """
+        """Returns the matching requests since the last reset, each as `METHOD /path?query`, in their order."""
         return [request for request in self._control("requests") if re.search(match, request)]
 
     def put(self, prefix: str, content: bytes) -> None:
@@ -87,7 +85,7 @@ class S3Server:
     def make_public(self, path: ObjectPath) -> None:
         """Lets everyone read an object without credentials."""
         url = f"http://{self.address}/{path.bucket}/{path.key}?acl"
-        # moto looks whether there is a signature, and not which.
+        # moto checks that there is a signature, but not the signature itself.
         signature = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3"
         headers = {"x-amz-acl": "public-read", "Authorization": signature}
         request = urllib.request.Request(url, method="PUT", headers=headers)
@@ -98,15 +96,15 @@ class S3Server:
         self._process.kill()
         self._process.wait()
 
-    def _control(self, what: str, value: Any = None) -> Any:
+    def _control(self, command: str, value: Any = None) -> Any:
         with urllib.request.urlopen(
-            f"http://{self.address}/-/{what}", data=json.dumps(value).encode(), timeout=10
+            f"http://{self.address}/-/{command}", data=json.dumps(value).encode(), timeout=10
         ) as answer:
             return json.load(answer)
 
 
 class _Faulty:
-    """WSGI application that breaks another one as the rules say."""
+    """A WSGI application that injects the faults of its rules into another one."""
 
     def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
         self._application = application
@@ -120,7 +118,8 @@ class _Faulty:
             length = int(environ.get("CONTENT_LENGTH") or 0)
             return self._answer_control(path[3:], json.loads(environ["wsgi.input"].read(length)), start_response)
         request = f"{environ['REQUEST_METHOD']} {path}" + (f"?{query}" if query else "")
-        if query.startswith("delete"):  # the keys are in the body
+        # The keys of a bulk deletion are in the body.
+        if query.startswith("delete"):
             body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             environ["wsgi.input"] = io.BytesIO(body)
             request += "".join(f" {key}" for key in re.findall("<Key>(.*?)</Key>", body.decode()))
@@ -150,17 +149,18 @@ class _Faulty:
 
     def _ask(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         conditions = ("HTTP_IF_NONE_MATCH", "HTTP_X_GOOG_IF_GENERATION_MATCH")
-        if any(map(environ.get, conditions)):  # moto looks and then writes
+        # moto checks the condition and then writes, which is not atomic.
+        if any(map(environ.get, conditions)):
             with self._conditional:
                 return list(self._application(environ, start_response))
         return self._application(environ, start_response)
 
-    def _answer_control(self, what: str, value: Any, start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def _answer_control(self, command: str, value: Any, start_response: Callable[..., Any]) -> Iterable[bytes]:
         answer = None
         with self._lock:
-            if what == "rule":
+            if command == "rule":
                 self._rules.append(Rule(**value))
-            elif what == "reset":
+            elif command == "reset":
                 self._rules, self._requests = [], []
             else:
                 answer = list(self._requests)
@@ -170,10 +170,10 @@ class _Faulty:
 
 
 def serve(adapt: Callable[[Callable[..., Iterable[bytes]]], Callable[..., Iterable[bytes]]] = lambda s3: s3) -> None:
-    """Serves on a free port, which it prints, until it is killed or its parent is gone.
+    """Serves on a free port, which it prints, until it is killed or its parent has ended.
 
     Args:
-        adapt: What makes another server of moto's.
+        adapt: Turns moto's application into that of another server.
     """
     import logging
     import os

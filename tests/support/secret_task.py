@@ -1,4 +1,4 @@
-"""A task that was given a secret, and says it in an error."""
+"""A task with secrets as arguments, and an error message that contains them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ _losses = 0
 
 
 class SecretTask(ImageClassification):
-    """Digits, until it cannot log in.
+    """Digits, until a login fails.
 
     Args:
         api_token: A secret.
-        source: A URI with another.
-        fail_at: Gradient that fails; 0: none.
+        source: A URI with another secret.
+        fail_at: The number of the loss that raises; 0: none.
         pixel_max: See `ImageClassification`.
     """
 
     def __init__(self, api_token: str, source: str, fail_at: int = 0, pixel_max: float = 16.0) -> None:
         super().__init__(pixel_max=pixel_max)
-        self.api_token, self.source, self.fail_at = api_token, source, fail_at
+        self.api_token = api_token
+        self.source = source
+        self.fail_at = fail_at
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Cross-entropy; training fails with the secrets in the message."""
+        """Returns the cross-entropy; raises an error with the secrets in its message at the loss `fail_at`."""
         global _losses
         if torch.is_grad_enabled():
             _losses += 1

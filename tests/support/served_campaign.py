@@ -1,8 +1,8 @@
-"""A run with parameter servers whose workers, servers and coordinator are lost again and again, at moments that a seed
-chooses.
+"""A run with parameter servers that loses workers, servers and coordinators repeatedly, at moments drawn from a seed.
 
-The real ones, in one thread, so that a moment is a line of the code: before and after each call of a server, and when
-only the first server has had it. Who is lost takes along what it had not told yet; another begins in its place.
+Its workers, servers and coordinator are the real ones in one thread, so that a moment is a line of the code: before a
+call of the servers, and when only the first server has executed it. A lost process loses what it has not sent yet, and
+a new one replaces it.
 """
 
 from __future__ import annotations
@@ -31,92 +31,96 @@ MOMENTS = {
     "coordinator": ("asked", *(f"{half}{call}" for call in _CALLS["coordinator"] for half in ("", "half "))),
     "server": tuple(f"{half}{call}" for calls in _CALLS.values() for call in calls for half in ("", "half ")),
 }
-"""Who can be lost when."""
+"""The moments at which a process can be lost, by its role."""
 _RARE = ("state", "load")
 
 
 class _LostError(BaseException):
-    """Whoever this passes through is gone."""
+    """The process that executes this line is lost."""
 
 
 class _Servers(Here):
-    """Servers whose calls are moments."""
+    """Servers that report the moments of their calls."""
 
-    def __init__(self, job: Job, met: Any) -> None:
+    def __init__(self, job: Job, on_moment: Any) -> None:
         super().__init__(job)
-        self._met = met
+        self._on_moment = on_moment
 
     def call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
-        self._met(method)
-        found = []
-        for place, args in enumerate(arguments):
-            found.append(getattr(self.servers[place], method)(*args))
-            if not place:
-                self._met(f"half {method}")
-        return found
+        self._on_moment(method)
+        results = []
+        for index, args in enumerate(arguments):
+            results.append(getattr(self.servers[index], method)(*args))
+            if not index:
+                self._on_moment(f"half {method}")
+        return results
 
 
 class ServedCampaign(World):
-    """See the module.
+    """A run with losses, as the module's docstring describes it.
 
     Args:
-        seed: Of what happens.
+        seed: Seed of the losses and of the order of workers.
         job: The run.
-        workers: How many.
+        workers: Number of workers.
 
     Attributes:
-        fired: How many were lost, by who and when.
+        fired: Number of losses by role and moment.
     """
 
     def __init__(self, seed: int, job: Job, workers: int) -> None:
-        self._random, self._fault, self._left = random.Random(seed), ("", ""), 0
+        self._random = random.Random(seed)
+        self._fault = ("", "")
+        self._moments_left = 0
         self.fired = Counter[tuple[str, str]]()
         super().__init__(job, workers)
-        self.servers = _Servers(job, self._met)
+        self.servers = _Servers(job, self._on_moment)
         self.coordinator = Coordinator(job, self.servers)
         self.workers = {name: self.worker(name) for name in self.workers}
 
     def worker(self, name: str) -> ParameterWorker:
-        hooks = Hooks(after_step=lambda rank, step: self._met("pushed"), at=lambda phase, rank, step: self._met(phase))
+        hooks = Hooks(
+            after_step=lambda rank, step: self._on_moment("pushed"), at=lambda phase, rank, step: self._on_moment(phase)
+        )
         membership = SingleProcessMembership(self.job.plan.logical_workers, lambda: False)
         return ParameterWorker(self.job, name, self._ask, self.servers, membership, self.windows, CPU, hooks)
 
     def _ask(self, *arguments: Any) -> CoordinatorReply:
-        """Asks again whoever comes in the place of a coordinator that is lost, as Ray does."""
+        """Asks the coordinator; if it is lost, asks its replacement, as Ray does."""
         while True:
             try:
-                self._met("asked")
+                self._on_moment("asked")
                 answer = self.coordinator.ask(*arguments)
                 break
             except _LostError:
                 self.coordinator._step_log.close()
                 self.coordinator = Coordinator(self.job, self.servers)
         if answer.unit is not None:
-            self._met("answered")
+            self._on_moment("answered")
         return answer
 
-    def _met(self, moment: str) -> None:
-        who, when = self._fault
-        if moment != when:
+    def _on_moment(self, moment: str) -> None:
+        role, fault_moment = self._fault
+        if moment != fault_moment:
             return
-        self._left -= 1
-        if self._left:
+        self._moments_left -= 1
+        if self._moments_left:
             return
         self.fired[self._fault] += 1
         self._fault = ("", "")
-        if who != "server":
+        if role != "server":
             raise _LostError
         self.servers.lose(self._random.randrange(len(self.servers.servers)))
 
     def disturb(self, faults: int) -> None:
-        """Trains to the end, with at most so many losses."""
+        """Trains to the end, with at most `faults` losses."""
         is_over = False
         while not is_over:
             if not self._fault[0] and self.fired.total() < faults:
-                who = self._random.choice(list(MOMENTS))
-                self._fault = who, self._random.choice(MOMENTS[who])
+                role = self._random.choice(list(MOMENTS))
+                self._fault = role, self._random.choice(MOMENTS[role])
                 is_rare = self._fault[1].endswith(_RARE)
-                self._left = 1 if is_rare else self._random.randint(1, 12)
+                self._moments_left = 1 if is_rare else self._random.randint(1, 12)
             name = self._random.choice(list(self.workers))
             try:
                 is_over = not self.turn(name)
@@ -126,7 +130,7 @@ class ServedCampaign(World):
 
 
 def served(job: Job, seed: int, workers: int, faults: int) -> Counter[tuple[str, str]]:
-    """Trains a job; returns who was lost, and when."""
+    """Trains a job; returns the number of losses by role and moment."""
     campaign = ServedCampaign(seed, job, workers)
     campaign.disturb(faults)
     return campaign.fired

@@ -1,6 +1,4 @@
-"""Parameter servers without Ray: the real workers, servers and coordinator in one thread, in any order that a test
-wants.
-"""
+"""Parameter servers without Ray: the real workers, servers and coordinator in one thread; a test chooses the order."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from ray_app.train.strategies.parameter_server.server import ParameterServer
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
 from tests.support.local_world import CPU
 
-_MOST_TURNS = 1000
+_MAX_TURNS = 1000
 
 
 class Here:
@@ -33,9 +31,9 @@ class Here:
     def call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
         return [getattr(server, method)(*args) for server, args in zip(self.servers, arguments, strict=True)]
 
-    def lose(self, place: int) -> None:
-        """A server starts again with nothing."""
-        self.servers[place] = self._new()
+    def lose(self, index: int) -> None:
+        """Replaces a server by a new one without state."""
+        self.servers[index] = self._new()
 
 
 class World:
@@ -44,7 +42,10 @@ class World:
     def __init__(
         self, job: Job, workers: int, windows: OpenWindows = cache_windows, device: torch.device = CPU
     ) -> None:
-        self.job, self.servers, self.windows, self.device = job, Here(job), windows, device
+        self.job = job
+        self.servers = Here(job)
+        self.windows = windows
+        self.device = device
         self.coordinator = Coordinator(job, self.servers)
         self.workers = {str(i): self.worker(str(i)) for i in range(workers)}
         self._number = itertools.count(workers)
@@ -62,11 +63,11 @@ class World:
         )
 
     def turn(self, name: str) -> bool:
-        """One unit of a worker; returns whether the run goes on."""
+        """Lets a worker process one unit; returns whether the run continues."""
         return self.workers[name].once(0.0)
 
     def kill(self, name: str) -> None:
-        """A worker is gone, with what it has not told yet."""
+        """Removes a worker together with the results that it has not sent."""
         self.coordinator.update_workers(set(self.workers), False, False)
         del self.workers[name]
         self.coordinator.update_workers(set(self.workers), False, False)
@@ -77,8 +78,8 @@ class World:
         return name
 
     def run(self, turns: int | None = None) -> bool:
-        """Lets the workers take turns, so many or until the run is over; returns whether it is."""
-        for _ in range(_MOST_TURNS if turns is None else turns):
+        """Lets the workers take turns, `turns` times or until the run is over; returns whether it is over."""
+        for _ in range(_MAX_TURNS if turns is None else turns):
             if not all([self.turn(name) for name in list(self.workers)]):
                 return True
         assert turns is not None, f"the run does not end, at step {self.coordinator._units.complete}"

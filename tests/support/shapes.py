@@ -1,4 +1,4 @@
-"""The data set of docs/detection.md: images of different sizes with the boxes of what is on them."""
+"""The data set of docs/detection.md: images of different sizes with the boxes of their objects."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ BLOCKS = {block.told: block.text for block in blocks(ROOT / "docs" / "detection.
 
 
 def write_shapes(folder: Path, rows: int = 64) -> dict[str, Any]:
-    """Writes it; returns the fields of the section `data` that train and evaluate on it."""
-    made: dict[str, Any] = {"__name__": "make_shapes"}
-    exec(BLOCKS["make_shapes.py"], made)
-    made["write_shapes"](folder, rows, rows)
+    """Writes the data set; returns the fields of the section `data` for training and evaluation on it."""
+    namespace: dict[str, Any] = {"__name__": "make_shapes"}
+    exec(BLOCKS["make_shapes.py"], namespace)
+    namespace["write_shapes"](folder, rows, rows)
     return {"path": str(folder / "train"), "eval_path": str(folder / "eval")}

@@ -1,4 +1,4 @@
-"""Runs of `fsdp` on a few rows, and what is asked of their results."""
+"""Runs of `fsdp` on a few rows, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("fsdp") / "data", [[50, 1], [46]])  # the last step has one row
+    # The last step has one row.
+    return write_images(tmp_path_factory.mktemp("fsdp") / "data", [[50, 1], [46]])
 
 
 class Units(ImageClassification):
-    """Shards by layers, which are too small to be units of themselves."""
+    """A task that names its layers as shard units, since they are too small for the default."""
 
     def __init__(self, own: bool = True) -> None:
         super().__init__(model_args={"channels": 4, "dropout": 0.3})
@@ -48,7 +49,7 @@ def fsdp_job(folder: Path, data: Path, task: Any = None, **fields: Any) -> Job:
     return make_job(folder, data, logical_workers=4, batch=12, task=task or Units(), **(defaults | fields))
 
 
-def assert_bits(found: TrainedRun, expected: TrainedRun) -> None:
-    """The same numbers in every step, and the same state."""
-    assert found.steps == expected.steps
-    assert found.digests == expected.digests
+def assert_bits(actual: TrainedRun, expected: TrainedRun) -> None:
+    """Asserts that all steps and the final state are bit-identical."""
+    assert actual.steps == expected.steps
+    assert actual.digests == expected.digests

@@ -1,4 +1,4 @@
-"""Workers as plain processes whose set changes while they train, as planned or because one is killed."""
+"""Workers as plain processes; their set changes while they train, as planned or because one is killed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from tests.support.local_world import CPU, LocalMembership
 
 @dataclass(frozen=True)
 class KillOnce:
-    """A hook that kills the worker of a rank after a step, the first time that it gets there; the file `proof` says
-    that it did.
-    """
+    """A hook that kills the worker of a rank after a step, the first time that it gets there, and creates `proof`."""
 
     proof: Path
     step: int
@@ -36,15 +34,15 @@ class KillOnce:
 
 
 class ShiftingMembership(LocalMembership):
-    """The membership of a worker in groups that are known beforehand.
+    """The membership of a worker in generations that are planned beforehand.
 
     Args:
-        me: Which worker this is.
-        groups: The workers of every generation, in the order of their ranks.
-        reforms: After how many steps of a generation its workers form the next; 0: they do not want to.
-        store: Where they meet.
-        logical_workers: L.
-        backend: Of their process groups.
+        me: The number of this worker.
+        groups: The workers of each generation, in the order of their ranks.
+        reforms: The number of steps after which the workers of a generation form the next; 0: they do not.
+        store: The file of the process group's store.
+        logical_workers: Number of logical workers.
+        backend: Backend of the process groups.
     """
 
     recovers = True
@@ -53,7 +51,9 @@ class ShiftingMembership(LocalMembership):
         self, me: int, groups: list[list[int]], reforms: list[int], store: Path, logical_workers: int, backend: str
     ) -> None:
         super().__init__(World(0, 1, logical_workers), store, backend=backend)
-        self._me, self._groups, self._reforms = me, groups, reforms
+        self._me = me
+        self._groups = groups
+        self._reforms = reforms
         self._folder, self._at = store, -1
 
     @contextmanager
@@ -65,18 +65,21 @@ class ShiftingMembership(LocalMembership):
         group = self._groups[self._at]
         if self._me not in group:
             raise LeavingError
-        self._asked = 0
+        self._num_calls = 0
         self._world = World(group.index(self._me), len(group), self._world.logical_workers)
         self._store = Path(f"{self._folder}-{self._at}")
         with super().generation(step, lost) as (world, formed):
             yield world, dataclasses.replace(formed, number=self._at + 1)
 
     def flags(self) -> Flags:
-        """See `Membership.flags`; asked once a step."""
+        """See `Membership.flags`; the loop calls it once a step."""
         if not self._groups[self._at]:
-            return Flags.SAVE  # nobody stays
-        self._asked += 1
-        return Flags.REFORM if self._at < len(self._reforms) and self._asked == self._reforms[self._at] else Flags(0)
+            # All workers leave.
+            return Flags.SAVE
+        self._num_calls += 1
+        return (
+            Flags.REFORM if self._at < len(self._reforms) and self._num_calls == self._reforms[self._at] else Flags(0)
+        )
 
     def is_leaving(self) -> bool:
         """See `Membership.is_leaving`."""
@@ -92,7 +95,7 @@ def train_shifting(
     windows: OpenWindows = cache_windows,
     backend: str = "gloo",
 ) -> list[RankResult]:
-    """Trains in several generations; returns what became of each worker."""
+    """Trains in several generations; returns the result of each worker."""
     return pool.call(
         1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks, windows, backend
     )

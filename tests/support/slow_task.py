@@ -1,4 +1,4 @@
-"""A task that is slow enough to be disturbed, until a test lets it go on at full speed."""
+"""A task that is slow enough for faults to hit it, until a test lets it run at full speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Slow(ImageClassification):
     """Digits, with a pause at each loss as long as `<folder>/fast` does not exist.
 
     Args:
-        folder: Where that file is looked for.
+        folder: The folder of that file.
         pixel_max: See `ImageClassification`.
     """
 

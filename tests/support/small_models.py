@@ -1,4 +1,4 @@
-"""Models to be named in a configuration."""
+"""Models for the import paths of configurations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fractions() -> torch.dtype:
 
 
 def detector(num_classes: int, **sizes: Any) -> nn.Module:
-    """A Faster R-CNN with a backbone of three layers, batch-norm in it."""
+    """Returns a Faster R-CNN with a backbone of three layers with batch-norm."""
     from torchvision.models.detection import FasterRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
@@ -41,7 +41,7 @@ def detector(num_classes: int, **sizes: Any) -> nn.Module:
 
 
 class EveryThird:
-    """A transform that keeps something from one image for the next: it turns every third one upside down."""
+    """A transform with state: it flips every third image upside down."""
 
     def __init__(self) -> None:
         self.calls = 0

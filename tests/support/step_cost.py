@@ -1,5 +1,5 @@
-"""What a step costs whatever the machine: calls of Python functions and operators of torch, counted in the thread that
-trains.
+"""The cost of a step independent of the machine: calls of Python functions and of torch operators in the training
+thread.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 STEPS = 9
-"""That each of the two is counted over; the least counts, since a slow machine has more that is due each second in a
-step.
+"""Number of steps over which each of the two is counted. The minimum is taken, since a slow machine does more of its
+periodic work in a step.
 """
 
 
 class _Operators(TorchDispatchMode):
-    """Counts what is computed, backward and optimizer included."""
+    """Counts operators, those of backward pass and optimizer included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,35 +30,35 @@ class _Operators(TorchDispatchMode):
 
 
 class StepCost:
-    """Counts in rank 0, as a hook after each step (`Hooks.after_step`): calls first, then operators, which cost calls
-    themselves.
+    """A hook after each step (`Hooks.after_step`) that counts in rank 0: first calls, then operators, since counting
+    operators makes calls.
 
     Args:
-        file: Where the least of the steps are put, as JSON.
-        first: Finished steps at which it begins.
+        file: The JSON file for the minimum over the steps.
+        first: Number of finished steps at which it begins.
     """
 
     def __init__(self, file: str, first: int) -> None:
         self._file, self._first = file, first
         self._calls, self._operators = 0, _Operators()
-        self._seen: list[tuple[int, int]] = []
+        self._counts: list[tuple[int, int]] = []
 
     def __call__(self, rank: int, step: int) -> None:
         since = step - self._first
         if rank or not 0 <= since <= 2 * STEPS:
             return
-        self._seen.append((self._calls, self._operators.number))
+        self._counts.append((self._calls, self._operators.number))
         if since == STEPS:
             sys.setprofile(None)
             self._operators.__enter__()
         if since == 2 * STEPS:
             self._operators.__exit__(None, None, None)
             python, operators = (
-                [after[i] - before[i] for before, after in zip(self._seen, self._seen[1:], strict=False)]
+                [after[i] - before[i] for before, after in zip(self._counts, self._counts[1:], strict=False)]
                 for i in (0, 1)
             )
-            found = {"python_calls": min(python[:STEPS]), "torch_operators": min(operators[STEPS:])}
-            Path(self._file).write_text(json.dumps(found))
+            costs = {"python_calls": min(python[:STEPS]), "torch_operators": min(operators[STEPS:])}
+            Path(self._file).write_text(json.dumps(costs))
         if since == 0:
             sys.setprofile(self._count)
 

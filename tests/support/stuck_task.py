@@ -1,4 +1,4 @@
-"""A task whose reading stands still."""
+"""A task that stalls in its read tasks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ray_app.task.image import ImageClassification
 
 
 class Stuck(ImageClassification):
-    """Digits whose rows are decoded some times, and then never again.
+    """Digits; `decode` returns a few times in read tasks, and then stalls for ever.
 
     Args:
-        folder: Where each call of `decode` leaves a file in the process of a read task.
-        calls: How often they are decoded there.
+        folder: The folder in which each call of `decode` in a read task writes a file.
+        calls: Number of calls in read tasks that return.
         pixel_max: See `ImageClassification`.
     """
 
@@ -25,7 +25,7 @@ class Stuck(ImageClassification):
         self.folder, self.calls = folder, calls
 
     def decode(self, rows: Any) -> Any:
-        """As of digits, or never."""
+        """Decodes digits, or stalls."""
         if not ray.is_initialized() or ray.get_runtime_context().worker.mode != ray.WORKER_MODE:
             return super().decode(rows)
         number = len(list(Path(self.folder).glob("call-*")))

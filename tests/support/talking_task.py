@@ -1,4 +1,4 @@
-"""A task that prints."""
+"""A task that prints in training and in evaluations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray_app.task.image import ImageClassification
 
 
 class Talking(ImageClassification):
-    """Digits, with a word in training and in evaluations."""
+    """Digits; prints the number of rows of each batch."""
 
     def training_loss(self, model: Any, batch: Batch) -> Tensor:
         print("rows to train on:", len(batch["label"]))

@@ -1,4 +1,4 @@
-"""What tests of tasks expect of `check_task`."""
+"""The results of `check_task` that tests of tasks expect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TOPICS = ("one row", "randomness", "training", "workers", "resume", "evaluation"
 
 
 def levels(check: TaskCheck, but: str = "") -> dict[str, str]:
-    """The level of each check that runs the task, and of any other that found something wrong."""
+    """Returns the level of each check that runs the task, and of each other one that failed."""
     return {
         finding.topic: finding.level
         for finding in check.findings
@@ -17,5 +17,5 @@ def levels(check: TaskCheck, but: str = "") -> dict[str, str]:
 
 
 def all_ok(but: str = "") -> dict[str, str]:
-    """What `levels` returns if nothing is wrong."""
+    """Returns what `levels` returns for a correct task."""
     return {topic: "ok" for topic in TOPICS if topic != but}

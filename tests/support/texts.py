@@ -1,4 +1,4 @@
-"""The texts of docs/text.md, as the page makes them."""
+"""The texts of docs/text.md, written by the script of the page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from tests.support.pages import write_text_maker
 
 
 def write_texts(folder: Path) -> None:
-    """Runs the page's script: `texts.jsonl` and `tokenizer.json`."""
+    """Runs the script of the page, which writes `texts.jsonl` and `tokenizer.json`."""
     write_text_maker(folder)
     subprocess.run([sys.executable, "make_texts.py"], cwd=folder, check=True, timeout=240)

@@ -1,4 +1,4 @@
-"""The command `ray-app train` in this process, and what it is given."""
+"""The command `ray-app train` in this process, and its arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.places import ROOT
 
 @dataclass(frozen=True)
 class Ended:
-    """What a call of the command left behind."""
+    """The exit code and output of a call of the command."""
 
     code: int
     out: str
@@ -29,22 +29,22 @@ class Ended:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[[Sequence[str]], Ended]:
-    """Calls the command in this process."""
+    """Returns a function that calls the command in this process."""
 
     def run(arguments: Sequence[str]) -> Ended:
         try:
             code: Any = main(list(arguments))
         except SystemExit as exit:
             code = exit.code
-        shown = capsys.readouterr()
-        return Ended(code, shown.out, shown.err)
+        captured = capsys.readouterr()
+        return Ended(code, captured.out, captured.err)
 
     return run
 
 
 @pytest.fixture
 def command(digits: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The arguments of a good command, with others after them."""
+    """Returns a function that appends arguments to those of a valid command."""
 
     def make(*more: str) -> list[str]:
         fields = {
@@ -61,7 +61,7 @@ def command(digits: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def write_images(folder: Path, count: int, group: int, bad: int) -> Path:
-    """JPEG images in row groups of `group` rows, one of them no image; alternating labels."""
+    """Writes JPEG images in row groups of `group` rows with alternating labels; image `bad` is cut off."""
     folder.mkdir()
     random = np.random.default_rng(0)
     files = [BytesIO() for _ in range(count)]

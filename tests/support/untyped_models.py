@@ -1,4 +1,4 @@
-"""Models, a loss and a task whose arguments have no type hints, as most people write them."""
+"""Models, a loss and a task with arguments without type hints, as users often write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ray_app.task.base import Batch, Task
 
 
 class Numbers(nn.Module):
-    """A network of two layers for columns of numbers."""
+    """A network of two layers for numeric columns."""
 
     def __init__(self, width, outputs=1):  # type: ignore[no-untyped-def]
         super().__init__()
@@ -24,7 +24,7 @@ def numbers(width, outputs=1):  # type: ignore[no-untyped-def]
 
 
 class Scaled(nn.Module):
-    """A squared error."""
+    """A scaled squared error."""
 
     def __init__(self, scale, reduction="none"):  # type: ignore[no-untyped-def]
         super().__init__()
@@ -35,7 +35,7 @@ class Scaled(nn.Module):
 
 
 class Stepping(Numbers):
-    """A module with the steps of Lightning's."""
+    """A module with the step methods of Lightning."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
         x, y = batch
@@ -48,7 +48,7 @@ class Stepping(Numbers):
 
 
 class Untyped(Task):
-    """A task that has no type hints either."""
+    """A task without type hints."""
 
     def __init__(self, width):  # type: ignore[no-untyped-def]
         self.width = width

@@ -1,6 +1,4 @@
-"""Waiting for what happens in other threads and processes: looked at again and again, with a deadline, never slept
-through.
-"""
+"""Waiting for other threads and processes: polls a condition with a deadline, instead of sleeping for a fixed time."""
 
 from __future__ import annotations
 
@@ -9,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def until(true: Callable[[], Any], what: str = "it did not come true", limit_s: float = 180.0) -> None:
-    """Waits until something is true; `what` is said if it is not in time."""
+def until(condition: Callable[[], Any], message: str = "it did not come true", limit_s: float = 180.0) -> None:
+    """Waits until a condition holds; `message` begins the error if it does not hold in time."""
     deadline_s = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline_s, f"{what} within {limit_s:g} s"
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{message} within {limit_s:g} s"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The store: a checkpoint that can always be returned to, whatever happened to the files; and the record beside it."""
+"""The checkpoint store returns to an intact checkpoint after any damage to its files, and the run log records it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage import files as files_module
 from ray_app.storage.files import put_atomic
 from ray_app.testing import DieAfter, KilledError, TrainedRun, cache_windows, read_trained_run
-from ray_app.train.checkpointing import writer as saver_module
+from ray_app.train.checkpointing import writer as writer_module
 from ray_app.train.checkpointing.restore import record_fallback
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from ray_app.train.job import Hooks, Job
@@ -57,11 +57,11 @@ def store(paths: RunPaths) -> CheckpointStore:
 
 
 def load(store: CheckpointStore) -> tuple[int, list[Fallback]]:
-    """The step that is loaded, and what was passed over; checks that the content is of that step."""
+    """Returns the loaded step and the fallbacks, and checks that the content is that of this step."""
     fallbacks: list[Fallback] = []
-    found = store.load_newest(fallbacks.append)
-    assert found is not None
-    commit, snapshot = found
+    loaded = store.load_newest(fallbacks.append)
+    assert loaded is not None
+    commit, snapshot = loaded
     assert snapshot.step == commit.step
     assert params_digest(snapshot.model) == params_digest(snapshot_of(commit.step).model)
     return commit.step, fallbacks
@@ -110,40 +110,44 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_a_damaged_checkpoint_is_passed_over_marked_and_reported(
     store: CheckpointStore, paths: RunPaths, damage: str
 ) -> None:
-    hurt, reason = DAMAGES[damage]
+    do_damage, reason = DAMAGES[damage]
     newest = paths.checkpoint(3, 1)
-    hurt(newest)
-    left = sorted(p.name for p in newest.iterdir())
+    do_damage(newest)
+    names_before = sorted(p.name for p in newest.iterdir())
     step, [fallback] = load(store)
     assert step == 2
     assert fallback.name == newest.name
     assert reason in fallback.reason
-    assert sorted(p.name for p in newest.iterdir()) == ["BAD.json", *left], "nothing is removed"
+    assert sorted(p.name for p in newest.iterdir()) == ["BAD.json", *names_before], (
+        "a file of the damaged checkpoint was removed"
+    )
     assert json.loads((newest / "BAD.json").read_bytes())["reason"] == fallback.reason
     assert [c.step for c in store.commits()] == [1, 2]
-    assert load(store) == (2, [fallback]), "who marked it may have told nobody"
+    assert load(store) == (2, [fallback]), "the marked checkpoint is not reported by the second load"
 
 
-def test_a_start_says_once_that_it_passes_over_what_an_evaluator_found_damaged(
+def test_two_starts_report_a_checkpoint_that_an_evaluator_marked_damaged_once(
     store: CheckpointStore, paths: RunPaths, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(paths.root, write_images(tmp_path / "data", [[20, 20]]), logical_workers=2, batch=8)
     flip(paths.checkpoint(3, 1), TRAINING)
     store.mark_bad(commit_of(3), "training.pt differs")
-    for _ in range(2):  # two starts
-        found = store.load_newest(partial(record_fallback, job))
-        assert found is not None
-        assert found[0].step == 2
-    [told] = read_events(paths, "fallback")
-    assert told.details == {"checkpoint": "step-00000003-0001", "reason": "training.pt differs"}
+
+    # Each load is that of one start.
+    for _ in range(2):
+        loaded = store.load_newest(partial(record_fallback, job))
+        assert loaded is not None
+        assert loaded[0].step == 2
+    [event] = read_events(paths, "fallback")
+    assert event.details == {"checkpoint": "step-00000003-0001", "reason": "training.pt differs"}
     assert [record.getMessage() for record in caplog.records] == [
         "The checkpoint step-00000003-0001 is passed over: training.pt differs"
     ]
 
 
 @pytest.mark.parametrize("fence", [1, 2])
-def test_a_bad_checkpoint_is_made_again(store: CheckpointStore, paths: RunPaths, fence: int) -> None:
-    """By the same start of the driver as well, when the redone steps reach it."""
+def test_a_damaged_checkpoint_is_written_again(store: CheckpointStore, paths: RunPaths, fence: int) -> None:
+    """The start that marked it damaged writes it again, too, when the repeated steps reach it."""
     flip(paths.checkpoint(3, 1), MODEL)
     assert load(store)[0] == 2
     store.write(pack(snapshot_of(3)), commit_of(3, fence))
@@ -151,7 +155,9 @@ def test_a_bad_checkpoint_is_made_again(store: CheckpointStore, paths: RunPaths,
     assert [(c.step, c.fence) for c in store.commits()] == [(1, 1), (2, 1), (3, fence)]
 
 
-def test_a_checkpoint_of_a_later_version_is_passed_over_and_stays_good(store: CheckpointStore, paths: RunPaths) -> None:
+def test_a_checkpoint_of_a_later_version_is_passed_over_and_not_marked_damaged(
+    store: CheckpointStore, paths: RunPaths
+) -> None:
     newest = paths.checkpoint(3, 1)
     intact = (newest / "COMMIT.json").read_bytes()
     change_commit(newest, schema_version=99)
@@ -172,21 +178,21 @@ def test_a_checkpoint_of_a_later_version_is_passed_over_and_stays_good(store: Ch
     ],
 )
 @pytest.mark.parametrize("reader", ["torch.load", "safetensors.torch.load"])
-def test_a_checkpoint_that_there_is_no_room_for_is_not_condemned(
+def test_a_checkpoint_that_does_not_fit_in_memory_is_not_marked_damaged(
     store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, error: Exception, reader: str
 ) -> None:
     def fails(*args: Any, **options: Any) -> Any:
         raise error
 
-    with monkeypatch.context() as small:
-        small.setattr(reader, fails)
+    with monkeypatch.context() as out_of_memory:
+        out_of_memory.setattr(reader, fails)
         with pytest.raises(MemoryError, match="Not enough memory for"):
             load(store)
     assert not (paths.checkpoint(3, 1) / "BAD.json").exists()
     assert load(store) == (3, [])
 
 
-def test_two_damaged_ones_are_both_passed_over(store: CheckpointStore, paths: RunPaths) -> None:
+def test_two_damaged_checkpoints_are_both_passed_over(store: CheckpointStore, paths: RunPaths) -> None:
     flip(paths.checkpoint(3, 1), MODEL)
     truncate(paths.checkpoint(2, 1), TRAINING)
     step, fallbacks = load(store)
@@ -194,7 +200,9 @@ def test_two_damaged_ones_are_both_passed_over(store: CheckpointStore, paths: Ru
     assert [f.name for f in fallbacks] == ["step-00000003-0001", "step-00000002-0001"]
 
 
-def test_none_intact_names_each_and_deletes_nothing(store: CheckpointStore, paths: RunPaths) -> None:
+def test_without_an_intact_checkpoint_the_error_names_each_and_nothing_is_deleted(
+    store: CheckpointStore, paths: RunPaths
+) -> None:
     flip(paths.checkpoint(3, 1), MODEL)
     remove(paths.checkpoint(2, 1), TRAINING)
     truncate(paths.checkpoint(1, 1), "COMMIT.json")
@@ -215,7 +223,7 @@ def test_none_intact_names_each_and_deletes_nothing(store: CheckpointStore, path
     assert {p for p in paths.checkpoints.rglob("*") if p.is_file() and p.name != "BAD.json"} == before
 
 
-def test_none_at_all(paths: RunPaths) -> None:
+def test_a_run_without_checkpoints_loads_none(paths: RunPaths) -> None:
     assert CheckpointStore(paths).load_newest(lambda _: None) is None
     assert CheckpointStore(paths).commits() == []
     (paths.checkpoints / "step-00000004-0001").mkdir(parents=True)
@@ -224,10 +232,10 @@ def test_none_at_all(paths: RunPaths) -> None:
 
 
 @pytest.mark.parametrize("written", [0, 1, 2])
-def test_a_crash_before_the_marker_leaves_the_checkpoint_before(
+def test_a_crash_before_the_commit_marker_leaves_the_previous_checkpoint(
     store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, written: int
 ) -> None:
-    """The process dies after so many of the files, the last time between the data and the marker."""
+    """The process dies after `written` files; after two of them it dies between the data and the commit marker."""
     done: list[Path] = []
 
     def dying(path: Path, data: bytes, if_absent: bool) -> bool:
@@ -246,7 +254,7 @@ def test_a_crash_before_the_marker_leaves_the_checkpoint_before(
     assert load(store) == (3, [])
     assert [c.step for c in store.commits()] == [1, 2, 3]
     store.clean(fence=1)
-    assert not written or paths.checkpoint(4, 1).exists(), "a leftover of this start may still be written"
+    assert not written or paths.checkpoint(4, 1).exists(), "clean() removed files that this start may still write"
     store.clean(fence=2)
     assert not paths.checkpoint(4, 1).exists()
     assert [c.step for c in store.commits()] == [1, 2, 3]
@@ -254,19 +262,20 @@ def test_a_crash_before_the_marker_leaves_the_checkpoint_before(
     assert load(store)[0] == 4
 
 
-def test_a_flip_of_any_bit_of_the_marker_is_found(store: CheckpointStore, paths: RunPaths) -> None:
+def test_a_flip_of_any_bit_of_the_commit_marker_is_detected(store: CheckpointStore, paths: RunPaths) -> None:
     marker = paths.checkpoint(3, 1) / "COMMIT.json"
     intact = marker.read_bytes()
     for i in range(len(intact)):
         marker.write_bytes(intact[:i] + bytes([intact[i] ^ (1 << i % 8)]) + intact[i + 1 :])
         assert [c.step for c in store.commits()] == [1, 2], i
         assert load(store)[0] == 2, i
-        (paths.checkpoint(3, 1) / "BAD.json").unlink(missing_ok=True)  # it may look like that of another version
+        # A marker that looks like that of another version is not marked damaged.
+        (paths.checkpoint(3, 1) / "BAD.json").unlink(missing_ok=True)
     marker.write_bytes(intact)
     assert load(store) == (3, [])
 
 
-def test_the_marker_of_another_checkpoint_is_refused(store: CheckpointStore, paths: RunPaths) -> None:
+def test_the_commit_marker_of_another_checkpoint_is_refused(store: CheckpointStore, paths: RunPaths) -> None:
     shutil.copytree(paths.checkpoint(2, 1), paths.checkpoint(9, 1))
     step, [fallback] = load(store)
     assert step == 3
@@ -279,12 +288,12 @@ def test_the_highest_fence_of_the_highest_step_wins(paths: RunPaths) -> None:
         files = pack(replace(snapshot_of(step), schedule={"last_epoch": fence}))
         store.write(files, commit_of(step, fence))
     assert [(c.step, c.fence) for c in store.commits()] == [(4, 20), (5, 1), (5, 3), (5, 12)]
-    found = store.load_newest(lambda _: None)
-    assert found is not None
-    assert (found[0].step, found[0].fence, found[1].schedule) == (5, 12, {"last_epoch": 12})
+    loaded = store.load_newest(lambda _: None)
+    assert loaded is not None
+    assert (loaded[0].step, loaded[0].fence, loaded[1].schedule) == (5, 12, {"last_epoch": 12})
 
 
-def test_what_is_committed_is_not_written_again(store: CheckpointStore, paths: RunPaths) -> None:
+def test_a_committed_checkpoint_is_not_overwritten(store: CheckpointStore, paths: RunPaths) -> None:
     before = {p: p.stat().st_mtime_ns for p in paths.checkpoint(3, 1).iterdir()}
     store.write(pack(snapshot_of(7)), commit_of(3))
     assert {p: p.stat().st_mtime_ns for p in paths.checkpoint(3, 1).iterdir()} == before
@@ -302,8 +311,8 @@ class Malicious:
 
 
 @pytest.mark.parametrize("form", ["zip", "plain pickle", "inside"])
-def test_code_in_a_checkpoint_is_not_run(store: CheckpointStore, tmp_path: Path, form: str) -> None:
-    """Also if its digests are right."""
+def test_code_in_a_checkpoint_is_not_executed(store: CheckpointStore, tmp_path: Path, form: str) -> None:
+    """The digests of the malicious checkpoint are correct."""
     target = tmp_path / "it ran"
     data = io.BytesIO()
     if form == "plain pickle":
@@ -320,12 +329,12 @@ def test_code_in_a_checkpoint_is_not_run(store: CheckpointStore, tmp_path: Path,
     step, [fallback] = load(store)
     assert step == 3
     assert re.search(r"training.pt is refused: .*[Ww]eights.only", fallback.reason, re.DOTALL)
-    assert load(store) == (3, [fallback]), "it is what was committed, so another version may read it"
+    assert load(store) == (3, [fallback]), "a refused checkpoint is marked damaged, although its digests are correct"
     assert not target.exists()
     torch.load(io.BytesIO(data.getvalue()), weights_only=False) if form != "plain pickle" else pickle.loads(
         data.getvalue()
     )
-    assert target.exists(), "the payload would not have worked anyway"
+    assert target.exists(), "the payload does not even work with an unsafe load"
 
 
 @given(
@@ -345,29 +354,29 @@ def test_a_snapshot_survives_packing(dtypes: dict[str, torch.dtype]) -> None:
         {"state": {0: {"step": torch.tensor(3.0), "m": torch.randn(2)}}, "param_groups": [{"betas": (0.9, 1)}]},
         None,
     )
-    again = unpack(pack(snapshot))
-    assert pack(snapshot)[MODEL] == safetensors.torch.save(model), "it is not what the library writes"
-    assert (again.step, again.schedule) == (7, None)
-    assert params_digest(again.model) == params_digest(model)
-    assert again.optimizer["param_groups"] == snapshot.optimizer["param_groups"]
-    assert torch.equal(again.optimizer["state"][0]["m"], snapshot.optimizer["state"][0]["m"])
+    unpacked = unpack(pack(snapshot))
+    assert pack(snapshot)[MODEL] == safetensors.torch.save(model), "the bytes differ from those that safetensors writes"
+    assert (unpacked.step, unpacked.schedule) == (7, None)
+    assert params_digest(unpacked.model) == params_digest(model)
+    assert unpacked.optimizer["param_groups"] == snapshot.optimizer["param_groups"]
+    assert torch.equal(unpacked.optimizer["state"][0]["m"], snapshot.optimizer["state"][0]["m"])
 
 
-def test_the_parameters_digest_tells_names_types_shapes_and_bytes_apart() -> None:
-    one = torch.tensor([1.0, 2.0])
-    others = [
-        {"a": one},
-        {"b": one},
-        {"a": one.double()},
-        {"a": one[None]},
-        {"a": one.flip(0)},
-        {"a": one, "b": one},
-        {"a": -one},
+def test_the_parameters_digest_depends_on_names_types_shapes_and_bytes() -> None:
+    values = torch.tensor([1.0, 2.0])
+    models = [
+        {"a": values},
+        {"b": values},
+        {"a": values.double()},
+        {"a": values[None]},
+        {"a": values.flip(0)},
+        {"a": values, "b": values},
+        {"a": -values},
     ]
-    assert len({params_digest(model) for model in others}) == len(others)
-    assert params_digest({"a": one, "b": -one}) == params_digest({"b": -one, "a": one})
+    assert len({params_digest(model) for model in models}) == len(models)
+    assert params_digest({"a": values, "b": -values}) == params_digest({"b": -values, "a": values})
     assert params_digest({"a": torch.ones(2, 3).t()}) == params_digest({"a": torch.ones(3, 2)}), (
-        "the layout in memory does not count"
+        "the digest depends on the layout in memory"
     )
 
 
@@ -378,30 +387,32 @@ pin_lists = st.lists(st.builds(Pin, st.integers(0, 200), st.floats(0, 20)), max_
 
 
 @given(step_lists, st.integers(0, 5), st.lists(st.integers(1, 200), max_size=3), pin_lists)
-def test_what_may_go(steps: list[int], keep_last: int, best: list[int], pins: list[Pin]) -> None:
+def test_retention_removes_no_newest_best_or_pinned_checkpoint(
+    steps: list[int], keep_last: int, best: list[int], pins: list[Pin]
+) -> None:
     now_s = 10.0
-    gone = removable_steps(steps, keep_last, best, pins, now_s)
-    kept = set(steps) - gone
+    removed = removable_steps(steps, keep_last, best, pins, now_s)
+    kept = set(steps) - removed
     live = [pin.done_step for pin in pins if pin.expires_s > now_s]
-    assert gone <= set(steps)
-    assert set(sorted(set(steps))[-max(keep_last, 1) :]) <= kept, "the newest go"
-    assert set(best) & set(steps) <= kept, "the best go"
+    assert removed <= set(steps)
+    assert set(sorted(set(steps))[-max(keep_last, 1) :]) <= kept, "one of the newest is removed"
+    assert set(best) & set(steps) <= kept, "one of the best is removed"
     needed = sorted(step for step in set(steps) if live and step > min(live))
-    assert set(needed[-Pin.max_checkpoints :]) <= kept, "an evaluator loses what it needs"
+    assert set(needed[-Pin.max_checkpoints :]) <= kept, "a pinned checkpoint is removed"
     num_pinned = min(len(needed), Pin.max_checkpoints)
-    assert len(kept) <= max(keep_last, 1) + len(set(best)) + num_pinned, "more stay than needed"
-    assert removable_steps(steps, keep_last, best, [h for h in pins if h.expires_s > now_s], now_s) == gone, (
-        "expired pins count"
+    assert len(kept) <= max(keep_last, 1) + len(set(best)) + num_pinned, "more checkpoints stay than needed"
+    assert removable_steps(steps, keep_last, best, [pin for pin in pins if pin.expires_s > now_s], now_s) == removed, (
+        "expired pins keep checkpoints"
     )
-    assert removable_steps(kept, keep_last, best, pins, now_s) == set(), "a second look removes more"
+    assert removable_steps(kept, keep_last, best, pins, now_s) == set(), "a second call removes more"
 
 
-def test_a_hold_keeps_only_so_many() -> None:
+def test_a_pin_keeps_no_more_than_its_max_checkpoints() -> None:
     steps = range(1, Pin.max_checkpoints + 11)
     assert removable_steps(steps, 2, [], [Pin(0, 11.0)], 10.0) == set(range(1, 11))
 
 
-def test_a_hold_that_expires_at_this_moment_no_longer_counts() -> None:
+def test_a_pin_that_expires_at_this_moment_no_longer_counts() -> None:
     pins = [Pin(0, 10.0, evaluator="other")]
     assert removable_steps([1, 2, 3], 1, [], pins, now_s=10.0) == {1, 2}
     assert removable_steps([1, 2, 3], 1, [], pins, now_s=9.9) == set()
@@ -409,7 +420,7 @@ def test_a_hold_that_expires_at_this_moment_no_longer_counts() -> None:
     assert skipped_evaluations([1], pins, now_s=9.9) == {(1, "other")}
 
 
-def test_retain_removes_from_storage(store: CheckpointStore, paths: RunPaths) -> None:
+def test_retain_removes_checkpoints_from_storage(store: CheckpointStore, paths: RunPaths) -> None:
     store.write(pack(snapshot_of(4)), commit_of(4))
     store.write(pack(snapshot_of(4)), commit_of(4, fence=2))
     flip(paths.checkpoint(4, 2), MODEL)
@@ -431,13 +442,13 @@ def test_retain_removes_from_storage(store: CheckpointStore, paths: RunPaths) ->
     assert load(store)[0] == 4
 
 
-def test_a_hold_that_goes_while_it_is_looked_at_is_none(
+def test_a_pin_removed_while_the_pins_are_listed_is_ignored(
     store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def listing(folder: Path) -> dict[str, Path]:
-        found = files_module.list_tree(folder)
+        files = files_module.list_tree(folder)
         store.remove_pin("b")
-        return found
+        return files
 
     store.put_pin("a", Pin(1, time.time() + 60))
     store.put_pin("b", Pin(2, time.time() + 60))
@@ -446,7 +457,7 @@ def test_a_hold_that_goes_while_it_is_looked_at_is_none(
     assert len(list(paths.pins.iterdir())) == 1
 
 
-def test_a_checkpoint_that_is_being_removed_has_no_marker_first(
+def test_removing_a_checkpoint_removes_its_commit_marker_first(
     store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dying(folder: Path, ignore_errors: bool) -> None:
@@ -456,16 +467,14 @@ def test_a_checkpoint_that_is_being_removed_has_no_marker_first(
     with pytest.raises(KilledError):
         store.retain(keep_last=2, best=[])
     assert (paths.checkpoint(1, 1) / MODEL).exists()
-    assert [c.step for c in store.commits()] == [2, 3], "half a checkpoint would count"
+    assert [c.step for c in store.commits()] == [2, 3], "a partly removed checkpoint counts as committed"
 
 
 # --- put_atomic
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failure_in_the_middle_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_failed_atomic_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     path = tmp_path / "a" / "file"
     assert put_atomic(path, b"old")
 
@@ -476,32 +485,36 @@ def test_a_failure_in_the_middle_leaves_the_old_file(
     with pytest.raises(OSError, match="disk full"):
         put_atomic(path, b"new and longer")
     assert path.read_bytes() == b"old"
-    assert [p.name for p in path.parent.iterdir()] == ["file"], "a temporary file stays"
+    assert [p.name for p in path.parent.iterdir()] == ["file"], "a temporary file is left behind"
 
 
-def test_one_of_many_racing_writers_wins(tmp_path: Path) -> None:
+def test_one_of_several_concurrent_writers_wins(tmp_path: Path) -> None:
     for i in range(30):
-        path, start, won = tmp_path / str(i), threading.Barrier(4), []
+        path = tmp_path / str(i)
+        start = threading.Barrier(4)
+        winners: list[str] = []
 
-        def write(name: str, path: Path = path, start: threading.Barrier = start, won: list[str] = won) -> None:
+        def write(name: str, path: Path = path, start: threading.Barrier = start, winners: list[str] = winners) -> None:
             start.wait()
             if put_atomic(path, name.encode() * 1000, if_absent=True):
-                won.append(name)
+                winners.append(name)
 
         threads = [threading.Thread(target=write, args=(str(n),)) for n in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(won) == 1
-        assert path.read_bytes() == won[0].encode() * 1000
+        assert len(winners) == 1
+        assert path.read_bytes() == winners[0].encode() * 1000
         assert not put_atomic(path, b"later", if_absent=True)
-        assert path.read_bytes() == won[0].encode() * 1000
-    assert len(list(tmp_path.iterdir())) == 30, "a temporary file stays"
+        assert path.read_bytes() == winners[0].encode() * 1000
+    assert len(list(tmp_path.iterdir())) == 30, "a temporary file is left behind"
 
 
-def test_readers_see_the_old_or_the_new_file(tmp_path: Path) -> None:
-    path, contents, stop = tmp_path / "file", (b"a" * 100_000, b"b" * 50_000), threading.Event()
+def test_concurrent_readers_read_the_old_or_the_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    contents = (b"a" * 100_000, b"b" * 50_000)
+    stop = threading.Event()
     put_atomic(path, contents[0])
 
     def write() -> None:
@@ -511,44 +524,44 @@ def test_readers_see_the_old_or_the_new_file(tmp_path: Path) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    seen = set()
+    contents_read = set()
     while not stop.is_set():
-        seen.add(path.read_bytes())
+        contents_read.add(path.read_bytes())
     writer.join()
-    assert seen <= set(contents)
+    assert contents_read <= set(contents)
 
 
-# --- the saver: a failed write is retried and never stops training
+# --- the checkpoint writer: a failed write is retried and never stops training
 
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.001, attempts=6))
+    monkeypatch.setattr(writer_module, "_RETRY", Retry(0.001, attempts=6))
 
 
 class FailingDisk:
-    """A hook that fails the first writes of some steps.
+    """A `before_commit` hook that fails the first writes of some steps.
 
     Args:
-        times: For a step, how often; -1: always.
+        num_failures: Number of writes that fail, by step; -1: all of them.
     """
 
-    def __init__(self, times: dict[int, int]) -> None:
-        self.left, self.raised = dict(times), 0
+    def __init__(self, num_failures: dict[int, int]) -> None:
+        self.failures_left, self.raised = dict(num_failures), 0
 
     def __call__(self, commit: Commit) -> None:
-        if self.left.get(commit.step, 0):
-            self.left[commit.step] -= 1
+        if self.failures_left.get(commit.step, 0):
+            self.failures_left[commit.step] -= 1
             self.raised += 1
             raise OSError("disk full")
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_a_failed_write_is_tried_again(paths: RunPaths) -> None:
+def test_a_failed_checkpoint_write_is_retried(paths: RunPaths) -> None:
     disk = FailingDisk({1: 3})
-    saver = CheckpointWriter(paths, CheckpointSection(), list, disk)
-    saver.save(lambda: snapshot_of(1), commit_of(1))
-    saver.check()
+    writer = CheckpointWriter(paths, CheckpointSection(), list, disk)
+    writer.save(lambda: snapshot_of(1), commit_of(1))
+    writer.check()
     assert disk.raised == 3
     [commit] = CheckpointStore(paths).commits()
     assert commit.params_digest == params_digest(snapshot_of(1).model)
@@ -557,33 +570,36 @@ def test_a_failed_write_is_tried_again(paths: RunPaths) -> None:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_an_evaluator_with_a_damaged_pin_fails_no_write(paths: RunPaths) -> None:
+def test_a_damaged_pin_fails_no_checkpoint_write(paths: RunPaths) -> None:
     put_atomic(paths.pins / "eval.json", b"{")
-    saver = CheckpointWriter(paths, CheckpointSection(), list)
+    writer = CheckpointWriter(paths, CheckpointSection(), list)
     for step in (1, 2, 3):
-        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
-    saver.check()
-    assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2, 3], "nothing is removed while a pin is missing"
+        writer.save(lambda step=step: snapshot_of(step), commit_of(step))
+    writer.check()
+    assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2, 3], (
+        "a checkpoint was removed while a pin is unreadable"
+    )
     assert [e.kind for e in read_events(paths)] == ["checkpointed"] * 3
 
 
-def test_the_saver_waits_for_the_write_before(paths: RunPaths) -> None:
-    may_write, taken = threading.Event(), []
+def test_the_checkpoint_writer_waits_for_the_previous_write(paths: RunPaths) -> None:
+    may_write = threading.Event()
+    could_write: list[bool] = []
 
     def slow(commit: Commit) -> None:
         assert may_write.wait(10), commit
 
-    def take() -> Snapshot:
-        taken.append(may_write.is_set())
-        return snapshot_of(len(taken))
+    def take_snapshot() -> Snapshot:
+        could_write.append(may_write.is_set())
+        return snapshot_of(len(could_write))
 
-    saver = CheckpointWriter(paths, CheckpointSection(), list, slow)
-    saver.save(take, commit_of(1))
-    assert CheckpointStore(paths).commits() == [], "the step waits for the write"
+    writer = CheckpointWriter(paths, CheckpointSection(), list, slow)
+    writer.save(take_snapshot, commit_of(1))
+    assert CheckpointStore(paths).commits() == [], "the step waited for the write"
     threading.Timer(0.05, may_write.set).start()
-    saver.save(take, commit_of(2))
-    saver.check()
-    assert taken == [False, True]
+    writer.save(take_snapshot, commit_of(2))
+    writer.check()
+    assert could_write == [False, True]
     assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2]
 
 
@@ -601,7 +617,7 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_a_full_disk_never_stops_training(job: Job) -> None:
+def test_a_full_disk_does_not_stop_training(job: Job) -> None:
     expected = run_alone(replace(job, run_root=f"{job.run_root}-undisturbed"))
     disk = FailingDisk({1: 2, 2: -1, 6: 5})
     run = run_alone(job, before_commit=disk)
@@ -617,14 +633,14 @@ def test_a_full_disk_never_stops_training(job: Job) -> None:
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(job: Job) -> None:
     with pytest.raises(CheckpointError, match="disk full"):
         run_alone(job, before_commit=FailingDisk({6: -1}))
-    assert len(read_trained_run(job).steps) == 6, "all steps were done"
+    assert len(read_trained_run(job).steps) == 6, "not all steps were done"
     assert read_trained_run(job).commit.step == 5
-    assert run_alone(job).commit.step == 6, "starting again goes on"
+    assert run_alone(job).commit.step == 6, "the second start does not continue"
 
 
 @pytest.mark.parametrize("damage", ["model flipped", "training missing", "commit cut"])
 @pytest.mark.parametrize("new_fence", [False, True])
-def test_a_run_falls_back_and_ends_with_the_same_bits(job: Job, damage: str, new_fence: bool) -> None:
+def test_a_run_that_falls_back_ends_with_bit_identical_parameters(job: Job, damage: str, new_fence: bool) -> None:
     expected = run_alone(replace(job, run_root=f"{job.run_root}-undisturbed"))
     with pytest.raises(KilledError):
         run_alone(job, after_step=DieAfter(4))
@@ -635,7 +651,7 @@ def test_a_run_falls_back_and_ends_with_the_same_bits(job: Job, damage: str, new
     assert fallback.details["checkpoint"] == "step-00000004-0001"
     assert DAMAGES[damage][1] in fallback.details["reason"]
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [3]
-    assert [len(w) for w in run.workers] == [1, 1, 1, 2, 1, 1], "just the step that was lost is done again"
+    assert [len(w) for w in run.workers] == [1, 1, 1, 2, 1, 1], "not only the lost step was repeated"
     assert [c.step for c in CheckpointStore(job.paths).commits()] == [1, 2, 3, 4, 5, 6]
 
 
@@ -646,7 +662,7 @@ def record_of(step: int, loss: float = 0.5, generation: str = "1.1") -> StepReco
     return StepRecord(step, 0, 1e9 + step, loss, 0.1, 2.5, 1.0, 0.5, 2, [3, 4], [2**64 - 1, 0], generation)
 
 
-def test_metrics_come_back_and_a_repeated_step_counts_once(paths: RunPaths) -> None:
+def test_metrics_are_read_back_and_a_repeated_step_counts_once(paths: RunPaths) -> None:
     reader = MetricsReader(paths)
     assert reader.poll() == []
     first = MetricsWriter(paths, fence=1, flush_s=60)
@@ -663,7 +679,8 @@ def test_metrics_come_back_and_a_repeated_step_counts_once(paths: RunPaths) -> N
     again.close()
     assert reader.poll() == [record_of(3), record_of(4, loss=0.75, generation="2.1")]
     third = MetricsWriter(paths, fence=2, flush_s=60)
-    third.add(record_of(4, loss=0.5, generation="2.1"))  # another rank's record of the same execution
+    # This is another rank's record of the same execution.
+    third.add(record_of(4, loss=0.5, generation="2.1"))
     third.close()
     assert reader.poll() == []
     assert reader.repeated == [record_of(2, loss=0.75, generation="2.1"), record_of(3, loss=0.75, generation="2.1")]
@@ -673,7 +690,7 @@ def test_metrics_come_back_and_a_repeated_step_counts_once(paths: RunPaths) -> N
     assert (late.records, late.repeated) == (reader.records, reader.repeated)
 
 
-def test_metrics_that_could_not_be_written_are_kept(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_could_not_be_written_are_written_later(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError("disk full")
 
@@ -683,7 +700,8 @@ def test_metrics_that_could_not_be_written_are_kept(paths: RunPaths, monkeypatch
         writer.add(record_of(1))
         with pytest.raises(OSError, match="disk full"):
             writer.flush()
-        put_event(paths, "failed", 1)  # is not an error either
+        # An event that cannot be written is not an error either.
+        put_event(paths, "failed", 1)
     assert reader.poll() == []
     writer.add(record_of(2))
     writer.close()
@@ -691,17 +709,17 @@ def test_metrics_that_could_not_be_written_are_kept(paths: RunPaths, monkeypatch
     assert read_events(paths) == []
 
 
-def test_the_writer_flushes_by_itself(paths: RunPaths) -> None:
+def test_the_metrics_writer_flushes_after_its_interval(paths: RunPaths) -> None:
     writer, reader = MetricsWriter(paths, fence=1, flush_s=0.01), MetricsReader(paths)
     writer.add(record_of(1))
     deadline_s = time.monotonic() + 10
     while not reader.poll():
-        assert time.monotonic() < deadline_s, "nothing is written"
+        assert time.monotonic() < deadline_s, "the writer has flushed nothing within 10 s"
     writer.close()
     assert reader.records == {1: record_of(1)}
 
 
-def test_events_come_back_in_order(paths: RunPaths) -> None:
+def test_events_are_read_back_in_order(paths: RunPaths) -> None:
     for i, kind in enumerate(("started", "checkpointed", "resumed", "checkpointed")):
         put_event(paths, kind, fence=i, step=10 * i)
     assert [(e.kind, e.fence, e.details) for e in read_events(paths)] == [
@@ -710,8 +728,8 @@ def test_events_come_back_in_order(paths: RunPaths) -> None:
     assert [e.details["step"] for e in read_events(paths, "checkpointed", "started")] == [0, 10, 30]
 
 
-def test_what_is_evaluated_and_let_go_while_old_checkpoints_are_removed_stays(paths: RunPaths) -> None:
-    """The evaluator finds the best one after the best ones were looked up, and before the pins are."""
+def test_a_checkpoint_evaluated_during_retention_is_kept(paths: RunPaths) -> None:
+    """The evaluation ends after retention has read the best checkpoints and before it reads the pins."""
     store = CheckpointStore(paths)
     store.put_pin("evaluator", Pin(1, time.time() + 1000))
 
@@ -719,66 +737,66 @@ def test_what_is_evaluated_and_let_go_while_old_checkpoints_are_removed_stays(pa
         store.put_pin("evaluator", Pin(2, time.time() + 1000))
         return []
 
-    saver = CheckpointWriter(paths, CheckpointSection(keep_last=1), best_then_evaluated)
+    writer = CheckpointWriter(paths, CheckpointSection(keep_last=1), best_then_evaluated)
     for step in (1, 2, 3):
         store.put_pin("evaluator", Pin(1, time.time() + 1000))
-        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
-        saver.wait()
+        writer.save(lambda step=step: snapshot_of(step), commit_of(step))
+        writer.wait()
     assert [c.step for c in store.commits()] == [2, 3]
     assert read_events(paths, "evaluation_skipped") == []
 
 
-def test_what_an_evaluator_lags_too_far_behind_for_is_recorded_as_skipped(paths: RunPaths) -> None:
+def test_checkpoints_that_exceed_the_pin_of_a_slow_evaluator_are_recorded_as_skipped(paths: RunPaths) -> None:
     store = CheckpointStore(paths)
     store.put_pin("evaluator", Pin(2, time.time() + 1000))
-    saver = CheckpointWriter(paths, CheckpointSection(keep_last=2), lambda: [])
+    writer = CheckpointWriter(paths, CheckpointSection(keep_last=2), lambda: [])
     for step in range(1, Pin.max_checkpoints + 6):
-        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
-    saver.check()
+        writer.save(lambda step=step: snapshot_of(step), commit_of(step))
+    writer.check()
     assert [c.step for c in store.commits()] == list(range(6, Pin.max_checkpoints + 6))
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4, 5]
 
 
-def test_what_is_skipped_is_recorded_although_the_removal_breaks_off(
+def test_skipped_evaluations_are_recorded_before_the_checkpoints_are_removed(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(folder: Path) -> None:
+    def fail_to_remove(folder: Path) -> None:
         assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3], (
-            "it would be lost if this process ended now"
+            "the event would be lost if this process ended now"
         )
         monkeypatch.undo()
         raise OSError(f"503 {folder}")
 
     store = CheckpointStore(paths)
     store.put_pin("evaluator", Pin(2, time.time() + 1000, max_checkpoints=1))
-    saver = CheckpointWriter(paths, CheckpointSection(keep_last=2), lambda: [])
+    writer = CheckpointWriter(paths, CheckpointSection(keep_last=2), lambda: [])
     for step in range(3, 5):
-        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
-    saver.wait()
-    monkeypatch.setattr(store_module, "remove_tree", broken)
+        writer.save(lambda step=step: snapshot_of(step), commit_of(step))
+    writer.wait()
+    monkeypatch.setattr(store_module, "remove_tree", fail_to_remove)
     for step in range(5, 7):
-        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
-    saver.check()
+        writer.save(lambda step=step: snapshot_of(step), commit_of(step))
+    writer.check()
     assert [c.step for c in store.commits()] == [5, 6]
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4]
 
 
-def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(
+def test_skipped_evaluations_are_recorded_later_if_the_storage_refuses_the_event(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
         return kind != "evaluation_skipped" and put_event(paths, kind, fence, **details)
 
     CheckpointStore(paths).put_pin("evaluator", Pin(0, time.time() + 1000, max_checkpoints=1))
-    saver = CheckpointWriter(paths, CheckpointSection(keep_last=1), lambda: [])
+    writer = CheckpointWriter(paths, CheckpointSection(keep_last=1), lambda: [])
     with monkeypatch.context() as outage:
         outage.setattr(journal, "put_event", refuse)
         for step in (1, 2):
-            saver.save(lambda step=step: snapshot_of(step), commit_of(step))
-        saver.wait()
+            writer.save(lambda step=step: snapshot_of(step), commit_of(step))
+        writer.wait()
     assert read_events(paths, "evaluation_skipped") == []
-    saver.save(lambda: snapshot_of(3), commit_of(3))
-    saver.check()
+    writer.save(lambda: snapshot_of(3), commit_of(3))
+    writer.check()
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [1, 2]
 
 
@@ -786,28 +804,27 @@ def test_checkpoints_deleted_before_an_evaluator_starts_are_recorded_as_skipped(
     paths: RunPaths,
 ) -> None:
     store = CheckpointStore(paths)
-    store.put_pin(
-        "evaluator", Pin(1, time.time() - 1)
-    )  # waits for longer than its pin lasts; step 2 was its last evaluation
+    # This evaluator has waited for longer than its pin lasts; step 2 was its last evaluation.
+    store.put_pin("evaluator", Pin(1, time.time() - 1))
     put_evaluation(paths, Evaluation(2, 0, "", {}, 1, 0.1, 0.0))
     store.put_pin("evaluator-august-attached", Pin(3, time.time() + 1000, max_checkpoints=1, evaluator="august"))
     store.put_pin("evaluator-gone-attached", Pin(-1, time.time() - 1, evaluator="gone"))
-    saver = CheckpointWriter(paths, CheckpointSection(keep_last=1), lambda: [])
+    writer = CheckpointWriter(paths, CheckpointSection(keep_last=1), lambda: [])
     for step in range(1, 6):
-        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
-    saver.check()
+        writer.save(lambda step=step: snapshot_of(step), commit_of(step))
+    writer.check()
     assert [c.step for c in store.commits()] == [5]
-    found = [(e.details["step"], e.details.get("by")) for e in read_events(paths, "evaluation_skipped")]
-    assert set(found) == {(3, None), (4, None), (4, "august")}
-    assert len(found) == 3
+    skipped = [(e.details["step"], e.details.get("by")) for e in read_events(paths, "evaluation_skipped")]
+    assert set(skipped) == {(3, None), (4, None), (4, "august")}
+    assert len(skipped) == 3
 
 
-def test_an_evaluation_is_read_once_and_an_unreadable_one_ends_nothing(
+def test_an_evaluation_is_read_once_and_an_unreadable_one_is_skipped(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    read: list[str] = []
+    files_read: list[str] = []
     real = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: files_read.append(path.name) or real(path))
     for step in (8, 16, 24, 32):
         put_evaluation(
             paths, Evaluation(step, 0, "", {"accuracy": 0.5}, 10, 0.1, 0.0, examples=[{"image": "x" * 1000}])
@@ -819,7 +836,7 @@ def test_an_evaluation_is_read_once_and_an_unreadable_one_ends_nothing(
     paths.evaluation(32).write_text('{"step": 32}')
     for _ in range(3):
         assert [e.step for e in read_scores(paths)] == [8, 16]
-    assert sorted(read) == [paths.evaluation(step).name for step in (8, 16, 24, 32)]
+    assert sorted(files_read) == [paths.evaluation(step).name for step in (8, 16, 24, 32)]
     assert len(caplog.records) == 2
     assert read_scores(paths)[0].examples == []
     assert read_evaluations(paths)[0].examples
@@ -844,32 +861,35 @@ def test_metrics_and_events_of_other_versions_are_read(paths: RunPaths) -> None:
     assert reader.poll() == [record, replace(record, step=2)]
 
 
-class Slow(io.BytesIO):
-    """A file whose first write waits."""
+class BlockingFile(io.BytesIO):
+    """A file that blocks in its first write until the test lets it go on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        self.write_started = threading.Event()
+        self.may_write = threading.Event()
 
     def write(self, data: Any) -> int:
-        self.begun.set()
-        assert self.may_go_on.wait(20)
+        self.write_started.set()
+        assert self.may_write.wait(20)
         return super().write(data)
 
 
-def test_a_checkpoint_and_a_snapshot_at_the_same_time_leave_torch_as_it_was() -> None:
-    """torch 2.15 keeps such options per thread."""
+def test_two_concurrent_checkpoint_writes_restore_the_options_of_torch() -> None:
+    """Each write changes an option of torch, which torch 2.15 keeps per thread."""
     content = file_writers(Snapshot(1, {}, {"state": {0: torch.ones(9)}}, None))[TRAINING]
     assert callable(content)
-    files = [Slow(), Slow()]
+    files = [BlockingFile(), BlockingFile()]
     threads = [threading.Thread(target=content, args=(file,)) for file in files]
     for thread, file in zip(threads, files, strict=True):
         thread.start()
-        assert file.begun.wait(20)
-    files[0].may_go_on.set()
+        assert file.write_started.wait(20)
+    files[0].may_write.set()
     threads[0].join()
-    assert torch.serialization.get_crc32_options(), "while the other one is still being written"
-    files[1].may_go_on.set()
+    assert torch.serialization.get_crc32_options(), (
+        "the option is not restored while the other file is still being written"
+    )
+    files[1].may_write.set()
     threads[1].join()
     assert torch.serialization.get_crc32_options()
     assert files[0].getvalue() == files[1].getvalue()

@@ -1,10 +1,9 @@
-"""Random histories of what happens to a run's directory, held against what must be true of any: checkpoints of two
-writers, and the lease.
+"""Stateful property tests of a run's directory: checkpoints of two concurrent writers, and the lease.
 
-Of checkpoints: what is committed is what was written, under its step and fence; who lost the run to a later start
-commits nothing; nothing that is held, best, or among the newest is removed; loading finds the newest that is intact,
-and tells of every one that it passes over. Of the lease: one holder at a time, fences only grow and are given once, and
-who was followed knows it before it commits.
+Invariants of checkpoints: the committed content is the written one, under its step and fence; a start that lost the run
+to a later one commits nothing; no checkpoint that is pinned, best, or among the newest is removed; loading returns the
+newest intact checkpoint and reports each one that it skips. Invariants of the lease: it has one holder at a time, each
+fence is larger than all earlier ones, and a superseded holder notices it before it commits.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ from ray_app.storage.files import Content, put_json, remove_tree
 
 Key = tuple[int, int]
 STEPS = st.integers(1, 6)
-MEANWHILE = [
-    *("nothing", "start", "same", "discard", "stop", "retain"),  # while its second file is written
+CONCURRENT_ACTIONS = [
+    # These happen while the second file of a checkpoint is written.
+    *("nothing", "start", "same", "discard", "stop", "retain"),
     *("start before the commit", "discard before the commit", "discard after the commit"),
 ]
 
@@ -46,13 +46,13 @@ def commit_of(key: Key) -> Commit:
     return Commit(step, fence, 0, step, "cadence", "", "", 4, "", {}, 0.0)
 
 
-def followed_by(call: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
-    def both(*arguments: Any, **options: Any) -> Any:
-        found = call(*arguments, **options)
+def run_afterwards(call: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
+    def call_and_act(*arguments: Any, **options: Any) -> Any:
+        result = call(*arguments, **options)
         act()
-        return found
+        return result
 
-    return both
+    return call_and_act
 
 
 def content_of(key: Key) -> dict[str, Content]:
@@ -60,8 +60,8 @@ def content_of(key: Key) -> dict[str, Content]:
 
 
 class Checkpoints(RuleBasedStateMachine):
-    """The store, its fences, pins and retention; any fence may try to write at any time, and others act in the middle
-    of that.
+    """The store with its fences, pins and retention: any fence may try to write at any time, and other actions happen
+    during a write.
     """
 
     def __init__(self) -> None:
@@ -87,45 +87,45 @@ class Checkpoints(RuleBasedStateMachine):
         put_json(self.paths.fence(self.fence), {})
         self.store.clean(self.fence)
 
-    @rule(step=STEPS, back=st.integers(0, 1), between=st.sampled_from(MEANWHILE))
+    @rule(step=STEPS, back=st.integers(0, 1), between=st.sampled_from(CONCURRENT_ACTIONS))
     def write(self, step: int, back: int, between: str) -> None:
-        """The newest start, or the one before it, writes a checkpoint; something happens while it does."""
+        """The newest start, or the one before it, writes a checkpoint while another action happens."""
         key = (step, max(1, self.fence - back))
         commit, files = commit_of(key), content_of(key)
         is_new = key not in self.committed or key in self.marked
         acts: dict[str, Callable[[], object]] = {
             "nothing": lambda: None,
             "start": self.start,
-            "same": lambda: self.store.write(content_of(key), commit),  # a worker that leaves its node
+            # A worker that leaves its node writes the same checkpoint.
+            "same": lambda: self.store.write(content_of(key), commit),
             "discard": lambda: self.store.discard(commit),
             "stop": lambda: (_ for _ in ()).throw(KeyboardInterrupt),
             "retain": lambda: self.retain(1, 1),
             "start before the commit": self.start,
             "discard before the commit": lambda: self.store.discard(commit),
-            "discard after the commit": lambda: remove_tree(
-                self.paths.checkpoint(*key)
-            ),  # by one who has looked before it
+            # A start that listed the checkpoints before the commit removes the folder.
+            "discard after the commit": lambda: remove_tree(self.paths.checkpoint(*key)),
         }
 
-        def acting(moment: str) -> Callable[[], object]:
+        def action_at(moment: str) -> Callable[[], object]:
             return acts[between] if between.endswith(moment) else acts["nothing"]
 
-        def interrupted(file: IO[bytes]) -> None:
+        def write_with_action(file: IO[bytes]) -> None:
             acts["nothing" if between.endswith("the commit") else between]()
-            inner = files[TRAINING]
-            assert callable(inner)
-            inner(file)
+            write_content = files[TRAINING]
+            assert callable(write_content)
+            write_content(file)
 
-        before = followed_by(store_module.check_lease, acting("before the commit"))
-        after = followed_by(store_module.put_json, acting("after the commit"))
+        before = run_afterwards(store_module.check_lease, action_at("before the commit"))
+        after = run_afterwards(store_module.put_json, action_at("after the commit"))
         with patch.object(store_module, "check_lease", before), patch.object(store_module, "put_json", after):
             try:
-                self.store.write({**files, TRAINING: interrupted}, commit)
+                self.store.write({**files, TRAINING: write_with_action}, commit)
                 written = True
             except (LeaseLostError, OSError, KeyboardInterrupt):
                 written = False
         if is_new:
-            assert not written or key[1] == self.fence, "a start that was followed has committed"
+            assert not written or key[1] == self.fence, "a start that was superseded has committed"
             if key[1] == self.fence and between in ("nothing", "same"):
                 assert written
         if is_new:
@@ -146,11 +146,11 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(
         name=st.sampled_from(["one", "other"]),
         done=st.integers(0, 5),
-        most=st.integers(1, 6),
+        max_checkpoints=st.integers(1, 6),
         is_over=st.sampled_from([False, False, False, True]),
     )
-    def put_pin(self, name: str, done: int, most: int, is_over: bool) -> None:
-        self.pins[name] = Pin(done, time.time() + (-1 if is_over else 3600), most, name)
+    def put_pin(self, name: str, done: int, max_checkpoints: int, is_over: bool) -> None:
+        self.pins[name] = Pin(done, time.time() + (-1 if is_over else 3600), max_checkpoints, name)
         self.store.put_pin(name, self.pins[name])
 
     @rule(name=st.sampled_from(["one", "other"]))
@@ -160,15 +160,15 @@ class Checkpoints(RuleBasedStateMachine):
 
     @rule(keep_last=st.sampled_from([1, 1, 2, 3]), best=STEPS)
     def retain(self, keep_last: int, best: int) -> None:
-        seen = self.committed - self.marked
-        steps = sorted({step for step, _ in seen})
+        usable = self.committed - self.marked
+        steps = sorted({step for step, _ in usable})
         needed = set(steps[-keep_last:]) | {best}
         for pin in self.pins.values():
             if pin.expires_s > time.time():
                 needed |= set([step for step in steps if step > pin.done_step][-pin.max_checkpoints :])
-        gone = set(self.store.retain(keep_last, [best]))
-        assert gone == set(steps) - needed
-        dropped = {key for key in seen if key[0] in gone}
+        removed = set(self.store.retain(keep_last, [best]))
+        assert removed == set(steps) - needed
+        dropped = {key for key in usable if key[0] in removed}
         self.committed -= dropped
         self.damaged -= dropped
 
@@ -178,27 +178,27 @@ class Checkpoints(RuleBasedStateMachine):
 
     @rule()
     def load(self) -> None:
-        told: list[Fallback] = []
+        fallbacks: list[Fallback] = []
         newest = max(self.intact, default=None)
         try:
-            found = self.store.load_newest(told.append)
-            assert (found is None) == (not self.committed)
-            if found is not None:
-                commit, snapshot = found
+            loaded = self.store.load_newest(fallbacks.append)
+            assert (loaded is None) == (not self.committed)
+            if loaded is not None:
+                commit, snapshot = loaded
                 assert (commit.step, commit.fence) == newest
                 assert torch.equal(snapshot.model["p"], torch.full((4,), commit.step + commit.fence / 100))
         except CheckpointError:
             assert self.committed
             assert newest is None
-        passed = {key for key in self.committed if newest is None or key > newest}
-        assert len(told) == len(passed), "each that is passed over, once"
-        self.marked |= passed & self.damaged
+        skipped = {key for key in self.committed if newest is None or key > newest}
+        assert len(fallbacks) == len(skipped), "not each skipped checkpoint is reported once"
+        self.marked |= skipped & self.damaged
 
     @invariant()
-    def what_is_committed_is_there(self) -> None:
-        found = self.store.commits()
-        assert {(c.step, c.fence) for c in found} == self.committed - self.marked
-        for commit in found:
+    def committed_checkpoints_are_listed_and_intact_ones_load(self) -> None:
+        commits = self.store.commits()
+        assert {(c.step, c.fence) for c in commits} == self.committed - self.marked
+        for commit in commits:
             if (commit.step, commit.fence) in self.intact:
                 self.store.load(commit)
 
@@ -210,18 +210,18 @@ class Driver:
 
 
 class Leases(RuleBasedStateMachine):
-    """Drivers that start, end, die and stand still, on this machine and, as far as the lease can tell, another."""
+    """Drivers that start, end, die and stall, on this machine and, as far as the lease can tell, on another."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.paths = RunPaths(self.folder / "run")
         self.holder: Driver | None = None
-        self.followed: list[Lease] = []
+        self.superseded: list[Lease] = []
         self.fences: list[int] = []
 
     def teardown(self) -> None:
-        for lease in [*self.followed, *([self.holder.lease] if self.holder else [])]:
+        for lease in [*self.superseded, *([self.holder.lease] if self.holder else [])]:
             lease._ended.set()
             lease._thread.join()
         shutil.rmtree(self.folder)
@@ -232,11 +232,11 @@ class Leases(RuleBasedStateMachine):
             lease = acquire_lease(self.paths, waits=False)
         except RunHeldError:
             assert self.holder is not None
-            assert not self.holder.is_dead, "a dead driver is followed at once"
+            assert not self.holder.is_dead, "a dead driver holds the run against a new start"
             return
-        assert self.holder is None or self.holder.is_dead, "two hold the run"
+        assert self.holder is None or self.holder.is_dead, "two drivers hold the run"
         if self.holder is not None:
-            self.followed.append(self.holder.lease)
+            self.superseded.append(self.holder.lease)
         self.holder = Driver(lease)
         self.fences.append(lease.fence)
 
@@ -250,19 +250,19 @@ class Leases(RuleBasedStateMachine):
     @precondition(lambda self: self.holder is not None and not self.holder.is_dead)
     @rule(how=st.sampled_from(["killed", "machine lost long ago"]))
     def die(self, how: str) -> None:
-        """Its process is gone, or nobody can tell and it has not renewed its lease for a quarter of an hour."""
+        """Its process ended, or its machine is another and it has not renewed its lease for half an hour."""
         assert self.holder is not None
         lease, here = self.holder.lease, LeaseHolder.here()
         lease._ended.set()
         lease._thread.join()
-        gone = replace(here, pid_ticks=-1) if how == "killed" else replace(here, machine="another")
-        record = LeaseRecord(gone, time.time(), time.time() - (0 if how == "killed" else 2000), 30.0)
+        dead_holder = replace(here, pid_ticks=-1) if how == "killed" else replace(here, machine="another")
+        record = LeaseRecord(dead_holder, time.time(), time.time() - (0 if how == "killed" else 2000), 30.0)
         put_json(self.paths.fence(lease.fence), asdict(record))
         self.holder.is_dead = True
 
     @invariant()
-    def who_was_followed_commits_nothing(self) -> None:
-        for lease in self.followed:
+    def a_superseded_driver_cannot_commit(self) -> None:
+        for lease in self.superseded:
             with pytest.raises(LeaseLostError):
                 check_lease(self.paths, lease.fence)
         if self.holder is not None:
@@ -275,33 +275,36 @@ class Leases(RuleBasedStateMachine):
             assert newest_fence(self.paths) == len(self.fences)
 
 
-def ignoring_pins(steps: list[int], keep_last: int, best: list[int], pins: list[Pin], now_s: float) -> set[int]:
+def removable_steps_without_pins(
+    steps: list[int], keep_last: int, best: list[int], pins: list[Pin], now_s: float
+) -> set[int]:
     return removable_steps(steps, keep_last, best, [], now_s)
 
 
-SOME = settings(max_examples=15, stateful_step_count=20, deadline=None)
-MANY = settings(max_examples=600, stateful_step_count=40, deadline=None)
+FEW_HISTORIES = settings(max_examples=15, stateful_step_count=20, deadline=None)
+MANY_HISTORIES = settings(max_examples=600, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("machine", [Checkpoints, Leases])
-def test_some_histories(machine: type[RuleBasedStateMachine]) -> None:
-    run_state_machine_as_test(machine, settings=SOME)
+def test_a_few_histories_break_no_invariant(machine: type[RuleBasedStateMachine]) -> None:
+    run_state_machine_as_test(machine, settings=FEW_HISTORIES)
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("machine", [Checkpoints, Leases])
-def test_many_histories(machine: type[RuleBasedStateMachine]) -> None:
-    run_state_machine_as_test(machine, settings=MANY)
+def test_many_histories_break_no_invariant(machine: type[RuleBasedStateMachine]) -> None:
+    run_state_machine_as_test(machine, settings=MANY_HISTORIES)
 
 
 @pytest.mark.search
 @pytest.mark.parametrize(
-    ("name", "broken"), [("removable_steps", ignoring_pins), ("_check_files_exist", lambda folder, wanted: None)]
+    ("name", "broken"),
+    [("removable_steps", removable_steps_without_pins), ("_check_files_exist", lambda folder, expected: None)],
 )
-def test_a_store_without_one_of_its_rules_would_be_found(
+def test_a_store_without_one_of_its_rules_breaks_an_invariant(
     name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two that histories did not find before there were pins and removals in the middle of a commit."""
+    """Histories without pins, and without removals during a commit, detect neither of these two mutations."""
     monkeypatch.setattr(store_module, name, broken)
     with pytest.raises((AssertionError, CheckpointError)):
-        run_state_machine_as_test(Checkpoints, settings=settings(MANY, phases=(Phase.generate,)))
+        run_state_machine_as_test(Checkpoints, settings=settings(MANY_HISTORIES, phases=(Phase.generate,)))

@@ -1,4 +1,4 @@
-"""How commands end: the exit code, and one line on standard error that holds no secret."""
+"""The exit codes of commands, and their one line on standard error, which contains no secret."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.made_run import MadeRun
 from tests.support.places import ROOT
 
 SECRET = "canary-of-a-command"
-OF_A_RUN: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {
+RUN_COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {
     "export": (export.main, ["--out", "out", "--run"]),
     "register": (register.main, ["--name", "m", "--run"]),
     "evaluate": (evaluating.main, ["--name", "e", "--data", "data", "--run"]),
@@ -45,14 +45,14 @@ OF_A_RUN: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {
 }
 
 
-def raising(error: BaseException) -> Callable[[], None]:
+def make_raising(error: BaseException) -> Callable[[], None]:
     def work() -> None:
         raise error
 
     return work
 
 
-def wrapped() -> None:
+def raise_wrapped() -> None:
     try:
         raise ConfigError("no")
     except ConfigError as error:
@@ -60,33 +60,34 @@ def wrapped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "code", "said"),
+    ("work", "code", "message"),
     [
         (lambda: None, 0, ""),
-        (raising(ConfigError("no")), 2, "ConfigError: no\n"),
-        (raising(BadRowError("a.parquet", 0, 1, "cut")), 2, "BadRowError: a.parquet, row group 0, row 1: cut\n"),
-        (wrapped, 2, "ConfigError: no\n"),
-        (raising(EvaluationError("gave up")), 1, "It failed: EvaluationError: gave up\n"),
-        (raising(OSError(5, f"no {SECRET}")), 1, "It failed: OSError: [Errno 5] no ***\n"),
-        (raising(RegistryError(SECRET)), 1, "It failed: RegistryError: ***\n"),
-        (raising(KeyboardInterrupt()), 75, "Interrupted; it can be started again.\n"),
+        (make_raising(ConfigError("no")), 2, "ConfigError: no\n"),
+        (make_raising(BadRowError("a.parquet", 0, 1, "cut")), 2, "BadRowError: a.parquet, row group 0, row 1: cut\n"),
+        (raise_wrapped, 2, "ConfigError: no\n"),
+        (make_raising(EvaluationError("gave up")), 1, "It failed: EvaluationError: gave up\n"),
+        (make_raising(OSError(5, f"no {SECRET}")), 1, "It failed: OSError: [Errno 5] no ***\n"),
+        (make_raising(RegistryError(SECRET)), 1, "It failed: RegistryError: ***\n"),
+        (make_raising(KeyboardInterrupt()), 75, "Interrupted; it can be started again.\n"),
     ],
 )
-def test_what_comes_of_the_work_is_the_exit_code(
-    work: Callable[[], None], code: int, said: str, capsys: pytest.CaptureFixture[str]
+def test_the_result_of_the_work_decides_the_exit_code(
+    work: Callable[[], None], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     register_secrets({"task": {"init_args": {"api_key": SECRET}}})
     assert exit_code(work, "It failed") == code
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("after_ray", [False, True])
-def test_sigterm_interrupts_also_after_ray_put_its_own_handler_in_place(after_ray: bool) -> None:
+def test_sigterm_interrupts_also_after_ray_has_installed_its_handler(after_ray: bool) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def work() -> None:
         if after_ray:
-            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as ray.init does
+            # ray.init installs such a handler.
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
@@ -94,34 +95,34 @@ def test_sigterm_interrupts_also_after_ray_put_its_own_handler_in_place(after_ra
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_another_exit_is_left_alone() -> None:
+def test_another_system_exit_is_passed_on() -> None:
     with pytest.raises(SystemExit, match="3"), interrupt_at_sigterm():
         sys.exit(3)
 
 
-@pytest.mark.parametrize("command", OF_A_RUN)
+@pytest.mark.parametrize("command", RUN_COMMANDS)
 @pytest.mark.parametrize(
-    ("written", "said"), [("task: [", "is not a configuration of this version"), (None, "no config.yaml")]
+    ("config_text", "message"), [("task: [", "is not a configuration of this version"), (None, "no config.yaml")]
 )
-def test_a_run_without_a_readable_configuration_is_refused_alike(
+def test_each_run_command_refuses_a_run_without_a_readable_configuration(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     command: str,
-    written: str | None,
-    said: str,
+    config_text: str | None,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = MadeRun(tmp_path)
     run.start()
-    run.paths.config.unlink() if written is None else run.paths.config.write_text(written)
-    main, arguments = OF_A_RUN[command]
+    run.paths.config.unlink() if config_text is None else run.paths.config.write_text(config_text)
+    main, arguments = RUN_COMMANDS[command]
     assert main([*arguments, str(run.paths.root)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["export", "register", "evaluate", "track"])
-def test_a_task_that_cannot_be_made_does_not_tell_its_secret(
+def test_the_error_of_a_task_that_cannot_be_built_hides_its_secret(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -135,16 +136,16 @@ def test_a_task_that_cannot_be_made_does_not_tell_its_secret(
     run.start()
     run.end(10)
     run.paths.manifest.write_text(open_dataset(str(digits / "train")).manifest.to_json())
-    main, arguments = OF_A_RUN[command]
+    main, arguments = RUN_COMMANDS[command]
     assert main([*arguments, str(run.paths.root)]) == 2
-    said = capsys.readouterr().err
-    assert "nowhere.Task" in said
-    assert "***" in said
-    assert secret not in said
+    message = capsys.readouterr().err
+    assert "nowhere.Task" in message
+    assert "***" in message
+    assert secret not in message
 
 
 @pytest.mark.parametrize("main", [train, *(pytest.param(main, marks=pytest.mark.rest) for main in (retrain, submit))])
-def test_a_mistyped_value_does_not_tell_the_secret_beside_it(
+def test_the_error_of_a_mistyped_value_hides_the_secret_next_to_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int]
 ) -> None:
     task = {
@@ -152,27 +153,40 @@ def test_a_mistyped_value_does_not_tell_the_secret_beside_it(
         "init_args": {"size": "abc", "hub_token": "canary-in-a-file"},
     }
     (tmp_path / "conf.yaml").write_text(yaml.safe_dump({"task": task}))
-    for given in (["--config", str(tmp_path / "conf.yaml")], [f"--task={json.dumps(task)}"]):
+    for arguments in (["--config", str(tmp_path / "conf.yaml")], [f"--task={json.dumps(task)}"]):
         with pytest.raises(SystemExit, match="2"):
-            main(given)
-        said = capsys.readouterr().err
-        assert "abc" in said
-        assert "canary-in-a-file" not in said
-    odd = ["--tracking.token=", "--run.name", "!!timestamp foo", f"--run.storage_path={'[' * 2000}", "--no.such"]
+            main(arguments)
+        message = capsys.readouterr().err
+        assert "abc" in message
+        assert "canary-in-a-file" not in message
+    unknown_arguments = [
+        "--tracking.token=",
+        "--run.name",
+        "!!timestamp foo",
+        f"--run.storage_path={'[' * 2000}",
+        "--no.such",
+    ]
     with pytest.raises(SystemExit, match="2"):
-        main(["--config", str(tmp_path / "conf.yaml"), *odd])
+        main(["--config", str(tmp_path / "conf.yaml"), *unknown_arguments])
     assert "***" not in redact("--run.name stays readable")
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "conf.yaml")
     assert "canary-in-a-file" not in str(caught.value)
 
 
-def test_a_resume_with_another_secret_tells_neither(
+def test_the_error_of_a_resume_with_another_secret_hides_both(
     tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = MadeRun(tmp_path, task__class_path="nowhere.Task", task__init_args={"api_key": "canary-of-before"})
     old.start()
-    given = ["--config", str(ROOT / "conf" / "digits.yaml"), "--run.storage_path", str(tmp_path), "--run.name", "run"]
+    arguments = [
+        "--config",
+        str(ROOT / "conf" / "digits.yaml"),
+        "--run.storage_path",
+        str(tmp_path),
+        "--run.name",
+        "run",
+    ]
     data = [
         "--data.path",
         str(digits / "train"),
@@ -182,74 +196,79 @@ def test_a_resume_with_another_secret_tells_neither(
         "false",
     ]
     old.paths.manifest.write_text(open_dataset(str(digits / "train")).manifest.to_json())
-    assert train([*given, *data]) == 2
-    said = capsys.readouterr().err
-    assert "- task.init_args.api_key: ***" in said
-    assert "canary-of-before" not in said
+    assert train([*arguments, *data]) == 2
+    message = capsys.readouterr().err
+    assert "- task.init_args.api_key: ***" in message
+    assert "canary-of-before" not in message
 
 
 @pytest.mark.parametrize("command", ["evaluate", "track", "report"])
-def test_a_damaged_record_is_a_line_and_not_a_traceback(
+def test_a_damaged_event_is_one_line_and_not_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = MadeRun(tmp_path)
     run.start()
     (run.paths.events / "00000000000000000001-started-9.json").write_text("{")
-    main, arguments = OF_A_RUN[command]
+    main, arguments = RUN_COMMANDS[command]
     assert main([*arguments, str(run.paths.root)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("The ")
-    assert "00000000000000000001-started-9.json is damaged" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("The ")
+    assert "00000000000000000001-started-9.json is damaged" in message
+    assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         (["--num_cpus", "-1"], "evaluate.num_cpus is -1"),
         (["--batch_size", "0"], "evaluate.batch_size is 0"),
     ],
 )
 def test_options_of_an_evaluation_are_refused_before_ray_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr("ray.init", lambda *arguments, **fields: started.append(fields))
-    monkeypatch.setattr("ray.is_initialized", lambda: bool(started))  # other tests of this process have their cluster
+    # Other tests of this process may have started a cluster.
+    monkeypatch.setattr("ray.is_initialized", lambda: bool(started))
     run = MadeRun(tmp_path, task__class_path="ray_app.task.image.ImageClassification", evaluate__patience=2)
     run.start()
-    assert evaluating.main(["--run", str(run.paths.root), *given]) == 2
-    assert said in capsys.readouterr().err
+    assert evaluating.main(["--run", str(run.paths.root), *options]) == 2
+    assert message in capsys.readouterr().err
     assert not started
 
 
-def test_ingest_says_what_the_storage_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ingest_reports_the_error_of_the_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert ingest.main(["--source", "digits", "--out", str(tmp_path / "file" / "out")]) == 1
     assert "The data was not ingested: NotADirectoryError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("main", "given"),
+    ("main", "arguments"),
     [
         (drill, ["--drill.scenarios", SECRET]),
         (predict, ["--predict.model", "m", "--predict.data", SECRET, "--predict.out", "out"]),
     ],
 )
-def test_what_is_refused_before_the_start_holds_no_secret(
-    main: Callable[[list[str]], int], given: list[str], digits: Path, capsys: pytest.CaptureFixture[str]
+def test_the_error_of_options_refused_before_the_start_hides_secrets(
+    main: Callable[[list[str]], int], arguments: list[str], digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     register_secrets({"task": {"init_args": {"api_key": SECRET}}})
     data = ["--data.path", str(digits / "train"), "--data.eval_path", str(digits / "eval")]
-    assert main(["--config", str(ROOT / "conf" / "digits.yaml"), *data, *given]) == 2
-    said = capsys.readouterr().err
-    assert "***" in said
-    assert SECRET not in said
+    assert main(["--config", str(ROOT / "conf" / "digits.yaml"), *data, *arguments]) == 2
+    message = capsys.readouterr().err
+    assert "***" in message
+    assert SECRET not in message
 
 
 @pytest.mark.parametrize("main", [check, drill, predict, retrain, submit, train])
-def test_a_refused_configuration_is_exit_code_2_of_each_command(
+def test_each_command_refuses_a_configuration_with_exit_code_2(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sections = {predict: ["--predict.data", "data", "--predict.out", "out"]}
@@ -257,18 +276,20 @@ def test_a_refused_configuration_is_exit_code_2_of_each_command(
     assert "train.epochs is -1" in capsys.readouterr().err
 
 
-BAD_ROW, AWAY, REFUSED = BadRowError("a.parquet", 0, 1, "cut"), StorageError("the disk is away"), ConfigError("no")
+BAD_ROW = BadRowError("a.parquet", 0, 1, "cut")
+STORAGE_DOWN = StorageError("the disk is away")
+REFUSED = ConfigError("no")
 
 
 @pytest.mark.parametrize(
-    ("error", "preparing", "working"),
-    [(BAD_ROW, 2, 2), (AWAY, 1, 1), (REFUSED, 2, 2), (OSError(5, "the disk"), 1, 1)],
+    ("error", "prepare_code", "work_code"),
+    [(BAD_ROW, 2, 2), (STORAGE_DOWN, 1, 1), (REFUSED, 2, 2), (OSError(5, "the disk"), 1, 1)],
     ids=lambda value: type(value).__name__,
 )
-def test_a_prediction_is_refused_only_for_what_stays_wrong(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, preparing: int, working: int
+def test_a_prediction_exits_with_2_only_for_errors_that_a_retry_does_not_fix(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, prepare_code: int, work_code: int
 ) -> None:
-    given = [
+    arguments = [
         "--config",
         str(ROOT / "conf" / "digits.yaml"),
         "--predict.data",
@@ -278,18 +299,18 @@ def test_a_prediction_is_refused_only_for_what_stays_wrong(
         "--predict.run",
         "run",
     ]
-    monkeypatch.setattr(predicting, "prepare_prediction", lambda *_: raising(error)())
-    assert predict(given) == preparing
+    monkeypatch.setattr(predicting, "prepare_prediction", lambda *_: make_raising(error)())
+    assert predict(arguments) == prepare_code
     monkeypatch.setattr(predicting, "prepare_prediction", lambda *_: None)
-    monkeypatch.setattr(predicting, "predict", lambda *_: raising(error)())
-    assert predict(given) == working
+    monkeypatch.setattr(predicting, "predict", lambda *_: make_raising(error)())
+    assert predict(arguments) == work_code
 
 
-def test_a_training_is_refused_only_for_what_stays_wrong(
+def test_a_training_exits_with_2_only_for_errors_that_a_retry_does_not_fix(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for error, code in ((BAD_ROW, 2), (AWAY, 1), (REFUSED, 2), (OSError(5, "the disk"), 1)):
-        monkeypatch.setattr(training, "open_run", lambda *_, error=error, **__: raising(error)())
+    for error, code in ((BAD_ROW, 2), (STORAGE_DOWN, 1), (REFUSED, 2), (OSError(5, "the disk"), 1)):
+        monkeypatch.setattr(training, "open_run", lambda *_, error=error, **__: make_raising(error)())
         assert train(["--config", str(ROOT / "conf" / "digits.yaml")]) == code, error
         assert capsys.readouterr().err.startswith(
             type(error).__name__ if code == 2 else f"The run failed: {type(error).__name__}"
@@ -297,26 +318,26 @@ def test_a_training_is_refused_only_for_what_stays_wrong(
 
 
 @pytest.mark.parametrize(
-    ("error", "preparing"),
-    [(BAD_ROW, 2), (AWAY, 1), (REFUSED, 2), (OSError(5, "the disk"), 1)],
+    ("error", "prepare_code"),
+    [(BAD_ROW, 2), (STORAGE_DOWN, 1), (REFUSED, 2), (OSError(5, "the disk"), 1)],
     ids=lambda value: type(value).__name__,
 )
-def test_a_drill_is_refused_only_before_its_first_run(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, preparing: int
+def test_a_drill_exits_with_2_only_before_its_first_run(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, prepare_code: int
 ) -> None:
-    given = ["--config", str(ROOT / "conf" / "digits.yaml")]
-    monkeypatch.setattr(drilling, "make_drill_config", lambda config, *_: raising(error)())
-    assert drill(given) == preparing
+    arguments = ["--config", str(ROOT / "conf" / "digits.yaml")]
+    monkeypatch.setattr(drilling, "make_drill_config", lambda config, *_: make_raising(error)())
+    assert drill(arguments) == prepare_code
     monkeypatch.setattr(drilling, "make_drill_config", lambda config, *_: config)
     monkeypatch.setattr(drilling, "_connected", lambda *_: nullcontext())
-    monkeypatch.setattr(drilling, "Drill", lambda *_: raising(error)())
-    assert drill(given) == preparing
-    monkeypatch.setattr(drilling, "Drill", lambda *_: SimpleNamespace(go=raising(error)))
-    assert drill(given) == 1
+    monkeypatch.setattr(drilling, "Drill", lambda *_: make_raising(error)())
+    assert drill(arguments) == prepare_code
+    monkeypatch.setattr(drilling, "Drill", lambda *_: SimpleNamespace(go=make_raising(error)))
+    assert drill(arguments) == 1
 
 
 @pytest.mark.parametrize(
-    ("main", "what"),
+    ("main", "purpose"),
     [
         (train, "Trains a model"),
         (predict, "Predicts"),
@@ -326,10 +347,10 @@ def test_a_drill_is_refused_only_before_its_first_run(
     ],
 )
 def test_the_help_says_what_the_command_does(
-    main: Callable[[list[str]], int], what: str, capsys: pytest.CaptureFixture[str]
+    main: Callable[[list[str]], int], purpose: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    said = capsys.readouterr().out
-    assert what in said
-    assert ("Trains a model" in said) == (main is train)
+    help_text = capsys.readouterr().out
+    assert purpose in help_text
+    assert ("Trains a model" in help_text) == (main is train)

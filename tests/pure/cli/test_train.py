@@ -1,4 +1,4 @@
-"""The command `ray-app train`: what it refuses before anything is written."""
+"""`ray-app train` refuses invalid input before it writes anything."""
 
 from __future__ import annotations
 
@@ -73,17 +73,17 @@ from tests.support.train_command import Ended, of_images, write_images
         (["--evaluate.metric=recall"], "evaluate.metric is 'recall'; the task's metrics of one number are accuracy, "),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(
+def test_invalid_input_is_refused_before_anything_is_written(
     command: Callable[..., list[str]],
     call: Callable[[Sequence[str]], Ended],
     tmp_path: Path,
     arguments: list[str],
     expected: str,
 ) -> None:
-    refused(call(command(*arguments)), expected, tmp_path)
+    assert_refused(call(command(*arguments)), expected, tmp_path)
 
 
-def refused(ended: Ended, expected: str, tmp_path: Path) -> None:
+def assert_refused(ended: Ended, expected: str, tmp_path: Path) -> None:
     assert ended.code == 2
     assert not ended.out
     assert re.search(expected, ended.err), ended.err
@@ -95,7 +95,7 @@ def test_an_unknown_field_in_a_file_is_refused(
     command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text("train:\n  epoch: 3\n")
-    refused(
+    assert_refused(
         call(command(f"--config={tmp_path / 'mine.yaml'}")),
         r"error: train.epoch is not a field. Did you mean train.epochs\?",
         tmp_path,
@@ -106,14 +106,16 @@ def test_an_empty_folder_is_refused(
     command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    refused(call(command(f"--data.path={tmp_path / 'empty'}")), "empty' holds no .*parquet file; ingest", tmp_path)
+    assert_refused(
+        call(command(f"--data.path={tmp_path / 'empty'}")), "empty' holds no .*parquet file; ingest", tmp_path
+    )
 
 
-def test_a_first_row_that_is_no_image_is_refused(
+def test_data_without_an_image_in_its_first_row_is_refused(
     command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
 ) -> None:
     folder = write_images(tmp_path / "images", 32, 16, bad=0)
-    refused(call(command(*of_images(folder))), r"BadRowError: images\.parquet, row group 0, row 0: ", tmp_path)
+    assert_refused(call(command(*of_images(folder))), r"BadRowError: images\.parquet, row group 0, row 0: ", tmp_path)
 
 
 def test_a_run_name_of_another_configuration_is_refused(
@@ -121,7 +123,8 @@ def test_a_run_name_of_another_configuration_is_refused(
 ) -> None:
     prepared = prepare(parse(command()))
     with acquire_lease(prepared.job.paths) as lease:
-        claim(prepared, lease.fence)  # a run that got as far as its configuration
+        # The run has written no more than its configuration.
+        claim(prepared, lease.fence)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
     ended = call(command("--seed=7"))
     assert ended.code == 2
@@ -146,7 +149,9 @@ def test_a_run_name_of_another_configuration_is_refused(
         ),
     ],
 )
-def test_as_many_workers_as_fit(fields: dict[str, Any], resources: dict[str, float], expected: int) -> None:
+def test_as_many_workers_start_as_fit_the_cluster(
+    fields: dict[str, Any], resources: dict[str, float], expected: int
+) -> None:
     assert (
         workers_that_fit(load_config(ROOT / "conf" / "digits.yaml").replace(**fields), ClusterCapacity(resources))
         == expected
@@ -154,7 +159,7 @@ def test_as_many_workers_as_fit(fields: dict[str, Any], resources: dict[str, flo
 
 
 @pytest.mark.parametrize("resources", [{"CPU": 3.0}, {}])
-def test_a_cluster_that_is_too_small_is_refused_with_the_numbers(resources: dict[str, float]) -> None:
+def test_a_cluster_that_is_too_small_is_refused_with_its_resources(resources: dict[str, float]) -> None:
     config = load_config(ROOT / "conf" / "digits.yaml", scaling__min_workers=2)
     with pytest.raises(
         ConfigError,
@@ -163,7 +168,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_the_numbers(resources: dict
         workers_that_fit(config, ClusterCapacity(resources))
 
 
-def test_null_switches_a_default_off(command: Callable[..., list[str]]) -> None:
+def test_null_disables_a_default(command: Callable[..., list[str]]) -> None:
     assert parse(command()).checkpoint.every_epochs == 5
     config = parse(command("--checkpoint.every_epochs=null", "--schedule=null", "--data.eval_path=null"))
     assert (config.checkpoint.every_epochs, config.schedule, config.data.eval_path) == (None, None, None)

@@ -1,4 +1,4 @@
-"""The configuration: what is refused and how, what the digest covers, and the way through YAML."""
+"""The configuration: its checks, the fields that its digest covers, and its YAML."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VALID = Config(
 
 
 def problems(**fields: Any) -> list[str]:
-    """The lines of the refusal of a configuration with other values, none if it is accepted."""
+    """Returns the lines of the error for a configuration with these values; empty if it is accepted."""
     try:
         check_config(VALID.replace(**fields))
     except ConfigError as error:
@@ -46,7 +46,7 @@ def problems(**fields: Any) -> list[str]:
     return []
 
 
-def test_the_valid_one_is_accepted() -> None:
+def test_a_valid_configuration_is_accepted() -> None:
     assert problems() == []
 
 
@@ -167,12 +167,12 @@ def test_the_valid_one_is_accepted() -> None:
     ],
     ids=str,
 )
-def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: dict[str, Any], message: str) -> None:
+def test_an_error_has_the_value_the_allowed_values_and_the_remedy(fields: dict[str, Any], message: str) -> None:
     assert problems(**fields) == [message]
 
 
 @pytest.mark.parametrize(
-    ("fields", "refused", "named"),
+    ("fields", "refused", "message"),
     [
         ({"scaling__load_balancing": "speed"}, {"train__strategy": "local_sgd"}, "scaling.load_balancing is speed"),
         ({"scaling__load_balancing": "speed"}, {"train__reduction": "overlapped"}, "scaling.load_balancing is speed"),
@@ -306,25 +306,25 @@ def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: di
     ],
     ids=str,
 )
-def test_a_combination_is_refused_and_the_one_beside_it_is_accepted(
-    fields: dict[str, Any], refused: dict[str, Any], named: str
+def test_an_invalid_combination_is_refused_and_a_similar_valid_one_is_accepted(
+    fields: dict[str, Any], refused: dict[str, Any], message: str
 ) -> None:
     assert problems(**fields) == []
     messages = problems(**(fields | refused))
-    assert any(named in message for message in messages), messages
+    assert any(message in problem for problem in messages), messages
 
 
-def test_no_workers_are_refused() -> None:
+def test_zero_workers_are_refused() -> None:
     assert "scaling.max_workers is 0; it must be at least 1." in problems(scaling__max_workers=0)
     assert "scaling.logical_workers is -1; it must be at least 1." in problems(scaling__logical_workers=-1)
 
 
-def test_a_batch_below_the_logical_workers_names_the_only_valid_neighbour() -> None:
+def test_the_error_of_a_batch_below_the_logical_workers_names_the_nearest_valid_size() -> None:
     [message] = problems(data__global_batch_size=3)
     assert message.endswith("the nearest valid values are 4.")
 
 
-def test_without_logical_workers_the_workers_count() -> None:
+def test_the_batch_is_checked_against_the_workers_if_logical_workers_are_unset() -> None:
     [message] = problems(scaling__logical_workers=None, scaling__max_workers=3)
     assert "not divisible by the 3 logical workers; the nearest valid values are 30 or 33." in message
     assert problems(scaling__logical_workers=None, scaling__max_workers=8) == []
@@ -332,24 +332,24 @@ def test_without_logical_workers_the_workers_count() -> None:
 
 @given(st.integers(1, 500), st.integers(1, 64))
 @settings(deadline=None)
-def test_the_named_batch_sizes_are_valid_and_the_nearest(batch: int, logical_workers: int) -> None:
+def test_the_error_of_a_batch_size_names_the_nearest_valid_sizes(batch: int, logical_workers: int) -> None:
     fields = {"scaling__logical_workers": logical_workers, "scaling__max_workers": 1}
-    found = problems(**fields, data__global_batch_size=batch)
-    assert bool(found) == bool(batch % logical_workers)
-    if found:
-        named = [int(n) for n in found[0].removesuffix(".").rpartition("are ")[2].split(" or ")]
-        valid = [
+    messages = problems(**fields, data__global_batch_size=batch)
+    assert bool(messages) == bool(batch % logical_workers)
+    if messages:
+        named_sizes = [int(n) for n in messages[0].removesuffix(".").rpartition("are ")[2].split(" or ")]
+        valid_sizes = [
             n for n in range(max(1, batch - logical_workers + 1), batch + logical_workers) if n % logical_workers == 0
         ]
-        assert named == valid
-        assert all(problems(**fields, data__global_batch_size=n) == [] for n in named)
+        assert named_sizes == valid_sizes
+        assert all(problems(**fields, data__global_batch_size=n) == [] for n in named_sizes)
 
 
 @pytest.mark.parametrize(
     "name",
     ["../other", "..", "a/b", "/tmp/x", "", ".hidden", "-x", "a b", "a\n", "a\\b", "ü", "a" * 129, "~root", "a\x00"],
 )
-def test_a_run_name_that_is_no_single_directory_is_refused(name: str) -> None:
+def test_a_run_name_that_is_not_a_plain_directory_name_is_refused(name: str) -> None:
     [message] = problems(run__name=name)
     assert (
         message
@@ -358,11 +358,11 @@ def test_a_run_name_that_is_no_single_directory_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "digits-2024.01_b", "0", "a" * 128, "a..b", None])
-def test_other_run_names_are_accepted(name: str | None) -> None:
+def test_valid_run_names_are_accepted(name: str | None) -> None:
     assert problems(run__name=name) == []
 
 
-def test_everything_wrong_is_said_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     assert (
         len(
             problems(train__epochs=0, run__name="..", data__path="", scaling__min_workers=9, data__global_batch_size=30)
@@ -374,8 +374,8 @@ def test_everything_wrong_is_said_at_once() -> None:
 # --- the digest
 
 
-def changed(**fields: Any) -> bool:
-    """Whether other values alter the digest."""
+def changes_digest(**fields: Any) -> bool:
+    """Returns whether these values change the digest."""
     return digest(VALID.replace(**fields), "m") != digest(VALID, "m")
 
 
@@ -432,8 +432,8 @@ def changed(**fields: Any) -> bool:
     ],
     ids=str,
 )
-def test_what_does_not_decide_the_result_may_change(fields: dict[str, Any]) -> None:
-    assert not changed(**fields)
+def test_fields_that_do_not_affect_the_result_leave_the_digest(fields: dict[str, Any]) -> None:
+    assert not changes_digest(**fields)
 
 
 @pytest.mark.parametrize(
@@ -477,11 +477,11 @@ def test_what_does_not_decide_the_result_may_change(fields: dict[str, Any]) -> N
     ],
     ids=str,
 )
-def test_what_decides_the_result_alters_the_digest(fields: dict[str, Any]) -> None:
-    assert changed(**fields)
+def test_fields_that_affect_the_result_change_the_digest(fields: dict[str, Any]) -> None:
+    assert changes_digest(**fields)
 
 
-def test_with_early_stopping_evaluations_and_cadence_decide_too() -> None:
+def test_with_early_stopping_evaluation_and_checkpoint_fields_change_the_digest() -> None:
     judged = VALID.replace(evaluate__patience=3, data__eval_path="test")
     for fields in (
         {"evaluate__metric": "loss"},
@@ -495,9 +495,12 @@ def test_with_early_stopping_evaluations_and_cadence_decide_too() -> None:
         assert digest(judged.replace(**fields), "m") != digest(judged, "m"), fields
 
 
-def test_every_field_is_known_to_decide_or_not() -> None:
-    """A new field has to be added to one of the two tests above."""
-    both = (test_what_does_not_decide_the_result_may_change, test_what_decides_the_result_alters_the_digest)
+def test_each_field_is_tested_to_change_the_digest_or_not() -> None:
+    """A new field must be added to one of the two tests above."""
+    both = (
+        test_fields_that_do_not_affect_the_result_leave_the_digest,
+        test_fields_that_affect_the_result_change_the_digest,
+    )
     marks = [mark for test in both for mark in test.pytestmark]
     tested = {
         name.split("__init_args")[0].split("__class_path")[0]
@@ -509,18 +512,18 @@ def test_every_field_is_known_to_decide_or_not() -> None:
     assert tested == fields | {"seed", "task", "optimizer", "optimizer__groups", "schedule", "observers"}
 
 
-def test_the_data_alters_the_digest() -> None:
+def test_the_manifest_digest_changes_the_digest() -> None:
     assert digest(VALID, "m") != digest(VALID, "other")
 
 
-def test_logical_workers_count_however_they_were_given() -> None:
+def test_the_digest_has_logical_workers_also_if_they_are_unset() -> None:
     unset = VALID.replace(scaling__logical_workers=None)
     assert digest(unset, "m") == digest(VALID, "m")
     assert digest(unset.replace(scaling__max_workers=2), "m") != digest(VALID, "m")
 
 
 def test_fields_at_their_default_are_not_in_the_digest() -> None:
-    """So a field that a later version adds alters no digest; this one may never change."""
+    """Otherwise a field that a later version adds would change digests; the digest below must never change."""
     assert result_fields(Config(), "m") == {
         "manifest": "m",
         "scaling.logical_workers": 1,
@@ -538,7 +541,7 @@ def test_fields_at_their_default_are_not_in_the_digest() -> None:
     assert digest(Config(), "m") == "f1ceab64dd46be7db0fd597c48052c18f26975ce40e5afc28e0a7ea3e28e0f9b"
 
 
-def test_a_run_of_another_configuration_is_refused_with_a_diff() -> None:
+def test_a_run_with_another_configuration_is_refused_with_a_diff() -> None:
     old, new = (
         result_fields(VALID, "aaa"),
         result_fields(VALID.replace(optimizer__init_args={"lr": 0.2}, train__epochs=3), "bbb"),
@@ -562,7 +565,7 @@ def test_a_run_of_another_configuration_is_refused_with_a_diff() -> None:
 # --- YAML and replace
 
 
-def test_yaml_brings_back_the_same() -> None:
+def test_a_configuration_survives_yaml() -> None:
     schedule = ClassSpec("torch.optim.lr_scheduler.StepLR", {"step_size": 3})
     for config in (
         Config(),
@@ -575,12 +578,12 @@ def test_yaml_brings_back_the_same() -> None:
         assert digest(again, "m") == digest(config, "m")
 
 
-def test_yaml_needs_only_what_is_set() -> None:
+def test_yaml_with_some_fields_is_completed_by_defaults() -> None:
     text = yaml.safe_dump({"seed": 5, "train": {"epochs": 3}, "optimizer": {"class_path": "torch.optim.SGD"}})
     assert from_yaml(text) == Config().replace(seed=5, train__epochs=3, optimizer={"class_path": "torch.optim.SGD"})
 
 
-def test_replace_changes_only_what_is_named() -> None:
+def test_replace_changes_only_the_named_fields() -> None:
     config = VALID.replace(seed=9, train__epochs=3, data__cache="memory", optimizer__init_args__lr=0.5)
     assert flatten(config.to_dict()) == flatten(VALID.to_dict()) | {
         "seed": 9,
@@ -589,27 +592,27 @@ def test_replace_changes_only_what_is_named() -> None:
         "optimizer.init_args.lr": 0.5,
     }
     assert VALID.seed == 0
-    assert VALID.optimizer.init_args == {"lr": 0.1}, "the original is changed"
+    assert VALID.optimizer.init_args == {"lr": 0.1}, "replace() changed the original configuration"
 
 
 @pytest.mark.parametrize("fields", [{"train__epoch": 3}, {"trian__epochs": 3}, {"speed": 1}])
-def test_an_unknown_name_is_an_error(fields: dict[str, Any]) -> None:
+def test_an_unknown_field_of_replace_is_an_error(fields: dict[str, Any]) -> None:
     with pytest.raises((ConfigError, KeyError), match=r"epoch\b|trian|speed"):
         VALID.replace(**fields)
 
 
-def test_a_configuration_cannot_be_changed_in_place() -> None:
+def test_a_configuration_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         VALID.train.epochs = 3  # type: ignore[misc]
 
 
-def test_from_dict_leaves_its_input_alone() -> None:
+def test_from_dict_does_not_change_its_input() -> None:
     values = VALID.to_dict()
     from_dict(values)
     assert values == VALID.to_dict()
 
 
-def test_tracking_lives_beside_the_runs_unless_it_is_named() -> None:
+def test_the_tracking_database_is_next_to_the_runs_by_default() -> None:
     assert default_tracking_uri(Config().replace(run__storage_path="/mnt/runs")) == "sqlite:////mnt/runs/mlflow.db"
     assert default_tracking_uri(Config().replace(tracking__uri="http://host:5000")) == "http://host:5000"
 

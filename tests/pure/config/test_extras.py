@@ -1,4 +1,4 @@
-"""What only some need is not installed: whoever asks for it is told which extra brings it."""
+"""The error about an optional dependency that is not installed names the extra that contains it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DIGITS = ROOT / "conf" / "digits.yaml"
 
 
 @pytest.mark.parametrize(
-    ("ask", "extra"),
+    ("use", "extra"),
     [
         (lambda out: check_available(load_config(_DIGITS)), "tracking"),
         (lambda out: connect(f"sqlite:///{out}/mlflow.db"), "tracking"),
@@ -41,19 +41,21 @@ _DIGITS = ROOT / "conf" / "digits.yaml"
     ],
     ids=["run", "registry", "tensorboard", "vision", "detection", "digits", "text", "s3"],
 )
-def test_what_is_not_installed_is_named_with_its_extra(
-    ask: Callable[[Path], object], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_dependency_that_is_not_installed_is_named_with_its_extra(
+    use: Callable[[Path], object], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in EXTRAS else there(name, *more))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name in EXTRAS else find_spec(name, *more)
+    )
     with pytest.raises(ConfigError, match=rf'not installed: pip install "PATH_TO_RAY_APP\[{extra}\]"'):
-        ask(tmp_path)
+        use(tmp_path)
 
 
-def test_every_extra_is_one_of_the_package() -> None:
+def test_each_extra_in_an_error_is_declared_by_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    brought = {name: Requirement(extras[name][0]).name for name in EXTRAS.values()}
-    assert {library: brought[extra] for library, extra in EXTRAS.items()} == {name: name for name in EXTRAS} | {
+    libraries = {name: Requirement(extras[name][0]).name for name in EXTRAS.values()}
+    assert {library: libraries[extra] for library, extra in EXTRAS.items()} == {name: name for name in EXTRAS} | {
         "sklearn": "scikit-learn"
     }
     assert set(EXTRAS.values()) | {"all"} == set(extras)

@@ -1,4 +1,4 @@
-"""`~` in paths is the home folder, wherever a path is given."""
+"""`~` in a path of a configuration or a command is the home folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_path_of_the_configuration_is_expanded(home: Path, field: str) -> None
     assert getattr(getattr(Config().replace(**{field: "~/a/b"}), section), name) == str(home / "a/b")
 
 
-def test_a_file_and_a_command_line_are_expanded(home: Path, tmp_path: Path) -> None:
+def test_paths_of_a_file_and_of_a_command_line_are_expanded(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(
         "task: {class_path: ray_app.task.tabular.TabularRegression}\nrun: {storage_path: ~/runs}\ndata: {path:"
@@ -38,16 +38,16 @@ def test_a_file_and_a_command_line_are_expanded(home: Path, tmp_path: Path) -> N
     config = load_config(file, tracking__uri="sqlite:///~/m.db")
     assert (config.run.storage_path, config.data.path) == (str(home / "runs"), str(home / "data"))
     assert default_tracking_uri(config) == f"sqlite:///{home}/m.db"
-    given = [*TASK, "--data.path=~/d", "--predict.data=~/rows", "--predict.out=~/out", "--predict.run=~/runs/a"]
-    section: Any = parse_with_sections(given, {"predict": PredictSection}, "ray-app predict", False)[1]["predict"]
+    arguments = [*TASK, "--data.path=~/d", "--predict.data=~/rows", "--predict.out=~/out", "--predict.run=~/runs/a"]
+    section: Any = parse_with_sections(arguments, {"predict": PredictSection}, "ray-app predict", False)[1]["predict"]
     assert (section.data, section.out, section.run) == (str(home / "rows"), str(home / "out"), str(home / "runs/a"))
 
 
-def test_arguments_of_classes_are_expanded_and_other_texts_left(home: Path) -> None:
-    given = {"a": ["~/x", {"b": "~/y"}], "c": "~", "d": "~x", "e": "a ~/b", "f": 3, "g": "s3://b/~/x"}
-    assert expand_home(given) == given | {"a": [str(home / "x"), {"b": str(home / "y")}]}
+def test_paths_in_class_arguments_are_expanded_and_other_texts_are_not(home: Path) -> None:
+    arguments = {"a": ["~/x", {"b": "~/y"}], "c": "~", "d": "~x", "e": "a ~/b", "f": 3, "g": "s3://b/~/x"}
+    assert expand_home(arguments) == arguments | {"a": [str(home / "x"), {"b": str(home / "y")}]}
 
 
-def test_places_of_commands_are_expanded(home: Path) -> None:
+def test_paths_given_to_commands_are_expanded(home: Path) -> None:
     assert to_location("~/runs/a") == to_location("~/runs/a") == home.resolve() / "runs/a"
     assert to_location("~") == home.resolve()

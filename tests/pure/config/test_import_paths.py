@@ -1,4 +1,4 @@
-"""What the import paths of a configuration name."""
+"""Import paths of a configuration name classes, functions and attributes of classes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from ray_app.config.import_paths import load_class
 from ray_app.config.sections import ClassSpec
 
 
-def test_classes_functions_and_what_belongs_to_a_class() -> None:
+def test_import_paths_load_classes_functions_and_attributes_of_classes() -> None:
     assert load_class("torch.optim.AdamW") is load_class(ClassSpec("torch.optim.AdamW")) is torch.optim.AdamW
-    assert (
-        load_class("torchvision.models.googlenet.GoogLeNet").__name__ == "GoogLeNet"
-    )  # of a module that a function hides
+    # A function of the same name hides this module.
+    assert load_class("torchvision.models.googlenet.GoogLeNet").__name__ == "GoogLeNet"
     assert load_class("datetime.datetime.fromisoformat")("2026-11-23").day == 23
 
 
-def test_the_true_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_an_import_path_is_the_original_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_task_of_mine.py").write_text("import not_there_at_all\n\nclass Mine: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     for path in ("a_task_of_mine.Mine", "a_task_of_mine.Mine.make"):

@@ -1,6 +1,4 @@
-"""The shipped configurations: they load, say how to run them, and their models, optimizers and schedules can be
-made.
-"""
+"""The shipped configurations load and state how to run them; their models, optimizers and schedules can be built."""
 
 import re
 import time
@@ -55,7 +53,7 @@ FACTS["language_model"] = DataFacts("packed", 2721, {"tokens": ColumnFacts("list
 FACTS["segmentation"] = DataFacts("masks", 256, {"image": ColumnFacts("bytes"), "mask": ColumnFacts("bytes")})
 FACTS["retrain_digits"] = FACTS["digits"]
 FACTS["mnist_cnn"] = FACTS["mnist_dense"]
-MORE: dict[str, type] = {"retrain": RetrainSection}
+EXTRA_SECTIONS: dict[str, type] = {"retrain": RetrainSection}
 PARAMETERS = {"digits": 21_482, "retrain_digits": 21_482, "mnist_dense": 269_322, "mnist_cnn": 2_770_634}
 PARAMETERS |= {
     "resnet50_imagenet": 25_557_032,
@@ -66,13 +64,13 @@ PARAMETERS |= {
 }
 
 
-def config_of(file: Path) -> Config:
-    return parse_with_sections(["--config", str(file)], MORE, "any job", exit_on_error=False)[0]
+def load_shipped(file: Path) -> Config:
+    return parse_with_sections(["--config", str(file)], EXTRA_SECTIONS, "any job", exit_on_error=False)[0]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-def test_a_configuration_loads_and_its_parts_can_be_made(file: Path) -> None:
-    config = config_of(file)
+def test_a_shipped_configuration_loads_and_its_parts_can_be_built(file: Path) -> None:
+    config = load_shipped(file)
     task = make_task(config).prepare(FACTS[file.stem])
     state = TrainingState(config, task, torch.device("cpu"), 100)
     assert sum(p.numel() for p in state.model.parameters()) == PARAMETERS[file.stem]
@@ -81,13 +79,13 @@ def test_a_configuration_loads_and_its_parts_can_be_made(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-def test_a_header_says_command_hardware_and_expectation(file: Path) -> None:
+def test_the_header_of_a_configuration_has_command_hardware_and_expectation(file: Path) -> None:
     header = [line for line in file.read_text().splitlines() if line.startswith("#")]
     for word in ("command:", "hardware:", "expected:"):
         assert any(word in line for line in header), word
 
 
-def test_overrides_from_python_and_their_refusal() -> None:
+def test_overrides_from_python_are_applied_or_refused() -> None:
     config = load_config(
         DIGITS,
         scaling__max_workers=4,
@@ -112,50 +110,53 @@ def test_overrides_from_python_and_their_refusal() -> None:
             load_config(DIGITS, **{field: value})
 
 
-def test_a_nested_class_is_the_same_with_defaults_none_or_no_arguments(tmp_path: Path) -> None:
+def test_a_nested_class_is_equal_with_default_empty_or_no_arguments(tmp_path: Path) -> None:
     flip = "{class_path: torchvision.transforms.v2.RandomHorizontalFlip}"
     text = (ROOT / "conf" / "detection.yaml").read_text()
     assert flip in text
-    found = []
+    tasks = []
     for init_args in ("", ", init_args: {}", ", init_args: {p: 0.5}"):
         (tmp_path / "conf.yaml").write_text(text.replace(flip, flip.replace("}", init_args + "}", 1)))
-        found.append(load_config(tmp_path / "conf.yaml").task)
-    assert found == [found[0]] * 3
+        tasks.append(load_config(tmp_path / "conf.yaml").task)
+    assert tasks == [tasks[0]] * 3
 
 
-SECTIONS_OF_A_RUN = {*SECTIONS, "task", "optimizer", "schedule", "seed"}
-IN_DOCS = [
+RUN_SECTIONS = {*SECTIONS, "task", "optimizer", "schedule", "seed"}
+DOCUMENTED = [
     pytest.param(block.text, id=f"{page.stem}-{number}")
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    for number, block in enumerate(each for each in blocks(page) if each.language == "yaml")
+    for number, block in enumerate(block for block in blocks(page) if block.language == "yaml")
     if page.stem != "own-task"
-    and block.mark != "file"  # which test_init and test_pages train
-    and set(yaml.safe_load(block.text)) <= SECTIONS_OF_A_RUN
+    # test_init and test_pages train with these files.
+    and block.mark != "file"
+    and set(yaml.safe_load(block.text)) <= RUN_SECTIONS
 ]
 
 
-@pytest.mark.parametrize("block", IN_DOCS)
+@pytest.mark.parametrize("block", DOCUMENTED)
 def test_a_configuration_in_the_docs_loads(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of one is completed by a task and a data set."""
+    """A task and a data set complete a partial configuration."""
     (tmp_path / "my_task.py").write_text(
         "from ray_app.task.tabular import TabularClassification\n\nclass MyTask(TabularClassification):\n    pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "conf.yaml").write_text(block)
-    said = yaml.safe_load(block)
-    rest = {"task__class_path": "my_task.MyTask"} if "task" not in said else {}
-    rest |= {f"data__{name}": name for name in ("path", "eval_path") if name not in said.get("data", {})}
-    config = load_config(tmp_path / "conf.yaml", **rest)
-    for section in SECTIONS.keys() & said.keys():
-        assert {name: getattr(getattr(config, section), name) for name in said[section]} == said[section]
+    values = yaml.safe_load(block)
+    missing = {"task__class_path": "my_task.MyTask"} if "task" not in values else {}
+    missing |= {f"data__{name}": name for name in ("path", "eval_path") if name not in values.get("data", {})}
+    config = load_config(tmp_path / "conf.yaml", **missing)
+    for section in SECTIONS.keys() & values.keys():
+        assert {name: getattr(getattr(config, section), name) for name in values[section]} == values[section]
 
 
 def test_the_tf_distribute_page_has_a_configuration_for_each_strategy() -> None:
     page = (ROOT / "docs" / "from-tf-distribute.md").read_text()
-    theirs = re.findall(
+    examples = re.findall(
         r"```python\n.*?tf\.distribute\.(?:experimental\.)?(\w+Strategy)\(.*?```\n\n```yaml\n(.*?)```", page, re.DOTALL
     )
-    assert {name: yaml.safe_load(ours).get("train", {}).get("strategy", "ddp") for name, ours in theirs} == {
+    assert {
+        name: yaml.safe_load(configuration).get("train", {}).get("strategy", "ddp") for name, configuration in examples
+    } == {
         "MultiWorkerMirroredStrategy": "ddp",
         "MirroredStrategy": "ddp",
         "OneDeviceStrategy": "single",
@@ -171,8 +172,8 @@ OPTIMIZERS = [
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_by_its_class_alone_has_its_own_defaults(name: str, tmp_path: Path) -> None:
-    """None of those of Adam, which stands where no optimizer is named."""
+def test_an_optimizer_given_by_its_class_has_the_defaults_of_that_class(name: str, tmp_path: Path) -> None:
+    """The arguments of Adam, the default optimizer, do not apply to it."""
     shipped = load_config(DIGITS)
     file = tmp_path / "given.yaml"
     values = {
@@ -182,14 +183,16 @@ def test_an_optimizer_by_its_class_alone_has_its_own_defaults(name: str, tmp_pat
     }
     file.write_text(yaml.safe_dump(values))
     assert load_config(file).optimizer == OptimizerSpec(f"torch.optim.{name}")
-    over = load_config(DIGITS, optimizer=f"torch.optim.{name}").optimizer
-    assert over.init_args.items() <= shipped.optimizer.init_args.items(), "what the file gives may stay"
+    replaced = load_config(DIGITS, optimizer=f"torch.optim.{name}").optimizer
+    assert replaced.init_args.items() <= shipped.optimizer.init_args.items(), (
+        "an argument is neither in the file nor a default"
+    )
 
 
-def test_an_argument_alone_is_that_of_the_default_optimizer() -> None:
-    given = ["--task=ray_app.task.image.ImageClassification", "--data.path=x"]
-    assert parse(given, exit_on_error=False).optimizer == Config().optimizer
-    assert parse([*given, "--optimizer.init_args.lr=0.01"], exit_on_error=False).optimizer == OptimizerSpec(
+def test_an_optimizer_argument_without_a_class_is_one_of_the_default_optimizer() -> None:
+    arguments = ["--task=ray_app.task.image.ImageClassification", "--data.path=x"]
+    assert parse(arguments, exit_on_error=False).optimizer == Config().optimizer
+    assert parse([*arguments, "--optimizer.init_args.lr=0.01"], exit_on_error=False).optimizer == OptimizerSpec(
         "torch.optim.Adam", {"lr": 0.01}
     )
 
@@ -199,39 +202,39 @@ WARM_UP = """{class_path: torch.optim.lr_scheduler.SequentialLR, init_args: {mil
   {class_path: torch.optim.lr_scheduler.CosineAnnealingLR, init_args: {T_max: 900}}]}}"""
 
 
-def test_a_schedule_may_be_made_of_others(tmp_path: Path) -> None:
+def test_a_schedule_may_consist_of_other_schedules(tmp_path: Path) -> None:
     file = tmp_path / "given.yaml"
-    rest = "{task: {class_path: ray_app.task.image.ImageClassification}, data: {path: x}, schedule: %s}"
-    file.write_text(rest % WARM_UP)
-    found = load_config(file).schedule
-    assert found is not None
-    warm_up, cosine = found.init_args["schedulers"]
-    assert warm_up["init_args"] == {"start_factor": 0.01, "total_iters": 100}, "without what is the default in any case"
+    template = "{task: {class_path: ray_app.task.image.ImageClassification}, data: {path: x}, schedule: %s}"
+    file.write_text(template % WARM_UP)
+    schedule = load_config(file).schedule
+    assert schedule is not None
+    warm_up, cosine = schedule.init_args["schedulers"]
+    assert warm_up["init_args"] == {"start_factor": 0.01, "total_iters": 100}, "the stored arguments contain defaults"
     assert cosine["init_args"] == {"T_max": 900}
     file.write_text(load_config(file).to_yaml())
-    assert load_config(file).schedule == found
-    file.write_text(rest % WARM_UP.replace("T_max", "T_min"))
+    assert load_config(file).schedule == schedule
+    file.write_text(template % WARM_UP.replace("T_max", "T_min"))
     with pytest.raises(ConfigError, match=r"CosineAnnealingLR has no argument 'T_min'. Did you mean "):
         load_config(file)
 
 
-def test_arguments_that_a_run_does_not_keep_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_a_run_does_not_store_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "open_task.py").write_text(
         "from ray_app.task.tabular import TabularClassification\n\nclass OpenTask(TabularClassification):\n"
         "    def __init__(self, **options):\n        super().__init__()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    given = ["--task=open_task.OpenTask", "--data.path=x"]
-    assert parse(given, exit_on_error=False).task == ClassSpec("open_task.OpenTask")
+    arguments = ["--task=open_task.OpenTask", "--data.path=x"]
+    assert parse(arguments, exit_on_error=False).task == ClassSpec("open_task.OpenTask")
     with pytest.raises(ConfigError, match=r"open_task.OpenTask has dict_kwargs \['depth'\]; .*in the signature"):
-        parse([*given, "--task.dict_kwargs.depth=3"], exit_on_error=False)
+        parse([*arguments, "--task.dict_kwargs.depth=3"], exit_on_error=False)
 
 
 def one_cycle(steps: int) -> dict[str, Any]:
     return {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": steps}}
 
 
-def made_of(kind: str, *schedulers: dict[str, Any], **more: Any) -> dict[str, Any]:
+def composite_schedule(kind: str, *schedulers: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {
         "schedule": {
             "class_path": f"torch.optim.lr_scheduler.{kind}",
@@ -243,15 +246,15 @@ def made_of(kind: str, *schedulers: dict[str, Any], **more: Any) -> dict[str, An
 STEADY = {"class_path": "torch.optim.lr_scheduler.ConstantLR", "init_args": {"factor": 1.0}}
 
 
-def test_a_schedule_in_another_needs_the_steps_of_its_phase_only(digits: Path, tmp_path: Path) -> None:
+def test_a_nested_schedule_needs_only_the_steps_of_its_phase(digits: Path, tmp_path: Path) -> None:
     config = load_config(
         ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None, train__max_steps=20
     )
     for number, schedule in enumerate(
         [
-            made_of("SequentialLR", STEADY, one_cycle(12), milestones=[8]),
-            made_of("SequentialLR", one_cycle(8), STEADY, milestones=[8]),
-            made_of("ChainedScheduler", one_cycle(20), STEADY),
+            composite_schedule("SequentialLR", STEADY, one_cycle(12), milestones=[8]),
+            composite_schedule("SequentialLR", one_cycle(8), STEADY, milestones=[8]),
+            composite_schedule("ChainedScheduler", one_cycle(20), STEADY),
         ]
     ):
         job = prepare(
@@ -265,12 +268,15 @@ def test_a_schedule_in_another_needs_the_steps_of_its_phase_only(digits: Path, t
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"schedule": one_cycle(5)}, "OneCycleLR has total_steps 5, but is moved at"),
-        (made_of("SequentialLR", one_cycle(8), STEADY, milestones=[9]), "total_steps 8, but is moved at 9 steps"),
-        (made_of("SequentialLR", STEADY, one_cycle(8), milestones=[9]), "total_steps 8, but is moved at"),
-        (made_of("ChainedScheduler", STEADY, one_cycle(8)), "total_steps 8, but is moved at"),
+        (
+            composite_schedule("SequentialLR", one_cycle(8), STEADY, milestones=[9]),
+            "total_steps 8, but is moved at 9 steps",
+        ),
+        (composite_schedule("SequentialLR", STEADY, one_cycle(8), milestones=[9]), "total_steps 8, but is moved at"),
+        (composite_schedule("ChainedScheduler", STEADY, one_cycle(8)), "total_steps 8, but is moved at"),
         (
             {"optimizer": {"class_path": "torch.optim.LBFGS"}, "schedule": None},
             r"torch.optim.LBFGS cannot make a step: .*closure",
@@ -294,14 +300,14 @@ def test_a_schedule_in_another_needs_the_steps_of_its_phase_only(digits: Path, t
         "a metric",
     ],
 )
-def test_what_cannot_make_a_step_is_refused_before_the_start(
-    digits: Path, tmp_path: Path, fields: dict[str, Any], said: str
+def test_an_optimizer_or_schedule_that_cannot_step_is_refused_before_the_start(
+    digits: Path, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         prepare(config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, **fields))
     if "optimizer" in fields:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             prepare(
                 config.replace(
                     run__storage_path=str(tmp_path), tracking__enabled=False, scaling__gpus_per_worker=1, **fields
@@ -310,15 +316,17 @@ def test_what_cannot_make_a_step_is_refused_before_the_start(
 
 
 class Grouped(torch.optim.SGD):
-    """Weight decay for matrices alone."""
+    """An optimizer that applies weight decay to matrices only, by two groups of parameters."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
-        given = list(params)
-        matrices = {"params": [p for p in given if p.ndim > 1], "weight_decay": 0.1}
-        super().__init__([matrices, {"params": [p for p in given if p.ndim < 2]}], lr)
+        parameters = list(params)
+        matrices = {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1}
+        super().__init__([matrices, {"params": [p for p in parameters if p.ndim < 2]}], lr)
 
 
-def test_groups_of_parameters_are_refused_where_they_would_be_mixed_up(digits: Path, tmp_path: Path) -> None:
+def test_an_optimizer_with_groups_is_refused_by_strategies_that_flatten_parameters(
+    digits: Path, tmp_path: Path
+) -> None:
     config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
     optimizer = {"class_path": f"{__name__}.Grouped", "init_args": {}}
     config = config.replace(
@@ -333,7 +341,7 @@ def test_groups_of_parameters_are_refused_where_they_would_be_mixed_up(digits: P
             prepare(config.replace(train__strategy=strategy))
 
 
-def test_an_optimizer_that_needs_a_gpu_may_be_configured_where_there_is_none(
+def test_an_optimizer_for_gpus_may_be_configured_on_a_machine_without_gpu(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -346,7 +354,7 @@ def test_an_optimizer_that_needs_a_gpu_may_be_configured_where_there_is_none(
     assert prepare(config.replace(scaling__gpus_per_worker=1)).job.config.optimizer.init_args["capturable"]
 
 
-def test_made_up_names_of_runs_that_start_at_once_differ_and_tell_the_year() -> None:
-    made = [make_run_name() for _ in range(200)]
-    assert len(set(made)) == len(made)
-    assert made[0].startswith(time.strftime("%Y"))
+def test_generated_run_names_differ_and_begin_with_the_year() -> None:
+    names = [make_run_name() for _ in range(200)]
+    assert len(set(names)) == len(names)
+    assert names[0].startswith(time.strftime("%Y"))

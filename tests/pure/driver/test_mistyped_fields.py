@@ -1,4 +1,4 @@
-"""Values of a configuration of another type than their field: what is wrong, in a line."""
+"""The error for a configuration value of the wrong type, or out of range, is one line that names the field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BASE = {"task": "{class_path: ray_app.task.tabular.TabularRegression}", "data": 
 QUOTES = "YAML takes what is not in quotes, as 007, 1e3, 12:30 and on, for a number, a time or true; write it in quotes"
 
 
-def refusal(folder: Path, **sections: str) -> str:
+def error_of(folder: Path, **sections: str) -> str:
     file = folder / "train.yaml"
     file.write_text("".join(f"{name}: {value}\n" for name, value in (BASE | sections).items()))
     with pytest.raises(ConfigError) as caught:
@@ -27,18 +27,18 @@ def refusal(folder: Path, **sections: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("given", "message"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("007", "run.name is 7; it must be text or null. " + QUOTES + ": name: '...'."),
     ("on", "run.name is True; it must be text or null. " + QUOTES),
     ("1e3", "run.name is 1000.0; it must be text or null. " + QUOTES),
     ("12:30:45", "run.name is 45045; it must be text or null. " + QUOTES),
     ("[a]", "run.name is ['a']; it must be text or null."),
 ])  # fmt: skip
-def test_a_name_that_yaml_takes_for_something_else(tmp_path: Path, given: str, message: str) -> None:
-    assert message in refusal(tmp_path, run=f"{{name: {given}}}")
+def test_a_run_name_that_yaml_does_not_read_as_text_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    assert message in error_of(tmp_path, run=f"{{name: {text}}}")
 
 
-@pytest.mark.parametrize(("section", "given", "message"), [
+@pytest.mark.parametrize(("section", "text", "message"), [
     ("data", "{path: x, global_batch_size: true}", "data.global_batch_size is True; it must be an integer."),
     ("data", "{path: x, read_task_mb: [1]}", "data.read_task_mb is [1]; it must be a number."),
     ("train", "{grad_clip_norm: yes}", "train.grad_clip_norm is True; it must be a number or null."),
@@ -47,43 +47,45 @@ def test_a_name_that_yaml_takes_for_something_else(tmp_path: Path, given: str, m
     ("tracking", "{enabled: 1}", "tracking.enabled is 1; it must be true or false."),
     ("seed", "true", "seed is True; it must be an integer."),
 ])  # fmt: skip
-def test_a_field_of_another_type(tmp_path: Path, section: str, given: str, message: str) -> None:
-    assert message in refusal(tmp_path, **{section: given})
+def test_a_value_of_the_wrong_type_is_refused(tmp_path: Path, section: str, text: str, message: str) -> None:
+    assert message in error_of(tmp_path, **{section: text})
 
 
-@pytest.mark.parametrize(("given", "shown"), [("true", "True"), ("[0.1]", "[0.1]"), ("fast", "'fast'")])
-def test_a_learning_rate_that_is_no_number(tmp_path: Path, given: str, shown: str) -> None:
-    spec = f"{{class_path: torch.optim.SGD, init_args: {{lr: {given}}}"
-    assert f"torch.optim.SGD got lr = {shown}; it must be float." in refusal(tmp_path, optimizer=spec + "}")
+@pytest.mark.parametrize(("text", "value"), [("true", "True"), ("[0.1]", "[0.1]"), ("fast", "'fast'")])
+def test_a_learning_rate_that_is_not_a_number_is_refused(tmp_path: Path, text: str, value: str) -> None:
+    spec = f"{{class_path: torch.optim.SGD, init_args: {{lr: {text}}}"
+    assert f"torch.optim.SGD got lr = {value}; it must be float." in error_of(tmp_path, optimizer=spec + "}")
     turn = f"{{a: {spec}, parameters: ['*']}}}}"
-    assert f"of optimizers.a: torch.optim.SGD got lr = {shown}; it must be float." in refusal(tmp_path, optimizers=turn)
-    groups = f"{{class_path: torch.optim.SGD, init_args: {{lr: 0.1}}, groups: [{{names: ['*'], lr: {given}}}]}}"
-    assert f"optimizer.groups has lr = {shown}; it must be a number." in refusal(tmp_path, optimizer=groups)
+    assert f"of optimizers.a: torch.optim.SGD got lr = {value}; it must be float." in error_of(
+        tmp_path, optimizers=turn
+    )
+    groups = f"{{class_path: torch.optim.SGD, init_args: {{lr: 0.1}}, groups: [{{names: ['*'], lr: {text}}}]}}"
+    assert f"optimizer.groups has lr = {value}; it must be a number." in error_of(tmp_path, optimizer=groups)
 
 
-@pytest.mark.parametrize(("given", "message"), [
+@pytest.mark.parametrize(("text", "message"), [
     (".nan", "optimizer.init_args.lr is nan; it must be finite."),
     (".inf", "optimizer.init_args.lr is inf; it must be finite."),
     ("-1", "optimizer.init_args.lr is -1.0; it must be at least 0."),
     ("1, weight_decay: -1.0e-4", "optimizer.init_args.weight_decay is -0.0001; it must be at least 0."),
     ("1, betas: [.nan, 0.9]", "optimizer.init_args.betas is [nan, 0.9]; it must be finite."),
 ])  # fmt: skip
-def test_an_argument_of_an_optimizer_out_of_range(tmp_path: Path, given: str, message: str) -> None:
-    assert refusal(tmp_path, optimizer=f"{{class_path: torch.optim.AdamW, init_args: {{lr: {given}}}}}").endswith(
+def test_an_optimizer_argument_out_of_range_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    assert error_of(tmp_path, optimizer=f"{{class_path: torch.optim.AdamW, init_args: {{lr: {text}}}}}").endswith(
         message
     )
 
 
-def test_a_rate_of_a_group_that_is_nan(tmp_path: Path) -> None:
+def test_a_learning_rate_of_a_group_that_is_nan_is_refused(tmp_path: Path) -> None:
     spec = "{class_path: torch.optim.SGD, init_args: {lr: 1, groups: [{norms_and_biases: true, lr: .nan}]}}"
-    assert refusal(tmp_path, optimizer=spec).endswith("optimizer.groups[0].lr is nan; it must be finite.")
+    assert error_of(tmp_path, optimizer=spec).endswith("optimizer.groups[0].lr is nan; it must be finite.")
 
 
-def test_a_schedule_that_multiplies_by_nan(tmp_path: Path) -> None:
+def test_a_schedule_argument_that_is_nan_is_refused(tmp_path: Path) -> None:
     spec = "{class_path: torch.optim.lr_scheduler.ExponentialLR, init_args: {gamma: .nan}}"
-    assert refusal(tmp_path, schedule=spec).endswith("schedule.init_args.gamma is nan; it must be finite.")
+    assert error_of(tmp_path, schedule=spec).endswith("schedule.init_args.gamma is nan; it must be finite.")
 
 
-def test_an_optimizer_of_a_user_may_have_infinity_for_no_limit() -> None:
+def test_an_argument_of_a_user_defined_optimizer_may_be_infinite() -> None:
     optimizer = OptimizerSpec("tests.support.odd_optimizers.Finding", {"limit": math.inf})
     assert not check_optimizers(Config(task=ClassSpec("a.B")).replace(optimizer=asdict(optimizer)))

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is meant: one rule for notebooks, exports, the registry and predictions."""
+"""Notebooks, exports, the registry and predictions select the checkpoint of a run by one rule."""
 
 from __future__ import annotations
 
@@ -38,36 +38,34 @@ from tests.support.places import ROOT
 
 @pytest.fixture
 def job(digits: Path, tmp_path: Path) -> Job:
-    """A run with checkpoints of steps 10, 20 and 30, of which the second is best by what was evaluated so far, without
-    a summary.
-    """
+    """Returns a run with checkpoints of steps 10, 20 and 30; step 20 is the best of the two that are evaluated."""
     fields: dict[str, Any] = {
         "data__path": str(digits / "train"),
         "data__eval_path": None,
         "run__storage_path": str(tmp_path / "runs"),
     }
     config = load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)
-    made = trained(config, 10, 20, 30)
-    evaluate(made, 10, 0.5)
-    evaluate(made, 20, 0.7)
+    run_job = write_checkpoints(config, 10, 20, 30)
+    evaluate(run_job, 10, 0.5)
+    evaluate(run_job, 20, 0.7)
     put_json(
-        made.paths.summary,
+        run_job.paths.summary,
         {"status": "finished", "steps": 30, "best": {"step": 20, "metric": "accuracy", "value": 0.7}},
     )
-    return made
+    return run_job
 
 
-def trained(config: Config, *steps: int) -> Job:
-    """A run with checkpoints; nothing was trained."""
-    made = claim(prepare(config), 1).job
+def write_checkpoints(config: Config, *steps: int) -> Job:
+    """Returns a run with checkpoints that are written without training."""
+    job = claim(prepare(config), 1).job
     for step in steps:
         state = {
             name: values + step if values.is_floating_point() else values
-            for name, values in made.task.build_model().state_dict().items()
+            for name, values in job.task.build_model().state_dict().items()
         }
-        digests = {"params_digest": params_digest(state), "manifest_digest": made.plan.manifest.digest}
-        CheckpointStore(made.paths).write(pack(Snapshot(step, state, {}, None)), replace(commit_of(step), **digests))
-    return made
+        digests = {"params_digest": params_digest(state), "manifest_digest": job.plan.manifest.digest}
+        CheckpointStore(job.paths).write(pack(Snapshot(step, state, {}, None)), replace(commit_of(step), **digests))
+    return job
 
 
 def evaluate(job: Job, step: int, accuracy: float) -> None:
@@ -88,8 +86,8 @@ def step_of(job: Job, model: nn.Module) -> int:
     return next(c.step for c in CheckpointStore(job.paths).commits() if c.params_digest == digest)
 
 
-def chosen_everywhere(job: Job, folder: Path) -> set[int]:
-    """The step of the best checkpoint as each way to use it has it."""
+def best_steps(job: Job, folder: Path) -> set[int]:
+    """Returns the steps of the best checkpoint by each way to use it; all are equal if the set has one element."""
     result = result_of(job)
     best = result.best_checkpoint
     assert best is not None
@@ -100,33 +98,34 @@ def chosen_everywhere(job: Job, folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("which", "step"), [("best", 20), ("newest", 30), ("step-10", 10), ("step-20", 20), ("step-00000010-0001", 10)]
+    ("name", "step"), [("best", 20), ("newest", 30), ("step-10", 10), ("step-20", 20), ("step-00000010-0001", 10)]
 )
-def test_a_notebook_loads_the_checkpoint_that_it_names(job: Job, which: str, step: int) -> None:
-    model = result_of(job).load_model(which)
+def test_a_notebook_loads_the_checkpoint_that_it_names(job: Job, name: str, step: int) -> None:
+    model = result_of(job).load_model(name)
     assert step_of(job, model) == step
     assert not model.training
 
 
-@pytest.mark.parametrize("which", ["foo", "step-999", "step-10-7", "last", ""])
-def test_a_name_of_no_checkpoint_is_refused_with_those_that_are_there(job: Job, tmp_path: Path, which: str) -> None:
+@pytest.mark.parametrize("name", ["foo", "step-999", "step-10-7", "last", ""])
+def test_an_unknown_checkpoint_name_is_refused_with_the_existing_names(job: Job, tmp_path: Path, name: str) -> None:
     expected = r"best, newest or one of step-00000010-0001, step-00000020-0001, step-00000030-0001"
     with pytest.raises(ConfigError, match=expected):
-        result_of(job).load_model(which)
+        result_of(job).load_model(name)
     with pytest.raises(ConfigError, match=expected):
-        result_of(job).export(str(tmp_path / "out"), which)
+        result_of(job).export(str(tmp_path / "out"), name)
 
 
-def test_all_mean_the_same_best_one_also_when_an_evaluation_comes_late_or_it_is_gone(
+def test_each_way_uses_the_same_best_checkpoint_after_late_evaluations_and_removals(
     job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert chosen_everywhere(job, tmp_path / "out") == {20}
-    evaluate(job, 30, 0.9)  # after summary.json
-    assert chosen_everywhere(job, tmp_path / "out") == {30}
+    assert best_steps(job, tmp_path / "out") == {20}
+    # This evaluation comes after summary.json was written.
+    evaluate(job, 30, 0.9)
+    assert best_steps(job, tmp_path / "out") == {30}
     assert "is gone" not in caplog.text
     shutil.rmtree(job.paths.checkpoint(30, 1))
     with caplog.at_level(logging.WARNING):
-        assert chosen_everywhere(job, tmp_path / "out") == {20}
+        assert best_steps(job, tmp_path / "out") == {20}
     assert caplog.text.count("The best checkpoint, of step 30, is gone") == 5
 
 
@@ -138,27 +137,27 @@ def test_evaluations_of_other_data_are_not_compared(job: Job) -> None:
     assert best_commit(job)[0].step == 30
 
 
-def test_a_run_is_evaluated_only_with_the_data_that_its_task_was_made_from(digits: Path, tmp_path: Path) -> None:
+def test_a_run_is_not_evaluated_if_its_training_data_has_changed(digits: Path, tmp_path: Path) -> None:
     shutil.copytree(digits / "train", tmp_path / "train")
     fields: dict[str, Any] = {"data__path": str(tmp_path / "train"), "data__eval_path": str(digits / "eval")}
     config = load_config(ROOT / "conf" / "digits.yaml").replace(
         run__name="run", run__storage_path=str(tmp_path / "runs"), **fields
     )
-    made = trained(config, 10)
-    put_event(made.paths, "started", 1)
+    run_job = write_checkpoints(config, 10)
+    put_event(run_job.paths, "started", 1)
     shutil.copy(next((tmp_path / "train").glob("*.parquet")), tmp_path / "train" / "more.parquet")
     with pytest.raises(DataError, match="is not what it was trained on"):
-        evaluate_run(EvaluateOptions(run=str(made.paths.root)), None, Console(quiet=True))
+        evaluate_run(EvaluateOptions(run=str(run_job.paths.root)), None, Console(quiet=True))
 
 
-def test_without_a_checkpoint_there_is_nothing_to_load(job: Job) -> None:
+def test_loading_the_model_of_a_run_without_checkpoints_is_an_error(job: Job) -> None:
     shutil.rmtree(job.paths.checkpoints)
     assert result_of(job).best_checkpoint is None
     with pytest.raises(CheckpointError, match="no committed checkpoint"):
         result_of(job).load_model()
 
 
-def test_other_parameters_than_were_committed_are_refused(job: Job) -> None:
+def test_parameters_that_differ_from_the_committed_digest_are_refused(job: Job) -> None:
     state = {name: torch.zeros_like(values) for name, values in job.task.build_model().state_dict().items()}
     CheckpointStore(job.paths).write(
         pack(Snapshot(40, state, {}, None)), replace(commit_of(40), params_digest="0" * 64)
@@ -168,7 +167,7 @@ def test_other_parameters_than_were_committed_are_refused(job: Job) -> None:
 
 
 @pytest.mark.parametrize("eval_data", [False, True])
-def test_a_run_that_skips_bad_rows_is_exported_though_its_first_row_is_one(tmp_path: Path, eval_data: bool) -> None:
+def test_a_run_that_skips_bad_rows_is_exported_although_its_first_row_is_bad(tmp_path: Path, eval_data: bool) -> None:
     pictures = [io.BytesIO() for _ in range(8)]
     for shade, picture in enumerate(pictures):
         Image.new("RGB", (8, 8), (shade, 0, 0)).save(picture, "png")
@@ -189,12 +188,12 @@ def test_a_run_that_skips_bad_rows_is_exported_though_its_first_row_is_one(tmp_p
         data__global_batch_size=4,
         data__on_bad_row="skip",
     )
-    made = trained(config, 10)
-    said = export_run(ExportOptions(str(made.paths.root), str(tmp_path / "out")))
-    assert (said["step"], said["format"]) == (10, "torch.export")
+    run_job = write_checkpoints(config, 10)
+    exported = export_run(ExportOptions(str(run_job.paths.root), str(tmp_path / "out")))
+    assert (exported["step"], exported["format"]) == (10, "torch.export")
 
 
-def test_a_storage_that_does_not_answer_keeps_no_run_from_ending(
+def test_unreachable_storage_at_registration_does_not_fail_the_run(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(store: CheckpointStore) -> list[Commit]:

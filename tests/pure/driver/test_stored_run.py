@@ -1,4 +1,4 @@
-"""The stored configuration and the record of a run: those of the newest start, and those that another version wrote."""
+"""The stored configuration and run log: those of the newest start, and those that another version wrote."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.places import ROOT
 
 @pytest.fixture
 def job(digits: Path, tmp_path: Path) -> Job:
-    """A run that was claimed once."""
+    """Returns a run that one start has claimed."""
     fields: dict[str, Any] = {
         "data__path": str(digits / "train"),
         "data__eval_path": None,
@@ -35,12 +35,13 @@ def job(digits: Path, tmp_path: Path) -> Job:
     ).job
 
 
-def test_the_best_is_judged_by_the_metric_of_the_newest_start(job: Job) -> None:
+def test_the_metric_of_the_newest_start_decides_the_best_checkpoint(job: Job) -> None:
     config = job.config.replace(evaluate__metric="loss", evaluate__mode="min", checkpoint__keep_last=7)
-    for fence in (2, 3):  # the third changes nothing
-        again = claim(prepare(config), fence).job
-    assert read_config(job.paths) == again.config
-    assert (again.best_metric, stored_job(job.paths).best_metric, read_facts(job.paths).metric) == (
+    # The third start changes nothing.
+    for fence in (2, 3):
+        newest_job = claim(prepare(config), fence).job
+    assert read_config(job.paths) == newest_job.config
+    assert (newest_job.best_metric, stored_job(job.paths).best_metric, read_facts(job.paths).metric) == (
         "loss",
         "loss",
         "loss",
@@ -54,7 +55,7 @@ def test_the_best_is_judged_by_the_metric_of_the_newest_start(job: Job) -> None:
     assert (event.fence, event.details["fields"]) == (2, fields)
 
 
-def test_optimizers_that_take_turns_stay_complete_and_change_nothing(job: Job) -> None:
+def test_stored_alternating_optimizers_are_complete_and_stable_over_starts(job: Job) -> None:
     schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}
     turns = {
         "rest": {"class_path": "torch.optim.Adam", "parameters": ["*.weight"], "schedule": schedule},
@@ -65,7 +66,7 @@ def test_optimizers_that_take_turns_stay_complete_and_change_nothing(job: Job) -
     )
     first = claim(prepare(config), 1).job
     text = first.paths.config.read_text()
-    assert ("betas" in text, "gamma" in text) == (True, True), "arguments that were not given"
+    assert ("betas" in text, "gamma" in text) == (True, True), "the stored configuration lacks default arguments"
     for fence in (2, 3):
         claim(prepare(config), fence)
     assert first.paths.config.read_text() == text
@@ -77,7 +78,7 @@ def test_optimizers_that_take_turns_stay_complete_and_change_nothing(job: Job) -
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         ("data:\n", "data:\n  shufle: true\n", "data.shufle is not a field"),
         ("data:\n", "data:\n  cach_dir: x\n", "data.cach_dir is not a field; the nearest is data.cache_dir"),
@@ -85,8 +86,8 @@ def test_optimizers_that_take_turns_stay_complete_and_change_nothing(job: Job) -
         ("data:\n", "gone:\n  a: 1\ndata:\n", "gone is not a field"),
     ],
 )
-def test_a_configuration_of_another_version_is_named_with_its_fields(
-    job: Job, before: str, after: str, said: str
+def test_the_error_about_a_configuration_of_another_version_names_its_unknown_field(
+    job: Job, before: str, after: str, message: str
 ) -> None:
     text = job.paths.config.read_text().replace(before, after, 1)
     job.paths.config.write_text(text)  # type: ignore[union-attr]
@@ -95,10 +96,10 @@ def test_a_configuration_of_another_version_is_named_with_its_fields(
         lambda: compare_runs([str(job.paths.root)]),
         lambda: prepare(job.config),
     ):
-        with pytest.raises(ConfigError, match=said) as refused:
+        with pytest.raises(ConfigError, match=message) as caught:
             read()
-        assert str(job.paths.config) in str(refused.value)
-        assert "Use the version that made the run" in str(refused.value)
+        assert str(job.paths.config) in str(caught.value)
+        assert "Use the version that made the run" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,9 @@ def test_a_configuration_of_another_version_is_named_with_its_fields(
     ],
 )
 @pytest.mark.parametrize("version", [1, 9])
-def test_a_file_of_another_version_is_named(job: Job, name: str, values: dict[str, Any], version: int) -> None:
+def test_the_error_about_a_file_of_another_version_names_it(
+    job: Job, name: str, values: dict[str, Any], version: int
+) -> None:
     put_json(job.paths.root / name, values | {"schema_version": version})
     with pytest.raises(
         ConfigError, match=f"{name} is of schema version {version}; .* reads 2. Use the version that wrote it"

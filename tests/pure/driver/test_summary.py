@@ -1,4 +1,4 @@
-"""The summary's figures, from records and events made by hand."""
+"""The numbers of the summary, computed from step records and events that are written by hand."""
 
 from dataclasses import asdict, replace
 from io import StringIO
@@ -37,13 +37,13 @@ def event(kind: str, time_s: float, **details: Any) -> Event:
     return Event(kind, time_s, 1, details)
 
 
-def test_world_sizes_are_stretches() -> None:
+def test_consecutive_steps_with_one_world_size_are_one_entry() -> None:
     records = [record(1, 1, 2), record(2, 2, 2), record(3, 3, 1), record(4, 4, 2)]
     assert world_sizes(records) == [[0, 2], [2, 1], [3, 2]]
 
 
-def test_a_start_is_told_by_phase() -> None:
-    """Of the newest start that made a step."""
+def test_the_duration_of_a_start_is_split_into_phases() -> None:
+    """The phases are those of the newest start that finished a step."""
     phases = {"command": 3.0, "preparation": 0.5, "cluster": 2.0}
     events = [
         event("started", 1.0),
@@ -58,16 +58,16 @@ def test_a_start_is_told_by_phase() -> None:
         "forming": 1.5,
         "first step": 0.5,
     }
-    again = [event("started", 50.0), event("workers", 54.0), event("formed", 55.0), event("started", 70.0)]
+    later_events = [event("started", 50.0), event("workers", 54.0), event("formed", 55.0), event("started", 70.0)]
     records = [record(1, 17.0), record(2, 31.0), record(3, 57.0)]
-    assert start(events + again, records) == {"workers": 4.0, "forming": 1.0, "first step": 2.0}, (
-        "the last of all made none"
+    assert start(events + later_events, records) == {"workers": 4.0, "forming": 1.0, "first step": 2.0}, (
+        "the phases are those of the last start, which finished no step"
     )
     assert start(events, []) == {}
     assert start([event("started", 1.0), event("formed", 1.0)], [record(1, 2.0)]) == {"forming": 0.0, "first step": 1.0}
 
 
-def test_goodput_counts_what_was_lost() -> None:
+def test_goodput_falls_with_pauses_and_repeated_steps() -> None:
     steady = [record(step, float(step)) for step in range(1, 11)]
     assert goodput(steady, []) == 1.0
     late = [*steady[:5], *(replace(r, time_s=r.time_s + 9) for r in steady[5:])]
@@ -75,7 +75,7 @@ def test_goodput_counts_what_was_lost() -> None:
     assert goodput(late, [record(4, 25.0)]) == pytest.approx(9 / 24, abs=1e-4)
     assert goodput(steady[:1], []) is None
     slower = [*steady[:5], *(record(step, 5.0 + 2 * (step - 5), workers=1, step_ms=2000.0) for step in range(6, 16))]
-    assert goodput(slower, []) == pytest.approx(14 / 24, abs=1e-4), "on half the workers it does half the work"
+    assert goodput(slower, []) == pytest.approx(14 / 24, abs=1e-4), "half the workers do not count as half the speed"
 
 
 def test_goodput_needs_two_steps_and_some_time_between_them() -> None:
@@ -83,28 +83,29 @@ def test_goodput_needs_two_steps_and_some_time_between_them() -> None:
     assert goodput([record(1, 1.0), record(2, 1.0)], []) is None
 
 
-def test_undisturbed_time_is_the_mean_of_settled_steps_on_the_most_workers() -> None:
-    """1 s per step on two workers, but step 10 with a checkpoint; one is killed after step 20; alone 2 s; a new one is
-    slow at first.
+def test_undisturbed_step_time_is_the_mean_of_steady_steps_at_the_largest_world_size() -> None:
+    """Two workers take 1 s per step, and 5 s for step 10 with a checkpoint; after step 20 one of them is lost, and the
+    other takes 2 s; a new worker joins and is slow for its first steps.
     """
-    both = [record(step, float(step)) for step in range(1, 10)]
-    both += [record(10, 14.0, step_ms=5000.0)] + [record(step, step + 4.0) for step in range(11, 21)]
+    first_pair = [record(step, float(step)) for step in range(1, 10)]
+    first_pair += [record(10, 14.0, step_ms=5000.0)] + [record(step, step + 4.0) for step in range(11, 21)]
     alone = [replace(record(20 + i, 24.0 + 2 * i, workers=1, step_ms=2000.0), generation="1.2") for i in range(1, 11)]
     joined = [replace(record(30 + i, 44.0 + 2.5 * i, step_ms=2500.0), generation="1.3") for i in range(1, 3)]
-    again = [replace(record(32 + i, 49.0 + i), generation="1.3") for i in range(1, 11)]
-    settled_s, settled = (
-        (5 + 5 + 10) + 10,
-        16 + 10,
-    )  # steps 5 to 20, after 3 s, and the ten after the new worker's first 3 s
-    assert goodput([*both, *alone, *joined, *again], []) == pytest.approx(41 * settled_s / settled / 58, abs=1e-4)
+    steady = [replace(record(32 + i, 49.0 + i), generation="1.3") for i in range(1, 11)]
+    # Steady are steps 5 to 20, after the first 3 s, and the ten after the first 3 s of the new worker.
+    steady_s = (5 + 5 + 10) + 10
+    num_steady = 16 + 10
+    assert goodput([*first_pair, *alone, *joined, *steady], []) == pytest.approx(
+        41 * steady_s / num_steady / 58, abs=1e-4
+    )
 
 
-def test_recovery_is_from_detection_to_the_next_finished_step() -> None:
+def test_recovery_time_is_from_detection_to_the_next_finished_step() -> None:
     events = [event("failed", 5.5, left=0), event("failed", 50.0, left=0)]
     assert recoveries(events, [record(5, 5.0), record(6, 9.0), record(5, 8.0)]) == [2.5]
 
 
-def test_survivors_notice_a_loss_before_the_controller_does() -> None:
+def test_recovery_time_begins_when_surviving_workers_notice_the_loss() -> None:
     events = [event("formed", 5.6, lost_s=5.5), event("failed", 5.8, left=1)]
     assert recoveries(events, [record(5, 5.0), record(6, 5.75)]) == [0.25]
 
@@ -123,7 +124,7 @@ def test_restarts_are_counted_by_cause() -> None:
     ("ends", "restarted"),
     [(("finished", "finished"), 0), (("stopped_early", "finished"), 0), (("interrupted", "finished"), 1)],
 )
-def test_a_start_of_a_run_that_had_finished_is_no_restart_of_the_driver(
+def test_a_start_of_a_finished_run_does_not_count_as_a_restart_of_the_driver(
     tmp_path: Path, ends: tuple[str, str], restarted: int
 ) -> None:
     paths = RunPaths(tmp_path)
@@ -135,16 +136,16 @@ def test_a_start_of_a_run_that_had_finished_is_no_restart_of_the_driver(
     assert failure_summary(paths, FailureSection()) == ("1 driver restart" if restarted else "")
 
 
-def test_the_best_evaluation_is_the_earliest_of_equals_and_never_nan() -> None:
+def test_the_best_evaluation_is_the_earliest_of_equal_ones_and_never_nan() -> None:
     values = [(8, 0.5), (16, float("nan")), (24, 0.9), (32, 0.9)]
-    found = [Evaluation(step, 0, "", {"accuracy": value}, 10, 0.1, 0.0) for step, value in values]
-    assert [e.step for e in rank_evaluations(found, "accuracy", "max")] == [24, 32, 8]
-    assert [e.step for e in rank_evaluations(found, "accuracy", "min")] == [8, 24, 32]
-    assert rank_evaluations(found, "f1", "max") == []
+    evaluations = [Evaluation(step, 0, "", {"accuracy": value}, 10, 0.1, 0.0) for step, value in values]
+    assert [e.step for e in rank_evaluations(evaluations, "accuracy", "max")] == [24, 32, 8]
+    assert [e.step for e in rank_evaluations(evaluations, "accuracy", "min")] == [8, 24, 32]
+    assert rank_evaluations(evaluations, "f1", "max") == []
 
 
 @pytest.mark.parametrize(
-    ("fields", "done", "begun", "said"),
+    ("fields", "done", "begun", "message"),
     [
         (
             {},
@@ -168,10 +169,10 @@ def test_the_best_evaluation_is_the_earliest_of_equals_and_never_nan() -> None:
         ),
     ],
 )
-def test_epochs_are_those_of_the_configuration(
-    tmp_path: Path, fields: dict[str, Any], done: int, begun: int, said: str
+def test_epochs_are_counted_by_the_configured_steps_per_epoch(
+    tmp_path: Path, fields: dict[str, Any], done: int, begun: int, message: str
 ) -> None:
-    """The same eight steps are an epoch and a half of five, or four of two, wherever epochs are counted."""
+    """Eight steps are one and a half epochs of five steps, or four of two, in summary, report and console."""
     data = write_images(tmp_path / "data", [[20, 20]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=8, train__epochs=4, **fields)
     job.paths.root.mkdir()
@@ -179,24 +180,25 @@ def test_epochs_are_those_of_the_configuration(
     CheckpointStore(job.paths).write({}, commit_of(8))
     records = [asdict(replace(record(step, float(step)), epoch=(step - 1) // 5)) for step in range(1, 9)]
     put_json(job.paths.metrics / "0000000001-0001-1.json", {name: [r[name] for r in records] for name in records[0]})
-    for _ in range(2):  # two writers of the same one
+    # Two writers record the same checkpoint.
+    for _ in range(2):
         put_event(job.paths, "checkpointed", 1, step=8)
     assert summarize(job, "finished")["epochs"] == done
     assert summarize(job, "finished")["checkpoints"]["committed"] == 1
     assert f"in {begun} epochs begun" in render(read_facts(job.paths))
     console = Console(record=True, width=300, file=StringIO())
     print_start(SafeConsole(console), Prepared(job, None, False), 1)
-    assert said in console.export_text()
+    assert message in console.export_text()
 
 
-def test_workers_leave_room_for_reading_and_evaluation() -> None:
+def test_workers_leave_resources_for_readers_and_the_evaluator() -> None:
     config = Config().replace(scaling__min_workers=2, scaling__max_workers=8, data__eval_path="x")
     assert workers_that_fit(config, ClusterCapacity({"CPU": 64.0})) == 8
     assert workers_that_fit(config, ClusterCapacity({"CPU": 5.0})) == 3
     with pytest.raises(ConfigError, match=r"need 4 CPU and 0 GPU; the cluster has 3 CPU and 0 GPU"):
         workers_that_fit(config, ClusterCapacity({"CPU": 3.0}))
     assert workers_that_fit(config, ClusterCapacity({"CPU": 1.0}, max_resources={"CPU": 6.0, "memory": 1.0})) == 4, (
-        "an autoscaler adds nodes"
+        "the nodes that the autoscaler may add do not count"
     )
     assert (
         workers_that_fit(
@@ -208,7 +210,7 @@ def test_workers_leave_room_for_reading_and_evaluation() -> None:
     with pytest.raises(ConfigError, match="the cluster grows to at most 3 CPU"):
         workers_that_fit(config, ClusterCapacity({"CPU": 1.0}, max_resources={"CPU": 3.0}))
     assert workers_that_fit(config.replace(evaluate__where="workers"), ClusterCapacity({"CPU": 3.0})) == 2, (
-        "there is no evaluator"
+        "resources are left for an evaluator that does not exist"
     )
     with pytest.raises(ConfigError, match=r"2 GPU; the cluster has 16 CPU and 1 GPU"):
         workers_that_fit(config.replace(scaling__gpus_per_worker=1), ClusterCapacity({"CPU": 16.0, "GPU": 1.0}))

@@ -1,4 +1,4 @@
-"""A run that is to end is not waited for without an end, and never given up while a worker gets on."""
+"""The driver waits a limited time for a run to end, and does not end it while a worker makes progress."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ def status(step: int = 5, live: set[str] = LIVE) -> RendezvousStatus:
     return RendezvousStatus(live, set(), {}, len(live), step, None, None, True, 60.0)
 
 
-def after(bounds: WaitLimits, seconds: float, seen: RendezvousStatus | None, phases: Any) -> str | None:
-    bounds.check(100.0, seen, phases)
-    return bounds.check(100.0 + seconds, seen, phases)
+def message_after(
+    bounds: WaitLimits, seconds: float, rendezvous_status: RendezvousStatus | None, phases: Any
+) -> str | None:
+    bounds.check(100.0, rendezvous_status, phases)
+    return bounds.check(100.0 + seconds, rendezvous_status, phases)
 
 
 @pytest.mark.parametrize(
-    ("seen", "phases", "said"),
+    ("rendezvous_status", "phases", "message"),
     [
         (None, [], "the rendezvous has not answered"),
         (status(), ["data", "reduction"], "a worker has waited for data"),
@@ -30,29 +32,35 @@ def after(bounds: WaitLimits, seconds: float, seen: RendezvousStatus | None, pha
         (status(), [], "the workers have formed no group"),
     ],
 )
-def test_a_run_that_is_to_stop_and_waits_is_given_up(
-    seen: RendezvousStatus | None, phases: list[str], said: str
+def test_a_stopping_run_without_progress_is_ended_after_the_limit(
+    rendezvous_status: RendezvousStatus | None, phases: list[str], message: str
 ) -> None:
-    assert after(WaitLimits(9), STOP_LIMIT_S - 1, seen, phases) is None
-    assert after(WaitLimits(9), STOP_LIMIT_S, seen, phases) == f"{said} for {STOP_LIMIT_S:g} s"
+    assert message_after(WaitLimits(9), STOP_LIMIT_S - 1, rendezvous_status, phases) is None
+    assert message_after(WaitLimits(9), STOP_LIMIT_S, rendezvous_status, phases) == f"{message} for {STOP_LIMIT_S:g} s"
 
 
 @pytest.mark.parametrize("phase", ["compute", "reduction", "saving", "evaluate"])
-def test_a_worker_that_gets_on_is_not_given_up(phase: str) -> None:
-    assert after(WaitLimits(9), 1000.0, status(), [phase, "reduction"]) is None
+def test_a_run_with_a_worker_that_makes_progress_is_not_ended(phase: str) -> None:
+    assert message_after(WaitLimits(9), 1000.0, status(), [phase, "reduction"]) is None
 
 
-def test_a_step_that_is_finished_begins_the_time_anew() -> None:
+def test_a_finished_step_restarts_the_limit() -> None:
     bounds = WaitLimits(9)
     bounds.check(0.0, status(5), ["data"])
     assert bounds.check(STOP_LIMIT_S, status(6), ["data"]) is None
     assert bounds.check(2 * STOP_LIMIT_S, status(6), ["data"])
 
 
-def test_a_controller_that_does_not_end_after_the_last_step_is_given_up() -> None:
-    assert after(WaitLimits(9), END_LIMIT_S, status(9, live=set()), None) == (
+def test_a_controller_that_does_not_end_after_the_last_step_is_ended() -> None:
+    assert message_after(WaitLimits(9), END_LIMIT_S, status(9, live=set()), None) == (
         "all steps are done, all workers have left, and Ray Train's controller has not ended for 60 s"
     )
-    assert after(WaitLimits(9), 1000.0, status(9), None) is None, "workers write the last checkpoint"
-    assert after(WaitLimits(9), 1000.0, status(8, live=set()), None) is None, "others are on their way"
-    assert after(WaitLimits(9), 1000.0, None, None) is None, "nobody asked the run to stop"
+    assert message_after(WaitLimits(9), 1000.0, status(9), None) is None, (
+        "the run was ended while workers write the last checkpoint"
+    )
+    assert message_after(WaitLimits(9), 1000.0, status(8, live=set()), None) is None, (
+        "the run was ended while replacement workers start"
+    )
+    assert message_after(WaitLimits(9), 1000.0, None, None) is None, (
+        "the run was ended although it was not asked to stop"
+    )

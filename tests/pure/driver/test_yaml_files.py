@@ -1,6 +1,4 @@
-"""Configuration files with what YAML's readers would take for something else, or complain about without file and
-remedy.
-"""
+"""Malformed configuration files are refused with file, line and remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from tests.support.places import ROOT
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (
             "train: {epochs: 3}\ndata: {path: x}\ntrain: {max_steps: 5}\n",
@@ -25,15 +23,15 @@ from tests.support.places import ROOT
         ("data: [1\n", "line 2: expected ',' or ']', but got '<stream end>'"),
     ],
 )
-def test_a_bad_file_is_refused_with_its_line_and_what_to_do(tmp_path: Path, text: str, told: str) -> None:
+def test_a_malformed_file_is_refused_with_its_line_and_the_remedy(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "my run.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(file)
     assert str(file) in str(caught.value)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_the_examples_are_read() -> None:
+def test_the_shipped_digits_configurations_are_read() -> None:
     for file in (ROOT / "conf").glob("digits*.yaml"):
         load_config(file)

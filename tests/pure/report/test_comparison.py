@@ -1,4 +1,4 @@
-"""Runs side by side, and one run, as notebooks show them."""
+"""The comparison of runs, and one run, as notebooks show them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray_app.report.facts import read_facts
 from tests.support.made_run import MadeRun, full_run
 
 
-def two_runs(folder: Path) -> list[Path]:
+def make_two_runs(folder: Path) -> list[Path]:
     for name, rate, accuracy in (("slow", 0.001, 0.91), ("fast", 0.1, 0.97)):
         run = MadeRun(
             folder, name, optimizer__init_args={"lr": rate}, tracking__uri=f"http://user:hunter2-{name}@mlflow"
@@ -27,8 +27,8 @@ def two_runs(folder: Path) -> list[Path]:
     return [folder / "slow", folder / "fast"]
 
 
-def test_runs_are_compared_in_what_came_of_them_and_what_was_configured_otherwise(tmp_path: Path) -> None:
-    comparison = compare_runs(two_runs(tmp_path))
+def test_a_comparison_has_results_and_the_fields_in_which_runs_differ(tmp_path: Path) -> None:
+    comparison = compare_runs(make_two_runs(tmp_path))
     slow, fast = comparison.rows
     assert list(slow) == list(fast)
     assert (slow["run"], slow["best accuracy"], slow["at step"]) == ("slow", 0.91, 30)
@@ -40,13 +40,14 @@ def test_runs_are_compared_in_what_came_of_them_and_what_was_configured_otherwis
 
 
 def test_a_comparison_shows_a_curve_of_each_run_and_no_secret(tmp_path: Path) -> None:
-    page = compare_runs(two_runs(tmp_path))._repr_html_()
-    assert page.count("<svg") == 4  # loss and accuracy, for wide and narrow pages
+    page = compare_runs(make_two_runs(tmp_path))._repr_html_()
+    # Loss and accuracy are drawn for wide and for narrow pages.
+    assert page.count("<svg") == 4
     assert page.count('class="curve blue"') == page.count('class="curve orange"') == 4
     assert "hunter2" not in page
 
 
-def test_runs_that_have_not_begun_are_compared_too(tmp_path: Path) -> None:
+def test_runs_without_steps_are_compared(tmp_path: Path) -> None:
     MadeRun(tmp_path, "empty")
     comparison = compare_runs([tmp_path / "empty"])
     assert comparison.rows[0]["steps"] == 0
@@ -55,33 +56,33 @@ def test_runs_that_have_not_begun_are_compared_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runs", [[], "runs/one"])
-def test_what_is_no_list_of_runs_is_refused(runs: list[str]) -> None:
+def test_an_argument_that_is_not_a_list_of_runs_is_refused(runs: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"give a list of results or of run directories"):
         compare_runs(runs)
 
 
-def test_a_run_is_shown_with_the_style_of_the_report_for_itself_alone(tmp_path: Path) -> None:
+def test_the_notebook_cell_of_a_run_limits_the_style_of_the_report_to_itself(tmp_path: Path) -> None:
     text = '<script>alert("x")</script>'
-    shown = run_cell(read_facts(full_run(tmp_path, text=text).paths))
-    assert text not in shown
-    assert "<script" not in shown
-    assert "accuracy" in shown
-    style = shown[shown.index("<style>") + 7 : shown.index("</style>")].strip()
+    cell_html = run_cell(read_facts(full_run(tmp_path, text=text).paths))
+    assert text not in cell_html
+    assert "<script" not in cell_html
+    assert "accuracy" in cell_html
+    style = cell_html[cell_html.index("<style>") + 7 : cell_html.index("</style>")].strip()
     assert style.startswith(".ray-app {")
     assert style.endswith("}")
     assert ":root" not in style
     assert style.count("{") == style.count("}")
 
 
-def test_secrets_of_a_run_are_hidden_where_it_is_shown(tmp_path: Path) -> None:
+def test_the_notebook_cell_of_a_run_hides_secrets(tmp_path: Path) -> None:
     secret = "a-key-that-nobody-sees"
     run = full_run(tmp_path, text=f"refused: {secret}", task__init_args={"api_key": secret})
-    shown = run_cell(read_facts(run.paths))
-    assert "refused: " in shown
-    assert secret not in shown
+    cell_html = run_cell(read_facts(run.paths))
+    assert "refused: " in cell_html
+    assert secret not in cell_html
 
 
-def test_every_public_name_is_there() -> None:
+def test_each_public_name_of_the_package_exists() -> None:
     assert all(getattr(ray_app, name) is not None for name in ray_app.__all__)
     with pytest.raises(AttributeError, match="no attribute 'trainer'"):
         _ = ray_app.trainer

@@ -1,4 +1,4 @@
-"""The report, from run directories made by hand."""
+"""The HTML report of run directories that are written by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _VOID = {"meta", "link", "img", "br"}
 
 
 class Page(HTMLParser):
-    """What a page consists of, and whether every element is closed."""
+    """The tags, attributes and text of an HTML page; raises if an element is not closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -78,10 +78,10 @@ def page_of(run: MadeRun) -> Page:
     return page
 
 
-def test_a_finished_run_has_everything(tmp_path: Path) -> None:
+def test_the_report_of_a_finished_run_has_all_sections(tmp_path: Path) -> None:
     run = full_run(tmp_path)
     page = page_of(run)
-    for said in (
+    for fragment in (
         "1 of 5 failures, 1 of unlimited preemptions, 1 resize, 1 driver restart",
         "workers 2 → 1 → 2",
         "10 steps redone",
@@ -94,12 +94,12 @@ def test_a_finished_run_has_everything(tmp_path: Path) -> None:
         "0.9800",
         "came after 1 h 23 min without a driver",
     ):
-        assert said in page.text, said
+        assert fragment in page.text, fragment
     assert page.tags.count("svg") >= 8
     assert page.tags.count("img") == 6
 
 
-def test_a_metric_of_the_tasks_own_stands_beside_that_of_the_evaluations(tmp_path: Path) -> None:
+def test_a_training_metric_of_the_task_is_drawn_with_that_of_the_evaluations(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
     run.steps(1, 50, 2.0, metrics={"accuracy": 0.5, "right_words": 0.25}, weight=40.0)
@@ -111,62 +111,62 @@ def test_a_metric_of_the_tasks_own_stands_beside_that_of_the_evaluations(tmp_pat
     assert figures["Loss"].unit == "mean by weight"
 
 
-@pytest.mark.parametrize("evaluated", [True, False])
-def test_a_run_without_steps(tmp_path: Path, evaluated: bool) -> None:
-    run = MadeRun(tmp_path, data__eval_path="made" if evaluated else None)
+@pytest.mark.parametrize("has_eval_data", [True, False])
+def test_the_report_of_a_run_without_steps_says_so(tmp_path: Path, has_eval_data: bool) -> None:
+    run = MadeRun(tmp_path, data__eval_path="made" if has_eval_data else None)
     run.start()
     text = page_of(run).text
     assert "No step has been recorded." in text
-    assert ("No checkpoint has been evaluated." if evaluated else "No evaluation data was configured") in text
+    assert ("No checkpoint has been evaluated." if has_eval_data else "No evaluation data was configured") in text
     assert "No run next to this one with the metric accuracy" in text
 
 
-def test_a_run_that_was_never_started(tmp_path: Path) -> None:
+def test_the_report_of_a_run_that_never_started_says_so(tmp_path: Path) -> None:
     text = page_of(MadeRun(tmp_path)).text
     assert "Nothing has happened." in text
     assert "none said how it ended" in text
 
 
-def test_a_run_with_one_step(tmp_path: Path) -> None:
+def test_the_report_of_a_run_with_one_step_has_no_goodput(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
     run.steps(1, 1, 2.0)
     assert "Goodput needs at least two steps." in page_of(run).text
 
 
-def test_rows_of_every_logical_worker_and_rows_that_were_skipped(tmp_path: Path) -> None:
+def test_the_report_lists_rows_of_each_logical_worker_and_skipped_rows(tmp_path: Path) -> None:
     run = MadeRun(tmp_path, data__on_bad_row="skip", data__shard="file")
     run.start()
     run.steps(1, 50, 2.0)
     assert "cannot be decoded" not in page_of(run).text
     for position in range(25):
-        place = {"position": 1000 - position, "path": f"part-{position}.parquet", "row_group": 3, "row": 7}
-        put_json(run.paths.bad_rows / f"{1000 - position:012d}.json", {**place, "reason": f"<b>cut {position}</b>"})
+        location = {"position": 1000 - position, "path": f"part-{position}.parquet", "row_group": 3, "row": 7}
+        put_json(run.paths.bad_rows / f"{1000 - position:012d}.json", {**location, "reason": f"<b>cut {position}</b>"})
     page = page_of(run)
     text = " ".join(page.text.split())
     assert "Used by each logical worker logical workerrows 0800 1800 As data.shard: file shares them out." in text
     assert "25 of at most 100 (data.max_bad_rows), skipped 0 times in all. The first 20, and why" in text
-    assert "part-24.parquet, row group 3, row 7<b>cut 24</b>" in text, "the first by position"
+    assert "part-24.parquet, row group 3, row 7<b>cut 24</b>" in text, "the bad rows are not sorted by position"
     assert "part-4.parquet," not in text
     assert page.ids.index("cluster") < page.ids.index("rows") < page.ids.index("classes")
 
 
-def test_many_logical_workers_are_summed_up() -> None:
+def test_the_rows_of_many_logical_workers_are_summarized() -> None:
     records = [StepRecord(1, 0, 0.0, 1.0, 0.1, 1.0, 1.0, 0.0, 2, list(range(30)), [0] * 30, "1.1")] * 2
-    found = logical_worker_shares([sum(column) for column in zip(*(record.rows for record in records), strict=True)])
-    assert found is not None
-    assert (found.logical_workers, found.min_rows, found.max_rows, len(found.first)) == (30, 0, 58, 20)
-    assert (found.first[19].rows, found.first[19].part) == (38, 38 / 58)
+    shares = logical_worker_shares([sum(column) for column in zip(*(record.rows for record in records), strict=True)])
+    assert shares is not None
+    assert (shares.logical_workers, shares.min_rows, shares.max_rows, len(shares.first)) == (30, 0, 58, 20)
+    assert (shares.first[19].rows, shares.first[19].part) == (38, 38 / 58)
 
 
-def test_nothing_is_said_of_rows_where_there_is_nothing_to_say(tmp_path: Path) -> None:
+def test_a_run_of_one_logical_worker_without_bad_rows_has_no_section_of_rows(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
     assert "rows" not in page_of(run).ids
-    assert logical_worker_shares([32]) is None, "one logical worker"
+    assert logical_worker_shares([32]) is None, "one logical worker has shares"
 
 
-def test_a_running_run_is_told_from_one_whose_driver_vanished(tmp_path: Path) -> None:
+def test_a_running_run_and_one_with_a_vanished_driver_have_different_states(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
     run.steps(1, 50, 2.0)
@@ -181,7 +181,7 @@ def test_a_running_run_is_told_from_one_whose_driver_vanished(tmp_path: Path) ->
     assert "make it again with ray-app report" in text
 
 
-def test_a_failed_run_says_why(tmp_path: Path) -> None:
+def test_the_report_of_a_failed_run_has_the_reason(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
     run.steps(1, 20, 2.0, losses={3: math.nan, 20: math.inf})
@@ -201,23 +201,23 @@ def test_traced_steps_are_linked(tmp_path: Path) -> None:
     assert re.findall(r'<a href="([^"]*)" download>', render(facts)) == ["profile/steps-00000003-00000004.json.gz"]
 
 
-def test_what_a_task_raised_is_shown_with_its_calls_once(tmp_path: Path) -> None:
+def test_the_traceback_of_a_task_error_is_shown_once_per_event(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
     trace = "  File my_task.py\nKeyError: 'x'"
     raised = [str(TaskError("KeyError: 'x' (my_task.py, line 3, in loss)", trace, f"rank {rank}")) for rank in range(2)]
     run.event("failed", 1.0, number=1, errors={"0": raised[0], "1": raised[1]}, step=3, left=0)
     run.end(9.0, "failed", reason=raised[1])
-    [told] = [what for _, kind, what in happenings(read_facts(run.paths)) if kind == "failed"]
-    assert told.count(trace) == 1
+    [description] = [text for _, kind, text in happenings(read_facts(run.paths)) if kind == "failed"]
+    assert description.count(trace) == 1
     page = page_of(run)
     assert page.text.count("  File my_task.py") == 3, (
-        "at the top, and in the list of what happened: the failure and the end"
+        "the traceback is not shown at the top and for the two events, of the failure and of the end"
     )
     assert not any("File my_task.py" in str(value) for _, _, value in page.attributes)
 
 
-def test_what_comes_from_the_run_is_text_and_nothing_else(tmp_path: Path) -> None:
+def test_values_of_the_run_are_escaped_text(tmp_path: Path) -> None:
     hostile = "</title></svg></style><script>alert(1)</script><img src=http://evil/x onerror=alert(1)>\"'{{ 7*7 }}"
     name = '<b onclick="x">run'
     run = full_run(tmp_path, name, text=hostile)
@@ -230,7 +230,7 @@ def test_what_comes_from_the_run_is_text_and_nothing_else(tmp_path: Path) -> Non
     run.evaluate(50, 30, {hostile: 1.0, "accuracy": 1.0}, classes=[hostile], examples=examples, tables=tables)
     page = page_of(run)
     clean = Page(render(read_facts(full_run(tmp_path / "clean").paths)))
-    assert set(page.tags) <= set(clean.tags), "no element but those of the template"
+    assert set(page.tags) <= set(clean.tags), "the page has elements that are not in the template"
     assert {(tag, key) for tag, key, _ in page.attributes} <= {(tag, key) for tag, key, _ in clean.attributes} | {
         ("img", "alt")
     }
@@ -251,14 +251,14 @@ _IMAGES = [
 ]
 
 
-def test_nothing_is_fetched_and_no_script_runs(tmp_path: Path) -> None:
+def test_the_report_fetches_nothing_and_has_no_script(tmp_path: Path) -> None:
     page = page_of(full_run(tmp_path))
     assert "script" not in page.tags
     assert not [item for item in page.attributes if item[1].startswith("on")]
-    places = [
+    addresses = [
         value or "" for _, key, value in page.attributes if key in ("src", "href", "xlink:href", "srcset", "action")
     ]
-    assert [value for value in places if not value.startswith("data:image/png;base64,")] == []
+    assert [value for value in addresses if not value.startswith("data:image/png;base64,")] == []
     policy = next(
         value
         for tag, key, value in page.attributes
@@ -270,7 +270,7 @@ def test_nothing_is_fetched_and_no_script_runs(tmp_path: Path) -> None:
     assert "@import" not in style
 
 
-def test_thinning_keeps_every_extreme_and_the_ends() -> None:
+def test_thinning_keeps_extremes_and_both_ends() -> None:
     numbers = random.Random(1)
     points = [(float(x), numbers.random()) for x in range(1_000_000)]
     points[777_777] = (777_777.0, 50.0)
@@ -284,7 +284,7 @@ def test_thinning_keeps_every_extreme_and_the_ends() -> None:
 
 
 @pytest.mark.rest
-def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
+def test_the_report_of_a_long_run_is_small(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
     run.steps(1, 30_000, 1.0, each_s=0.001, losses={20_001: 99.0})
@@ -292,7 +292,7 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
     assert len(html) < 400_000
 
 
-def test_the_best_earlier_run_is_compared_with(tmp_path: Path) -> None:
+def test_a_run_is_compared_with_the_best_earlier_run(tmp_path: Path) -> None:
     for name, value, began_s in (
         ("good", 0.95, -5000.0),
         ("better", 0.97, -4000.0),
@@ -325,7 +325,7 @@ def test_the_best_earlier_run_is_compared_with(tmp_path: Path) -> None:
     assert comparison(facts)[0] == ("best accuracy", "-", "0.9700 at step 300")
 
 
-def test_the_least_is_the_best_where_less_is_better(tmp_path: Path) -> None:
+def test_the_best_earlier_run_has_the_smallest_value_of_a_minimized_metric(tmp_path: Path) -> None:
     for name, value in (("one", 0.2), ("two", 0.1)):
         MadeRun(tmp_path, name, BEGAN_S - 1000).end(100, value=value)
     run = MadeRun(tmp_path)
@@ -335,35 +335,36 @@ def test_the_least_is_the_best_where_less_is_better(tmp_path: Path) -> None:
     assert earlier.name == "two"
 
 
-def test_budgets_are_per_start(tmp_path: Path) -> None:
+def test_budgets_count_the_failures_of_the_newest_start(tmp_path: Path) -> None:
     failures, preemptions = budgets(read_facts(full_run(tmp_path).paths))
     assert (failures.used, failures.allowed, failures.ever) == (0, 5, 1)
     assert (preemptions.used, preemptions.allowed, preemptions.ever) == (0, None, 1)
 
 
-def test_a_storage_that_failed_is_told_and_charged_to_no_budget(tmp_path: Path) -> None:
+def test_a_failure_of_storage_is_reported_and_charged_to_no_budget(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
     done_s = run.steps(1, 100, 3.0)
     run.event("storage_failed", done_s, errors={"0": "StorageError: s3://b/part-0: timed out"}, step=100, left=0)
     done_s = run.steps(101, 200, done_s + 5, generation="1.2")
     run.event("finished", done_s)
-    run.start(done_s + 10, fence=2)  # of a run that had finished
+    # The run had finished before this start.
+    run.start(done_s + 10, fence=2)
     run.event("finished", done_s + 20, fence=2)
     facts = read_facts(run.paths)
     assert (
         facts.story == "1 failure of the storage; 2 workers throughout; nothing lost: 0 steps redone; back after 5.1 s"
     )
-    told = {name: number for name, number, _ in counters(facts)}
-    assert (told["failures of the storage"], told["driver restarts"]) == ("1", "0")
-    said = "the storage failed at step 100, 0 workers left: StorageError: s3://b/part-0: timed out"
-    assert said in [text for _, kind, text in happenings(facts) if kind == "storage failed"]
+    numbers = {name: number for name, number, _ in counters(facts)}
+    assert (numbers["failures of the storage"], numbers["driver restarts"]) == ("1", "0")
+    message = "the storage failed at step 100, 0 workers left: StorageError: s3://b/part-0: timed out"
+    assert message in [text for _, kind, text in happenings(facts) if kind == "storage failed"]
     page = render(facts)
-    assert page.count(said) >= 3, "in the table, beside the curve of workers and on the timeline"
+    assert page.count(message) >= 3, "the failure is not in the table, next to the curve of workers and on the timeline"
     assert [budget.used for budget in budgets(facts)] == [0, 0]
 
 
-def test_the_parts_of_the_time_add_up(tmp_path: Path) -> None:
+def test_the_parts_of_the_time_sum_to_one(tmp_path: Path) -> None:
     facts = read_facts(full_run(tmp_path).paths)
     parts = time_parts(facts)
     assert sum(part for *_, part in parts) == pytest.approx(1)
@@ -371,30 +372,30 @@ def test_the_parts_of_the_time_add_up(tmp_path: Path) -> None:
     assert parts[0][2] == facts.goodput
 
 
-def test_many_classes_become_a_list(tmp_path: Path) -> None:
-    found = by_class(read_facts(full_run(tmp_path, classes=60).paths))
-    assert found is not None
-    assert (found.matrix, len(found.pairs), len(found.per_class), found.left_out) == ([], 25, 30, 30)
-    assert found.per_class[0][0] == "class 0", "the lowest recall first"
-    assert found.pairs[0][2] == 3
+def test_many_classes_are_shown_as_lists_instead_of_a_matrix(tmp_path: Path) -> None:
+    classes = by_class(read_facts(full_run(tmp_path, classes=60).paths))
+    assert classes is not None
+    assert (classes.matrix, len(classes.pairs), len(classes.per_class), classes.left_out) == ([], 25, 30, 30)
+    assert classes.per_class[0][0] == "class 0", "the classes are not sorted by recall"
+    assert classes.pairs[0][2] == 3
 
 
-def test_a_matrix_that_is_none_is_left_out(tmp_path: Path) -> None:
+def test_a_malformed_confusion_matrix_is_left_out(tmp_path: Path) -> None:
     for number_, table in enumerate(([[1, 2]], [[1, "x"], [1, 2]], "text", [[1, 2], [3]], 7)):
         run = MadeRun(tmp_path, f"run{number_}")
         run.evaluate(
             1, 1.0, {"accuracy": 1.0}, tables={"confusion_matrix": table, "f1": [1.0, None]}, classes=["a", "b"]
         )
-        found = by_class(read_facts(run.paths))
-        assert found is not None
-        assert (found.matrix, found.per_class) == ([], [("a", [1.0]), ("b", [None])])
+        classes = by_class(read_facts(run.paths))
+        assert classes is not None
+        assert (classes.matrix, classes.per_class) == ([], [("a", [1.0]), ("b", [None])])
 
 
 def step(number_: int, workers: int) -> StepRecord:
     return StepRecord(number_, 0, float(number_), 1.0, 0.1, 1.0, 1000.0, 0.0, workers, [8], [1], "1.1")
 
 
-def test_one_line_says_what_happened() -> None:
+def test_one_line_describes_failures_and_changes_of_the_cluster() -> None:
     limits = FailureSection()
     calm = [step(1, 2), step(2, 2)]
     assert describe_cluster([], Course([], [], []), limits) == "nothing went wrong"
@@ -405,8 +406,8 @@ def test_one_line_says_what_happened() -> None:
         Event("resized", 3.0, 1, {}),
     ]
     records = [*calm, step(3, 1), step(4, 2)]
-    said = "1 of 5 failures, 1 resize; workers 2 → 1 → 2; nothing lost: 0 steps redone; back after 950 ms"
-    assert describe_cluster(events, Course(records, [], records), limits) == said
+    line = "1 of 5 failures, 1 resize; workers 2 → 1 → 2; nothing lost: 0 steps redone; back after 950 ms"
+    assert describe_cluster(events, Course(records, [], records), limits) == line
     assert "1 step redone" in describe_cluster(events, Course(records, [step(2, 2)], records), limits)
     many = [step(i, 1 + i % 3) for i in range(1, 20)]
     assert (
@@ -414,14 +415,14 @@ def test_one_line_says_what_happened() -> None:
     )
 
 
-def test_the_clock_leaves_out_pauses() -> None:
+def test_the_clock_of_charts_leaves_out_pauses() -> None:
     clock = Clock([100.0, 500.0], [101.0, 130.0, 501.0, 520.0])
     assert [clock.at(t) for t in (100.0, 130.0, 500.0, 520.0)] == [0.0, 30.0, 30.0, 50.0]
     assert [(p.at_s, p.seconds, p.number) for p in clock.pauses] == [(30.0, 370.0, 2)]
     assert clock.end_s == 50.0
 
 
-def test_a_clock_that_was_set_back_spoils_no_curve(tmp_path: Path) -> None:
+def test_a_system_clock_that_was_set_back_leaves_curves_monotonic(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
     for first, ahead_s in ((1, 0.0), (21, 7200.0), (41, -7200.0), (61, 0.0)):
@@ -434,7 +435,7 @@ def test_a_clock_that_was_set_back_spoils_no_curve(tmp_path: Path) -> None:
     assert sum(speeds) * width_s == pytest.approx(sum(sum(r.rows) for r in facts.records[1:]))
 
 
-def test_axes() -> None:
+def test_ticks_and_numbers_of_axes_are_rounded() -> None:
     assert ticks(0, 1, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert whole_ticks(0, 2.2, 5) == [0, 1, 2]
     assert time_ticks(0, 400, 5) == [0, 120, 240, 360]
@@ -454,7 +455,7 @@ def test_axes() -> None:
     ]
 
 
-def test_a_small_curve_for_the_console(tmp_path: Path) -> None:
+def test_the_loss_curve_of_the_console_has_one_character_per_value(tmp_path: Path) -> None:
     assert sparkline([3, 2, 1, math.nan], "abc") == "cba"
     assert sparkline([], "abc") == ""
     assert sparkline([1e-4, 1e-2, 1.0], "abc") == "abc"
@@ -469,7 +470,7 @@ def test_a_small_curve_for_the_console(tmp_path: Path) -> None:
     assert Console().encoding
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_command_prints_the_path_of_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = full_run(tmp_path)
     assert main(["--run", str(run.paths.root)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(run.paths.report)
@@ -477,22 +478,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (tmp_path / "elsewhere" / "page.html").read_text().startswith("<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize("place", ["", "nowhere", "run/config.yaml", "ftp://x"])
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str) -> None:
+@pytest.mark.parametrize("path", ["", "nowhere", "run/config.yaml", "ftp://x"])
+def test_a_path_that_is_not_a_run_directory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
+) -> None:
     full_run(tmp_path)
-    assert main(["--run", place if "://" in place else str(tmp_path / place)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("ConfigError: ")
+    assert main(["--run", path if "://" in path else str(tmp_path / path)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("ConfigError: ")
     assert {
         "": "Folders in it: before, run.",
         "nowhere": "no folders in it",
         "run/config.yaml": "is a file",
         "ftp://x": "s3://",
-    }[place] in said
+    }[path] in message
     assert sorted(p.name for p in tmp_path.iterdir()) == ["before", "run"]
 
 
-def test_a_report_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_to_write_the_report_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = full_run(tmp_path)
     next(iter(run.paths.metrics.iterdir())).write_text(json.dumps({"step": [1]}))
     assert report_end(run.paths) is None
@@ -501,7 +504,7 @@ def test_a_report_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytes
     assert report_end(RunPaths(tmp_path / "nowhere")) is None
 
 
-def test_secrets_are_hidden(tmp_path: Path) -> None:
+def test_the_report_hides_secrets(tmp_path: Path) -> None:
     secret = "hunter2-and-then-some"
     MadeRun(tmp_path, "before", BEGAN_S - 1000, task__init_args={"api_key": f"{secret}-old"}).end(100, value=0.9)
     run = MadeRun(tmp_path, task__init_args={"api_key": secret}, data__path="s3://me:password99@bucket/x")
@@ -513,7 +516,7 @@ def test_secrets_are_hidden(tmp_path: Path) -> None:
     assert "password99" not in html
 
 
-def test_a_driver_that_was_found_gone_is_told(tmp_path: Path) -> None:
+def test_the_report_says_which_process_noticed_the_loss_of_the_driver(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
     run.steps(1, 20, 1.0)

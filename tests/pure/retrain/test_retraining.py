@@ -1,6 +1,4 @@
-"""Retraining without Ray: when to train, whether data is sound, whether a model is better, and what a key
-depends on.
-"""
+"""Retraining without Ray: triggers, validation of deliveries, the gate, and the key of a round."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ QUIET = TriggerFacts(
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine cost more than these tests."""
+    """Limits torch to one thread: threads that wait for each other on a busy machine take longer than these tests."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -124,13 +122,13 @@ def one_thread() -> Iterator[None]:
         (replace(QUIET, same_data=True, age_days=None), "none", "the data is what champion version 3 was trained on"),
     ],
 )
-def test_each_reason_to_train_with_its_figures(facts: TriggerFacts, trigger: str, reason: str) -> None:
+def test_each_trigger_names_its_measurements(facts: TriggerFacts, trigger: str, reason: str) -> None:
     decision = decide_trigger(facts, SECTION)
     assert (decision.trigger, decision.retrain) == (trigger, trigger != "none")
     assert re.search(reason, decision.reason), decision.reason
 
 
-def test_the_first_of_several_reasons_counts_and_judged_data_is_not_trained_again() -> None:
+def test_the_first_of_several_triggers_is_named_and_judged_data_is_not_trained_again() -> None:
     facts = replace(QUIET, new_rows=40, now=0.1, drift={"a": 9.0}, age_days=99.0)
     order = []
     for calmer in ({}, {"new_rows": 0}, {"now": 0.9}, {"drift": {}}, {"age_days": 0.0}):
@@ -149,7 +147,7 @@ def test_the_first_of_several_reasons_counts_and_judged_data_is_not_trained_agai
 
 
 def write(path: Path, rows: int, seed: int = 0, shift: float = 0.0, nulls: int = 0, groups: int = 50) -> np.ndarray:
-    """A file with a column of numbers, one of arrays and labels of three classes."""
+    """Writes a file with a column of numbers, one of arrays and labels of three classes; returns the numbers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     x, images = rng.normal(shift, 1, rows), rng.integers(0, 255, (rows, 2, 2)).astype(np.uint8)
@@ -167,21 +165,21 @@ def profiled(folder: Path) -> tuple[Profile, dict[str, np.ndarray]]:
     return profile_dataset(open_dataset(str(folder)), ["x", "image", "label"], "label")
 
 
-def test_a_profile_says_what_is_in_the_data(tmp_path: Path) -> None:
+def test_a_profile_has_schema_nulls_classes_and_statistics_of_the_data(tmp_path: Path) -> None:
     x = write(tmp_path / "a.parquet", 600, nulls=6)
-    found, rows = profiled(tmp_path)
-    assert found.rows == 600
-    assert found.schema == {"x": "double", "image": "|u1 (2, 2)", "label": "int64"}
-    assert found.nulls == {"x": 0.01, "image": 0.0, "label": 0.0}
-    assert found.classes == {"0": 200, "1": 200, "2": 200}
-    assert sorted(found.columns) == ["image (mean)", "image (std)", "x"]
+    profile, rows = profiled(tmp_path)
+    assert profile.rows == 600
+    assert profile.schema == {"x": "double", "image": "|u1 (2, 2)", "label": "int64"}
+    assert profile.nulls == {"x": 0.01, "image": 0.0, "label": 0.0}
+    assert profile.classes == {"0": 200, "1": 200, "2": 200}
+    assert sorted(profile.columns) == ["image (mean)", "image (std)", "x"]
     assert np.array_equal(rows["x"], x[6:])
-    assert found.columns["x"].mean == pytest.approx(x[6:].mean())
-    assert np.allclose(found.columns["x"].shares, 0.1, atol=0.002)
-    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert profile.columns["x"].mean == pytest.approx(x[6:].mean())
+    assert np.allclose(profile.columns["x"].shares, 0.1, atol=0.002)
+    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
-def test_psi_is_the_formula_and_chance_is_no_drift(tmp_path: Path) -> None:
+def test_psi_follows_its_formula_and_is_zero_for_another_sample_of_the_same_data(tmp_path: Path) -> None:
     write(tmp_path / "before" / "a.parquet", 3000)
     reference = profiled(tmp_path / "before")[0].columns["x"]
     for seed in range(20):
@@ -194,27 +192,32 @@ def test_psi_is_the_formula_and_chance_is_no_drift(tmp_path: Path) -> None:
     assert psi(np.array([]), reference) == 0.0
 
 
-@pytest.mark.parametrize("often", [0.05, 0.5, 0.95, 1.0])
-def test_a_value_that_many_rows_have_is_a_bin_of_its_own(often: float) -> None:
+@pytest.mark.parametrize("frequency", [0.05, 0.5, 0.95, 1.0])
+def test_a_value_that_many_rows_have_gets_its_own_bin(frequency: float) -> None:
     def flags(share: float) -> np.ndarray:
         return (np.arange(2000) < round(2000 * share)).astype(np.float64)
 
-    reference = _describe_column(flags(often))
+    reference = _describe_column(flags(frequency))
     assert json.loads(json.dumps(reference.edges)) == reference.edges
-    assert psi(flags(often), reference) == 0.0
-    for moved in (1.0 - often, 0.3):
-        assert (psi(flags(moved), reference) > 0.1) is (moved != often)
-    amounts = flags(often) * np.random.default_rng(0).normal(50, 5, 2000)  # zeros, and numbers
+    assert psi(flags(frequency), reference) == 0.0
+    for moved in (1.0 - frequency, 0.3):
+        assert (psi(flags(moved), reference) > 0.1) is (moved != frequency)
+    # The column has zeros and other numbers.
+    amounts = flags(frequency) * np.random.default_rng(0).normal(50, 5, 2000)
     assert psi(amounts, _describe_column(amounts)) == 0.0
-    assert psi(amounts * flags(often / 4), _describe_column(amounts)) > 0
-    assert psi(amounts, Column(2000, 0.0, 0.0, [0.0], [0.0, 1.0])) == 0.0, "a profile of before has bins of before"
+    assert psi(amounts * flags(frequency / 4), _describe_column(amounts)) > 0
+    assert psi(amounts, Column(2000, 0.0, 0.0, [0.0], [0.0, 1.0])) == 0.0, (
+        "a profile of an earlier version is not compare by its own bins"
+    )
 
 
 @given(
     st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)),
     st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)),
 )
-def test_the_shift_of_a_class_balance_is_a_distance(now: dict[str, int], before: dict[str, int]) -> None:
+def test_the_shift_of_a_class_balance_is_symmetric_and_from_zero_to_one(
+    now: dict[str, int], before: dict[str, int]
+) -> None:
     assert class_shift(now, before) == class_shift(before, now)
     assert 0 <= class_shift(now, before) <= 1 + 1e-12
     assert class_shift(now, now) == 0
@@ -224,7 +227,7 @@ GOOD = Profile(1000, {"x": "double", "label": "int64"}, {"x": 0.0, "label": 0.0}
 AGREES = Agreement("accuracy", "max", 0.9, 0.95, 0.88)
 
 
-def found(
+def problems_of(
     train: Profile = GOOD,
     evaluation: Profile = GOOD,
     agreement: Agreement | None = AGREES,
@@ -237,7 +240,7 @@ def found(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("deliveries", "message"),
     [
         ({"train": replace(GOOD, schema={"x": "float"})}, "column 'label' is missing, it was int64"),
         ({"train": replace(GOOD, schema=GOOD.schema | {"x": "string"})}, "column 'x' is string, it was double"),
@@ -273,20 +276,20 @@ def found(
         ),
     ],
 )
-def test_each_problem_of_a_delivery_is_named_with_its_figures(given: dict[str, Any], message: str) -> None:
-    assert any(re.search(message, problem) for problem in found(**given)), found(**given)
+def test_each_problem_of_a_delivery_is_named_with_its_numbers(deliveries: dict[str, Any], message: str) -> None:
+    assert any(re.search(message, problem) for problem in problems_of(**deliveries)), problems_of(**deliveries)
 
 
-def test_a_sound_delivery_has_no_problem_and_a_bad_one_all_at_once() -> None:
-    assert found() == []
-    assert found(replace(GOOD, rows=700, classes={"0": 700, "1": 300})) == []
+def test_a_sound_delivery_has_no_problem_and_a_bad_one_reports_all_of_them() -> None:
+    assert problems_of() == []
+    assert problems_of(replace(GOOD, rows=700, classes={"0": 700, "1": 300})) == []
     assert find_problems(GOOD, GOOD, GateRows(500), ReferenceProfiles(), None, [], SECTION) == []
-    assert found(agreement=replace(AGREES, training=0.1), max_disagreement=0.9) == []
+    assert problems_of(agreement=replace(AGREES, training=0.1), max_disagreement=0.9) == []
     bad = replace(GOOD, rows=10, nulls={"x": 0.5, "label": 0.0}, classes={"0": 10})
-    assert len(found(bad, agreement=replace(AGREES, training=0.1))) == 5
+    assert len(problems_of(bad, agreement=replace(AGREES, training=0.1))) == 5
 
 
-def test_a_damaged_file_and_one_that_came_twice_are_found(tmp_path: Path) -> None:
+def test_a_damaged_file_and_a_duplicate_file_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "train" / "a.parquet", 200)
     (tmp_path / "train" / "b.parquet").write_bytes((tmp_path / "train" / "a.parquet").read_bytes())
     write(tmp_path / "eval" / "a.parquet", 100, seed=1)
@@ -296,8 +299,9 @@ def test_a_damaged_file_and_one_that_came_twice_are_found(tmp_path: Path) -> Non
     assert read_delivery(config).find_duplicates() == [
         "training file b.parquet has the content of training file a.parquet"
     ]
-    whole = (tmp_path / "train" / "b.parquet").read_bytes()
-    (tmp_path / "train" / "b.parquet").write_bytes(b"PAR1" + b"\0" * 500 + whole[504:])  # the footer is intact
+    intact = (tmp_path / "train" / "b.parquet").read_bytes()
+    # The footer stays intact.
+    (tmp_path / "train" / "b.parquet").write_bytes(b"PAR1" + b"\0" * 500 + intact[504:])
     with pytest.raises(
         DataError, match=r"(?s)b.parquet, row group 0, column .*: .* restore it or ingest the data again"
     ):
@@ -311,7 +315,7 @@ TASK.inputs, TASK.classes = 3, ["cat", "dog", "cow"]
 
 
 def chunks(predicted: np.ndarray, labels: np.ndarray, rows: int = 1, task: Any = TASK) -> list[Chunk]:
-    """What a model that predicts so gives, in blocks."""
+    """Returns the chunks of metrics of a model with these predictions."""
     features = np.eye(3, dtype=np.float32)[predicted] * 5
     arrays = {"features": features, "label": labels}
     return list(
@@ -320,66 +324,69 @@ def chunks(predicted: np.ndarray, labels: np.ndarray, rows: int = 1, task: Any =
 
 
 def wrong_for(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Predictions of which so many are wrong, exactly."""
-    at = np.random.default_rng(seed).permutation(len(labels))[: round(share * len(labels))]
+    """Returns predictions of which exactly this share is wrong."""
+    rows = np.random.default_rng(seed).permutation(len(labels))[: round(share * len(labels))]
     predicted = labels.copy()
-    predicted[at] = (labels[at] + 1) % 3
+    predicted[rows] = (labels[rows] + 1) % 3
     return predicted
 
 
 LABELS = np.arange(359) % 3
 
 
-def compared(champion: np.ndarray, challenger: np.ndarray, rows: int = 4, **fields: Any) -> tuple[GateFigures, bool]:
+def compare(champion: np.ndarray, challenger: np.ndarray, rows: int = 4, **fields: Any) -> tuple[GateFigures, bool]:
     section = replace(SECTION, **fields)
-    made = compare_models(
+    figures = compare_models(
         TASK, "accuracy", "max", chunks(challenger, LABELS, rows), chunks(champion, LABELS, rows), 0, section
     )
-    return made, decide_promotion(made, section).promote
+    return figures, decide_promotion(figures, section).promote
 
 
 @pytest.mark.rest
-def test_a_real_improvement_on_few_rows_passes_and_noise_does_not() -> None:
-    better, promoted = compared(wrong_for(LABELS, 0.10, 1), wrong_for(LABELS, 0.02, 2))
+def test_a_real_improvement_on_few_rows_passes_the_gate_and_noise_does_not() -> None:
+    better, promoted = compare(wrong_for(LABELS, 0.10, 1), wrong_for(LABELS, 0.02, 2))
     assert promoted
     assert better.champion == pytest.approx(1 - 36 / 359)
     assert better.gain == pytest.approx(29 / 359)
     assert 0.04 < better.low < better.gain < better.high < 0.12  # type: ignore[operator]
-    assert compared(wrong_for(LABELS, 0.10, 1), wrong_for(LABELS, 0.02, 2))[0] == better
-    lucky = [compared(wrong_for(LABELS, 0.10, i), wrong_for(LABELS, 0.09, 100 + i))[1] for i in range(6)]
-    assert sum(lucky) <= 1
+    assert compare(wrong_for(LABELS, 0.10, 1), wrong_for(LABELS, 0.02, 2))[0] == better
+    promoted_by_chance = [compare(wrong_for(LABELS, 0.10, i), wrong_for(LABELS, 0.09, 100 + i))[1] for i in range(6)]
+    assert sum(promoted_by_chance) <= 1
     same = wrong_for(LABELS, 0.1, 1)
-    assert not compared(same, same)[1]
-    assert compared(same, same, min_gain=-0.01)[1]
-    assert not compared(wrong_for(LABELS, 0.02, 1), wrong_for(LABELS, 0.10, 2), min_gain=-0.01)[1]
+    assert not compare(same, same)[1]
+    assert compare(same, same, min_gain=-0.01)[1]
+    assert not compare(wrong_for(LABELS, 0.02, 1), wrong_for(LABELS, 0.10, 2), min_gain=-0.01)[1]
 
 
-def test_a_class_that_is_given_up_is_refused_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_challenger_that_never_predicts_a_class_is_refused_with_its_recalls(monkeypatch: pytest.MonkeyPatch) -> None:
     champion = wrong_for(LABELS, 0.5, 3)
-    challenger = np.where(LABELS == 1, 0, LABELS)  # dogs are never found, all else is right
-    made, promoted = compared(champion, challenger)
-    assert made.low > 0  # type: ignore[operator]
+    # It predicts no dog and is otherwise correct.
+    challenger = np.where(LABELS == 1, 0, LABELS)
+    figures, promoted = compare(champion, challenger)
+    assert figures.low > 0  # type: ignore[operator]
     assert not promoted
-    assert made.recalls["dog"] == ClassRecall(
-        120, pytest.approx((champion[LABELS == 1] == 1).mean()), 0.0, made.recalls["dog"].least_drop
+    assert figures.recalls["dog"] == ClassRecall(
+        120, pytest.approx((champion[LABELS == 1] == 1).mean()), 0.0, figures.recalls["dog"].least_drop
     )
-    assert 0.2 < made.recalls["dog"].least_drop < made.recalls["dog"].champion
+    assert 0.2 < figures.recalls["dog"].least_drop < figures.recalls["dog"].champion
     assert (
-        f"the recall of class dog falls from {made.recalls['dog'].champion:.3f} to 0.000 (120 rows)"
-        in decide_promotion(made, SECTION).reason
+        f"the recall of class dog falls from {figures.recalls['dog'].champion:.3f} to 0.000 (120 rows)"
+        in decide_promotion(figures, SECTION).reason
     )
-    assert compared(champion, challenger, max_recall_drop=1.0)[1]
+    assert compare(champion, challenger, max_recall_drop=1.0)[1]
     monkeypatch.setattr("ray_app.retrain.gate._MIN_CLASS_ROWS", 121)
-    assert compared(champion, challenger)[0].recalls == {}
+    assert compare(champion, challenger)[0].recalls == {}
 
 
-@pytest.mark.parametrize(("classes", "each", "times"), [(10, 36, 40), (100, 20, 5)])
-def test_chance_alone_loses_no_class(classes: int, each: int, times: int) -> None:
-    """Equal models that disagree on a tenth of the rows: without regard to chance a class falls in one of four
-    cases.
+@pytest.mark.parametrize(("classes", "rows_per_class", "times"), [(10, 36, 40), (100, 20, 5)])
+def test_no_class_is_reported_lost_by_chance(classes: int, rows_per_class: int, times: int) -> None:
+    """Two equally good models disagree on a tenth of the rows; without a test of significance a class falls in one of
+    four cases.
     """
-    rng, refused, fell, size = np.random.default_rng(0), 0, 0, classes * each
-    truth = np.eye(classes)[rng.permutation(np.repeat(np.arange(classes), each))]  # (rows, classes)
+    rng = np.random.default_rng(0)
+    refused = fell = 0
+    size = classes * rows_per_class
+    truth = np.eye(classes)[rng.permutation(np.repeat(np.arange(classes), rows_per_class))]
     starts = np.arange(0, size, 4)
     counts = bootstrap_counts(0, 200, len(starts))
 
@@ -392,54 +399,61 @@ def test_chance_alone_loses_no_class(classes: int, each: int, times: int) -> Non
         ]
 
     for _ in range(times):
-        both, differ, new = rng.random(size) < 0.85, rng.random(size) < 0.1, rng.random(size) < 0.5
-        made = _compare_recalls(
-            blocks(np.where(differ, new, both)), blocks(np.where(differ, ~new, both)), counts, SECTION
+        both_right = rng.random(size) < 0.85
+        differ = rng.random(size) < 0.1
+        only_one_right = rng.random(size) < 0.5
+        recalls = _compare_recalls(
+            blocks(np.where(differ, only_one_right, both_right)),
+            blocks(np.where(differ, ~only_one_right, both_right)),
+            counts,
+            SECTION,
         )
-        assert len(made) == classes
-        refused += any(one.least_drop > SECTION.max_recall_drop for one in made.values())
-        fell += any(one.champion - one.challenger > SECTION.max_recall_drop for one in made.values())
-    assert fell >= times / 8, "or nothing is shown"
+        assert len(recalls) == classes
+        refused += any(one.least_drop > SECTION.max_recall_drop for one in recalls.values())
+        fell += any(one.champion - one.challenger > SECTION.max_recall_drop for one in recalls.values())
+    assert fell >= times / 8, "recalls fell too seldom for this test to show anything"
     assert not refused
 
 
-def test_the_first_champion_needs_no_more_than_a_metric() -> None:
-    made = compare_models(TASK, "accuracy", "max", chunks(wrong_for(LABELS, 0.1, 0), LABELS), None, 0, SECTION)
-    assert decide_promotion(made, SECTION).promote
-    refused = decide_promotion(made, replace(SECTION, min_metric=0.95))
+def test_the_first_champion_needs_only_a_sufficient_metric() -> None:
+    figures = compare_models(TASK, "accuracy", "max", chunks(wrong_for(LABELS, 0.1, 0), LABELS), None, 0, SECTION)
+    assert decide_promotion(figures, SECTION).promote
+    refused = decide_promotion(figures, replace(SECTION, min_metric=0.95))
     assert not refused.promote
     assert "accuracy of 0.8997 is not as good as retrain.min_metric = 0.95" in refused.reason
     assert not decide_promotion(GateFigures("loss", "min", 10, float("nan")), replace(SECTION, min_metric=1.0)).promote
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
-def test_a_metric_of_just_the_wanted_value_is_good_enough(mode: Literal["max", "min"]) -> None:
+def test_a_metric_equal_to_the_minimum_is_good_enough(mode: Literal["max", "min"]) -> None:
     decision = decide_promotion(GateFigures("accuracy", mode, 10, 0.5), replace(SECTION, min_metric=0.5))
     assert decision.promote
     assert decision.reason.endswith("no champion to compare with")
 
 
-def test_a_champion_without_a_finite_metric_is_named_in_the_reason() -> None:
+def test_the_reason_names_a_champion_without_a_finite_metric() -> None:
     reason = decide_promotion(GateFigures("auroc", "max", 500, 0.8, math.inf, 0.0, 0.0, 0.0), SECTION).reason
     assert reason.endswith("the champion's is inf, which nothing compares with")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_metric_that_is_no_number_makes_no_champion_and_is_none_to_compare_with(value: float, tmp_path: Path) -> None:
+def test_a_metric_that_is_not_finite_neither_promotes_nor_is_compared_with(value: float, tmp_path: Path) -> None:
     refused = decide_promotion(GateFigures("auroc", "max", 500, value), SECTION)
     assert not refused.promote
     assert "its auroc is not a number to judge it by" in refused.reason
-    lost = GateFigures("auroc", "max", 500, 0.8, value, float("nan"), float("nan"), float("nan"))
-    assert decide_promotion(lost, SECTION).promote
-    assert not decide_promotion(replace(lost, challenger=value), SECTION).promote
+    champion_not_finite = GateFigures("auroc", "max", 500, 0.8, value, float("nan"), float("nan"), float("nan"))
+    assert decide_promotion(champion_not_finite, SECTION).promote
+    assert not decide_promotion(replace(champion_not_finite, challenger=value), SECTION).promote
     version = Version("m", "1", "run", "", {"ray_app.metric": "auroc", "ray_app.metric_value": str(value)})
     assert Champion(version, RetrainPaths(to_location(str(tmp_path))), "").metric_when_promoted("auroc") is None
 
 
 @given(st.floats(-1, 1), st.floats(-1, 1), st.floats(0, 1), st.floats(0, 1))
-def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, before: float, after: float) -> None:
+def test_a_challenger_is_promoted_only_within_the_limits_of_gain_and_recall(
+    low: float, min_gain: float, before: float, after: float
+) -> None:
     section = replace(SECTION, min_gain=min_gain)
-    made = GateFigures(
+    figures = GateFigures(
         "accuracy",
         "max",
         100,
@@ -450,7 +464,7 @@ def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, bef
         low + 0.2,
         {"cat": ClassRecall(50, before, after, before - after - 0.01)},
     )
-    assert decide_promotion(made, section).promote == (
+    assert decide_promotion(figures, section).promote == (
         low > min_gain and before - after - 0.01 <= section.max_recall_drop
     )
 
@@ -461,48 +475,56 @@ def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, bef
 def test_the_best_of_several_checkpoints_is_promoted_by_chance_as_rarely_as_one(
     checkpoints: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All models are equally good: at most 3 % pass the gate, beyond doubt more where it judges on the rows that chose
-    the checkpoint.
+    """All models are equally good: at most 3 % pass the gate, and significantly more where it judges on the rows by
+    which the checkpoint was selected.
     """
-    monkeypatch.setattr(
-        gate, "bootstrap_counts", cache(bootstrap_counts)
-    )  # they and torchmetrics' classes are what takes time
+    # The counts and torchmetrics' classes take the most time.
+    monkeypatch.setattr(gate, "bootstrap_counts", cache(bootstrap_counts))
     monkeypatch.setattr(TASK, "metrics", cache(lambda: MetricCollection({})))
-    rng, rows, promoted = np.random.default_rng(checkpoints), 400, {"apart": 0, "the same rows": 0}
+    rng = np.random.default_rng(checkpoints)
+    rows = 400
+    promoted = {"apart": 0, "the same rows": 0}
 
     def blocks(wrong: np.ndarray) -> list[Chunk]:
         return [Chunk(i, 1, float(one), 1.0, {}, []) for i, one in enumerate(wrong)]
 
     for i in range(times):
-        judges = select_gate_rows(
+        gate_rows = select_gate_rows(
             Manifest.from_files([("a", [rows])]), {"a": hashlib.sha256(bytes([i % 16])).hexdigest()}
         )
-        hard = rng.random(rows) * 0.3
-        wrong, champion = rng.random((checkpoints, rows)) < hard, rng.random(rows) < hard
-        for how, chooses, judged in (("apart", ~judges, judges), ("the same rows", judges, judges)):
-            best = wrong[np.argmin(wrong[:, chooses].sum(1))]
-            made = compare_models(TASK, "loss", "min", blocks(best[judged]), blocks(champion[judged]), i % 16, SECTION)
-            promoted[how] += decide_promotion(made, SECTION).promote
+        probability = rng.random(rows) * 0.3
+        wrong, champion = rng.random((checkpoints, rows)) < probability, rng.random(rows) < probability
+        for selection, selection_rows, judging_rows in (
+            ("apart", ~gate_rows, gate_rows),
+            ("the same rows", gate_rows, gate_rows),
+        ):
+            best = wrong[np.argmin(wrong[:, selection_rows].sum(1))]
+            figures = compare_models(
+                TASK, "loss", "min", blocks(best[judging_rows]), blocks(champion[judging_rows]), i % 16, SECTION
+            )
+            promoted[selection] += decide_promotion(figures, SECTION).promote
     assert binomtest(promoted["apart"], times, 0.03, "greater").pvalue > 0.01, promoted
     assert binomtest(promoted["the same rows"], times, 0.03, "greater").pvalue < 1e-3, promoted
 
 
-def test_no_row_chooses_a_checkpoint_and_judges_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_row_both_selects_a_checkpoint_and_judges_it_in_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, rows in (("a", 300), ("b/c", 200)):
         write(tmp_path / "eval" / f"{name}.parquet", rows, seed=rows)
     (tmp_path / "eval" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
     config = CONFIG.replace(data__path=str(tmp_path / "eval"), data__eval_path=str(tmp_path / "eval"))
     dataset, files = open_dataset(str(tmp_path / "eval")), read_delivery(config).evaluation
     out = open_dataset(str(write_selection_part(dataset, ["x", "label"], files, tmp_path / "out")))
-    judges = select_gate_rows(dataset.manifest, files)
+    gate_rows = select_gate_rows(dataset.manifest, files)
 
     def x(folder: Path) -> np.ndarray:
         return np.concatenate([pq.read_table(file)["x"].to_numpy() for file in sorted(folder.rglob("*.parquet"))])
 
-    assert np.array_equal(x(tmp_path / "out"), x(tmp_path / "eval")[~judges])
-    assert (200 < judges.sum() < 300, out.manifest.num_rows, out.facts.classes) == (
+    assert np.array_equal(x(tmp_path / "out"), x(tmp_path / "eval")[~gate_rows])
+    assert (200 < gate_rows.sum() < 300, out.manifest.num_rows, out.facts.classes) == (
         True,
-        500 - judges.sum(),
+        500 - gate_rows.sum(),
         ("a", "b", "c"),
     )
     source = RowSource(
@@ -510,15 +532,17 @@ def test_no_row_chooses_a_checkpoint_and_judges_it(tmp_path: Path, monkeypatch: 
     )
     monkeypatch.setattr(comparison, "fetch_auto", fetch_in_process)
     scored = comparison._read_arrays(
-        comparison.ScoringRequest(source, sample_segments(dataset.manifest, 500), {}, chosen=judges)
+        comparison.ScoringRequest(source, sample_segments(dataset.manifest, 500), {}, chosen=gate_rows)
     )
-    assert np.array_equal(scored["x"], x(tmp_path / "eval")[judges])
+    assert np.array_equal(scored["x"], x(tmp_path / "eval")[gate_rows])
     (tmp_path / "eval" / "b" / "c.parquet").rename(tmp_path / "eval" / "c.parquet")
     moved = open_dataset(str(tmp_path / "eval"))
-    assert np.array_equal(select_gate_rows(moved.manifest, read_delivery(config).evaluation), judges), "a name counts"
+    assert np.array_equal(select_gate_rows(moved.manifest, read_delivery(config).evaluation), gate_rows), (
+        "the gate rows depend on a file's name"
+    )
 
 
-def test_a_gate_with_data_of_its_own_counts_by_content_and_trains_nothing_again(tmp_path: Path) -> None:
+def test_new_content_of_the_gate_data_changes_the_key_but_not_the_training_key(tmp_path: Path) -> None:
     for name in ("train", "eval", "gate"):
         write(tmp_path / name / "a.parquet", 100, seed=len(name) * 7 + ord(name[0]))
     config = CONFIG.replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
@@ -531,11 +555,11 @@ def test_a_gate_with_data_of_its_own_counts_by_content_and_trains_nothing_again(
         assert files.find_duplicates() == []
     assert keys[0].training_key == keys[1].training_key
     assert keys[0].key != keys[1].key
-    again = read_delivery(config, gate_path=str(tmp_path / "eval")).find_duplicates()
-    assert again == ["gate file a.parquet has the content of evaluation file a.parquet"]
+    duplicates = read_delivery(config, gate_path=str(tmp_path / "eval")).find_duplicates()
+    assert duplicates == ["gate file a.parquet has the content of evaluation file a.parquet"]
 
 
-def test_resampled_metrics_are_those_of_the_rows_that_were_drawn() -> None:
+def test_resampled_metrics_equal_the_metrics_of_the_drawn_rows() -> None:
     predicted = wrong_for(LABELS, 0.3, 5)
     blocks = chunks(predicted, LABELS, rows=10)
     counts = bootstrap_counts(1, 4, len(blocks))
@@ -566,9 +590,9 @@ def test_a_regression_is_compared_by_its_root_mean_squared_error() -> None:
         arrays = {"features": (truth + rng.normal(0, noise, 300).astype(np.float32))[:, None], "label": truth}
         return list(score(task, nn.Identity(), arrays, 64, torch.device("cpu"), chunk_rows=1, keep={"rmse"}))
 
-    made = compare_models(task, "rmse", "min", blocks(0.1), blocks(0.3), 0, SECTION)
-    assert made.gain == pytest.approx(0.2, abs=0.04)
-    assert decide_promotion(made, SECTION).promote
+    figures = compare_models(task, "rmse", "min", blocks(0.1), blocks(0.3), 0, SECTION)
+    assert figures.gain == pytest.approx(0.2, abs=0.04)
+    assert decide_promotion(figures, SECTION).promote
     assert not decide_promotion(
         compare_models(task, "rmse", "min", blocks(0.3), blocks(0.1), 0, SECTION), SECTION
     ).promote
@@ -585,11 +609,12 @@ class Branching(TabularClassification):
 
 
 @pytest.mark.parametrize("form", ["torch.export", "safetensors"])
-def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(
+def test_a_packaged_model_scores_like_the_trained_one_and_keeps_its_parameters(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind: Any = TabularClassification
-    if form == "safetensors":  # of what torch.export refuses
+    # torch.export refuses a branch on values, so this package has the parameters only.
+    if form == "safetensors":
         (tmp_path / "branching_of_retrain.py").write_text(BRANCHING)
         monkeypatch.syspath_prepend(str(tmp_path))
         kind = importlib.import_module("branching_of_retrain").Branching
@@ -630,28 +655,28 @@ VALID: dict[str, Any] = {
 CONFIG: Config = load_config(None, **VALID)
 
 
-def test_a_key_changes_with_every_content_that_counts(tmp_path: Path) -> None:
+def test_the_key_of_a_round_changes_with_each_content_that_it_depends_on(tmp_path: Path) -> None:
     for name in ("train", "eval"):
         write(tmp_path / name / "a.parquet", 100, seed=len(name))
         (tmp_path / name / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"], "made_at": "monday"}))
     config = CONFIG.replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
 
     def key(section: RetrainSection = SECTION, champion: str = "", **fields: Any) -> tuple[str, str]:
-        made = make_inputs(config.replace(**fields), section, read_delivery(config), champion)
-        return made.key, made.training_key
+        inputs = make_inputs(config.replace(**fields), section, read_delivery(config), champion)
+        return inputs.key, inputs.training_key
 
-    first = key()
-    assert key(run__storage_path="/else", scaling__min_workers=1) == first
-    assert key(replace(SECTION, max_psi=9.0, force="x", min_new_rows=7)) == first
-    judged = key(replace(SECTION, min_gain=0.1))
-    assert judged[0] != first[0]
-    assert judged[1] == first[1]
+    first_key = key()
+    assert key(run__storage_path="/else", scaling__min_workers=1) == first_key
+    assert key(replace(SECTION, max_psi=9.0, force="x", min_new_rows=7)) == first_key
+    stricter_gate = key(replace(SECTION, min_gain=0.1))
+    assert stricter_gate[0] != first_key[0]
+    assert stricter_gate[1] == first_key[1]
     (tmp_path / "begin.safetensors").write_bytes(safetensors.torch.save({"w": torch.zeros(1)}))
-    begins = {"train__init_from": str(tmp_path / "begin.safetensors")}
-    others = [key(**begins)]
+    init_from = {"train__init_from": str(tmp_path / "begin.safetensors")}
+    other_keys = [key(**init_from)]
     (tmp_path / "begin.safetensors").write_bytes(safetensors.torch.save({"w": torch.ones(1)}))
-    others += [
-        key(**begins),
+    other_keys += [
+        key(**init_from),
         key(optimizer={"class_path": "torch.optim.SGD"}),
         key(train__epochs=3),
         key(champion="c"),
@@ -659,26 +684,29 @@ def test_a_key_changes_with_every_content_that_counts(tmp_path: Path) -> None:
         key(replace(SECTION, data="new_and_sample")),
     ]
     (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"], "made_at": "tuesday"}))
-    assert key() == first
+    assert key() == first_key
     (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["b", "a", "c"]}))
-    others.append(key())
+    other_keys.append(key())
     table = pq.read_table(tmp_path / "eval" / "a.parquet")
     labels = table["label"].to_numpy().copy()
-    labels[[0, 1]] = labels[[1, 0]]  # the same shape, the same balance
+    # Shape and class balance stay the same.
+    labels[[0, 1]] = labels[[1, 0]]
     pq.write_table(
         table.set_column(2, table.schema.field(2), pa.array(labels)), tmp_path / "eval" / "a.parquet", row_group_size=50
     )
-    others.append(key())
-    whole = bytearray((tmp_path / "eval" / "a.parquet").read_bytes())
-    whole[20] ^= 1
-    (tmp_path / "eval" / "a.parquet").write_bytes(whole)
-    others.append(key())
-    assert len({first, *others}) == 1 + len(others)
+    other_keys.append(key())
+    content = bytearray((tmp_path / "eval" / "a.parquet").read_bytes())
+    content[20] ^= 1
+    (tmp_path / "eval" / "a.parquet").write_bytes(content)
+    other_keys.append(key())
+    assert len({first_key, *other_keys}) == 1 + len(other_keys)
     with pytest.raises(DataError, match=r"holds no \*.parquet"):
         read_delivery(config.replace(data__eval_path=str(tmp_path / "none")))
 
 
-def test_the_code_of_optimizer_and_schedule_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_depends_on_the_code_of_the_optimizer_and_of_nested_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "data" / "a.parquet", 100)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "configure_optimizers.py").write_text(
@@ -690,50 +718,49 @@ def test_the_code_of_optimizer_and_schedule_counts_too(tmp_path: Path, monkeypat
     nested = CONFIG.replace(
         **fields, task__init_args={"inner": [{"class_path": "configure_optimizers.Own", "init_args": {}}]}
     )
-    before = [make_inputs(c, SECTION, read_delivery(c), "") for c in (config, nested)]
+    before = [make_inputs(variant, SECTION, read_delivery(variant), "") for variant in (config, nested)]
     (tmp_path / "own_rule.py").write_text("RATE = 2\n")
-    after = [make_inputs(c, SECTION, read_delivery(c), "") for c in (config, nested)]
+    after = [make_inputs(variant, SECTION, read_delivery(variant), "") for variant in (config, nested)]
     for one, other in zip(before, after, strict=True):
         assert one.code != other.code
         assert one.config == other.config
 
 
-def test_what_was_not_changed_since_the_last_look_is_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
+def test_an_unchanged_file_is_not_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
     real = contents_module.sha256
-    monkeypatch.setattr(contents_module, "sha256", lambda file: read.append(file.name) or real(file))
+    monkeypatch.setattr(contents_module, "sha256", lambda file: hashed.append(file.name) or real(file))
     monkeypatch.setattr(contents_module, "_MIN_AGE_NS", -1)
     for name in ("a", "b"):
         write(tmp_path / "data" / f"{name}.parquet", 100, seed=ord(name))
     config = CONFIG.replace(data__path=str(tmp_path / "data"), data__eval_path=str(tmp_path / "data" / "a.parquet"))
     memory = tmp_path / "memory"
     first = read_delivery(config, memory)
-    assert sorted(read) == ["a.parquet", "a.parquet", "b.parquet"]
+    assert sorted(hashed) == ["a.parquet", "a.parquet", "b.parquet"]
     assert read_delivery(config, memory) == first == read_delivery(config)
-    assert sorted(read) == ["a.parquet"] * 4 + ["b.parquet"] * 2, "the last look remembers nothing"
+    assert sorted(hashed) == ["a.parquet"] * 4 + ["b.parquet"] * 2, "a delivery that is read without a memory used one"
     stat, data = (tmp_path / "data" / "b.parquet").stat(), bytearray((tmp_path / "data" / "b.parquet").read_bytes())
     data[20] ^= 1
-    (tmp_path / "data" / "b.parquet").write_bytes(data)  # of the same length
+    # The length stays the same.
+    (tmp_path / "data" / "b.parquet").write_bytes(data)
     os.utime(tmp_path / "data" / "b.parquet", ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    read.clear()
+    hashed.clear()
     changed = read_delivery(config, memory)
-    assert read == ["b.parquet"]
+    assert hashed == ["b.parquet"]
     assert changed.train["b.parquet"] != first.train["b.parquet"]
     (memory / "train.json").write_text("[")
     assert read_delivery(config, memory) == changed
 
 
-def test_what_was_changed_just_now_is_read_again(tmp_path: Path) -> None:
-    """A file system's clock may not have moved between two changes of the same length."""
+def test_the_hash_of_a_file_that_was_just_changed_is_not_remembered(tmp_path: Path) -> None:
+    """Two changes that keep the length may have the same modification time."""
     write(tmp_path / "data" / "a.parquet", 100)
     config = CONFIG.replace(data__path=str(tmp_path / "data"), data__eval_path=str(tmp_path / "data"))
     read_delivery(config, tmp_path / "memory")
     assert json.loads((tmp_path / "memory" / "train.json").read_text())["files"] == {}
 
 
-def test_audit_entries_of_two_at_once_are_both_kept(tmp_path: Path) -> None:
+def test_concurrent_audit_entries_are_all_kept(tmp_path: Path) -> None:
     paths = RetrainPaths(tmp_path)
     threads = [threading.Thread(target=add_audit_entry, args=(paths, f"id {i}", "promoted", "", {})) for i in range(16)]
     for thread in threads:
@@ -743,19 +770,19 @@ def test_audit_entries_of_two_at_once_are_both_kept(tmp_path: Path) -> None:
     assert sorted(entry["id"] for entry in read_audit_entries(paths)) == sorted(f"id {i}" for i in range(16))
 
 
-def test_new_files_whole_and_a_keyed_share_of_the_old_rows(tmp_path: Path) -> None:
+def test_a_data_set_has_all_new_rows_and_a_keyed_share_of_the_old_rows(tmp_path: Path) -> None:
     old = write(tmp_path / "train" / "moved.parquet", 1000, seed=1)
     new = write(tmp_path / "train" / "new.parquet", 130, seed=2)
     (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
     write(tmp_path / "eval" / "a.parquet", 100, seed=3)
     config = CONFIG.replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
     files = read_delivery(config).train
-    known = find_old_files(files, {"called/otherwise.parquet": files["moved.parquet"]})
-    assert known == {"moved.parquet"}
+    old_files = find_old_files(files, {"called/otherwise.parquet": files["moved.parquet"]})
+    assert old_files == {"moved.parquet"}
     dataset = open_dataset(config.data.path)
 
     def rows(fraction: float, name: str) -> np.ndarray:
-        out = write_dataset(dataset, ["x", "label"], files, known, fraction, tmp_path / name)
+        out = write_dataset(dataset, ["x", "label"], files, old_files, fraction, tmp_path / name)
         assert open_dataset(str(out)).facts.classes == ("a", "b", "c")
         return np.concatenate([pq.read_table(file)["x"].to_numpy() for file in sorted(out.glob("*.parquet"))])
 
@@ -773,19 +800,21 @@ def test_new_files_whole_and_a_keyed_share_of_the_old_rows(tmp_path: Path) -> No
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any), st.integers(1, 200))
-def test_a_sample_has_rows_of_all_parts_and_about_as_many_as_asked_for(rows: list[int], most: int) -> None:
+def test_a_sample_has_about_as_many_rows_as_requested_spread_over_all_row_groups(
+    rows: list[int], num_rows: int
+) -> None:
     manifest = Manifest.from_files([("a", rows)])
-    found = sample_segments(manifest, most)
-    assert all(s.first >= 0 and s.first + s.rows <= rows[s.row_group] and s.rows > 0 for s in found)
-    assert len({s.row_group for s in found}) == len(found)
-    total = sum(s.rows for s in found)
-    assert total == sum(rows) if most >= sum(rows) else abs(total - most) <= len(rows)
+    segments = sample_segments(manifest, num_rows)
+    assert all(s.first >= 0 and s.first + s.rows <= rows[s.row_group] and s.rows > 0 for s in segments)
+    assert len({s.row_group for s in segments}) == len(segments)
+    total = sum(s.rows for s in segments)
+    assert total == sum(rows) if num_rows >= sum(rows) else abs(total - num_rows) <= len(rows)
 
 
 # --- record and configuration
 
 
-def test_stages_are_written_once_and_audit_entries_are_not_doubled(tmp_path: Path) -> None:
+def test_stages_and_audit_entries_are_written_once(tmp_path: Path) -> None:
     paths = RetrainPaths(tmp_path)
     one = Round(paths, "k" * 64)
     assert open_rounds(paths) == []
@@ -813,39 +842,39 @@ def test_a_model_name_becomes_a_folder_and_a_run_name() -> None:
         load_config(None, **VALID, run__name=RetrainPaths(Path("/x") / name).run_name("f" * 64))
 
 
-def test_what_retraining_cannot_work_with_is_refused_at_once() -> None:
+def test_all_mistakes_of_a_retraining_configuration_are_refused_together() -> None:
     check_section(CONFIG, SECTION)
-    bad = CONFIG.replace(
+    bad_config = CONFIG.replace(
         tracking__registered_model=None,
         data__eval_path=None,
         run__name="x",
         train__init_from="f",
         run__storage_path="s3://b",
     )
-    wrong = RetrainSection(
+    bad_section = RetrainSection(
         force=" ", start="champion", data="new_and_sample", old_fraction=2, confidence=1.0, max_psi=-1
     )
-    with pytest.raises(ConfigError) as refused:
-        check_section(bad, wrong)
-    names = [
+    with pytest.raises(ConfigError) as caught:
+        check_section(bad_config, bad_section)
+    messages = [
         "force is empty",
         "old_fraction is 2",
         "confidence is 1.0",
         "max_psi is -1",
         "registered_model is missing",
     ]
-    names += [
+    messages += [
         "eval_path is missing",
         "run.name is 'x'",
         "init_from is given and retrain.start",
         "written as Parquet below",
     ]
-    for text in [*names, "gate_path is missing"]:
-        assert text in str(refused.value)
-    assert len(str(refused.value).splitlines()) == 11
+    for text in [*messages, "gate_path is missing"]:
+        assert text in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 11
 
 
-def test_a_delivery_is_equal_by_content() -> None:
+def test_the_digest_of_a_delivery_depends_only_on_its_content() -> None:
     one = Delivery({"a": "1", "b": "2"}, {"c": "3"})
     assert one.digest == Delivery({"b": "2", "a": "1"}, {"c": "3"}).digest
     assert one.digest != Delivery({"a": "1"}, {"b": "2", "c": "3"}).digest

@@ -1,4 +1,4 @@
-"""Rolling a champion back, against a real MLflow store: one step at a time, never to and fro, the alias last."""
+"""Rollback of a champion on a real MLflow store: one champion further back each time, with the alias moved last."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.support.mlflow_server import database
 
 
 class Stopped(BaseException):
-    """The process is gone."""
+    """The process was stopped."""
 
 
 class StoppingClient:
-    """MLflow's client, for a process that is stopped before a call of its own that changes something."""
+    """MLflow's client in a process that is stopped before a changing call, the one with the number `at`."""
 
     def __init__(self, client: Any, at: int) -> None:
-        self._client, self._left = client, at
+        self._client, self._calls_left = client, at
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)
@@ -37,8 +37,8 @@ class StoppingClient:
             return method
 
         def call(*args: Any) -> Any:
-            self._left -= 1
-            if not self._left:
+            self._calls_left -= 1
+            if not self._calls_left:
                 raise Stopped
             return method(*args)
 
@@ -50,8 +50,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return connect(database(tmp_path_factory.mktemp("rollback") / "mlflow.db"))
 
 
-def model(client: Any, name: str, versions: int, folder: Path) -> None:
-    """A model whose versions were promoted one after the other."""
+def register_promoted(client: Any, name: str, versions: int, folder: Path) -> None:
+    """Registers a model and promotes its versions one after the other."""
     client.create_registered_model(name)
     for number in range(1, versions + 1):
         client.create_model_version(name, str(folder), None)
@@ -59,9 +59,9 @@ def model(client: Any, name: str, versions: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("calls", range(1, 7))
-def test_a_promotion_that_was_stopped_is_no_reason(client: Any, tmp_path: Path, calls: int) -> None:
+def test_a_stopped_promotion_leaves_no_tags_that_a_rollback_reads(client: Any, tmp_path: Path, calls: int) -> None:
     name = f"stopped-{calls}"
-    model(client, name, 2, tmp_path)
+    register_promoted(client, name, 2, tmp_path)
     served = dict(client.get_model_version(name, "1").tags)
     with pytest.raises(Stopped):
         promote(StoppingClient(client, calls), name, "1", "never said", "me")
@@ -72,27 +72,29 @@ def test_a_promotion_that_was_stopped_is_no_reason(client: Any, tmp_path: Path, 
 
 
 def test_each_rollback_goes_one_champion_further_back(client: Any, tmp_path: Path) -> None:
-    model(client, "m", 3, tmp_path)
+    register_promoted(client, "m", 3, tmp_path)
     first = rollback(client, "m", "wrong on customer X", "me")
     assert (first.version, first.to) == ("3", "2")
     assert champion_of(client, "m") == "2"
-    left = client.get_model_version("m", "3").tags
-    assert left["ray_app.rolled_back_because"] == "wrong on customer X"
-    assert left["ray_app.rolled_back_by"] == "me"
+    tags = client.get_model_version("m", "3").tags
+    assert tags["ray_app.rolled_back_because"] == "wrong on customer X"
+    assert tags["ray_app.rolled_back_by"] == "me"
     assert client.get_model_version("m", "2").tags["ray_app.replaces"] == "1"
     second = rollback(client, "m", "this one too", "me")
     assert (second.version, second.to) == ("2", "1")
     with pytest.raises(RegistryError, match="Version 1 of 'm' replaced no other champion"):
         rollback(client, "m", "and this", "me")
     assert champion_of(client, "m") == "1"
-    assert sorted((one.version, one.to, one.reason) for one in rollbacks(client, "m")) == [
+    assert sorted(
+        (rolled_back.version, rolled_back.to, rolled_back.reason) for rolled_back in rollbacks(client, "m")
+    ) == [
         ("2", "1", "this one too"),
         ("3", "2", "wrong on customer X"),
     ]
 
 
-def test_a_rollback_that_is_stopped_leaves_the_champion_and_is_none(client: Any, tmp_path: Path) -> None:
-    model(client, "stopped", 2, tmp_path)
+def test_a_stopped_rollback_leaves_the_champion_and_is_not_recorded(client: Any, tmp_path: Path) -> None:
+    register_promoted(client, "stopped", 2, tmp_path)
     for number in range(1, 5):
         with pytest.raises(Stopped):
             rollback(StoppingClient(client, number), "stopped", "bad", "me")
@@ -101,8 +103,8 @@ def test_a_rollback_that_is_stopped_leaves_the_champion_and_is_none(client: Any,
     assert rollback(StoppingClient(client, 5), "stopped", "bad", "me").to == "1"
 
 
-def test_a_rollback_goes_to_no_version_that_was_left_until_it_is_promoted_again(client: Any, tmp_path: Path) -> None:
-    model(client, "fro", 2, tmp_path)
+def test_a_rollback_to_a_rolled_back_version_is_refused_until_it_is_promoted_again(client: Any, tmp_path: Path) -> None:
+    register_promoted(client, "fro", 2, tmp_path)
     promote(client, "fro", "1", "the older one, by hand", "me")
     assert rollback(client, "fro", "worse still", "me").to == "2"
     with pytest.raises(
@@ -116,7 +118,7 @@ def test_a_rollback_goes_to_no_version_that_was_left_until_it_is_promoted_again(
 
 
 def test_a_stopped_rollback_does_not_count_after_another_promotion(client: Any, tmp_path: Path) -> None:
-    model(client, "passed", 2, tmp_path)
+    register_promoted(client, "passed", 2, tmp_path)
     with pytest.raises(Stopped):
         rollback(StoppingClient(client, 4), "passed", "bad", "me")
     client.create_model_version("passed", str(tmp_path), None)
@@ -125,8 +127,8 @@ def test_a_stopped_rollback_does_not_count_after_another_promotion(client: Any, 
     assert rollback(client, "passed", "bad", "me").to == "2"
 
 
-def test_what_cannot_be_rolled_back_is_refused(client: Any, tmp_path: Path) -> None:
-    model(client, "one", 2, tmp_path)
+def test_a_rollback_without_a_reason_or_an_earlier_version_is_refused(client: Any, tmp_path: Path) -> None:
+    register_promoted(client, "one", 2, tmp_path)
     with pytest.raises(RegistryError, match="needs a reason"):
         rollback(client, "one", " ", "me")
     with pytest.raises(RegistryError, match="has no champion"):
@@ -137,59 +139,63 @@ def test_what_cannot_be_rolled_back_is_refused(client: Any, tmp_path: Path) -> N
     assert champion_of(client, "one") == "2"
 
 
-def test_a_rollback_whose_answer_was_lost_is_done_again_as_the_same(
+def test_a_rollback_whose_reply_was_lost_is_repeated_without_a_second_effect(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = {"tracking__uri": client.tracking_uri, "run__storage_path": str(tmp_path / "runs")}
     config = Config().replace(tracking__registered_model="lost", **uri)
-    model(client, "lost", 4, tmp_path)
+    register_promoted(client, "lost", 4, tmp_path)
 
-    def lose(self: Any, *args: Any) -> None:
+    def move_and_stop(self: Any, *args: Any) -> None:
         move(self, *args)
         raise Stopped
 
     move = type(client).set_registered_model_alias
     with monkeypatch.context() as losing:
-        losing.setattr(type(client), "set_registered_model_alias", lose)
+        losing.setattr(type(client), "set_registered_model_alias", move_and_stop)
         with pytest.raises(Stopped):
             roll_back(config, "wrong on customer X")
     assert champion_of(client, "lost") == "3"
     for _ in range(2):
-        again = roll_back(config, "wrong on customer X")
-        assert (again.version, again.to, champion_of(client, "lost")) == ("4", "3", "3")
+        repeated = roll_back(config, "wrong on customer X")
+        assert (repeated.version, repeated.to, champion_of(client, "lost")) == ("4", "3", "3")
     assert [entry["what"] for entry in read_audit_entries(RetrainPaths.of(config))] == ["rolled back"]
     assert roll_back(config, "wrong on customer Y").to == "2"
     monkeypatch.setattr(registry, "_now", lambda: "2999-01-01T00:00:00+00:00")
     promote(client, "lost", "3", "right after all", "me")
-    assert roll_back(config, "wrong on customer X").to == "2", "it has been promoted since"
+    assert roll_back(config, "wrong on customer X").to == "2", (
+        "the repeated request was taken for the old one although the version was promoted since"
+    )
 
 
 def test_a_rollback_does_not_wait_for_a_training(client: Any, tmp_path: Path) -> None:
     config = Config().replace(
         tracking__registered_model="busy", tracking__uri=client.tracking_uri, run__storage_path=str(tmp_path / "runs")
     )
-    model(client, "busy", 2, tmp_path)
+    register_promoted(client, "busy", 2, tmp_path)
     paths = RetrainPaths.of(config)
-    with acquire_lease(RunPaths(paths.root)):  # of a retraining that goes on for hours
+    # This is the lease of a retraining that takes hours.
+    with acquire_lease(RunPaths(paths.root)):
         assert roll_back(config, "wrong on customer X").to == "1"
     assert champion_of(client, "busy") == "1"
     assert [entry["what"] for entry in read_audit_entries(paths)] == ["rolled back"]
 
 
-def test_the_audit_record_is_read_once_for_all_rollbacks_that_are_in_it(
+def test_recording_rollbacks_reads_the_audit_record_once(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model(client, "many", 5, tmp_path)
-    paths, read = RetrainPaths(tmp_path / "many"), []
+    register_promoted(client, "many", 5, tmp_path)
+    paths = RetrainPaths(tmp_path / "many")
+    reads: list[int] = []
     for reason in "abcd":
         rollback(client, "many", reason, "me")
     record_rollbacks(paths, client, "many")
 
-    def reading(places: Any) -> Any:
-        read.append(1)
-        return read_all_json(places)
+    def count_read(folder: Any) -> Any:
+        reads.append(1)
+        return read_all_json(folder)
 
-    monkeypatch.setattr(rounds, "read_all_json", reading)
+    monkeypatch.setattr(rounds, "read_all_json", count_read)
     record_rollbacks(paths, client, "many")
-    assert len(read) == 1
+    assert len(reads) == 1
     assert sorted(entry["why"] for entry in read_audit_entries(paths)) == ["a", "b", "c", "d"]

@@ -1,6 +1,4 @@
-"""What retraining does first and what last, on a delivery that must be refused: the lease, the data, the effects, the
-record.
-"""
+"""The order of the stages of a retraining, on a delivery that is refused: lease, data, effects, record."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ SECTION = RetrainSection()
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """With data of which there is too little."""
+    """Returns a configuration with too few rows."""
     random = np.random.default_rng(0)
     for name in ("train", "eval"):
         (tmp_path / name).mkdir()
@@ -56,8 +54,8 @@ def config(tmp_path: Path) -> Config:
     )
 
 
-class Watch:
-    """Called by each stage between its effects and its record; notes what is there by then.
+class StageObserver:
+    """A hook that each stage calls between its effects and its record; it notes what has been recorded by then.
 
     Args:
         config: The configuration.
@@ -65,35 +63,33 @@ class Watch:
 
     def __init__(self, config: Config) -> None:
         self.config, self.paths = config, RetrainPaths.of(config)
-        self.seen: dict[str, list[str]] = {}
+        self.recorded_at: dict[str, list[str]] = {}
         self.tagged: dict[str, bool] = {}
         self.audited: dict[str, int] = {}
 
     def __call__(self, stage: str) -> None:
-        self.seen[stage] = self.recorded
+        self.recorded_at[stage] = self.recorded
         client = connect(f"sqlite:///{self.config.run.storage_path}/mlflow.db")
         self.tagged[stage] = any("ray_app.data_refused" in m.tags for m in client.search_registered_models())
         self.audited[stage] = len(read_audit_entries(self.paths))
 
     @property
     def recorded(self) -> list[str]:
-        """Stages that are recorded."""
+        """The recorded stages."""
         return sorted(file.stem for file in Path(str(self.paths.rounds)).glob("*/*.json"))
 
 
-def start(config: Config, watch: Watch) -> Outcome:
+def start(config: Config, watch: StageObserver) -> Outcome:
     return retrain(config, SECTION, Console(quiet=True), watch)
 
 
-def test_refused_data_ends_before_training_and_stages_are_recorded_after_effects(
-    config: Config, tmp_path: Path
-) -> None:
+def test_refused_data_ends_a_round_before_training_and_effects_precede_records(config: Config, tmp_path: Path) -> None:
     connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}").create_registered_model("m")
-    watch = Watch(config)
+    watch = StageObserver(config)
     outcome = start(config, watch)
     assert outcome.kind == "data refused"
     assert "the evaluation data has 60 rows, and the gate" in outcome.reason
-    assert watch.seen == {
+    assert watch.recorded_at == {
         "decided": [],
         "validated": ["decided"],
         "concluded": ["decided", "validated"],
@@ -101,31 +97,33 @@ def test_refused_data_ends_before_training_and_stages_are_recorded_after_effects
     }
     assert watch.tagged == {"decided": False, "validated": False, "concluded": True, "recorded": True}
     assert watch.audited == {"decided": 0, "validated": 0, "concluded": 0, "recorded": 1}
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["mlflow.db", "retraining"], "a run was begun"
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["mlflow.db", "retraining"], (
+        "a run was started"
+    )
 
 
-class Second(Watch):
-    """Starts again in the middle of a stage."""
+class ConcurrentStart(StageObserver):
+    """Starts a second retraining in the middle of a stage."""
 
     def __call__(self, stage: str) -> None:
         super().__call__(stage)
         with pytest.raises(RunHeldError, match="is being written by process"):
-            start(self.config, Watch(self.config))
+            start(self.config, StageObserver(self.config))
 
 
 def test_a_second_start_is_refused_in_every_stage(config: Config) -> None:
-    watch = Second(config)
+    watch = ConcurrentStart(config)
     assert start(config, watch).kind == "data refused"
-    assert list(watch.seen) == ["decided", "validated", "concluded", "recorded"]
+    assert list(watch.recorded_at) == ["decided", "validated", "concluded", "recorded"]
     assert len(read_audit_entries(watch.paths)) == 1
 
 
-class TakenOver(Watch):
-    """Another scheduler takes over in the middle of a stage, as after a long standstill of this one.
+class TakeOver(StageObserver):
+    """Lets another scheduler take over in the middle of a stage, as if this one had stalled for long.
 
     Args:
         config: The configuration.
-        stage: The stage.
+        stage: The stage in which the other scheduler takes over.
     """
 
     def __init__(self, config: Config, stage: str) -> None:
@@ -142,27 +140,28 @@ class TakenOver(Watch):
 
 
 @pytest.mark.parametrize("stage", ["validated", "concluded"])
-def test_who_lost_the_lease_records_nothing_more(config: Config, stage: str) -> None:
-    watch = TakenOver(config, stage)
+def test_a_retraining_that_lost_its_lease_records_nothing_more(config: Config, stage: str) -> None:
+    watch = TakeOver(config, stage)
     with pytest.raises(LeaseLostError, match="start number 2"):
         start(config, watch)
-    assert list(watch.seen)[-1] == stage, "it went on to another stage"
-    assert watch.recorded == watch.seen[stage]
+    assert list(watch.recorded_at)[-1] == stage, "the retraining went on to another stage"
+    assert watch.recorded == watch.recorded_at[stage]
     assert read_audit_entries(watch.paths) == []
 
 
-def test_a_start_after_that_goes_on_where_it_was_recorded(config: Config) -> None:
-    watch = TakenOver(config, "concluded")
+def test_the_next_start_continues_with_the_first_unrecorded_stage(config: Config) -> None:
+    watch = TakeOver(config, "concluded")
     with pytest.raises(LeaseLostError):
         start(config, watch)
-    RunPaths(watch.paths.root).fence(2).unlink()  # the other one has ended
-    again = Watch(config)
-    assert start(config, again).kind == "data refused"
-    assert list(again.seen) == ["concluded", "recorded"], "what was recorded is not done again"
-    assert [entry["what"] for entry in read_audit_entries(again.paths)] == ["data refused"]
+    # The other scheduler has ended.
+    RunPaths(watch.paths.root).fence(2).unlink()
+    second = StageObserver(config)
+    assert start(config, second).kind == "data refused"
+    assert list(second.recorded_at) == ["concluded", "recorded"], "a recorded stage was repeated"
+    assert [entry["what"] for entry in read_audit_entries(second.paths)] == ["data refused"]
 
 
-def test_a_storage_that_is_away_refuses_no_data(
+def test_unreachable_storage_does_not_refuse_the_data(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [
@@ -175,23 +174,23 @@ def test_a_storage_that_is_away_refuses_no_data(
     ]
     arguments += ["--run.storage_path", config.run.storage_path, "--tracking.registered_model", "m"]
 
-    def away(*_: object, **__: object) -> None:
+    def raise_stale_handle(*_: object, **__: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    for module, reading in ((parquet_files, "_tail"), (profile, "DataFile")):
+    for module, function in ((parquet_files, "_tail"), (profile, "DataFile")):
         with monkeypatch.context() as broken:
-            broken.setattr(module, reading, away)
+            broken.setattr(module, function, raise_stale_handle)
             assert main(arguments) == 1
         assert "part.parquet cannot be read: [Errno 116] Stale file handle" in capsys.readouterr().err
-    watch = Watch(config)
+    watch = StageObserver(config)
     assert watch.recorded == ["decided"]
     assert read_audit_entries(watch.paths) == []
     assert main(arguments) == 2
     assert "the evaluation data has 60 rows, and the gate" in capsys.readouterr().out
 
 
-def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
-    watch = Watch(config)
+def test_a_refused_challenger_is_judged_again_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
+    watch = StageObserver(config)
     assert start(config, watch).kind == "data refused"
     [record] = Path(str(watch.paths.rounds)).glob("*/concluded.json")
     concluded = {
@@ -206,39 +205,37 @@ def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config
     for number in ("1", "2", "3"):
         client.create_model_version("m", str(tmp_path), None)
         promote(client, "m", number, "better", "me")
-        again = start(config, watch)
+        outcome = start(config, watch)
         if number != "2":
-            assert again.kind == "nothing"
-            assert "already judged: gate refused" in again.reason
+            assert outcome.kind == "nothing"
+            assert "already judged: gate refused" in outcome.reason
         else:
-            assert again.kind == "data refused", "it is not looked at again"
+            assert outcome.kind == "data refused", "the data is not validated again"
             assert [entry["what"] for entry in read_audit_entries(watch.paths)] == ["data refused", "data refused"]
             put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
 
 
-def test_data_that_was_refused_is_looked_at_again_once_when_another_champion_serves(
-    config: Config, tmp_path: Path
-) -> None:
-    watch = Watch(config)
+def test_refused_data_is_validated_again_once_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
+    watch = StageObserver(config)
     assert start(config, watch).kind == "data refused"
     client = connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
     client.create_registered_model("m")
     for number in ("1", "2"):
         client.create_model_version("m", str(tmp_path), None)
         promote(client, "m", number, "better", "me")
-        for again in (True, False):
-            seen = Watch(config)
-            outcome = start(config, seen)
+        for is_validated in (True, False):
+            observer = StageObserver(config)
+            outcome = start(config, observer)
             assert outcome.kind == "data refused"
-            assert outcome.reason.startswith("the same data was refused before") is not again
-            assert ("validated" in seen.seen) is again
+            assert outcome.reason.startswith("the same data was refused before") is not is_validated
+            assert ("validated" in observer.recorded_at) is is_validated
     assert [entry["champion_before"] for entry in read_audit_entries(watch.paths)] == [None, "1", "2"]
 
 
-def test_nothing_of_a_round_that_was_removed_in_part_is_taken_over(
+def test_a_partly_removed_round_is_started_from_its_first_stage(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = Watch(config)
+    watch = StageObserver(config)
     assert start(config, watch).kind == "data refused"
     [folder] = Path(str(watch.paths.rounds)).iterdir()
     for name in ("decided", "recorded", "concluded"):
@@ -248,21 +245,20 @@ def test_nothing_of_a_round_that_was_removed_in_part_is_taken_over(
     with monkeypatch.context() as stuck:
         stuck.setattr(rounds, "remove_tree", lambda folder: None)
         with pytest.raises(OSError, match="cannot be emptied: validated, judged are still there"):
-            start(config, Watch(config))
+            start(config, StageObserver(config))
     assert watch.recorded == ["judged", "validated"]
-    again = Watch(config)
-    assert "of another round" not in start(config, again).reason
-    assert list(again.seen) == ["decided", "validated", "concluded", "recorded"]
+    second = StageObserver(config)
+    assert "of another round" not in start(config, second).reason
+    assert list(second.recorded_at) == ["decided", "validated", "concluded", "recorded"]
     assert not (folder / "judged.json").exists()
 
 
-class Promoted:
-    """Version 2 has just been promoted by a round that was stopped before it recorded that; version 1 served when it
-    began.
+class UnrecordedPromotion:
+    """A round that promotes version 2 and is stopped before it records that; version 1 was the champion at its start.
 
     Args:
         config: The configuration.
-        folder: Where the versions' files would be.
+        folder: The folder that the versions name as their files.
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -289,28 +285,30 @@ class Promoted:
         self.data = delivery.digest
 
     def champion(self) -> Champion:
-        found = load_champion(self.paths, self.client, "m", "", champion_of(self.client, "m"))
-        assert found is not None
-        return found
+        champion = load_champion(self.paths, self.client, "m", "", champion_of(self.client, "m"))
+        assert champion is not None
+        return champion
 
 
-def deliver_anew(config: Config) -> None:
-    """Of another type, so that no model is asked about it."""
+def write_new_delivery(config: Config) -> None:
+    """Writes data with another column type, which validation refuses before it asks a model."""
     pq.write_table(pa.table({"a": np.arange(50), "label": np.arange(50) % 3}), Path(config.data.path) / "part.parquet")
 
 
 @pytest.mark.parametrize("concluded", [False, True])
-def test_a_promotion_that_was_not_recorded_is_recorded_although_other_data_has_come(
+def test_an_unrecorded_promotion_is_recorded_although_other_data_was_delivered(
     config: Config, tmp_path: Path, concluded: bool
 ) -> None:
-    made = Promoted(config, tmp_path)
-    made.round.put("judged", made.judged)
-    promote(made.client, "m", "2", "retraining: gain +0.1000", "me")
+    promotion = UnrecordedPromotion(config, tmp_path)
+    promotion.round.put("judged", promotion.judged)
+    promote(promotion.client, "m", "2", "retraining: gain +0.1000", "me")
     if concluded:
-        made.round.put("concluded", {"outcome": "promoted", "reason": "gain +0.1000", "version": "2", "before": "1"})
-    deliver_anew(config)
-    assert start(config, Watch(config)).kind == "data refused"
-    first, second = read_audit_entries(made.paths)
+        promotion.round.put(
+            "concluded", {"outcome": "promoted", "reason": "gain +0.1000", "version": "2", "before": "1"}
+        )
+    write_new_delivery(config)
+    assert start(config, StageObserver(config)).kind == "data refused"
+    first, second = read_audit_entries(promotion.paths)
     assert (first["what"], first["why"], first["version"], first["champion_before"]) == (
         "promoted",
         "gain +0.1000",
@@ -318,47 +316,49 @@ def test_a_promotion_that_was_not_recorded_is_recorded_although_other_data_has_c
         "1",
     )
     assert (second["what"], second["champion_before"]) == ("data refused", "2")
-    champion = made.champion()
+    champion = promotion.champion()
     assert (champion.version.version, champion.metric_when_promoted("accuracy")) == ("2", 0.9)
     assert champion.delivery is not None
-    assert champion.delivery.digest == made.data
-    assert champion.version.tags.get("ray_app.data_digest", made.data) == made.data
+    assert champion.delivery.digest == promotion.data
+    assert champion.version.tags.get("ray_app.data_digest", promotion.data) == promotion.data
     assert champion.profiles.train is not None
-    assert start(config, Watch(config)).kind == "data refused"
-    assert len(read_audit_entries(made.paths)) == 2
+    assert start(config, StageObserver(config)).kind == "data refused"
+    assert len(read_audit_entries(promotion.paths)) == 2
 
 
-@pytest.mark.parametrize("judged", [False, True])
-def test_a_superseded_round_that_made_a_version_still_says_what_data_that_is_of(
-    config: Config, tmp_path: Path, judged: bool
-) -> None:
-    made = Promoted(config, tmp_path)
-    if judged:
-        made.round.put("judged", made.judged)
-    deliver_anew(config)
-    assert start(config, Watch(config)).kind == "data refused"
-    assert [(entry["what"], entry.get("champion_before")) for entry in read_audit_entries(made.paths)] == [
+@pytest.mark.parametrize("is_judged", [False, True])
+def test_a_superseded_round_records_the_data_of_its_version(config: Config, tmp_path: Path, is_judged: bool) -> None:
+    promotion = UnrecordedPromotion(config, tmp_path)
+    if is_judged:
+        promotion.round.put("judged", promotion.judged)
+    write_new_delivery(config)
+    assert start(config, StageObserver(config)).kind == "data refused"
+    assert [(entry["what"], entry.get("champion_before")) for entry in read_audit_entries(promotion.paths)] == [
         ("superseded", None),
         ("data refused", "1"),
     ]
-    assert champion_of(made.client, "m") == "1"
-    promote(made.client, "m", "2", "by hand", "me")
-    assert made.champion().profiles.train is not None
-    assert rounds.open_rounds(made.paths) == []
-    assert start(config, Watch(config)).kind == "data refused"
-    assert [entry["what"] for entry in read_audit_entries(made.paths)] == ["superseded", "data refused", "data refused"]
+    assert champion_of(promotion.client, "m") == "1"
+    promote(promotion.client, "m", "2", "by hand", "me")
+    assert promotion.champion().profiles.train is not None
+    assert rounds.open_rounds(promotion.paths) == []
+    assert start(config, StageObserver(config)).kind == "data refused"
+    assert [entry["what"] for entry in read_audit_entries(promotion.paths)] == [
+        "superseded",
+        "data refused",
+        "data refused",
+    ]
 
 
-@pytest.mark.parametrize("which", ["root", "deciding"])
-def test_of_starts_long_ago_no_file_is_left(config: Config, which: str) -> None:
+@pytest.mark.parametrize("lease_root", ["root", "deciding"])
+def test_lease_files_of_old_starts_are_removed(config: Config, lease_root: str) -> None:
     paths = RetrainPaths.of(config)
-    lease = RunPaths(getattr(paths, which))
+    lease = RunPaths(getattr(paths, lease_root))
     for number in range(1, 151):
         put_json(
             lease.fence(number), dataclasses.asdict(LeaseRecord(LeaseHolder.here(), 0.0, 0.0, 30.0, released=True))
         )
-    if which == "root":
-        start(config, Watch(config))
+    if lease_root == "root":
+        start(config, StageObserver(config))
     else:
         acquire_alias_lease(paths).release()
     assert sorted(list_files(lease.fences)) == [f"{number:04d}.json" for number in range(51, 152)]

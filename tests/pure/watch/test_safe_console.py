@@ -1,4 +1,4 @@
-"""Nothing that is printed ends a run, whatever becomes of standard output; the first failure is recorded, once."""
+"""A failure of standard output does not end a run; the first failure is recorded, and only once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ray_app.process import SafeStream
 from ray_app.runlog.journal import StepRecord
 from ray_app.runlog.output import copied_output
 from ray_app.runlog.paths import RunPaths
-from ray_app.watch import terminal as shown_by
+from ray_app.watch import terminal as terminal_module
 from ray_app.watch.terminal import RunConsole, SafeConsole
 from tests.support.local_world import TinyImages, make_job, write_images
 
@@ -46,30 +46,30 @@ def closed_file() -> Any:
 
 
 class LostTerminal(StringIO):
-    """A terminal that has hung up."""
+    """A terminal that has hung up: each write fails."""
 
     def write(self, text: str) -> int:
         raise OSError(5, "Input/output error")
 
 
-class Odd(StringIO):
+class FailingFlush(StringIO):
     def flush(self) -> None:
         raise RuntimeError("something else")
 
 
-BROKEN = [full_disk, pipe_without_a_reader, closed_descriptor, closed_file, LostTerminal, Odd]
+BROKEN = [full_disk, pipe_without_a_reader, closed_descriptor, closed_file, LostTerminal, FailingFlush]
 KINDS = ["ENOSPC", "EPIPE", "EBADF", "closed", "EIO", "other"]
 
 
-def let_go(stream: Any) -> None:
-    """Keeps Python from writing what is left to a stream that takes nothing."""
+def close_quietly(stream: Any) -> None:
+    """Closes a stream that fails all writes, so that Python does not flush it at exit."""
     if isinstance(stream, TextIOWrapper):
         with suppress(OSError):
             stream.close()
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=KINDS)
-def test_a_stream_that_takes_nothing_raises_nothing(
+def test_a_failing_stream_is_reported_once_and_raises_no_error(
     broken: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = broken()
@@ -80,10 +80,10 @@ def test_a_stream_that_takes_nothing_raises_nothing(
     assert [record.message.partition(",")[0] for record in caplog.records] == [
         "Nothing can be written to standard output"
     ]
-    let_go(stream)
+    close_quietly(stream)
 
 
-def test_characters_that_an_encoding_lacks_are_escaped() -> None:
+def test_characters_outside_the_encoding_are_escaped() -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w", encoding="ascii") as stream:
         safe = SafeStream(stream, "standard output")
@@ -97,12 +97,13 @@ def test_characters_that_an_encoding_lacks_are_escaped() -> None:
 def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    lines = [f"line {number} {'x' * 200}\n" for number in range(2000)]  # several times what a pipe holds
-    got: list[bytes] = []
+    # The lines are several times the capacity of a pipe.
+    lines = [f"line {number} {'x' * 200}\n" for number in range(2000)]
+    parts_read: list[bytes] = []
 
     def read() -> None:
         while part := os.read(reader, 1000):
-            got.append(part)
+            parts_read.append(part)
 
     thread = threading.Thread(target=read)
     with os.fdopen(writer, "w") as stream:
@@ -114,10 +115,10 @@ def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line() -> None:
     thread.join()
     os.close(reader)
     assert safe.failure is None
-    assert b"".join(got).decode() == "".join(lines)
+    assert b"".join(parts_read).decode() == "".join(lines)
 
 
-def test_a_non_blocking_pipe_that_nobody_reads_is_given_up() -> None:
+def test_writing_to_a_full_non_blocking_pipe_fails_after_a_while() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     stream = os.fdopen(writer, "w")
@@ -126,11 +127,11 @@ def test_a_non_blocking_pipe_that_nobody_reads_is_given_up() -> None:
         print("x" * 200, file=safe, flush=True)
     assert isinstance(safe.failure, BlockingIOError)
     os.close(reader)
-    let_go(stream)
+    close_quietly(stream)
 
 
-def test_a_handler_of_logging_writes_to_it_without_an_end() -> None:
-    """Its own warning goes through the stream that has failed."""
+def test_the_warning_about_a_failed_stream_causes_no_endless_recursion() -> None:
+    """The warning goes through the logging handler of the stream that has failed."""
     safe = SafeStream(LostTerminal(), "standard error")
     handler = logging.StreamHandler(safe)
     logging.getLogger().addHandler(handler)
@@ -149,27 +150,27 @@ def job(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize("broken", BROKEN, ids=KINDS)
-def test_a_run_is_shown_where_nothing_can_be_shown(
+def test_the_console_of_a_run_survives_a_failing_stream(
     job: Any, broken: Callable[[], Any], is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shown_by, "_PLAIN_LINE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(terminal_module, "_PLAIN_LINE_INTERVAL_S", 0.0)
     stream, reported = broken(), list[str]()
     console = SafeConsole(Console(file=SafeStream(stream, "standard output"), force_terminal=is_terminal))
     console.report_to(reported.append)
     record = StepRecord(1, 0, 1.0, 0.5, 0.1, 1.0, 5.0, 0.0, 2, [3] * 4, [1] * 4, "1.1")
-    with RunConsole(job, 4, console, list) as shown:
-        shown.show(None, "waiting for the workers to start ...")
-        shown.show(record, "")
-        shown.show_last()
+    with RunConsole(job, 4, console, list) as run_console:
+        run_console.show(None, "waiting for the workers to start ...")
+        run_console.show(record, "")
+        run_console.show_last()
     console.print("after the run")
     assert len(reported) == 1
-    let_go(stream)
+    close_quietly(stream)
 
 
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), KeyError("metric"), SystemExit(1)], ids=["OS", "other", "rich"]
 )
-def test_whatever_a_console_raises_is_reported_once(error: BaseException) -> None:
+def test_an_error_of_the_console_is_reported_once(error: BaseException) -> None:
     class Failing(Console):
         def print(self, *_: Any, **__: Any) -> None:
             raise error
@@ -183,16 +184,16 @@ def test_whatever_a_console_raises_is_reported_once(error: BaseException) -> Non
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(15)])
-def test_a_signal_is_no_failure_of_the_console(error: BaseException) -> None:
+def test_an_interrupt_is_not_treated_as_a_console_failure(error: BaseException) -> None:
     console = SafeConsole(Console(file=StringIO()))
     with pytest.raises(type(error)), console.guarded():
         raise error
 
 
-def test_a_task_may_print_where_nothing_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_may_print_to_a_failing_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, stream = RunPaths(tmp_path / "run"), full_disk()
     monkeypatch.setattr("sys.stdout", stream)
     with copied_output(paths, 1, "worker", lambda: "step 1"):
         print("a line", flush=True)
     assert paths.output(1, "worker", "out").read_text() == "[step 1] a line\n"
-    let_go(stream)
+    close_quietly(stream)

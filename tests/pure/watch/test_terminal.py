@@ -1,4 +1,4 @@
-"""What a person reads while a run trains, word for word, as the pages quote it."""
+"""The exact progress lines of a running run, as the documentation quotes them."""
 
 from __future__ import annotations
 
@@ -34,45 +34,53 @@ def job(tmp_path: Path) -> Any:
     return make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__epochs=2)
 
 
-def shown(
+def show_lines(
     job: Any,
     monkeypatch: pytest.MonkeyPatch,
-    *looks: tuple[StepRecord | None, str, bool],
-    waiting: tuple[int, ...] = (),
+    *updates: tuple[StepRecord | None, str, bool],
+    pending_steps: tuple[int, ...] = (),
 ) -> list[str]:
-    """The lines that a console without a terminal shows at some looks, ten seconds from one to the next."""
+    """Returns the lines that a console without a terminal prints for these updates, which are ten seconds apart."""
     times = iter(range(10, 1000, 10))
-    now = {"s": 0.0}
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW_S, monotonic=lambda: now["s"]))
-    said = StringIO()
+    clock = {"s": 0.0}
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW_S, monotonic=lambda: clock["s"]))
+    output = StringIO()
     with RunConsole(
-        job, 4, SafeConsole(Console(file=said, width=300)), lambda: [commit(step) for step in waiting]
+        job, 4, SafeConsole(Console(file=output, width=300)), lambda: [commit(step) for step in pending_steps]
     ) as console:
-        for look in looks:
-            now["s"] = next(times)
-            console.show(*look)
-    return said.getvalue().splitlines()
+        for update in updates:
+            clock["s"] = next(times)
+            console.show(*update)
+    return output.getvalue().splitlines()
 
 
-def test_a_line_says_how_far_how_good_how_late_and_what_went_wrong(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_line_has_position_metric_evaluation_lag_and_failures(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_evaluation(job.paths, Evaluation(4, 0, "", {"accuracy": 0.75}, 20, 0.1, NOW_S))
     put_event(job.paths, "failed", 1, number=1, errors={}, step=5, left=1)
     put_event(job.paths, "preempted", 1, number=1, workers=1, step=6, left=1)
-    [line] = shown(job, monkeypatch, (record(10), "", False), waiting=(4, 8, 12))
+    [line] = show_lines(job, monkeypatch, (record(10), "", False), pending_steps=(4, 8, 12))
     assert line == (
         "epoch 2/2 step 2/8 loss 0.5000  - rows/s  2 of 4 workers  accuracy 0.7500 (step 4, 3 checkpoints, 40 s behind)"
         "  1 of 5 failures, 1 of unlimited preemptions"
     )
 
 
-def test_what_is_waited_for_is_said_once_and_again_when_it_is_something_else(
-    job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, room = (
+def test_a_reason_to_wait_is_printed_once_until_it_changes(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting_for_start, waiting_for_capacity = (
         (None, "waiting for the workers to start ...", False),
         (record(3), "1 of at least 2 workers; waiting for capacity", True),
     )
-    lines = shown(job, monkeypatch, start, start, room, room, (record(3), "", False))
-    assert lines[:2] == [start[1], room[1]]
+    lines = show_lines(
+        job,
+        monkeypatch,
+        waiting_for_start,
+        waiting_for_start,
+        waiting_for_capacity,
+        waiting_for_capacity,
+        (record(3), "", False),
+    )
+    assert lines[:2] == [waiting_for_start[1], waiting_for_capacity[1]]
     assert len(lines) == 3
     assert lines[2].startswith("epoch 1/2 step 3/8 ")

@@ -1,4 +1,4 @@
-"""How the files beside this one were made: by the real `datasets` library (5.2.0), `python make.py`."""
+"""Writes the files next to this one with the real `datasets` library (5.2.0): `python make.py`."""
 
 import os
 
@@ -29,13 +29,13 @@ def rows(count: int) -> dict[str, list]:
     }
 
 
-made = DatasetDict(
+dataset = DatasetDict(
     {name: Dataset.from_dict(rows(count), features=FEATURES) for name, count in (("train", 7), ("test", 3))}
 )
-made.save_to_disk("saved", num_shards={"train": 2, "test": 1})
+dataset.save_to_disk("saved", num_shards={"train": 2, "test": 1})
 os.mkdir("parquet")
-for split, data in made.items():
+for split, data in dataset.items():
     data.to_parquet(f"parquet/{split}-00000-of-00001.parquet")
 datasets.load_dataset(
-    "parquet", data_files={s: f"parquet/{s}-00000-of-00001.parquet" for s in made}, cache_dir="loaded"
+    "parquet", data_files={s: f"parquet/{s}-00000-of-00001.parquet" for s in dataset}, cache_dir="loaded"
 )

@@ -1,7 +1,7 @@
-"""Makes schema.json, which the manifests in deploy/ are held against, from KubeRay's own resource definitions.
+"""Writes schema.json, against which the manifests in deploy/ are validated, from KubeRay's resource definitions.
 
-Those are 770 KB each, nearly all of it descriptions and parts of a pod that we do not use. Every object in what is left
-refuses fields that it does not name, as `kubectl apply --validate=strict` does.
+The definitions have 770 KB each, mostly descriptions and parts of a pod that deploy/ does not use. Every object in the
+result refuses fields that it does not declare, as `kubectl apply --validate=strict` does.
 
 python tests/support/kuberay/make_schema.py VERSION FOLDER     # FOLDER: ray-operator/config/crd/bases of that release
 """
@@ -47,7 +47,7 @@ POD_PLAIN = {
 
 
 def main(version: str, folder: Path) -> None:
-    """Writes schema.json beside this file."""
+    """Writes schema.json next to this file."""
     job, cron = (_spec(folder / f"ray.io_{kind}.yaml") for kind in ("rayjobs", "raycronjobs"))
     assert cron["properties"]["jobTemplate"] == job
     cluster = job["properties"]["rayClusterSpec"]["properties"]
@@ -65,11 +65,11 @@ def main(version: str, folder: Path) -> None:
         for name in UNUSED[unused]:
             del fields[name]
     cron["properties"]["jobTemplate"] = {"$ref": "#/$defs/RayJob"}
-    made = {
+    schema = {
         "$comment": f"KubeRay {version}, ray-operator/config/crd/bases, Apache License 2.0; trimmed by make_schema.py",
         "$defs": {"RayJob": _strict(job), "RayCronJob": _strict(cron), "Pod": _strict(pod)},
     }
-    (HERE / "schema.json").write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
+    (HERE / "schema.json").write_text(json.dumps(schema, indent=1, sort_keys=True) + "\n")
 
 
 def _spec(file: Path) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def _strict(part: Any) -> Any:
         return [_strict(item) for item in part]
     if not isinstance(part, dict):
         return part
-    made = {k: _strict(v) for k, v in part.items()}
+    strict = {k: _strict(v) for k, v in part.items()}
     if isinstance(part.get("properties"), dict) and part.get("type") == "object":
-        made["additionalProperties"] = False
-    return made
+        strict["additionalProperties"] = False
+    return strict
 
 
 if __name__ == "__main__":

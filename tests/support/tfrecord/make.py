@@ -1,7 +1,8 @@
-"""Makes the files beside it with TensorFlow 2.21.0, which the tests do not have: `python make.py` in an environment
-with tensorflow-cpu.
+"""Writes the files next to this one with TensorFlow 2.21.0, which the tests do not have: `python make.py` in an
+environment with tensorflow-cpu.
 
-Rows 0 to 4 are in two files of the split `train`, 5 to 7 in one of `test`, which is gzipped, as its name does not say.
+Rows 0 to 4 are in two files of the split `train`, 5 to 7 in one of `test`, which is compressed with gzip without
+the suffix.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 
 def example(i: int) -> bytes:
-    """A row: an encoded image, a label, floats, integers of all sizes, text."""
+    """Returns a row: an encoded image, a label, floats, integers of all sizes, text."""
     pixels = np.full((5, 4, 3), 10 * i, np.uint8)
     features = {
         "image/encoded": tf.train.Feature(bytes_list=tf.train.BytesList(value=[tf.io.encode_png(pixels).numpy()])),
