@@ -168,7 +168,9 @@ def measure_table(workers: int) -> dict[str, float]:
     ]
     step, sent = StepStats(world), dict[int, torch.Tensor]()
     with patch.multiple(
-        step_stats, gather=lambda value, world: [value], summed=lambda row_sums, world: sent.setdefault(0, row_sums)
+        step_stats,
+        gather=lambda value, world: [value],
+        sum_over_ranks=lambda row_sums, world: sent.setdefault(0, row_sums),
     ):
         # The first call has all rows; the simulated network returns them from then on.
         step.gather(stats)
@@ -195,7 +197,7 @@ def measure_record(workers: int, folder: Path) -> dict[str, float]:
     paths = RunPaths(folder / f"run-{workers}")
     rows, hashes = [32] * workers, [2**63 + v for v in range(workers)]
     began = time.process_time()
-    with patch.multiple(journal, put_atomic=put, names=list_and_count, time=clock):
+    with patch.multiple(journal, put_atomic=put, list_files=list_and_count, time=clock):
         for step in range(1, flushes + 1):
             now[0] += FLUSH_S
             record = StepRecord(step, 0, now[0], 0.5, 0.1, 1.0, 1000.0, 1.0, workers, rows, hashes, "1.1")
