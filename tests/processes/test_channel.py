@@ -171,7 +171,11 @@ def test_the_oldest_of_too_many_handshakes_is_closed(monkeypatch: pytest.MonkeyP
         strangers = list[socket.socket]()
         for number in range(5):
             strangers.append(stack.enter_context(socket.create_connection(echo.address, timeout=WAIT_S)))
-            until(lambda number=number: count_handshakes(echo) == min(number + 1, 3), "not accepted", WAIT_S)  # type: ignore[misc]
+            until(
+                lambda number=number: count_handshakes(echo) == min(number + 1, 3),
+                "the connection was not accepted",
+                WAIT_S,
+            )  # type: ignore[misc]
         until(lambda: is_closed(strangers[1]), "the second connection stays open", WAIT_S)
         assert [is_closed(stranger) for stranger in strangers] == [True, True, False, False, False]
         assert echo.answers(), "clients without the secret block a worker"
@@ -201,7 +205,7 @@ def test_the_listener_survives_a_lack_of_file_descriptors(monkeypatch: pytest.Mo
         return accept(server)
 
     with socket.create_connection(echo.address, timeout=WAIT_S) as stranger:
-        until(lambda: count_handshakes(echo) == 1, "not accepted", WAIT_S)
+        until(lambda: count_handshakes(echo) == 1, "the connection was not accepted", WAIT_S)
         monkeypatch.setattr(socket.socket, "accept", refuse_twice)
         assert echo.answers(), "a waiting connection must be accepted later"
         assert refusals == []

@@ -13,7 +13,6 @@ from typing import IO, Any
 import pytest
 import torch
 
-from ray_app.checkpoint import store as format_module
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, has_same_values, pack
 from ray_app.checkpoint.store import COMMIT, CheckpointStore, Commit, seal
@@ -82,7 +81,7 @@ class Stops:
 @pytest.fixture
 def stops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stops]:
     stops = Stops(request.param)
-    monkeypatch.setattr(format_module, "put_atomic", stops.put_atomic)
+    monkeypatch.setattr(store_module, "put_atomic", stops.put_atomic)
     monkeypatch.setattr(store_module, "put_json", stops.put_json)
     monkeypatch.setattr(writer_module, "_RETRY", Retry(0.001, attempts=6))
     yield stops

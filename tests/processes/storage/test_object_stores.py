@@ -425,7 +425,7 @@ def test_a_writer_killed_midway_commits_nothing(
     s3_server.fail(at, times=-1, delay_s=60)
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(paths.root)], cwd=ROOT)
     try:
-        until(lambda: s3_server.requests(at), "the writer does not get there")
+        until(lambda: s3_server.requests(at), "the writer does not reach the request")
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
