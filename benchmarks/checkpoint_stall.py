@@ -1,16 +1,16 @@
-"""What a checkpoint costs the training: the stall of the step that makes it, and the throughput with one every 20
+"""The cost of a checkpoint for the training: the stall of the step that makes it, and the throughput with one every 20
 steps.
 
-One process, one thread of computation, the real loop, recorder, saver and store, on the disk of the temporary folder.
+One process, one thread of computation, the real loop, step log, writer and store, on the disk of the temporary folder.
 The state is that of a 784-4096-4096-10 network with Adam, 240 MB. The other side writes the same state with
 `torch.save` and fsync between two steps.
 
 python benchmarks/checkpoint_stall.py --rounds 5     # about 12 minutes
 
-The stall is what the step after a checkpoint takes longer than the median step: the call, and whatever else holds up
-the next step. Throughput is that of whole periods of 20 steps, so it includes what the writing behind the training
-takes away from it. Periods with a checkpoint in their middle and periods without take turns within one run: the speed
-of a virtual machine drifts by more than is looked for.
+The stall is the time by which the step after a checkpoint exceeds the median step: the call, and any other delay of
+the next step. Throughput is measured over whole periods of 20 steps, so it includes the cost of the background
+writing. Periods with a checkpoint in their middle and periods without alternate within one run, since the speed of a
+virtual machine drifts by more than the measured effect.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ from ray_app.runlog.journal import MetricsReader, StepRecord, read_events
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, GenerationInfo, Phase
 
-BATCH, PERIOD, PAIRS = 64, 20, 4
+BATCH = 64
+PERIOD, PAIRS = 20, 4
 FIRST = PERIOD + PERIOD // 2
 LAST = FIRST + 2 * PERIOD * PAIRS
 """Steps between which throughput is measured: periods of 20 steps in turn with one checkpoint in the middle, and with
 none.
 """
 _LIMIT_S = 600.0
-NONE, OURS, SAVE = "no checkpoint", "ours", "torch.save + fsync"
+NONE = "no checkpoint"
+OURS, SAVE = "ours", "torch.save + fsync"
 
 
-class Alone:
+class OneWorker:
     """The membership of one worker without Ray."""
 
     recovers = False
@@ -87,16 +89,15 @@ class Alone:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run found.
+    """Measurements of one run.
 
     Args:
-        step_ms: Median step.
-        throughput: That of the periods with a checkpoint, by that of the periods after them without; median of the
-            pairs.
-        cpu: CPU of the whole process, likewise.
-        stall_ms: Median stall of a checkpoint; 0 without.
-        call_ms: Of it, inside the call that makes it.
-        write_ms: Median time that the writing took behind the training.
+        step_ms: Median time of a step.
+        throughput: Throughput of a period with a checkpoint / of the next period without; median of the pairs.
+        cpu: CPU time of the whole process, as a ratio in the same way.
+        stall_ms: Median stall of a checkpoint; 0 without checkpoints.
+        call_ms: Part of the stall inside the call that makes the checkpoint.
+        write_ms: Median time of the background writing.
     """
 
     step_ms: float
@@ -108,11 +109,11 @@ class Cost:
 
 
 class Periods:
-    """A hook that notes wall and CPU time at the ends of the periods, and may do something in the middle of every
+    """A hook that notes wall and CPU time at the ends of the periods, and calls a function in the middle of every
     second one.
 
     Args:
-        act: What.
+        act: The function.
     """
 
     def __init__(self, act: Callable[[], object] | None) -> None:
@@ -134,7 +135,7 @@ class Periods:
 
 
 def make_config(folder: Path, every: int | None) -> Config:
-    """The run."""
+    """Returns the configuration of the run."""
     from ray_app import load_config
 
     return load_config(
@@ -154,8 +155,8 @@ def make_config(folder: Path, every: int | None) -> Config:
     )
 
 
-def saving(job: Job, folder: Path) -> Callable[[], None]:
-    """`torch.save` and fsync of a state like that of the run."""
+def make_saver(job: Job, folder: Path) -> Callable[[], None]:
+    """Returns a function that stores a state like that of the run by `torch.save` and fsync."""
     from ray_app.train.state.state import TrainingState
 
     state = TrainingState(job.config, job.task, torch.device("cpu"), job.total_steps)
@@ -172,7 +173,7 @@ def saving(job: Job, folder: Path) -> Callable[[], None]:
     return save
 
 
-def side(name: str, folder: Path) -> Cost:
+def run_side(name: str, folder: Path) -> Cost:
     """Runs one side in this process."""
     from ray_app.data.local_readers import load_all
     from ray_app.data.reader import fetch_in_process
@@ -189,12 +190,12 @@ def side(name: str, folder: Path) -> Cost:
     with acquire_lease(prepared.job.paths) as lease:
         job = claim(prepared, lease.fence).job
         windows = CachedWindows(load_all(fetch_in_process, job.source))
-        hook = Periods(saving(job, folder) if name == SAVE else None)
-        train(job, Alone(), lambda job, cursor, played: windows, torch.device("cpu"), Hooks(after_step=hook))
+        hook = Periods(make_saver(job, folder) if name == SAVE else None)
+        train(job, OneWorker(), lambda job, cursor, assigned: windows, torch.device("cpu"), Hooks(after_step=hook))
     reader = MetricsReader(job.paths)
     reader.poll()
     steps = {step: record.step_ms for step, record in reader.records.items() if FIRST < step <= LAST}
-    throughput, cpu = 1 / paired(hook.wall_s), paired(hook.cpu_s)
+    throughput, cpu = 1 / median_ratio(hook.wall_s), median_ratio(hook.cpu_s)
     plain = median(ms for step, ms in steps.items() if step % (2 * PERIOD) != 1)
     if name == NONE:
         return Cost(plain, throughput, cpu)
@@ -206,14 +207,14 @@ def side(name: str, folder: Path) -> Cost:
     return Cost(plain, throughput, cpu, stall, median(calls), median(writes))
 
 
-def paired(ends: list[float]) -> float:
-    """Median over the pairs of periods: the first period's length by the second's."""
+def median_ratio(ends: list[float]) -> float:
+    """Returns the median over the pairs of periods: the first period's length / the second's."""
     lengths = [high - low for low, high in pairwise(ends)]
     return median(a / b for a, b in zip(lengths[::2], lengths[1::2], strict=True))
 
 
 def measure(name: str) -> Cost:
-    """Runs one side in a process of its own."""
+    """Runs one side in another process."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, "--side", name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
@@ -222,25 +223,26 @@ def measure(name: str) -> Cost:
     return Cost(**json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def report(found: dict[str, list[Cost]]) -> None:
+def report(costs_by_side: dict[str, list[Cost]]) -> None:
     """Prints the table."""
     machine = platform.processor() or platform.machine()
     print(
-        f"\n{machine}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {len(found[NONE])} rounds; medians (range)"
+        f"\n{machine}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {len(costs_by_side[NONE])} rounds; medians"
+        f" (range)"
     )
     print(
         f"{'side':<24}{'step ms':>24}{'throughput':>24}{'CPU':>24}{'stall ms':>24}{'of it, call ms':>24}{'write ms':>24}"  # noqa: E501
     )
-    for name, costs in found.items():
+    for name, costs in costs_by_side.items():
         columns = [spread([getattr(cost, field) for cost in costs]) for field in Cost.__dataclass_fields__]
         print(f"{name:<24}" + "".join(f"{column:>24}" for column in columns))
     print(f"\n{'figure':<50}{'value':>24}{'bar':>8}{'stretch':>9}")
-    stalls = [ours.stall_ms / save.call_ms for ours, save in zip(found[OURS], found[SAVE], strict=True)]
-    line(
+    stalls = [ours.stall_ms / save.call_ms for ours, save in zip(costs_by_side[OURS], costs_by_side[SAVE], strict=True)]
+    print_bar(
         "stall of a checkpoint / torch.save + fsync", stalls, 0.08, 0.05, median(stalls) <= 0.08, median(stalls) <= 0.05
     )
-    through = [ours.throughput for ours in found[OURS]]
-    line(
+    through = [ours.throughput for ours in costs_by_side[OURS]]
+    print_bar(
         "throughput, a checkpoint every 20 steps / none",
         through,
         0.95,
@@ -248,18 +250,18 @@ def report(found: dict[str, list[Cost]]) -> None:
         median(through) >= 0.95,
         median(through) >= 0.965,
     )
-    print(f"{'null: throughput, none / none':<50}{spread([none.throughput for none in found[NONE]]):>24}")
-    print(f"{'CPU, a checkpoint every 20 steps / none':<50}{spread([ours.cpu for ours in found[OURS]]):>24}")
+    print(f"{'null: throughput, none / none':<50}{spread([none.throughput for none in costs_by_side[NONE]]):>24}")
+    print(f"{'CPU, a checkpoint every 20 steps / none':<50}{spread([ours.cpu for ours in costs_by_side[OURS]]):>24}")
 
 
-def line(title: str, values: list[float], bar: float, stretch: float, met: bool, stretch_met: bool) -> None:
-    """Prints one figure."""
+def print_bar(title: str, values: list[float], bar: float, stretch: float, met: bool, stretch_met: bool) -> None:
+    """Prints one measurement with its bars."""
     verdict = "stretch met" if stretch_met else "met" if met else "MISSED"
     print(f"{title:<50}{spread(values):>24}{bar:>8.3g}{stretch:>9.3g}  {verdict}")
 
 
 def spread(values: list[float]) -> str:
-    """Median and range."""
+    """Formats median and range."""
     return f"{median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
 
@@ -272,16 +274,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.side:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(vars(side(options.side, Path(folder)))))
+            print(json.dumps(vars(run_side(options.side, Path(folder)))))
         return
     sides = [options.only] if options.only else [NONE, OURS, SAVE]
-    found: dict[str, list[Cost]] = {name: [] for name in sides}
+    costs: dict[str, list[Cost]] = {name: [] for name in sides}
     for number in range(options.rounds):
         for name in sides:
-            found[name].append(measure(name))
-            print(f"  round {number + 1}/{options.rounds} {name}: {found[name][-1]}", file=sys.stderr, flush=True)
+            costs[name].append(measure(name))
+            print(f"  round {number + 1}/{options.rounds} {name}: {costs[name][-1]}", file=sys.stderr, flush=True)
     if not options.only:
-        report(found)
+        report(costs)
 
 
 if __name__ == "__main__":

@@ -20,17 +20,19 @@ import numpy as np
 
 from benchmarks.harness import Sample, Stopwatch, alternate, ingest_rows, report, run_side
 
-ROWS, ROWS_PER_WORKER, WORKERS, WARM_UP, STEPS = 2048, 32, 2, 5, 65
+ROWS, ROWS_PER_WORKER = 2048, 32
+WORKERS = 2
+WARM_UP, STEPS = 5, 65
 
 
 def make_rows() -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (rows, 32, 32, 3) uint8 and labels (rows,) int64."""
+    """Returns pixels (rows, 32, 32, 3) uint8 and labels (rows,) int64."""
     generator = np.random.default_rng(0)
     return generator.integers(0, 256, (ROWS, 32, 32, 3), dtype=np.uint8), generator.integers(0, 10, ROWS)
 
 
 def hand_written() -> None:
-    """DDP as one writes it by hand: the base of all ratios."""
+    """Trains by a hand-written DDP loop, the base of all ratios."""
     import torch
     import torch.distributed as dist
     import torchvision
@@ -40,10 +42,10 @@ def hand_written() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     pixels, labels = make_rows()
-    mine = slice(rank, None, WORKERS)
-    images = torch.from_numpy(pixels[mine]).permute(0, 3, 1, 2).contiguous().float() / 255
+    shard = slice(rank, None, WORKERS)
+    images = torch.from_numpy(pixels[shard]).permute(0, 3, 1, 2).contiguous().float() / 255
     batches = list(
-        zip(images.split(ROWS_PER_WORKER), torch.from_numpy(labels[mine]).split(ROWS_PER_WORKER), strict=True)
+        zip(images.split(ROWS_PER_WORKER), torch.from_numpy(labels[shard]).split(ROWS_PER_WORKER), strict=True)
     )
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(torchvision.models.resnet18(num_classes=10))
@@ -90,7 +92,7 @@ class Ours:
         self._folder, self._number = folder, 0
 
     def measure(self, reduction: str) -> Sample:
-        """One run with 2 workers that play one logical worker each."""
+        """Trains with 2 workers, each with one logical worker; returns the time of a step."""
         from rich.console import Console
 
         from ray_app import load_config, run_training
@@ -142,9 +144,11 @@ def main() -> None:
             "overlapped": lambda: ours.measure("overlapped"),
             "exact": lambda: ours.measure("exact"),
         }
-        found = alternate(sides, options.rounds)
+        samples = alternate(sides, options.rounds)
     report(
-        "Time per step, ResNet-18 on 32x32 images, 2 workers of one thread", found, {"overlapped": 1.03, "exact": 1.10}
+        "Time per step, ResNet-18 on 32x32 images, 2 workers of one thread",
+        samples,
+        {"overlapped": 1.03, "exact": 1.10},
     )
     ray.shutdown()
 

@@ -1,11 +1,11 @@
-"""What one device holds with each strategy that is about memory, next to `ddp`: three steps of a dense network with
-Adam on one worker.
+"""Device memory of `ddp` and of the strategies that save memory: three steps of a dense network with Adam on one
+worker.
 
 python benchmarks/device_memory.py     # seconds
 
 On a GPU the peak of allocated memory; `fsdp` on one worker has all shards, so its gain is that of `cpu_offload`.
-Without a GPU it says so and adds up the bytes of the tensors that a device would hold between two steps: parameters,
-gradients, optimizer state.
+Without a GPU it adds up the bytes of the tensors that a device would hold between two steps: parameters, gradients,
+optimizer state.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Dense(ImageClassification):
 
 
 def measure(side: str, device: torch.device) -> float:
-    """Megabytes that the device holds with a strategy."""
+    """Returns the megabytes that the device uses with a strategy."""
     config = Config().replace(train__strategy=side.partition(",")[0], **SIDES[side])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -67,12 +67,12 @@ def measure(side: str, device: torch.device) -> float:
             }
             batch = MicroBatch(0, ROWS, fields, torch.arange(ROWS), 0, np.arange(ROWS))
             step.run(Cursor(0, i), [batch], ROWS, Flags(0))
-        held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _held(state)
-    return held / 1e6
+        used_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _count_bytes(state)
+    return used_bytes / 1e6
 
 
-def _held(state: TrainingState) -> int:
-    """Bytes of what computes, and of the optimizer's state if it is where that is."""
+def _count_bytes(state: TrainingState) -> int:
+    """Returns the bytes of parameters and gradients, and of the optimizer's state if it is on the same device."""
     tensors = [t for p in state.model.parameters() for t in (p, p.grad) if t is not None]
     if state.master is state.model:
         tensors += [v for values in state.optimizer.state.values() for v in values.values()]

@@ -1,12 +1,11 @@
-"""Disturbing a run from outside, and reading from its steps how it took it: the same for every side of `recovery.py`.
+"""Disturbs a run from outside, and measures its recovery from its steps: the same for every side of `recovery.py`.
 
-Every worker writes a line for every step that it finished (`StepLog`). The process that started the run looks at these
-lines a few times a second (`Disturber.look`), disturbs the run once it has stepped for a while with all its workers,
-and ends the watch when it is done.
+Every worker writes a line for every step that it finished (`StepLog`). The process that started the run reads these
+lines a few times a second (`Disturber.poll`), disturbs the run once all its workers have stepped for a while, and
+reports when all disturbances are done.
 
-The clock starts just before the disturbance (its time is in a file, the proof that it happened) and stops when the
-first step is finished that the disturbed group did not finish: one by another number of workers, or by a process that
-was not there before.
+The clock starts just before the disturbance (a file with its time proves that it happened) and stops when the first
+step finishes that the disturbed group did not finish: a step by another number of workers, or by a new process.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from typing import Any, Literal, TextIO
 
 import torch.distributed as dist
 
-ROWS, BATCH, CHECKPOINT_EVERY = 8192, 256, 200
+ROWS, BATCH = 8192, 256
+CHECKPOINT_EVERY = 200
 """The work of all sides: rows of the data set, rows of a step over all workers, steps between two checkpoints."""
 
 Kind = Literal["kill", "wipe", "lose", "grow", "drain"]
@@ -32,25 +32,25 @@ class Scenario:
     """One way to disturb a run.
 
     Args:
-        kind: `kill`: SIGKILL of one worker. `wipe`: of all. `lose`: a node is gone. `grow`: a node is added. `drain`: a
-            node says that it will go, and goes after `deadline_s`.
-        workers: Fewest and most workers.
+        kind: `kill`: SIGKILL of one worker. `wipe`: SIGKILL of all workers. `lose`: loss of a node. `grow`: a node is
+            added. `drain`: a node announces its end, and is removed after `deadline_s`.
+        workers: Minimum and maximum number of workers.
         before: Workers before the disturbance.
-        settled_s: Seconds that all workers must have stepped before it.
-        times: How often, in the same run.
+        stable_s: Seconds for which all workers must have stepped before a disturbance.
+        times: Number of disturbances in the same run.
         nodes: CPUs of the nodes besides the head; empty: a cluster of one node.
-        every_s: Seconds between two disturbances by the clock; None: as soon as the run has settled again.
-        end_s: Seconds for which the run goes on after the last one; after kills these begin when all workers are there
-            again.
-        deadline_s: See `drain`.
-        snapshot_every_steps: Ours: see `checkpoint.snapshot_every_steps`.
-        limit_s: The longest that a side may take.
+        every_s: Seconds between two disturbances by the clock; None: as soon as the run is stable again.
+        end_s: Seconds for which the run continues after the last disturbance; after kills, they begin when all workers
+            step again.
+        deadline_s: Deadline of `drain`.
+        snapshot_every_steps: For this application, `checkpoint.snapshot_every_steps`.
+        limit_s: Limit of the time of a side.
     """
 
     kind: Kind
     workers: tuple[int, int] = (2, 2)
     before: int = 2
-    settled_s: float = 5.0
+    stable_s: float = 5.0
     times: int = 1
     nodes: tuple[int, ...] = ()
     every_s: float | None = None
@@ -65,7 +65,7 @@ class StepLog:
     """Notes every finished step of a worker; called with (rank, finished steps), pickled to the worker.
 
     Args:
-        folder: Where to.
+        folder: Folder of the file of the worker.
     """
 
     folder: str
@@ -95,7 +95,7 @@ class Steps:
     """The lines of all workers of a run.
 
     Args:
-        folder: Where they are.
+        folder: Folder of the step logs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -104,7 +104,7 @@ class Steps:
         self.lines: list[Line] = []
 
     def poll(self) -> list[Line]:
-        """Reads what is new, in the order of time."""
+        """Reads and returns new lines, in the order of time."""
         new = []
         for path in self._folder.glob("steps-*"):
             pid = int(path.name.partition("-")[2])
@@ -114,8 +114,8 @@ class Steps:
             whole = text[: text.rfind("\n") + 1]
             self._read[pid] = self._read.get(pid, 0) + len(whole)
             for line in whole.splitlines():
-                when, *numbers = line.split()
-                new.append(Line(float(when), *map(int, numbers), pid))  # type: ignore[call-arg]
+                time_s, *numbers = line.split()
+                new.append(Line(float(time_s), *map(int, numbers), pid))  # type: ignore[call-arg]
         new.sort(key=lambda line: line.time_s)
         self.lines += new
         return new
@@ -123,16 +123,16 @@ class Steps:
 
 @dataclass
 class Disturbance:
-    """One disturbance and what came of it.
+    """One disturbance and the recovery from it.
 
     Args:
-        at_s: When.
-        pids: The processes that stepped before.
-        victims: Those of them that were ended, as far as they are known.
+        at_s: Time of the disturbance.
+        pids: Processes that stepped before.
+        victims: Processes that were killed, as far as they are known.
         next_s: Seconds to the next finished step.
-        caught_up_s: Seconds to the first finished step that nobody had finished before.
-        redone: Finished steps that were done again; a step counts as finished if a worker that survives has finished
-            it, without survivors if any has.
+        caught_up_s: Seconds to the first step that no worker had finished before.
+        redone: Finished steps that were redone; a step counts as finished if a survivor has finished it, without
+            survivors if any worker has.
     """
 
     at_s: float
@@ -144,26 +144,27 @@ class Disturbance:
 
 
 class Disturber:
-    """See the module.
+    """Disturbs a run by a scenario and measures its recovery; see the module.
 
     Args:
-        scenario: What to do.
-        folder: Of the step log.
+        scenario: The scenario.
+        folder: Folder of the step logs.
         cluster: A `ray.cluster_utils.Cluster`, if the scenario is about nodes.
     """
 
     def __init__(self, scenario: Scenario, folder: Path, cluster: Any | None = None) -> None:
-        self.scenario, self._folder, self._cluster = scenario, folder, cluster
+        self.scenario = scenario
+        self._folder, self._cluster = folder, cluster
         self.steps = Steps(folder)
         self.done: list[Disturbance] = []
         self.stuck = 0
         self._node: Any | None = None
-        self._settled_since = float("inf")
-        self._known: set[int] = set()
+        self._stable_since = float("inf")
+        self._stepping_pids: set[int] = set()
         self._began_s = time.time()
 
-    def look(self) -> bool:
-        """Looks at the run and disturbs it when it is time; returns whether all is done, or the rest takes too long.
+    def poll(self) -> bool:
+        """Reads new steps and disturbs the run when due; returns whether all is done, or the rest takes too long.
 
         Raises:
             TimeoutError: The run took too long to measure anything.
@@ -180,14 +181,14 @@ class Disturber:
                 f" end"
             )
         for line in self.steps.poll():
-            if line.workers != scenario.before or line.pid not in self._known:
-                self._known.add(line.pid)
-                self._settled_since = line.time_s
+            if line.workers != scenario.before or line.pid not in self._stepping_pids:
+                self._stepping_pids.add(line.pid)
+                self._stable_since = line.time_s
         if self.done and self.done[-1].next_s is None:
-            self._go_on(self.done[-1])
+            self._check_recovery(self.done[-1])
             return False
         if len(self.done) == scenario.times:
-            is_whole = scenario.kind not in ("kill", "wipe") or self._is_settled(now, scenario.end_s)
+            is_whole = scenario.kind not in ("kill", "wipe") or self._is_stable(now, scenario.end_s)
             return is_whole and now - self._last_s() > scenario.end_s
         if self._is_due(now):
             self.done.append(self._disturb(len(self.done)))
@@ -200,14 +201,14 @@ class Disturber:
     def _is_due(self, now: float) -> bool:
         if self.scenario.every_s is not None and self.done:
             return now - self.done[-1].at_s >= self.scenario.every_s
-        return self._is_settled(now, self.scenario.settled_s)
+        return self._is_stable(now, self.scenario.stable_s)
 
-    def _is_settled(self, now: float, seconds: float) -> bool:
+    def _is_stable(self, now: float, seconds: float) -> bool:
         newest = self.steps.lines[-1].time_s if self.steps.lines else 0.0
-        return now - self._settled_since >= seconds and now - newest < 1.0
+        return now - self._stable_since >= seconds and now - newest < 1.0
 
     def _current(self) -> dict[int, Line]:
-        """The newest line of every process that steps now."""
+        """Returns the newest line of every process that currently steps."""
         newest = {line.pid: line for line in self.steps.lines[-2000:]}
         latest = max(line.time_s for line in newest.values())
         return {
@@ -215,45 +216,46 @@ class Disturber:
         }
 
     def _disturb(self, number: int) -> Disturbance:
-        """Does it; kills take turns between the last rank and rank 0."""
+        """Disturbs the run; kills alternate between the last rank and rank 0."""
         current = self._current()
         ranked = sorted(current.values(), key=lambda line: line.rank)
         kind = self.scenario.kind
         if kind == "kill":
-            return self._killed(current, [ranked[-1 if number % 2 == 0 else 0].pid])
+            return self._kill(current, [ranked[-1 if number % 2 == 0 else 0].pid])
         if kind == "wipe":
-            return self._killed(current, [line.pid for line in ranked])
+            return self._kill(current, [line.pid for line in ranked])
         assert self._cluster is not None
         if kind == "grow":
             handler = signal.getsignal(signal.SIGTERM)
             self._cluster.add_node(num_cpus=2)
-            signal.signal(signal.SIGTERM, handler)  # a node puts in its own
-            return self._noted(current, [])
+            # Starting a node replaces the handler.
+            signal.signal(signal.SIGTERM, handler)
+            return self._note_disturbance(current, [])
         self._node = sorted(self._cluster.worker_nodes, key=lambda node: node.node_id)[0]
         if kind == "lose":
-            noted = self._noted(current, [])
+            disturbance = self._note_disturbance(current, [])
             self._cluster.remove_node(self._node, allow_graceful=False)
-            return noted
+            return disturbance
         drain(self._cluster.address, self._node.node_id, self.scenario.deadline_s)
-        return self._noted(current, [])
+        return self._note_disturbance(current, [])
 
-    def _noted(self, current: dict[int, Line], victims: list[int]) -> Disturbance:
+    def _note_disturbance(self, current: dict[int, Line], victims: list[int]) -> Disturbance:
         at_s = time.time()
         (self._folder / f"disturbed-{len(self.done)}").write_text(f"{at_s}")
         return Disturbance(at_s, list(current), victims)
 
-    def _killed(self, current: dict[int, Line], pids: list[int]) -> Disturbance:
-        noted = self._noted(current, pids)
+    def _kill(self, current: dict[int, Line], pids: list[int]) -> Disturbance:
+        disturbance = self._note_disturbance(current, pids)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        return noted
+        return disturbance
 
-    def _go_on(self, last: Disturbance) -> None:
-        """Looks for the next finished step; takes the draining node away at its deadline."""
+    def _check_recovery(self, last: Disturbance) -> None:
+        """Searches for the next finished step; removes a draining node at its deadline."""
         is_next = self._is_next(last)
         after = [line for line in self.steps.lines if line.time_s > last.at_s]
-        found = next((line for line in after if is_next(line)), None)
-        if found is None:
+        next_line = next((line for line in after if is_next(line)), None)
+        if next_line is None:
             if (
                 self.scenario.kind == "drain"
                 and self._node is not None
@@ -266,15 +268,15 @@ class Disturber:
         old = [
             line
             for line in self.steps.lines
-            if line.pid in last.pids and line.time_s < found.time_s and not is_next(line)
+            if line.pid in last.pids and line.time_s < next_line.time_s and not is_next(line)
         ]
         surviving = [line for line in old if line.pid not in last.victims]
         finished = max(line.step for line in surviving or old)
         caught_up = next((line for line in after if is_next(line) and line.step > finished), None)
         if caught_up is None:
             return
-        last.next_s, last.caught_up_s = found.time_s - last.at_s, caught_up.time_s - last.at_s
-        last.redone = max(0, finished - (found.step - 1))
+        last.next_s, last.caught_up_s = next_line.time_s - last.at_s, caught_up.time_s - last.at_s
+        last.redone = max(0, finished - (next_line.step - 1))
 
     def _is_next(self, last: Disturbance) -> Callable[[Line], bool]:
         before = self.scenario.before
@@ -286,8 +288,8 @@ class Disturber:
 
 
 def start_nodes(scenario: Scenario, head_cpus: int) -> Any | None:
-    """Starts the cluster of a scenario about nodes; the driver connects to its head, which has CPUs for what is not a
-    training worker.
+    """Starts the cluster of a scenario about nodes; the driver connects to its head, which has CPUs for all but the
+    training workers.
     """
     if not scenario.nodes:
         return None
@@ -303,7 +305,7 @@ def start_nodes(scenario: Scenario, head_cpus: int) -> Any | None:
 
 
 def drain(address: str, node_id: str, deadline_s: int) -> None:
-    """What `ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION` calls."""
+    """Drains a node like `ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION`."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2
 
@@ -315,32 +317,38 @@ def drain(address: str, node_id: str, deadline_s: int) -> None:
         raise RuntimeError(f"the node refuses to drain: {why}")
 
 
-def goodput(lines: list[Line], done: list[Disturbance], full: int) -> dict[str, float]:
-    """What part of the run's time went into rows that counted, from the first disturbance to the end of the last
-    period.
+def goodput(lines: list[Line], disturbances: list[Disturbance], full: int) -> dict[str, float]:
+    """Returns the fraction of the run's time that went into useful rows, from the first disturbance to the end of the
+    last period.
 
-    Undisturbed seconds per step are measured in the same run: wall time over steps, in every stretch in which the full
-    number of workers steps, from 3 s after it is complete until the next disturbance. All steps have the same rows,
-    also those of fewer workers.
+    Undisturbed seconds per step are measured in the same run: wall time / steps, in every stretch in which the full
+    number of workers steps, from 3 s after it is complete until the next disturbance. Steps of fewer workers have the
+    same number of rows.
     """
-    starts = [d.at_s for d in done]
+    starts = [d.at_s for d in disturbances]
     period_s = (starts[-1] - starts[0]) / (len(starts) - 1)
     end = starts[-1] + period_s
-    first = {line.step: line for line in reversed(lines)}  # when each step was finished first
-    at = [first[step] for step in sorted(first)]
-    steps, seconds, missing = 0, 0.0, 0.0
+    # The line of the worker that finished each step first.
+    first = {line.step: line for line in reversed(lines)}
+    first_lines = [first[step] for step in sorted(first)]
+    steps, seconds = 0, 0.0
+    missing = 0.0
     for low, high in zip([lines[0].time_s, *starts], [*starts, end], strict=True):
-        fewer = max((line.time_s for line in lines if low < line.time_s < high and line.workers != full), default=low)
-        whole = next((line.time_s for line in lines if fewer < line.time_s < high and line.workers == full), high)
-        missing += whole - low if low in starts else 0.0
-        stretch = [line for line in at if whole + 3.0 < line.time_s < high]
+        last_incomplete_s = max(
+            (line.time_s for line in lines if low < line.time_s < high and line.workers != full), default=low
+        )
+        complete_s = next(
+            (line.time_s for line in lines if last_incomplete_s < line.time_s < high and line.workers == full), high
+        )
+        missing += complete_s - low if low in starts else 0.0
+        stretch = [line for line in first_lines if complete_s + 3.0 < line.time_s < high]
         if stretch:
             steps += stretch[-1].step - stretch[0].step
             seconds += stretch[-1].time_s - stretch[0].time_s
-    counted = [line for line in at if starts[0] <= line.time_s <= end]
-    part = (counted[-1].step - counted[0].step) * (seconds / steps) / (end - starts[0])
+    useful = [line for line in first_lines if starts[0] <= line.time_s <= end]
+    fraction = (useful[-1].step - useful[0].step) * (seconds / steps) / (end - starts[0])
     return {
-        "goodput": part,
+        "goodput": fraction,
         "step_ms": seconds / steps * 1e3,
         "period_s": period_s,
         "not_full_s": missing / len(starts),

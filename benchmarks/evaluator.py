@@ -1,5 +1,5 @@
-"""What evaluation costs: an evaluator that stays against a fresh one per checkpoint, and what it takes from the
-training beside it.
+"""The cost of evaluation: one evaluator for all checkpoints against a fresh one per checkpoint, and the slowdown of the
+concurrent training.
 
 python benchmarks/evaluator.py --rounds 3      # needs a quiet machine; about 8 minutes
 
@@ -30,11 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, report
 
 OFF, ON = "evaluation off", "evaluation on"
-CHECKPOINTS, EVERY, WARM_UP, STEPS = 6, 40, 240, 2640
+CHECKPOINTS, EVERY = 6, 40
+WARM_UP, STEPS = 240, 2640
 
 
 def make_config(folder: Path, name: str, **fields: Any) -> Any:
-    """A run on the digits without tracking."""
+    """Returns the configuration of a run on the digits without tracking."""
     from ray_app import load_config
 
     return load_config(
@@ -50,8 +51,8 @@ def make_config(folder: Path, name: str, **fields: Any) -> Any:
     )
 
 
-def beside(folder: Path, number: int, evaluated: bool) -> Sample:
-    """How long a step takes with or without an evaluator."""
+def measure_step(folder: Path, number: int, evaluated: bool) -> Sample:
+    """Returns the time of a step with or without an evaluator."""
     from rich.console import Console
 
     from ray_app import run_training
@@ -70,8 +71,8 @@ def beside(folder: Path, number: int, evaluated: bool) -> Sample:
     return watch.sample()
 
 
-def trained(folder: Path) -> Any:
-    """A run with some checkpoints and no evaluation; returns what its evaluator would get."""
+def train_without_evaluation(folder: Path) -> Any:
+    """Trains with some checkpoints and no evaluation; returns the job of its evaluator."""
     from rich.console import Console
 
     from ray_app import run_training
@@ -83,10 +84,10 @@ def trained(folder: Path) -> Any:
 
 
 class Commits:
-    """Hands checkpoints out one by one, and waits for the evaluation of each.
+    """Commits checkpoints one by one, and waits for the evaluation of each.
 
     Args:
-        job: What the evaluator gets.
+        job: Job of the evaluator.
     """
 
     def __init__(self, job: Any) -> None:
@@ -97,7 +98,7 @@ class Commits:
         self._contents = {step: path.read_bytes() for step, path in self._hidden.items()}
 
     def hide(self) -> None:
-        """Takes all commits and evaluations back."""
+        """Removes all commits and evaluations."""
         for path in [*self._hidden.values(), *self._job.paths.evaluations.glob("*.json")]:
             path.unlink(missing_ok=True)
 
@@ -120,31 +121,31 @@ class Commits:
         return sorted(self._hidden)
 
 
-def stays(job: Any) -> list[float]:
-    """Seconds per checkpoint of one actor for all; the first, which starts it, counts too."""
+def evaluate_with_one_actor(job: Any) -> list[float]:
+    """Returns the seconds per checkpoint of one actor for all checkpoints, its start included."""
     from ray_app.evaluate.evaluator import start_evaluator
 
     commits = Commits(job)
     commits.hide()
     evaluator = start_evaluator(job)
-    found = [commits.evaluated_s(step) for step in commits.steps]
+    seconds = [commits.evaluated_s(step) for step in commits.steps]
     evaluator.end()
-    return found
+    return seconds
 
 
-def fresh(job: Any) -> list[float]:
-    """Seconds per checkpoint of an actor for each."""
+def evaluate_with_fresh_actors(job: Any) -> list[float]:
+    """Returns the seconds per checkpoint with a new actor for each."""
     from ray_app.evaluate.evaluator import start_evaluator
 
-    commits, found = Commits(job), []
+    commits, seconds = Commits(job), []
     commits.hide()
     for step in commits.steps:
         began = time.perf_counter()
         evaluator = start_evaluator(job)
         commits.evaluated_s(step)
-        found.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - began)
         evaluator.end()
-    return found
+    return seconds
 
 
 def main() -> None:
@@ -158,13 +159,16 @@ def main() -> None:
     from ray_app.ingest.ingest import IngestOptions, ingest
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         ingest(IngestOptions(source="digits", out=str(folder / "digits")))
         print(f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {options.rounds} rounds")
         if options.only != "beside":
-            job = trained(folder)
-            stayed, started = zip(*((stays(job), fresh(job)) for _ in range(options.rounds)), strict=True)
+            job = train_without_evaluation(folder)
+            stayed, started = zip(
+                *((evaluate_with_one_actor(job), evaluate_with_fresh_actors(job)) for _ in range(options.rounds)),
+                strict=True,
+            )
             ratios = [sum(a) / sum(b) for a, b in zip(stayed, started, strict=True)]
             warm = [median(a[1:]) for a in stayed]
             print(
@@ -178,19 +182,24 @@ def main() -> None:
             )
         if options.only != "fresh":
             numbers = iter(range(1000))
-            beside(folder, next(numbers), evaluated=True)  # starts processes that stay
-            sides = {OFF: lambda: beside(folder, next(numbers), False), ON: lambda: beside(folder, next(numbers), True)}
-            found = alternate(sides, options.rounds)
-            report("Time per step, digits on one worker, a checkpoint every 40 steps", found, {})
-            through = [off.wall_ms / on.wall_ms for off, on in zip(found[OFF], found[ON], strict=True)]
-            middle, low, high = median(through), min(through), max(through)
+            # The first run starts processes that stay alive.
+            measure_step(folder, next(numbers), evaluated=True)
+            sides = {
+                OFF: lambda: measure_step(folder, next(numbers), False),
+                ON: lambda: measure_step(folder, next(numbers), True),
+            }
+            samples = alternate(sides, options.rounds)
+            report("Time per step, digits on one worker, a checkpoint every 40 steps", samples, {})
+            through = [off.wall_ms / on.wall_ms for off, on in zip(samples[OFF], samples[ON], strict=True)]
+            middle = median(through)
+            low, high = min(through), max(through)
             print(f"throughput, on / off: {middle:.3f} ({low:.3f}-{high:.3f}), bar 0.95: {verdict(middle >= 0.95)}")
     ray.shutdown()
 
 
-def verdict(held: bool) -> str:
-    """In a word."""
-    return "held" if held else "MISSED"
+def verdict(is_met: bool) -> str:
+    """Returns the verdict as a word."""
+    return "held" if is_met else "MISSED"
 
 
 if __name__ == "__main__":

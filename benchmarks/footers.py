@@ -1,4 +1,4 @@
-"""Opening a data set of very many files: seconds and memory, with footers read and with what an ingest keeps of them.
+"""Opening a data set of very many files: seconds and memory, with footers from the files and from an ingest's copy.
 
 python benchmarks/footers.py                # 20,000 files of 10 row groups of 10 columns, and what 100,000 would take
 python benchmarks/footers.py --files 100000 # all of them, 2.7 GB
@@ -26,11 +26,13 @@ from ray_app.data.dataset import open_dataset
 from ray_app.data.parquet_files import FOOTERS_FILE, read_footers
 from ray_app.storage.data_files import files_below
 
-ROW_GROUPS, ROWS, ROUNDS, MANY, DIFFERENT = 10, 10, 3, 100_000, 50
+ROW_GROUPS, ROWS = 10, 10
+ROUNDS = 3
+MANY, DIFFERENT = 100_000, 50
 
 
 def write_files(folder: Path, files: int) -> None:
-    """Files of nine columns of numbers and one of text; of each there are copies."""
+    """Writes files of nine columns of numbers and one of text; most of them are copies."""
     generator = np.random.default_rng(0)
     for number in range(files):
         path = folder / f"part-{number:06d}.parquet"
@@ -46,22 +48,25 @@ def write_files(folder: Path, files: int) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Takes the files out of the page cache; their names and inodes stay in the kernel's memory."""
+    """Removes the files from the page cache; their names and inodes stay in the kernel's memory."""
     for path in folder.iterdir():
         opened = os.open(path, os.O_RDONLY)
         os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(opened)
 
 
-def resident_mb(what: str) -> float:
-    """Megabytes of this process, `VmRSS` now or `VmHWM` at most since it began or `clear_refs` was written."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{what}:")]
+def resident_mb(field: str) -> float:
+    """Returns megabytes of this process: `VmRSS`, the current value, or `VmHWM`, the peak since the last write to
+    `clear_refs`.
+    """
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
     return int(line.split()[1]) / 1024
 
 
 def measure(folder: str) -> tuple[float, float, str]:
-    """Seconds, peak megabytes more than before, and the digest, in a process of its own."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Returns seconds, additional peak megabytes, and the digest; runs in another process."""
+    # This write resets the peak.
+    Path("/proc/self/clear_refs").write_text("5")
     before_mb = resident_mb("VmRSS")
     began = time.perf_counter()
     digest = open_dataset(folder).manifest.digest
@@ -69,12 +74,12 @@ def measure(folder: str) -> tuple[float, float, str]:
 
 
 def main() -> None:
-    """Prints seconds and megabytes of each way, and what they would be for 100,000 files."""
+    """Prints seconds and megabytes of each way, and their extrapolation to 100,000 files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=20_000, help="how many")
     files = parser.parse_args().files
     context = multiprocessing.get_context("spawn")
-    found: dict[str, list[tuple[float, float, str]]] = {}
+    samples_by_way: dict[str, list[tuple[float, float, str]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_files(folder, files)
@@ -87,14 +92,14 @@ def main() -> None:
                     kept.unlink(missing_ok=True)
                     forget(folder)
                 with context.Pool(1) as pool:
-                    found.setdefault(way, []).append(pool.apply(measure, (name,)))
-    assert len({digest for samples in found.values() for *_, digest in samples}) == 1
+                    samples_by_way.setdefault(way, []).append(pool.apply(measure, (name,)))
+    assert len({digest for samples in samples_by_way.values() for *_, digest in samples}) == 1
     print(
         f"{files:,} files of {ROW_GROUPS} row groups of 10 columns, {ROUNDS} rounds, {os.cpu_count()} cores; bars for"
         f" {MANY:,}:"
     )
     print("60 s with footers, 10 s without, 1,000 MB more than after the imports")
-    for way, samples in found.items():
+    for way, samples in samples_by_way.items():
         seconds, megabytes = [s for s, *_ in samples], [m for _, m, _ in samples]
         many = MANY / files
         print(

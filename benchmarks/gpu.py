@@ -1,12 +1,12 @@
-"""Everything that only a GPU can show, on one GPU, within nine minutes; with two or more also what NCCL does.
+"""All checks and measurements that need a GPU, on one GPU, within nine minutes; with two or more also NCCL.
 
 make gpu                     # or: python benchmarks/gpu.py
-make gpu DEVICE=cpu          # that it runs: small sizes, a few minutes; the figures say nothing
+make gpu DEVICE=cpu          # a dry run: small sizes, a few minutes; the measurements say nothing
 
-Needs what the application needs, but no network and no MLflow. Prints a table in Markdown, for docs/gpu.md, and writes
-it as JSON. A line that fails says what failed, with the end of its traceback on stderr, and the others go on, unless it
-is the line "start": all others would fail for the same reason. Lines for which no time was left are named. The exit
-code is 1 if a check failed.
+Needs the requirements of the application, but no network and no MLflow. Prints a table in Markdown, for docs/gpu.md,
+and writes it as JSON. A line that fails reports the error, with the end of its traceback on stderr, and the others
+continue, unless it is the line "start": all others would fail for the same reason. Lines for which no time was left are
+listed. The exit code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ray_app.task import device as environment
 
 TOTAL_S, GRACE_S = 500.0, 25.0
 ORDER = (
-    # what says most if it fails comes first, what is slow when nothing is cached comes last
+    # The most informative lines come first; lines that are slow without a warm cache come last.
     "names of libraries",
     "start: two steps, a checkpoint between them",
     "NCCL, a group of one",
@@ -75,21 +75,21 @@ LINES: list[Line] = sorted(_ALL, key=lambda line: ORDER.index(line.name))
 
 
 def describe(device: str) -> dict[str, Any]:
-    """The machine and what computes."""
+    """Returns facts about the machine and the libraries."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"no GPU, {os.cpu_count()} cores {platform.machine()}"
-    found = {"device": name, "torch": torch.__version__, "ray": ray.__version__, "date": time.strftime("%Y-%m-%d")}
+    facts = {"device": name, "torch": torch.__version__, "ray": ray.__version__, "date": time.strftime("%Y-%m-%d")}
     if device == "cuda":
         described = environment.describe(torch.device("cuda", 0))
-        found |= {
+        facts |= {
             "gpus": torch.cuda.device_count(),
             "driver": _smi(),
             **{name: described[name] for name in ("cuda", "cudnn", "nccl")},
         }
-    return found
+    return facts
 
 
 def _smi() -> str:
-    """What nvidia-smi says of the GPUs, or why it says nothing."""
+    """Returns the output of nvidia-smi about the GPUs, or its error."""
     command = [
         "nvidia-smi",
         "--query-gpu=driver_version,memory.total,memory.used,clocks.max.sm",
@@ -103,14 +103,15 @@ def _smi() -> str:
 
 
 class Table:
-    """What is known so far, printed line by line; it ends the process if a line would not end."""
+    """The results so far, printed line by line; it ends the process if a line does not end."""
 
     def __init__(self, machine: dict[str, Any], out: Path) -> None:
-        self._machine, self._out, self.results = machine, out, list[Result]()
+        self._machine, self._out = machine, out
+        self.results = list[Result]()
         print(", ".join(f"{name}: {value}" for name, value in machine.items()) + f"\n\n{HEAD}", flush=True)
 
     def tell(self, result: Result) -> None:
-        """Adds a line; where it broke goes to stderr, beside the table."""
+        """Adds a line to the table; its traceback goes to stderr."""
         self.results.append(result)
         print(result.row(), flush=True)
         if result.trace:
@@ -129,7 +130,7 @@ class Table:
         return 1 if failed else 0
 
     def give_up(self, lines: list[Line]) -> None:
-        """Ends the process and what it started, since a line would not end."""
+        """Ends the process and its children, since a line does not end."""
         for line in lines[len(self.results) :]:
             self.tell(Result(line.name, line.bar, "failed", "it, or one before it, could not be ended in time", 0, {}))
         self.end()
@@ -139,7 +140,7 @@ class Table:
 
 
 def main() -> int:
-    """Looks at all lines."""
+    """Runs all lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run")
     parser.add_argument("--total-s", type=float, default=TOTAL_S, help="seconds after which lines are left out")
@@ -156,9 +157,8 @@ def main() -> int:
     last.daemon = True
     last.start()
     with tempfile.TemporaryDirectory(prefix="ray_app-gpu-", ignore_cleanup_errors=True) as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
-            f"{folder}/compiled"  # what a process that was killed left half written is not read
-        )
+        # In a new folder, incomplete files of a killed process are not read.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
         look_at(lines, Bench(options.device, Path(folder)), options.total_s, table.tell)
     return table.end()
 

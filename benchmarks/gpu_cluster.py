@@ -1,5 +1,5 @@
-"""Lines about several workers as users have them: on Ray, where there are GPUs enough on one each, and what NCCL hides
-behind computing.
+"""Lines about several workers on Ray, if possible with a GPU each, and the part of the reduction that NCCL overlaps
+with computing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import ray
 from rich.console import Console
 
 from benchmarks.gpu_digests import network
-from benchmarks.gpu_lines import Found, Line
+from benchmarks.gpu_lines import Line, Outcome
 from benchmarks.gpu_loops import WARM_UP
 from benchmarks.gpu_speed import trace_of
 from benchmarks.gpu_workers import Bench
-from benchmarks.joining import AT, Dies
+from benchmarks.joining import AT, DieOnce
 from ray_app import load_config, run_training
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import MetricsReader
@@ -26,16 +26,18 @@ from ray_app.train.job import Hooks
 Spans = list[tuple[float, float]]
 
 
-def killed_on_ray(bench: Bench) -> Found:
-    """SIGKILL of one of two workers of a run on Ray to the next step of the other one; on a GPU each through NCCL, else
-    through gloo.
+def killed_on_ray(bench: Bench) -> Outcome:
+    """Measures the time from SIGKILL of one of two workers of a run on Ray to the next step of the other; on a GPU each
+    through NCCL, else through gloo.
 
     An evaluator has a share of the only GPU, or the third one.
     """
-    folder, own = bench.new("ray"), bench.gpus >= 2
+    folder, one_gpu_each = bench.new("ray"), bench.gpus >= 2
     folder.mkdir()
     (folder / "ready").touch()
-    gpus, evaluator = (1.0, float(bench.gpus > 2)) if own else (0.4, 0.2) if bench.device == "cuda" else (0.0, 0.0)
+    gpus, evaluator = (
+        (1.0, float(bench.gpus > 2)) if one_gpu_each else (0.4, 0.2) if bench.device == "cuda" else (0.0, 0.0)
+    )
     config = load_config(
         task__class_path="ray_app.task.image.ImageClassification",
         data__path=str(bench.small),
@@ -55,7 +57,7 @@ def killed_on_ray(bench: Bench) -> Found:
     # Ray's own count of GPUs fails where NVML does.
     ray.init(address="local", num_cpus=4, num_gpus=bench.gpus, include_dashboard=False, **quiet)
     try:
-        result = run_training(config, Console(quiet=True), Faults(train=Hooks(after_step=Dies(str(folder), (1,)))))
+        result = run_training(config, Console(quiet=True), Faults(train=Hooks(after_step=DieOnce(str(folder), (1,)))))
     finally:
         ray.shutdown()
     died = float((folder / "died-1").read_text())
@@ -66,40 +68,42 @@ def killed_on_ray(bench: Bench) -> Found:
     evaluated = result.summary["evaluation"]["done"]
     if not evaluated:
         raise RuntimeError(f"the evaluator with {evaluator:g} GPU evaluated no checkpoint")
-    said = f"{seconds:.2f} s through {'NCCL' if own else 'gloo'}, {redone} steps redone, {evaluated} evaluations"
-    return Found(
-        said, seconds <= 2 and not redone if bench.device == "cuda" else None, {"s": seconds, "redone": redone}
+    text = (
+        f"{seconds:.2f} s through {'NCCL' if one_gpu_each else 'gloo'}, {redone} steps redone, {evaluated} evaluations"
+    )
+    return Outcome(
+        text, seconds <= 2 and not redone if bench.device == "cuda" else None, {"s": seconds, "redone": redone}
     )
 
 
-def hidden(exchange: Spans, computing: Spans) -> float:
-    """Which part of the time of an exchange something is computed, 0 to 1.
+def hidden(reducing: Spans, computing: Spans) -> float:
+    """Returns the fraction of the time of a reduction that overlaps with computing, 0 to 1.
 
     Args:
-        exchange: Begin and end of each of its kernels.
-        computing: Those of all other kernels.
+        reducing: Begin and end of each kernel of the reduction.
+        computing: Begin and end of all other kernels.
     """
-    joined = _joined(computing)
-    both = sum(max(0.0, min(end, b) - max(begin, a)) for begin, end in _joined(exchange) for a, b in joined)
-    whole = sum(end - begin for begin, end in _joined(exchange))
+    joined = _join(computing)
+    both = sum(max(0.0, min(end, b) - max(begin, a)) for begin, end in _join(reducing) for a, b in joined)
+    whole = sum(end - begin for begin, end in _join(reducing))
     return both / whole if whole else 0.0
 
 
-def _joined(spans: Spans) -> Spans:
-    """The same without overlaps, in order."""
-    found: Spans = []
+def _join(spans: Spans) -> Spans:
+    """Returns the union of spans as spans without overlaps, in order."""
+    joined: Spans = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
-            found.append((begin, end))
-    assert all(a[1] < b[0] for a, b in pairwise(found))
-    return found
+            joined.append((begin, end))
+    assert all(a[1] < b[0] for a, b in pairwise(joined))
+    return joined
 
 
-def exchange_hidden(bench: Bench) -> Found:
-    """Two workers on a GPU each: which part of the exchange travels while backward computes, for both reductions."""
-    found: dict[str, Any] = {}
+def reduction_hidden(bench: Bench) -> Outcome:
+    """Measures the part of the reduction that overlaps with backward: two workers with a GPU each, both reductions."""
+    figures: dict[str, Any] = {}
     for reduction in ("exact", "overlapped"):
         last = WARM_UP + 3
         fields = {"train__max_steps": last, "train__epochs": 1000, "train__profile_steps": [last - 1, last - 1]}
@@ -119,12 +123,15 @@ def exchange_hidden(bench: Bench) -> Found:
         spans: dict[bool, Spans] = {True: [], False: []}
         for event in kernels:
             spans["nccl" in event["name"].lower()].append((event["ts"], event["ts"] + event["dur"]))
-        found[reduction] = {"hidden": hidden(spans[True], spans[False]), "ms": sum(b - a for a, b in spans[True]) / 1e3}
-    said = ", ".join(f"{name}: {each['hidden']:.0%} of {each['ms']:.1f} ms" for name, each in found.items())
-    return Found(said, None, found)
+        figures[reduction] = {
+            "hidden": hidden(spans[True], spans[False]),
+            "ms": sum(b - a for a, b in spans[True]) / 1e3,
+        }
+    text = ", ".join(f"{name}: {values['hidden']:.0%} of {values['ms']:.1f} ms" for name, values in figures.items())
+    return Outcome(text, None, figures)
 
 
 LINES = [
     Line("Ray: SIGKILL to the next step", killed_on_ray, 60, "2 s"),
-    Line("NCCL: overlap of the reduction in a profile", exchange_hidden, 60, gpus=2),
+    Line("NCCL: overlap of the reduction in a profile", reduction_hidden, 60, gpus=2),
 ]

@@ -1,6 +1,4 @@
-"""The lines of `benchmarks/gpu.py`: each a check or a measurement of its own, with seconds of its own; what one does
-harms no other.
-"""
+"""The lines of `benchmarks/gpu.py`: independent checks and measurements, each with a time limit."""
 
 from __future__ import annotations
 
@@ -21,24 +19,24 @@ Status = Literal["passed", "failed", "measured", "not yet", "left out"]
 
 
 class NotYetError(Exception):
-    """What a line would look at does not exist; the message says why."""
+    """The subject of a line does not exist; the message gives the reason."""
 
 
 class OverTimeError(Exception):
-    """A line took longer than it may."""
+    """A line exceeded its time limit."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a line found.
+class Outcome:
+    """The outcome of a line.
 
     Args:
-        said: In words, with units.
+        text: Message with the values and their units.
         passed: Whether a check passed; None: it was a measurement.
-        figures: For the JSON file.
+        figures: Values for the JSON file.
     """
 
-    said: str
+    text: str
     passed: bool | None = None
     figures: dict[str, Any] = field(default_factory=dict)
 
@@ -48,16 +46,16 @@ class Line:
     """One line of the table.
 
     Args:
-        name: What is looked at.
-        look: Does it.
+        name: Name of the check or measurement.
+        look: Function that runs it.
         limit_s: Seconds after which it is ended.
-        bar: What is asked of the figure, in words.
-        gpus: How many it needs; 1 needs none in a dry run.
-        stops: Whether all that follows would fail for the same reason, and is left out if it fails.
+        bar: Requirement on the value, as text.
+        gpus: Number of GPUs that it needs; 1 needs none in a dry run.
+        stops: Whether all later lines are left out if it fails, since they would fail for the same reason.
     """
 
     name: str
-    look: Callable[[Bench], Found]
+    look: Callable[[Bench], Outcome]
     limit_s: float
     bar: str = ""
     gpus: int = 1
@@ -66,41 +64,41 @@ class Line:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a line.
+    """The result of a line in the table.
 
     Args:
-        name, bar: Those of the line.
-        status: Whether it is a check that passed or failed, a measurement, or nothing, and why.
-        said: What was found, or why nothing was.
-        seconds: How long it took.
-        figures: See `Found`.
+        name, bar: Name and bar of the line.
+        status: Whether it is a check that passed or failed, a measurement, or neither.
+        text: Message of the outcome, or the reason why there is none.
+        seconds: Duration of the line.
+        figures: See `Outcome`.
         trace: The last lines of the traceback of a line that raised.
     """
 
     name: str
     bar: str
     status: Status
-    said: str
+    text: str
     seconds: float
     figures: dict[str, Any]
     trace: str = ""
 
     def row(self) -> str:
-        """A row of the table, in Markdown."""
-        return f"| {self.name} | {self.status} | {self.said} | {self.bar} | {self.seconds:.0f} |"
+        """Returns the row of the table, in Markdown."""
+        return f"| {self.name} | {self.status} | {self.text} | {self.bar} | {self.seconds:.0f} |"
 
 
 HEAD = "| what | | found | bar | s |\n|---|---|---|---|---|"
 
 
 def look_at(lines: Sequence[Line], bench: Bench, total_s: float, tell: Callable[[Result], None]) -> None:
-    """Takes one line after the other; `tell` gets what became of each, whatever that is.
+    """Runs one line after the other, also after failures.
 
     Args:
-        lines: In their order.
-        bench: What they look at.
-        total_s: Seconds for all of them; lines for which nothing is left are left out.
-        tell: Called after each.
+        lines: The lines in their order.
+        bench: Device, data and processes for the lines.
+        total_s: Seconds for all of them; lines for which no time remains are left out.
+        tell: Called with the result of each line.
     """
     end_s, stopped_by = time.monotonic() + total_s, ""
     for line in lines:
@@ -108,13 +106,13 @@ def look_at(lines: Sequence[Line], bench: Bench, total_s: float, tell: Callable[
         if stopped_by:
             tell(Result(line.name, line.bar, "left out", f"{stopped_by} failed", 0.0, {}))
             continue
-        status, said, figures, trace = _outcome(line, bench, min(line.limit_s, end_s - began_s))
+        status, text, figures, trace = _run_line(line, bench, min(line.limit_s, end_s - began_s))
         tell(
             Result(
                 line.name,
                 line.bar,
                 status,
-                " ".join(said.split()).replace("|", "/"),
+                " ".join(text.split()).replace("|", "/"),
                 time.monotonic() - began_s,
                 figures,
                 trace,
@@ -124,14 +122,14 @@ def look_at(lines: Sequence[Line], bench: Bench, total_s: float, tell: Callable[
             stopped_by = line.name
 
 
-def _outcome(line: Line, bench: Bench, limit_s: float) -> tuple[Status, str, dict[str, Any], str]:
+def _run_line(line: Line, bench: Bench, limit_s: float) -> tuple[Status, str, dict[str, Any], str]:
     if limit_s <= 0:
         return "left out", "no time was left", {}, ""
     if line.gpus > max(1, bench.gpus):
         return "left out", f"needs {line.gpus} GPUs, there {'is' if bench.gpus == 1 else 'are'} {bench.gpus}", {}, ""
     try:
         with limited(limit_s):
-            found = line.look(bench)
+            outcome = line.look(bench)
     except NotYetError as error:
         return "not yet", str(error), {}, ""
     except OverTimeError as error:
@@ -143,16 +141,21 @@ def _outcome(line: Line, bench: Bench, limit_s: float) -> tuple[Status, str, dic
         )
     except Exception as error:
         return "failed", f"{type(error).__name__}: {_last(str(error))}", {}, _traceback()
-    return "measured" if found.passed is None else "passed" if found.passed else "failed", found.said, found.figures, ""
+    return (
+        "measured" if outcome.passed is None else "passed" if outcome.passed else "failed",
+        outcome.text,
+        outcome.figures,
+        "",
+    )
 
 
 def _traceback() -> str:
-    """The last lines of the traceback that is handled; that of a worker stands at the end, as the message."""
+    """Returns the last lines of the current traceback; the traceback of a worker is at its end, in the message."""
     return "\n".join(traceback.format_exc().rstrip().splitlines()[-_LINES_OF_TRACEBACK:])
 
 
 def _last(text: str) -> str:
-    """The end of a long message: that of a traceback says most."""
+    """Returns the end of a long message, which is the informative part of a traceback."""
     return text if len(text) <= 300 else f"... {text[-300:]}"
 
 
@@ -174,5 +177,5 @@ def limited(limit_s: float) -> Iterator[None]:
 
 
 def as_json(machine: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
-    """What goes into the file: the machine, and its lines."""
+    """Returns the content of the JSON file: the machine, and the lines."""
     return {"machine": machine, "lines": [asdict(result) for result in results]}

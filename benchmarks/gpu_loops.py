@@ -1,4 +1,4 @@
-"""Loops written by hand, as fast as PyTorch allows, and clocks: what the lines about speed and memory compare with."""
+"""Hand-written loops, as fast as PyTorch allows, and clocks: the references of the lines about speed and memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Clock:
-    """A hook for `Hooks.after_step`: rank 0 notes when each step has ended, and at the last one what its device held at
-    most.
+    """A hook for `Hooks.after_step`: rank 0 notes the end of each step, and the peak memory of its device.
 
     Args:
-        file: Where it is written, as JSON: `at_s`, the seconds of all steps from `WARM_UP` on, and `peak_bytes`, 0
+        file: File with a JSON line per step: `at_s`, the seconds of all steps from `WARM_UP` on, and `peak_bytes`, 0
             without a device.
         last: The last step.
     """
@@ -50,28 +49,28 @@ class Clock:
             )
 
     def read(self) -> tuple[list[float], int]:
-        """Seconds of the steps after `WARM_UP`, and the most bytes that the device held."""
+        """Returns the seconds of the steps after `WARM_UP`, and the peak memory of the device in bytes."""
         lines = [json.loads(line) for line in Path(self.file).read_text().splitlines()]
         at_s = [line["at_s"] for line in lines]
         return [b - a for a, b in pairwise(at_s)], lines[-1]["peak_bytes"]
 
 
 def _batches(rows: int, pixels: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Eight batches of uint8 images and labels in host memory, pinned for a GPU."""
+    """Returns eight batches of uint8 images and labels in host memory, pinned for a GPU."""
     generator = torch.Generator().manual_seed(0)
-    made = [
+    batches = [
         (
             torch.randint(0, 256, (rows, 3, pixels, pixels), dtype=torch.uint8, generator=generator),
             torch.randint(0, CLASSES, (rows,), generator=generator),
         )
         for _ in range(8)
     ]
-    return [(x.pin_memory(), y.pin_memory()) for x, y in made] if device.type == "cuda" else made
+    return [(x.pin_memory(), y.pin_memory()) for x, y in batches] if device.type == "cuda" else batches
 
 
-def bare(rank: int, store: Path, name: str, sizes: Sizes, steps: int) -> float:
-    """Seconds per step of a ResNet in bf16 and channels last that is fed from pinned memory; on a GPU one CUDA graph is
-    the whole step.
+def bare_loop(rank: int, store: Path, name: str, sizes: Sizes, steps: int) -> float:
+    """Returns the seconds per step of a ResNet in bf16 and channels last with data in pinned memory; on a GPU the whole
+    step is one CUDA graph.
     """
     del rank, store
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,58 +95,58 @@ def bare(rank: int, store: Path, name: str, sizes: Sizes, steps: int) -> float:
     began_s = 0.0
     for i in range(WARM_UP + steps):
         if i == WARM_UP:
-            _settle(device)
+            _synchronize(device)
             began_s = time.perf_counter()
         images, labels = batches[i % len(batches)]
         x.copy_(images, non_blocking=True)
         y.copy_(labels, non_blocking=True)
         run()
-    _settle(device)
+    _synchronize(device)
     return (time.perf_counter() - began_s) / steps
 
 
 def _captured(step: Any) -> Any:
-    """A step as a CUDA graph, after some on a stream beside, as PyTorch asks for."""
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+    """Returns a step as a CUDA graph, after warm-up steps on a side stream, which PyTorch requires."""
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         for _ in range(WARM_UP):
             step()
-    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     return graph.replay
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def plain_ddp(rank: int, store: Path, model: nn.Module, size: int, rows: int, steps: int) -> tuple[float, int]:
-    """PyTorch's own DDP over gloo with Adam, all processes on the first GPU.
+    """Trains with PyTorch's own DDP over gloo with Adam, all processes on the first GPU.
 
     Returns:
-        Seconds per step, and the most bytes that the device held for this process.
+        Seconds per step, and the peak memory of this process on the device in bytes.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_num_threads(1)
-    meet = dist.FileStore(str(store), size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=meet, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    file_store = dist.FileStore(str(store), size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     try:
         wrapped = nn.parallel.DistributedDataParallel(model.to(device))
         optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.001, fused=True)
         batches, began_s = _batches(rows, 32, device), 0.0
         for i in range(WARM_UP + steps):
             if i == WARM_UP:
-                _settle(device)
+                _synchronize(device)
                 began_s = time.perf_counter()
-            x, y = (each.to(device, non_blocking=True) for each in batches[i % len(batches)])
+            x, y = (tensor.to(device, non_blocking=True) for tensor in batches[i % len(batches)])
             optimizer.zero_grad()
             nn.functional.cross_entropy(wrapped(x.float() / 255), y).backward()
             optimizer.step()
-        _settle(device)
+        _synchronize(device)
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
         return (time.perf_counter() - began_s) / steps, peak
     finally:

@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.py` trains, and its sizes on a GPU and in a dry run on the CPU."""
+"""The tasks of `benchmarks/gpu.py`, and their sizes on a GPU and in a dry run on the CPU."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything.
+    """Sizes of data, models and measurements.
 
     Args:
-        small_rows: Images of 32 x 32.
-        large_rows: Images of `large_pixels` x `large_pixels`.
-        large_pixels: Their height and width.
-        large_batch: Rows of a step over them.
+        small_rows: Number of images of 32 x 32.
+        large_rows: Number of images of `large_pixels` x `large_pixels`.
+        large_pixels: Height and width of the large images.
+        large_batch: Rows of a step over the large images.
         steps: Steps that are measured.
-        rounds: How often.
-        digest_batch: Rows of a step of which only the bits are looked at.
+        rounds: Repetitions of a measurement.
+        digest_batch: Rows of a step in checks of digests.
         recipe_batch: Rows of a step of the recipe.
-        width: Of the layers whose state is written.
-        patch_width: Of the transformer.
+        width: Width of the layers in the measurement of checkpoints.
+        patch_width: Width of the transformer.
     """
 
     small_rows: int
@@ -52,7 +52,7 @@ class Transformer(ImageClassification):
     """Attention over the 4 x 4 patches of an image, with dropout.
 
     Args:
-        width: Of its layers.
+        width: Width of its layers.
     """
 
     def __init__(self, width: int) -> None:
@@ -82,7 +82,7 @@ class Dense(ImageClassification):
     """Five dense layers, the inner ones of one width.
 
     Args:
-        width: Of these.
+        width: Width of the inner layers.
     """
 
     def __init__(self, width: int) -> None:
@@ -101,13 +101,13 @@ class Dense(ImageClassification):
 
 
 def resnet(sizes: Sizes, name: str = "resnet18") -> ImageClassification:
-    """A ResNet of torchvision; in a dry run a small network with convolutions and batch-norm."""
+    """Returns a ResNet of torchvision; in a dry run a small network with convolutions and batch-norm."""
     small = {"model_args": {"channels": 4}} if sizes is DRY else {"model": name}
     return ImageClassification(num_classes=CLASSES, **small)
 
 
 def write_rows(folder: Path, rows: int, pixels: int) -> Path:
-    """Writes a data set of random images with something to learn; returns its folder."""
+    """Writes a data set of learnable random images; returns its folder."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
     labels = random.integers(0, CLASSES, rows)

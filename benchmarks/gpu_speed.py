@@ -1,4 +1,4 @@
-"""Lines about speed and memory: figures, beside loops written by hand where there is something to compare with."""
+"""Lines about speed and memory: measurements, with hand-written loops as references where they exist."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.gpu_digests import BF16, network, transformer
-from benchmarks.gpu_lines import Found, Line, NotYetError
-from benchmarks.gpu_loops import WARM_UP, Clock, bare, plain_ddp
+from benchmarks.gpu_lines import Line, NotYetError, Outcome
+from benchmarks.gpu_loops import WARM_UP, Clock, bare_loop, plain_ddp
 from benchmarks.gpu_models import Dense, resnet
 from benchmarks.gpu_workers import Bench
 from ray_app.runlog.journal import read_events
@@ -32,9 +32,9 @@ MOMENTUM = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01, "momentum
 ADAM = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001, "fused": True}}}
 
 
-def clocked(bench: Bench, pool: WorkerPool, job: Job, size: int = 1) -> tuple[list[float], int]:
-    """Trains a run to its end; returns the seconds of its steps after the first few, and the most bytes that rank 0's
-    device held.
+def measure_steps(bench: Bench, pool: WorkerPool, job: Job, size: int = 1) -> tuple[list[float], int]:
+    """Trains a run to its end; returns the seconds of its steps after the warm-up, and the peak memory of rank 0's
+    device in bytes.
     """
     clock = Clock(str(bench.new("clock")), job.total_steps)
     failed = [
@@ -48,140 +48,143 @@ def clocked(bench: Bench, pool: WorkerPool, job: Job, size: int = 1) -> tuple[li
 
 
 def steps(bench: Bench) -> dict[str, Any]:
-    """As many as are measured, and those before."""
+    """Returns the settings for the number of steps: the warm-up and the measured steps."""
     return {"train__max_steps": WARM_UP + bench.sizes.steps, "train__epochs": 1000, "data__shuffle_window_rows": 10_000}
 
 
-def memory_of_strategies(bench: Bench) -> Found:
-    """What two workers of each strategy hold at most, a dense network with Adam."""
-    found = {}
+def memory_of_strategies(bench: Bench) -> Outcome:
+    """Measures the peak memory of each strategy: two workers, a dense network with Adam."""
+    peak_mb = {}
     for name, fields in STRATEGIES.items():
         if bench.device == "cpu" and fields.get("train__cpu_offload"):
             continue
-        if name.startswith("fsdp") and not hasattr(
-            FSDPModule, "set_reduce_scatter_unused_params"
-        ):  # before PyTorch 2.15
+        # PyTorch before 2.15 lacks this function.
+        if name.startswith("fsdp") and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             continue
         job = bench.job(
             Dense(bench.sizes.width // 4), bench.small, logical_workers=2, batch=64, **steps(bench), **ADAM, **fields
         )
         with bench.pool(2) as pool:
-            found[name] = clocked(bench, pool, job, 2)[1] / 1e6
-    return Found(", ".join(f"{name} {mb:,.0f} MB" for name, mb in found.items()), None, {"peak_mb": found})
+            peak_mb[name] = measure_steps(bench, pool, job, 2)[1] / 1e6
+    return Outcome(", ".join(f"{name} {mb:,.0f} MB" for name, mb in peak_mb.items()), None, {"peak_mb": peak_mb})
 
 
 def against_ddp(bench: Bench, reduction: str) -> tuple[float, float, int, int]:
-    """Two workers on one device, a dense network with Adam: seconds of a step and most bytes, ours and PyTorch's own
-    DDP.
+    """Returns seconds of this application and of PyTorch's own DDP, then peak bytes of both: two workers on one device,
+    a dense network with Adam.
     """
     task, rows = Dense(bench.sizes.width // 4), 64
     fields = steps(bench) | ADAM | {"train__reduction": reduction}
     with bench.pool(2) as pool:
-        times, peak = clocked(bench, pool, bench.job(task, bench.small, logical_workers=2, batch=2 * rows, **fields), 2)
+        times, peak = measure_steps(
+            bench, pool, bench.job(task, bench.small, logical_workers=2, batch=2 * rows, **fields), 2
+        )
     with bench.pool(2) as pool:
-        theirs_s, theirs = pool.run(2, plain_ddp, task.build_model(), 2, rows, bench.sizes.steps)[0]
-    return median(times), theirs_s, peak, theirs
+        ddp_s, ddp_bytes = pool.run(2, plain_ddp, task.build_model(), 2, rows, bench.sizes.steps)[0]
+    return median(times), ddp_s, peak, ddp_bytes
 
 
-def memory_against_ddp(bench: Bench) -> Found:
-    """The bar of the issue: exact at W = L holds at most a tenth more than DDP."""
-    _, _, ours, theirs = against_ddp(bench, "exact")
-    if not theirs:
-        return Found("a dry run has no device whose memory could be read")
-    said = f"{ours / theirs:.2f}: {ours / 1e6:,.0f} MB, DDP {theirs / 1e6:,.0f} MB"
-    return Found(said, ours <= 1.1 * theirs, {"ours": ours, "ddp": theirs})
+def memory_against_ddp(bench: Bench) -> Outcome:
+    """Checks that exact at W = L uses at most a tenth more memory than DDP."""
+    _, _, ours, ddp_bytes = against_ddp(bench, "exact")
+    if not ddp_bytes:
+        return Outcome("a dry run has no device whose memory could be read")
+    text = f"{ours / ddp_bytes:.2f}: {ours / 1e6:,.0f} MB, DDP {ddp_bytes / 1e6:,.0f} MB"
+    return Outcome(text, ours <= 1.1 * ddp_bytes, {"ours": ours, "ddp": ddp_bytes})
 
 
-def step_against_ddp(bench: Bench) -> Found:
-    """What the exact order costs, and the overlapped exchange, both through gloo."""
-    found = {}
+def step_against_ddp(bench: Bench) -> Outcome:
+    """Measures the cost of the exact order and of the overlapped reduction, both through gloo."""
+    ratios = {}
     for reduction in ("exact", "overlapped"):
-        ours, theirs, _, _ = against_ddp(bench, reduction)
-        found[reduction] = ours / theirs
-    return Found(", ".join(f"{name} {ratio:.2f}" for name, ratio in found.items()), None, found)
+        our_s, ddp_s, _, _ = against_ddp(bench, reduction)
+        ratios[reduction] = our_s / ddp_s
+    return Outcome(", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()), None, ratios)
 
 
-def images_per_s(bench: Bench, **fields: Any) -> Found:
-    """A large ResNet, ours with forward and backward as a CUDA graph and a loop that is one as a whole, in turn."""
+def images_per_s(bench: Bench, **fields: Any) -> Outcome:
+    """Compares a large ResNet with forward and backward as a CUDA graph to a loop that is one graph, in turn."""
     sizes = bench.sizes
     fields = {"train__capture": bench.device == "cuda", "optimizer": MOMENTUM} | fields
     task = resnet(sizes, "resnet50")
-    ours, theirs = [], []
+    our_rates, bare_rates = [], []
     for _ in range(sizes.rounds):
         job = bench.job(task, bench.large, logical_workers=1, batch=sizes.large_batch, **(steps(bench) | BF16 | fields))
         with bench.pool(1) as pool:
-            ours.append(sizes.large_batch / median(clocked(bench, pool, job)[0]))
+            our_rates.append(sizes.large_batch / median(measure_steps(bench, pool, job)[0]))
         with bench.pool(1) as pool:
-            theirs.append(sizes.large_batch / pool.run(1, bare, "resnet50", sizes, sizes.steps)[0])
-    ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
-    said = f"{ratio:.3f}: {median(ours):,.0f} images/s, bare {median(theirs):,.0f}"
+            bare_rates.append(sizes.large_batch / pool.run(1, bare_loop, "resnet50", sizes, sizes.steps)[0])
+    ratio = median(a / b for a, b in zip(our_rates, bare_rates, strict=True))
+    text = f"{ratio:.3f}: {median(our_rates):,.0f} images/s, bare {median(bare_rates):,.0f}"
     passed = ratio >= 0.98 if bench.device == "cuda" else None
-    return Found(said, passed, {"ours": ours, "bare": theirs})
+    return Outcome(text, passed, {"ours": our_rates, "bare": bare_rates})
 
 
-def captured_step(bench: Bench) -> Found:
-    """A step of the transformer, of a few rows, eager and as a CUDA graph, in turn."""
+def captured_step(bench: Bench) -> Outcome:
+    """Compares a step of the transformer on a few rows, eager and as a CUDA graph, in turn."""
     if bench.device == "cpu":
         raise NotYetError("a dry run captures nothing")
-    found: dict[bool, list[float]] = {False: [], True: []}
+    times: dict[bool, list[float]] = {False: [], True: []}
     for captures in [False, True] * bench.sizes.rounds:
         job = bench.job(
             transformer(bench), bench.small, logical_workers=1, batch=8, **steps(bench), train__capture=captures
         )
         with bench.pool(1) as pool:
-            found[captures].append(median(clocked(bench, pool, job)[0]))
-    eager_s, captured_s = median(found[False]), median(found[True])
-    said = f"{eager_s / captured_s:.2f} times as fast: {captured_s * 1e3:.2f} ms, eager {eager_s * 1e3:.2f} ms"
-    return Found(
-        said,
+            times[captures].append(median(measure_steps(bench, pool, job)[0]))
+    eager_s, captured_s = median(times[False]), median(times[True])
+    text = f"{eager_s / captured_s:.2f} times as fast: {captured_s * 1e3:.2f} ms, eager {eager_s * 1e3:.2f} ms"
+    return Outcome(
+        text,
         eager_s >= 2 * captured_s if eager_s < 5e-3 else None,
-        {"eager_s": found[False], "captured_s": found[True]},
+        {"eager_s": times[False], "captured_s": times[True]},
     )
 
 
-def from_parquet(bench: Bench) -> Found:
-    """Read and decoded while it trains."""
+def from_parquet(bench: Bench) -> Outcome:
+    """Measures images per second with rows that are read and decoded during training."""
     return images_per_s(bench, data__cache="none", data__reader_threads=4)
 
 
-def recipe(bench: Bench) -> Found:
-    """A ResNet-18 in bf16 over 50,000 images of 32 x 32, in memory."""
+def recipe(bench: Bench) -> Outcome:
+    """Measures an epoch of a ResNet-18 in bf16 over 50,000 images of 32 x 32, in memory."""
     batch = bench.sizes.recipe_batch
     job = bench.job(network(bench), bench.small, logical_workers=1, batch=batch, **(steps(bench) | BF16))
     with bench.pool(1) as pool:
-        step_s = median(clocked(bench, pool, job)[0])
+        step_s = median(measure_steps(bench, pool, job)[0])
     rows = job.plan.manifest.num_rows
-    return Found(f"{step_s * rows / batch:.2f} s per epoch of {rows:,} images", None, {"step_ms": step_s * 1e3})
+    return Outcome(f"{step_s * rows / batch:.2f} s per epoch of {rows:,} images", None, {"step_ms": step_s * 1e3})
 
 
-def stall(bench: Bench) -> Found:
-    """By how much the step that makes a checkpoint, and the one after, take longer than the median step."""
+def stall(bench: Bench) -> Outcome:
+    """Measures by how much the step that makes a checkpoint, and the next one, exceed the median step."""
     total = WARM_UP + 3 * bench.sizes.steps
     fields = {"train__max_steps": total, "train__epochs": 1000, "checkpoint__every_steps": bench.sizes.steps}
     job = bench.job(Dense(bench.sizes.width), bench.small, logical_workers=1, batch=64, **fields, **ADAM)
     with bench.pool(1) as pool:
-        times, _ = clocked(bench, pool, job)
+        times, _ = measure_steps(bench, pool, job)
     usual = median(times)
-    made = [e.details for e in read_events(job.paths, "checkpointed") if e.details["step"] < total]
-    first = WARM_UP + 1  # the step that the first of the times is of
+    checkpoints = [e.details for e in read_events(job.paths, "checkpointed") if e.details["step"] < total]
+    # The first of the measured times belongs to this step.
+    first = WARM_UP + 1
     over = [
-        sum(times[e["step"] - first + i] - usual for i in (0, 1) if e["step"] - first + i < len(times)) for e in made
+        sum(times[e["step"] - first + i] - usual for i in (0, 1) if e["step"] - first + i < len(times))
+        for e in checkpoints
     ]
     newest = sorted(Path(str(job.paths.checkpoints)).iterdir())[-1]
     size = sum(file.stat().st_size for file in newest.iterdir())
-    said = f"{median(over) * 1e3:.0f} ms beside a step of {usual * 1e3:.1f} ms, state of {size / 1e6:,.0f} MB"
-    return Found(said, None, {"stall_ms": [s * 1e3 for s in over], "step_ms": usual * 1e3, "bytes": size})
+    text = f"{median(over) * 1e3:.0f} ms beside a step of {usual * 1e3:.1f} ms, state of {size / 1e6:,.0f} MB"
+    return Outcome(text, None, {"stall_ms": [s * 1e3 for s in over], "step_ms": usual * 1e3, "bytes": size})
 
 
 def trace_of(job: Job) -> list[dict[str, Any]]:
-    """What took time in the steps of a run that were traced."""
+    """Returns the complete events in the trace of a run."""
     [file] = Path(str(job.paths.profile)).iterdir()
     with gzip.open(file) as packed:
         return [event for event in json.load(packed)["traceEvents"] if event.get("ph") == "X"]
 
 
-def profiled(bench: Bench) -> Found:
-    """How many kernels a step of the transformer starts, and which part of it the device is idle."""
+def profiled(bench: Bench) -> Outcome:
+    """Counts the kernels that a step of the transformer starts, and measures the busy fraction of the device."""
     last = WARM_UP + 3
     fields = {"train__max_steps": last, "train__epochs": 1000, "train__profile_steps": [last - 1, last - 1]}
     job = bench.job(transformer(bench), bench.small, logical_workers=1, batch=bench.sizes.digest_batch, **fields)
@@ -194,15 +197,15 @@ def profiled(bench: Bench) -> Found:
     for begin, end in kernels:
         busy, until = busy + max(0.0, end - max(begin, until)), max(until, end)
     whole = until - kernels[0][0]
-    said = (
+    text = (
         f"{len(kernels)} {'kernels' if bench.device == 'cuda' else 'operators'}, busy {busy / whole:.0%} of"
         f" {whole / 1e3:.1f} ms"
     )
-    return Found(said, None, {"kernels": len(kernels), "busy": busy / whole, "ms": whole / 1e3})
+    return Outcome(text, None, {"kernels": len(kernels), "busy": busy / whole, "ms": whole / 1e3})
 
 
-def line(name: str, look: Callable[[Bench], Found], limit_s: float, bar: str = "") -> Line:
-    """A line on one GPU."""
+def line(name: str, look: Callable[[Bench], Outcome], limit_s: float, bar: str = "") -> Line:
+    """Makes a line for one GPU."""
     return Line(name, look, limit_s, bar)
 
 

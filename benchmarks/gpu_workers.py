@@ -1,5 +1,5 @@
-"""Plain processes that train as workers do, on one device or on a GPU each: the loop and the process group of the
-application, no Ray.
+"""Plain processes that train like workers, on one device or on a GPU each: the loop and the process group of the
+application, without Ray.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ray_app.train.process_group import ProcessGroup
 from tests.support.local_world import make_job
 
 PRELOADED = ("ray_app.train.loop", "ray_app.task.image", "torchmetrics", "torchvision", "benchmarks.gpu_models")
-HERE = "127.0.0.1"
+LOCALHOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where the lines are looked at.
+    """Device, data and processes for the lines.
 
     Args:
         device: `cuda`, or `cpu` for a dry run.
-        folder: For data and runs.
+        folder: Folder for data and runs.
     """
 
     device: str
@@ -49,37 +49,37 @@ class Bench:
 
     @property
     def sizes(self) -> Sizes:
-        """How much of everything."""
+        """Sizes of data, models and measurements."""
         return ON_GPU if self.device == "cuda" else DRY
 
     @property
     def first(self) -> torch.device:
         """The first GPU, or the CPU."""
-        return place_of(self.device, 0)
+        return device_of(self.device, 0)
 
     @functools.cached_property
     def gpus(self) -> int:
-        """How many there are; 0 in a dry run."""
+        """Number of GPUs; 0 in a dry run."""
         return torch.cuda.device_count() if self.device == "cuda" else 0
 
     @functools.cached_property
     def small(self) -> Path:
-        """Images of 32 x 32."""
+        """Folder of images of 32 x 32."""
         return write_rows(self.folder / "small", self.sizes.small_rows, 32)
 
     @functools.cached_property
     def few(self) -> Path:
-        """A few hundred images of 32 x 32."""
+        """Folder of a few hundred images of 32 x 32."""
         return write_rows(self.folder / "few", min(512, self.sizes.small_rows), 32)
 
     @functools.cached_property
     def large(self) -> Path:
-        """Images of the size of ImageNet's."""
+        """Folder of images of the size of ImageNet's."""
         return write_rows(self.folder / "large", self.sizes.large_rows, self.sizes.large_pixels)
 
     @contextmanager
     def pool(self, size: int) -> Iterator[WorkerPool]:
-        """New worker processes for a line, which end with it."""
+        """Starts worker processes for a line and ends them after it."""
         folder = self.new("pool")
         folder.mkdir()
         pool = WorkerPool(size, folder, PRELOADED)
@@ -89,11 +89,11 @@ class Bench:
             pool.close()
 
     def new(self, name: str) -> Path:
-        """A path where nothing is."""
+        """Returns the path of a new file or folder."""
         return self.folder / f"{name}-{time.time_ns()}"
 
     def job(self, task: Task, data: Path, *, logical_workers: int, batch: int, **fields: Any) -> Job:
-        """A run in a folder of its own, which its workers evaluate if they are to; `fields` as for `Config.replace`."""
+        """Makes a run in a new folder, evaluated by its workers if so configured; `fields` as for `Config.replace`."""
         gpus = float(self.device == "cuda")
         settings = {
             "scaling__gpus_per_worker": gpus,
@@ -111,14 +111,14 @@ class Bench:
     def outcomes(
         self, pool: WorkerPool, job: Job, size: int, own_gpus: bool = False, hooks: Hooks = Hooks()
     ) -> list[RankResult]:
-        """Trains on `size` processes, all on the first GPU with gloo, or on one each with NCCL; returns what became of
+        """Trains on `size` processes, all on the first GPU with gloo, or on one each with NCCL; returns the result of
         each.
         """
-        store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         return pool.call(size, work, job, size, store.port, self.device, own_gpus, hooks)
 
     def trained(self, pool: WorkerPool, job: Job, size: int, own_gpus: bool = False) -> TrainedRun:
-        """Trains to the end; returns what the run left behind."""
+        """Trains to the end; returns the stored run."""
         failed = [outcome.trace for outcome in self.outcomes(pool, job, size, own_gpus) if outcome.error is not None]
         if failed:
             raise RuntimeError(failed[0])
@@ -129,21 +129,22 @@ class Group(SingleProcessMembership):
     """The membership of one of several plain processes: the application's process group, formed once.
 
     Args:
-        world: Who this is.
-        port: Of the store where they meet.
-        device: Where it computes.
+        world: Rank of the process and size of the group.
+        port: Port of the store of the group.
+        device: Device of the process.
         backend: See `train.backend`.
     """
 
     def __init__(self, world: World, port: int, device: torch.device, backend: str) -> None:
         super().__init__(world.logical_workers, lambda: False)
-        self._world, self._port, self._device, self._backend = world, port, device, backend
+        self._world, self._port = world, port
+        self._device, self._backend = device, backend
 
     @contextmanager
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
         del step, lost
-        formed = GenerationInfo(1, self._world.rank, self._world.size, HERE, self._port)
+        formed = GenerationInfo(1, self._world.rank, self._world.size, LOCALHOST, self._port)
         if self._world.size == 1:
             yield self._world, formed
             return
@@ -161,32 +162,35 @@ class Group(SingleProcessMembership):
 def work(rank: int, store: Path, job: Job, size: int, port: int, device: str, own_gpus: bool, hooks: Hooks) -> None:
     """Trains as one of `size` workers."""
     del store
-    place = place_of(device, rank if own_gpus else 0)
+    torch_device = device_of(device, rank if own_gpus else 0)
     membership = Group(
-        World(rank, size, job.plan.logical_workers), port, place, "auto" if own_gpus and device == "cuda" else "gloo"
+        World(rank, size, job.plan.logical_workers),
+        port,
+        torch_device,
+        "auto" if own_gpus and device == "cuda" else "gloo",
     )
     evaluation = job.evaluation
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
-    train(job, membership, open_windows, place, hooks, load_evaluation=load)
+    train(job, membership, open_windows, torch_device, hooks, load_evaluation=load)
 
 
-def place_of(device: str, number: int) -> torch.device:
-    """A GPU by its number, which PyTorch wants to be told, or the CPU."""
+def device_of(device: str, number: int) -> torch.device:
+    """Returns a GPU by its number, or the CPU."""
     return torch.device(device, number) if device == "cuda" else torch.device(device)
 
 
-def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
-    """Rows from memory or, with `data.cache: none`, from the files by threads of this process."""
+def open_windows(job: Job, cursor: Cursor, assigned: range) -> Windows:
+    """Opens windows of rows from memory or, with `data.cache: none`, from the files by threads of this process."""
     if job.config.data.cache == "memory":
         return CachedWindows(load_all(fetch_in_process, job.source))
     data = job.config.data
     return StreamedWindows(
-        job.plan, cursor, played, job.passes, choose_fetch(data.reader_threads, fetch_in_process), job.source
+        job.plan, cursor, assigned, job.passes, choose_fetch(data.reader_threads, fetch_in_process), job.source
     )
 
 
 def timed(look: Callable[[], Any]) -> float:
-    """Seconds that a call takes."""
+    """Returns the seconds that a call takes."""
     began_s = time.perf_counter()
     look()
     return time.perf_counter() - began_s

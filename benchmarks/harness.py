@@ -1,8 +1,8 @@
-"""How the benchmarks measure: both sides in one run, alternating, several rounds, with a side measured against itself
+"""The method of the benchmarks: both sides in one run, alternating, several rounds, with a side measured against itself
 as the null.
 
-A ratio counts as below a bar when it stays below by more than the null's spread; where wall time is too noisy, CPU
-seconds decide.
+A ratio counts as below a bar when it is below by more than the null's spread; where wall time is too noisy, CPU seconds
+decide.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Stopwatch:
     """A hook for `Hooks.after_step` that notes wall and CPU time of a worker at two steps; pickled to the worker.
 
     Args:
-        path: File that the reading of each rank is written to.
-        first: Finished steps at which it starts.
-        last: Finished steps at which it stops.
+        path: Beginning of the names of the files with the readings of each rank.
+        first: Number of finished steps at which it starts.
+        last: Number of finished steps at which it stops.
     """
 
     path: str
@@ -57,7 +57,7 @@ class Stopwatch:
             Path(f"{self.path}-{rank}-{step}").write_text(json.dumps(reading))
 
     def sample(self, ranks: int = 1) -> Sample:
-        """The sample between the two steps: wall time of rank 0, CPU time of all ranks."""
+        """Returns the sample between the two steps: wall time of rank 0, CPU time of all ranks."""
         walls, cpus = [], []
         for rank in range(ranks):
             start, end = (
@@ -78,7 +78,7 @@ def ingest_rows(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> None:
 
 
 def run_side(command: Sequence[str]) -> Sample:
-    """Runs a side in a process of its own; its last line of output is `wall_ms cpu_ms`."""
+    """Runs a side in another process; its last line of output is `wall_ms cpu_ms`."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -91,28 +91,28 @@ def alternate(sides: dict[str, Callable[[], Sample]], rounds: int) -> dict[str, 
     """Measures all sides in turn, `rounds` times; the first is the base, and is measured twice for the null."""
     base = next(iter(sides))
     order = {**sides, f"{base} again": sides[base]}
-    found: dict[str, list[Sample]] = {name: [] for name in order}
+    samples: dict[str, list[Sample]] = {name: [] for name in order}
     for number in range(rounds):
         for name, measure in order.items():
-            found[name].append(measure())
+            samples[name].append(measure())
             print(
-                f"  round {number + 1}/{rounds} {name}: {found[name][-1].wall_ms:.3f} ms", file=sys.stderr, flush=True
+                f"  round {number + 1}/{rounds} {name}: {samples[name][-1].wall_ms:.3f} ms", file=sys.stderr, flush=True
             )
-    return found
+    return samples
 
 
-def report(title: str, found: dict[str, list[Sample]], bars: dict[str, float]) -> None:
-    """Prints medians, ranges and ratios to the base, round by round, beside the bars."""
-    base = next(iter(found))
+def report(title: str, samples_by_side: dict[str, list[Sample]], bars: dict[str, float]) -> None:
+    """Prints medians, ranges and ratios to the base, computed per round, and the bars."""
+    base = next(iter(samples_by_side))
     print(f"\n{title}")
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')},"
-        f" {len(found[base])} rounds"
+        f" {len(samples_by_side[base])} rounds"
     )
     print(f"{'side':<26}{'wall ms':>24}{'CPU ms':>24}{'wall / base':>24}{'CPU / base':>24}{'bar':>7}")
-    for name, samples in found.items():
-        walls = [s.wall_ms / b.wall_ms for s, b in zip(samples, found[base], strict=True)]
-        cpus = [s.cpu_ms / b.cpu_ms for s, b in zip(samples, found[base], strict=True)]
+    for name, samples in samples_by_side.items():
+        walls = [s.wall_ms / b.wall_ms for s, b in zip(samples, samples_by_side[base], strict=True)]
+        cpus = [s.cpu_ms / b.cpu_ms for s, b in zip(samples, samples_by_side[base], strict=True)]
         columns = [
             _spread([s.wall_ms for s in samples]),
             _spread([s.cpu_ms for s in samples]),

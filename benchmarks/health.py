@@ -1,8 +1,7 @@
-"""Slow workers and workers that compute wrongly, on real Ray: are the right ones found, how soon, and what does it
-cost?
+"""Stragglers and silent data corruption on real Ray: the accuracy, delay and cost of their detection.
 
-Where only the order of things counts workers sleep instead of computing, so that four of them on two cores are as good
-as four machines.
+Where only relative times count, workers sleep instead of computing, so that four of them on two cores behave like four
+machines.
 
 python benchmarks/health.py                # about 12 minutes; the last part, costs, needs a quiet machine
 python benchmarks/health.py --only balance
@@ -36,14 +35,15 @@ from ray_app.task.image import ImageClassification
 from ray_app.train.job import Hooks
 
 UNIT_S, SLOW = 0.04, 2
-ROWS, COST_STEPS, WARM_UP, RATE = 2048, 125, 5, 0.2
+ROWS, RATE = 2048, 0.2
+COST_STEPS, WARM_UP = 125, 5
 
 
 class Sleeping(ImageClassification):
-    """A small network whose loss takes `UNIT_S`, on one rank `times` as long.
+    """A small network with a loss that takes `UNIT_S`, on one rank `times` as long.
 
     Args:
-        times: How many times as long.
+        times: Slowdown of that rank.
     """
 
     def __init__(self, times: float) -> None:
@@ -65,7 +65,7 @@ class Bench:
     """Runs on one local Ray cluster.
 
     Args:
-        folder: For data and runs.
+        folder: Folder for data and runs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,8 +95,8 @@ class Bench:
         run_training(config, Console(quiet=True), faults)
         return RunPaths(self._folder / "runs" / f"run-{self._number}")
 
-    def sleeping(self, times: float, steps: int, logical_workers: int, balance: str = "none") -> RunPaths:
-        """Four workers, one of which takes `times` as long; returns the run's paths."""
+    def sleeping(self, times: float, steps: int, logical_workers: int, load_balancing: str = "none") -> RunPaths:
+        """Trains with four workers, one of them `times` as slow; returns the run's paths."""
         task = {"class_path": "benchmarks.health.Sleeping", "init_args__times": times}
         scaling: dict[str, Any] = {
             "scaling__min_workers": 4,
@@ -105,13 +105,13 @@ class Bench:
         }
         more: dict[str, Any] = {
             "scaling__logical_workers": logical_workers,
-            "scaling__load_balancing": balance,
+            "scaling__load_balancing": load_balancing,
             "train__max_steps": steps,
         }
         return self.run(task, data__global_batch_size=32, **scaling, **more)
 
     def resnet(self, rate: float) -> Sample:
-        """ResNet-18 on two workers at a rate of shares that are computed twice: time per step."""
+        """Returns the time per step of ResNet-18 on two workers at a rate of recomputed shares."""
         watch = Stopwatch(str(self._folder / f"watch-{self._number}"), WARM_UP, COST_STEPS)
         task: dict[str, Any] = {"class_path": "ray_app.task.image.ImageClassification", "init_args__model": "resnet18"}
         two: dict[str, Any] = {"scaling__min_workers": 2, "scaling__max_workers": 2, "data__global_batch_size": 64}
@@ -126,52 +126,50 @@ class Bench:
 
 
 def attribution(bench: Bench) -> None:
-    """Which worker is named, and after how many steps; and who is where nobody is slow."""
+    """Prints which worker is reported as a straggler, after how many steps, and reports without a straggler."""
     for times in (1.5, 2.0, 3.0):
         paths = bench.sleeping(times, 60, 4)
-        slowed = read_events(paths, "straggler_detected")
-        right = [event for event in slowed if event.details["rank"] == SLOW]
-        said = (
+        detections = read_events(paths, "straggler_detected")
+        right = [event for event in detections if event.details["rank"] == SLOW]
+        description = (
             f"after {right[0].details['step']} steps, as {right[0].details['times']:.2f} times as long"
             if right
             else "never"
         )
         print(
-            f"one of 4 workers, {times} times as long: the right one named {said}; others named:"
-            f" {len(slowed) - len(right)}"
+            f"one of 4 workers, {times} times as long: the right one named {description}; others named:"
+            f" {len(detections) - len(right)}"
         )
     paths = bench.sleeping(1.0, 1000, 4)
-    found = [
+    reported = [
         (event.kind, event.details["rank"])
         for kind in ("straggler_detected", "stalled")
         for event in read_events(paths, kind)
     ]
-    print(f"none slow, 1,000 steps: named {found or 'nobody'}")
+    print(f"none slow, 1,000 steps: named {reported or 'nobody'}")
 
 
 def balance(bench: Bench) -> None:
-    """Throughput with one of four workers half as fast, against the ideal: that of the four at full speed times 3.5 /
-    4.
+    """Prints the throughput with one of four workers half as fast, against the ideal: the throughput of four workers at
+    full speed times 3.5 / 4.
     """
 
     def step_s(paths: RunPaths) -> float:
         return median(record.step_ms for record in read_steps(paths).records[60:]) / 1e3
 
     ideal_s = step_s(bench.sleeping(1.0, 100, 16)) * 4 / 3.5
-    for how in ("none", "speed"):
-        paths = bench.sleeping(2.0, 120, 16, how)
+    for load_balancing in ("none", "speed"):
+        paths = bench.sleeping(2.0, 120, 16, load_balancing)
         moves = [event.details["after"] for event in read_events(paths, "rebalanced")]
-        took_s = step_s(paths)
+        measured_s = step_s(paths)
         print(
-            f"balance {how}: {1e3 * took_s:.0f} ms a step, {ideal_s / took_s:.2f} of the ideal; logical workers"
-            f" {moves or 'stay'}"
+            f"balance {load_balancing}: {1e3 * measured_s:.0f} ms a step, {ideal_s / measured_s:.2f} of the ideal;"
+            f" logical workers {moves or 'stay'}"
         )
 
 
 def flips(bench: Bench) -> None:
-    """Bits that are flipped while all shares are computed twice: how many are found, and false alarms in 10,000
-    shares.
-    """
+    """Flips bits while all shares are recomputed; prints how many are detected, and false alarms in 10,000 shares."""
     task: dict[str, Any] = {"class_path": "ray_app.task.image.ImageClassification", "init_args__model": "resnet18"}
     three: dict[str, Any] = {
         "scaling__min_workers": 2,
@@ -181,15 +179,15 @@ def flips(bench: Bench) -> None:
     }
     few = three | {"data__global_batch_size": 24, "failure__sdc_check_rate": 1.0}
     kinds: tuple[FlipTarget, ...] = ("gradient", "activation", "parameter")
-    found = 0
-    for number, what in enumerate(kinds):
+    num_detected = 0
+    for number, target in enumerate(kinds):
         with tempfile.TemporaryDirectory() as evidence:
-            flip = Flip(Evidence(evidence), "flip", what, number, 4)
+            flip = Flip(Evidence(evidence), "flip", target, number, 4)
             paths = bench.run(task, Faults(train=Hooks(after_step=flip, built=flip.built)), train__max_steps=12, **few)
-            found += [event.details["rank"] for event in read_events(paths, "sdc_detected")] == [
+            num_detected += [event.details["rank"] for event in read_events(paths, "sdc_detected")] == [
                 number
             ] and flip.evidence.has("flip")
-    print(f"flipped bits in {', '.join(kinds)}: {found} of {len(kinds)} found")
+    print(f"flipped bits in {', '.join(kinds)}: {num_detected} of {len(kinds)} found")
     shares = 0
     for size in (2, 3):
         paths = bench.run(
@@ -201,9 +199,9 @@ def flips(bench: Bench) -> None:
 
 
 def cost(bench: Bench) -> None:
-    """What computing shares twice costs."""
-    found = alternate({"nothing twice": lambda: bench.resnet(0.0), f"rate {RATE}": lambda: bench.resnet(RATE)}, 3)
-    report("ResNet-18, 2 workers", found, {f"rate {RATE}": 1 + 1.2 * RATE})
+    """Prints the cost of recomputing shares."""
+    samples = alternate({"nothing twice": lambda: bench.resnet(0.0), f"rate {RATE}": lambda: bench.resnet(RATE)}, 3)
+    report("ResNet-18, 2 workers", samples, {f"rate {RATE}": 1 + 1.2 * RATE})
 
 
 PARTS = {part.__name__: part for part in (attribution, balance, flips, cost)}

@@ -1,9 +1,8 @@
-"""Decoding of images: images per CPU second of this application's decoder, of torchvision's and of Pillow's, in one
-thread.
+"""Decoding of images: images per CPU second of the decoders of this application, torchvision and Pillow, in one thread.
 
 Two tables, of JPEG files and of PNG files of 500 x 375 pixels. A step is an image, so images per CPU second are 1000 /
-CPU ms. The decoder of this application reads the header with a bound on pixels and the EXIF orientation besides, and
-refuses damage that the others pass over.
+CPU ms. The decoder of this application also reads the header with a bound on pixels and the EXIF orientation, and
+refuses damage that the others ignore.
 
 python benchmarks/images.py                # needs a quiet machine; about 2 minutes
 python benchmarks/images.py --tiny         # that it runs
@@ -34,7 +33,7 @@ Decode = Callable[[bytes], object]
 
 
 def encode_photos(kind: str, count: int) -> list[bytes]:
-    """Smooth pictures with some noise, about as big as photographs of this size are as JPEG."""
+    """Makes smooth pictures with some noise; as JPEG, they are about as big as photographs of this size."""
     generator = np.random.default_rng(0)
     files = []
     for _ in range(count):
@@ -47,20 +46,20 @@ def encode_photos(kind: str, count: int) -> list[bytes]:
 
 
 def by_torchvision(encoded: bytes) -> object:
-    """The pixels as torchvision decodes them."""
+    """Decodes by torchvision."""
     from torchvision.io import ImageReadMode, decode_image
 
     return decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), mode=ImageReadMode.RGB)
 
 
 def by_pillow(encoded: bytes) -> object:
-    """The pixels as Pillow decodes them."""
+    """Decodes by Pillow."""
     with Image.open(io.BytesIO(encoded)) as image:
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
 def measure(decode: Decode, files: list[bytes]) -> Sample:
-    """Milliseconds of an image."""
+    """Returns the milliseconds per image."""
     wall, cpu = time.perf_counter(), time.process_time()
     for encoded in files:
         decode(encoded)

@@ -2,11 +2,10 @@
 `object_store.py`.
 
 - JPEG images per CPU second against a bare loop that decodes, resizes and crops: the reader alone, in threads, all of
-  Ray Data's processes; two CPUs that are both busy may each be slower than one alone, so the loop is there in two
-  threads, too
-- random transforms of tiny images, which readers do where there is no cache
+  Ray Data's processes; two busy CPUs may each be slower than one alone, so the loop also runs in two threads
+- random transforms of tiny images, which readers apply without a cache
 - small rows (28x28 bytes) in batches of 32 against stock `iter_torch_batches`
-- waiting for data, where the source alone is twice as fast as the step
+- waiting for data when the source alone is twice as fast as the step
 
 python benchmarks/input.py                 # needs a quiet machine; about 10 minutes
 python benchmarks/input.py --tiny          # that it runs
@@ -43,14 +42,14 @@ from ray_app.task.images import IMAGE, decode_columns
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """Sizes of the measurements.
 
     Args:
-        images: JPEG images of 500 x 375 pixels.
-        rows: Small rows.
+        images: Number of JPEG images of 500 x 375 pixels.
+        rows: Number of small rows.
         wait_steps: Steps of the run that may wait for data.
         rounds: Rounds of each comparison.
-        rest_s: How long Ray's processes are watched at rest.
+        rest_s: Seconds for which Ray's idle processes are measured.
     """
 
     images: int
@@ -66,7 +65,7 @@ TINY = Sizes(images=40, rows=2000, wait_steps=6, rounds=1, rest_s=0.5)
 
 
 def make_images(folder: Path, count: int) -> None:
-    """Smooth pictures with some noise, about as big as photographs of this size are as JPEG."""
+    """Ingests smooth pictures with some noise; as JPEG, they are about as big as photographs of this size."""
     from PIL import Image
 
     generator = np.random.default_rng(0)
@@ -80,7 +79,7 @@ def make_images(folder: Path, count: int) -> None:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and all that it started, Ray's processes included."""
+    """Returns the CPU seconds of this process and its descendants, Ray's processes included."""
     here = psutil.Process()
     total = 0.0
     for process in [here, *here.children(recursive=True)]:
@@ -93,14 +92,14 @@ def cpu_s() -> float:
 
 
 def timed(count: int, run: Callable[[], object]) -> Sample:
-    """Milliseconds for each of `count` things that `run` does."""
+    """Returns the milliseconds for each of the `count` items that `run` processes."""
     wall, cpu = time.perf_counter(), cpu_s()
     run()
     return Sample((time.perf_counter() - wall) / count * 1e3, (cpu_s() - cpu) / count * 1e3)
 
 
 def measure_images(folder: Path, sizes: Sizes) -> None:
-    """A step is an image."""
+    """Compares readers of images; a step is an image."""
     import torchvision
     from torchvision.transforms.v2 import functional as transforms
 
@@ -140,19 +139,19 @@ def measure_images(folder: Path, sizes: Sizes) -> None:
 
 
 def at_rest(seconds: float) -> float:
-    """CPU seconds per second of all processes while nothing is done."""
+    """Returns the CPU seconds per second of all processes while they are idle."""
     before = cpu_s()
     time.sleep(seconds)
     return (cpu_s() - before) / seconds
 
 
 def as_read(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Small rows need no decoding."""
+    """Returns the rows unchanged, since small rows need no decoding."""
     return rows
 
 
 def small_rows(folder: Path, rows: int) -> RowSource:
-    """Rows of 28x28 bytes and a label, as ours in `rows` and as Ray Data writes them in `stock`."""
+    """Writes rows of 28x28 bytes and a label, in the application's format in `rows` and by Ray Data in `stock`."""
     import ray.data
 
     generator = np.random.default_rng(0)
@@ -166,7 +165,7 @@ def small_rows(folder: Path, rows: int) -> RowSource:
 
 
 def measure_rows(folder: Path, source: RowSource, sizes: Sizes) -> None:
-    """A step is a batch of 32."""
+    """Compares readers of small rows; a step is a batch of 32."""
     import ray.data
 
     epochs = Epochs(source)
@@ -190,21 +189,21 @@ def measure_rows(folder: Path, source: RowSource, sizes: Sizes) -> None:
         "cache: memory": lambda: timed(steps, lambda: ours(epochs, arrays)),
         "cache: disk": lambda: timed(steps, lambda: ours(from_disk)),
     }
-    found = alternate(sides, sizes.rounds)
+    samples = alternate(sides, sizes.rounds)
     report(
         f"Small rows, batch {BATCH}, milliseconds per batch",
-        found,
+        samples,
         {"cache: none": 0.2, "cache: memory": 0.2, "cache: disk": 0.2},
     )
 
 
 def on_disk(source: RowSource, folder: Path) -> Fetch:
-    """Reads through a disk cache, which the first use fills."""
+    """Returns a fetch function with a disk cache, which the first use fills."""
     return cached_fetch(fetch_ray, source, "", str(folder / "cache"), 50)
 
 
 def measure_transforms(rounds: int) -> None:
-    """What random transforms cost whoever reads, for a step of tiny images."""
+    """Measures the cost of random transforms in a reader, for a step of tiny images."""
     from torchvision.transforms import v2
 
     generator = np.random.default_rng(0)
@@ -225,9 +224,9 @@ def measure_transforms(rounds: int) -> None:
     )
 
 
-def measure_wait(what: str, source: RowSource, batch: int, window_rows: int, sizes: Sizes) -> None:
-    """How long a step waits for data when it is on a device, so that the CPU is free, and takes twice as long as the
-    source alone.
+def measure_wait(title: str, source: RowSource, batch: int, window_rows: int, sizes: Sizes) -> None:
+    """Measures how long a step waits for data when it runs on a device, so that the CPU is free, and takes twice as
+    long as the source alone.
     """
     epochs = -(-sizes.wait_steps * batch // source.manifest.num_rows) + 1
     alone = Epochs(source, batch, epochs, window_rows)
@@ -237,14 +236,16 @@ def measure_wait(what: str, source: RowSource, batch: int, window_rows: int, siz
     feed = alone.feed()
     first = True
     for _ in alone.steps(feed):
-        if first:  # the first batch has nothing to overlap with
-            first, began, feed.wait_s = False, time.perf_counter(), 0.0
+        # The first batch has nothing to overlap with.
+        if first:
+            first = False
+            began, feed.wait_s = time.perf_counter(), 0.0
         time.sleep(2 * source_s)
     fraction = feed.wait_s / (time.perf_counter() - began)
     ms = 1e3 * source_s
     print(
-        f"\nWaiting for {what}: {fraction:.2%} of {steps} steps of {2 * ms:.2f} ms; the source alone {ms:.2f} ms; bar 2"
-        f" %"
+        f"\nWaiting for {title}: {fraction:.2%} of {steps} steps of {2 * ms:.2f} ms; the source alone {ms:.2f} ms;"
+        f" bar 2 %"
     )
 
 

@@ -1,15 +1,15 @@
-"""How soon a lost worker is replaced, and a run whose workers are all lost steps again: with `scaling.standby_workers`
-and without.
+"""Time until a lost worker is replaced, and until a run that lost all workers steps again: with
+`scaling.standby_workers` and without.
 
 python benchmarks/joining.py              # needs a quiet machine; 3 rounds, about 4 minutes
 
-How soon new room is used is `recovery.py --only capacity`.
+`recovery.py --only capacity` measures how soon new capacity is used.
 
 The small network of the digits on 2 workers, steps of 50 ms, a snapshot in memory after each. Every measurement is a
-process of its own with its own Ray cluster; the sides take turns.
+process with its own Ray cluster; the sides alternate.
 
 kill   SIGKILL of one of two workers to the first step of two workers again.
-all    SIGKILL of both workers to the next finished step, and the steps that are done again.
+all    SIGKILL of both workers to the next finished step, and the steps that are redone.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import ROOT
 
 BARS = {("kill", 1): 2.0, ("kill", 0): 8.0, ("all", 1): 6.0, ("all", 0): 8.0}
-AT, STEP_S, SETTLED_S = 40, 0.05, 2.0
-"""The step after which workers die; how long a step takes at least; how long the run goes on before, or with a spare
-that is ready.
+AT = 40
+STEP_S, STABLE_S = 0.05, 2.0
+"""The step after which workers die; minimum duration of a step; seconds for which the run continues before the kill, or
+with a ready standby worker.
 """
 
 
 @dataclass(frozen=True)
-class Dies:
-    """A hook: steps take their time, and some ranks die after one of them, once, as soon as a file says that all is
-    ready.
-    """
+class DieOnce:
+    """A hook that lengthens steps and kills some ranks after one of them, once, as soon as the file `ready` exists."""
 
     folder: str
     ranks: tuple[int, ...]
@@ -58,8 +57,8 @@ class Dies:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def side(kind: str, spares: int) -> None:
-    """One measurement, printed as JSON."""
+def run_side(kind: str, standbys: int) -> None:
+    """Runs one measurement and prints it as JSON."""
     from rich.console import Console
 
     from ray_app import load_config, run_training
@@ -79,7 +78,7 @@ def side(kind: str, spares: int) -> None:
         run__name="run",
         scaling__min_workers=1,
         scaling__max_workers=2,
-        scaling__standby_workers=spares,
+        scaling__standby_workers=standbys,
         train__epochs=1000,
         checkpoint__snapshot_every_steps=1,
         tracking__enabled=False,
@@ -89,7 +88,7 @@ def side(kind: str, spares: int) -> None:
     stopped: list[bool] = []
 
     def began() -> float | None:
-        """When it happened."""
+        """Returns the time of the last kill, or None before it."""
         died = [float(file.read_text()) for file in folder.glob("died-*")]
         return max(died) if len(died) == len(ranks) else None
 
@@ -99,8 +98,8 @@ def side(kind: str, spares: int) -> None:
         if len(records) < AT:
             return
         events = read_events(job.paths, "standbys")
-        if not spares or (
-            events and events[-1].details["ready"] == spares and time.time() - events[-1].time_s > SETTLED_S
+        if not standbys or (
+            events and events[-1].details["ready"] == standbys and time.time() - events[-1].time_s > STABLE_S
         ):
             (folder / "ready").touch()
         since = began()
@@ -109,7 +108,7 @@ def side(kind: str, spares: int) -> None:
             stopped.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    hooks = Faults(train=Hooks(after_step=Dies(str(folder), ranks)))
+    hooks = Faults(train=Hooks(after_step=DieOnce(str(folder), ranks)))
     result = run_training(config, Console(quiet=True), hooks, observe=watch)
     reader.poll()
     since = began()
@@ -118,9 +117,9 @@ def side(kind: str, spares: int) -> None:
     print(json.dumps({"s": first - since, "redone": result.summary["redone_steps"]}))
 
 
-def measure(kind: str, spares: int) -> dict[str, float]:
-    """The same in a process of its own."""
-    command = [sys.executable, __file__, "--side", kind, "--spares", str(spares)]
+def measure(kind: str, standbys: int) -> dict[str, float]:
+    """Runs one measurement in another process."""
+    command = [sys.executable, __file__, "--side", kind, "--spares", str(standbys)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     if not done.stdout.strip():
@@ -136,23 +135,23 @@ def main() -> None:
     parser.add_argument("--spares", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        return side(options.side, options.spares)
-    found: dict[tuple[str, int], list[dict[str, float]]] = {each: [] for each in BARS}
+        return run_side(options.side, options.spares)
+    measurements: dict[tuple[str, int], list[dict[str, float]]] = {side_key: [] for side_key in BARS}
     for _ in range(options.rounds):
-        for kind, spares in BARS:
-            found[kind, spares].append(measure(kind, spares))
-            print(kind, spares, found[kind, spares][-1], flush=True)
+        for kind, standbys in BARS:
+            measurements[kind, standbys].append(measure(kind, standbys))
+            print(kind, standbys, measurements[kind, standbys][-1], flush=True)
     print(
         f"{os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {options.rounds} rounds; median (range), bar, steps done"
         f" again"
     )
-    for (kind, spares), all_found in found.items():
-        seconds = [each["s"] for each in all_found]
-        verdict = "met" if median(seconds) <= BARS[kind, spares] else "MISSED"
+    for (kind, standbys), side_measurements in measurements.items():
+        seconds = [one["s"] for one in side_measurements]
+        verdict = "met" if median(seconds) <= BARS[kind, standbys] else "MISSED"
         spread = f"{median(seconds):6.2f} s ({min(seconds):.2f}-{max(seconds):.2f})"
-        redone = max(each["redone"] for each in all_found)
+        redone = max(one["redone"] for one in side_measurements)
         print(
-            f"{kind:<6}{'a spare' if spares else 'no spare':<10}{spread:<26}{BARS[kind, spares]:>4g} s  {verdict} "
+            f"{kind:<6}{'a spare' if standbys else 'no spare':<10}{spread:<26}{BARS[kind, standbys]:>4g} s  {verdict} "
             f" {redone:.0f}"
         )
     return None

@@ -1,10 +1,9 @@
-"""What it costs a report to find the best of the runs beside it.
+"""The cost for a report of finding the best of the neighboring runs.
 
     python benchmarks/neighbours.py                 # a thousand runs on a disk
     python benchmarks/neighbours.py --runs 200
 
-`not listed`: every summary is read, as for runs of an earlier version, which are then listed; `listed`: as for all
-others.
+`not listed`: every summary is read, as for runs of an earlier version, which are then listed; `listed`: all others.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ray_app.storage.files import put_json
 
 
 def main() -> None:
-    """Makes runs and looks at them."""
+    """Makes runs and measures reading their ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000)
     runs = parser.parse_args().runs

@@ -1,4 +1,4 @@
-"""The object store while an epoch of decoded images streams through that is larger than it.
+"""The object store while an epoch of decoded images streams through it; the epoch is larger than the store.
 
 python benchmarks/object_store.py                          # 1.2 GB through a store of 268 MB, about two minutes
 python benchmarks/object_store.py --window-rows 500        # with a small window instead of the default one
@@ -27,7 +27,7 @@ from ray_app.ingest.ingest import IngestOptions, ingest
 
 
 def store_peak_mb() -> float:
-    """The most megabytes that Ray's object store has held: pages of its shared memory that were ever written."""
+    """Returns the peak megabytes of Ray's object store: pages of its shared memory that were ever written."""
     for process in psutil.Process().children(recursive=True):
         if process.name() == "raylet":
             opened = [Path(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
@@ -36,12 +36,12 @@ def store_peak_mb() -> float:
 
 
 def megabytes(folder: Path) -> float:
-    """Size of the files below a folder."""
+    """Returns the megabytes of the files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
 
 
 def make_photos(folder: Path, count: int) -> None:
-    """The data set `folder/large`: one picture of noise, again and again."""
+    """Ingests the data set `folder/large`: copies of one picture of noise."""
     file = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)).save(file, "jpeg")
     (folder / "photos" / "0").mkdir(parents=True)
@@ -51,7 +51,7 @@ def make_photos(folder: Path, count: int) -> None:
 
 
 def main() -> None:
-    """Measures the most that the store holds."""
+    """Measures the peak of the store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8000, help="images of 150 kB decoded")
     parser.add_argument(

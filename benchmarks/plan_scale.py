@@ -1,5 +1,5 @@
-"""The plan at 10^6 row groups and 10^9 rows: time and memory of an epoch's order and assignment, started at an
-arbitrary cursor.
+"""The plan at 10^6 row groups and 10^9 rows: time and memory of an epoch's order and assignment, from an arbitrary
+cursor.
 
 python benchmarks/plan_scale.py
 """
@@ -21,12 +21,14 @@ from ray_app.plan.assignment import logical_workers_of
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan
 
-ROW_GROUPS, FILES, ROUNDS = 1_000_000, 10_000, 5
-LOGICAL_WORKERS, WORLD_SIZE, BATCH = 64, 48, 4096
+ROW_GROUPS, FILES = 1_000_000, 10_000
+ROUNDS = 5
+LOGICAL_WORKERS, WORLD_SIZE = 64, 48
+BATCH = 4096
 
 
 def big_manifest() -> Manifest:
-    """10^6 row groups of 500 to 1,500 rows in 10^4 files, 10^9 rows in all."""
+    """Returns a manifest of 10^6 row groups of 500 to 1,500 rows in 10^4 files, 10^9 rows in all."""
     per_file = ROW_GROUPS // FILES
     rows = 500 + (np.arange(ROW_GROUPS, dtype=np.int64) * 7919) % 1001
     rows[-1] += 1_000_000_000 - rows.sum()
@@ -40,8 +42,8 @@ def big_manifest() -> Manifest:
 
 
 def measure(fraction: float) -> tuple[float, float]:
-    """Seconds and peak megabytes of making an epoch's order and the next two windows of every logical worker of one
-    rank.
+    """Returns seconds and peak megabytes of making an epoch's order and the next two windows of every logical worker of
+    one rank.
     """
     manifest = big_manifest()
     before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -52,8 +54,8 @@ def measure(fraction: float) -> tuple[float, float]:
     for v in logical_workers_of(5, WORLD_SIZE, LOGICAL_WORKERS):
         for w in (window, window + 1):
             assert len(order.stored_positions(v, w)[order.window_order(v, w)]) > 0
-    took = time.perf_counter() - began
-    return took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before_mb
+    elapsed_s = time.perf_counter() - began
+    return elapsed_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before_mb
 
 
 def main() -> None:
@@ -62,16 +64,16 @@ def main() -> None:
     """
     context = multiprocessing.get_context("spawn")
     cursors = {"start": 0.0, "50 %": 0.5, "99 %": 0.99, "start again": 0.0}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in cursors}
+    measurements: dict[str, list[tuple[float, float]]] = {name: [] for name in cursors}
     for _ in range(ROUNDS):
         for name, fraction in cursors.items():
             with context.Pool(1) as pool:
-                found[name].append(pool.apply(measure, (fraction,)))
+                measurements[name].append(pool.apply(measure, (fraction,)))
     print(
         f"{ROW_GROUPS:,} row groups, 1,000,000,000 rows, {LOGICAL_WORKERS} logical workers, {ROUNDS} rounds; bars: 5 s,"
         f" 1,000 MB"
     )
-    for name, samples in found.items():
+    for name, samples in measurements.items():
         seconds, megabytes = [s for s, _ in samples], [m for _, m in samples]
         print(
             f"cursor at {name:<12} {median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f}),"

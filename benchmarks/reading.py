@@ -1,5 +1,5 @@
-"""What the benchmarks of the input pipeline share: data sets as a run reads them, epochs through a worker's feed, and a
-small cluster.
+"""Shared parts of the benchmarks of the input pipeline: data sets as a run reads them, epochs through a worker's feed,
+and a small cluster.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from ray_app.data.windows import Windows
 from ray_app.plan.order import Cursor, Plan
 from ray_app.task.image import ImageClassification
 
-BATCH, PIXELS, READ_TASK_MB = 32, 224, 64.0
+BATCH, PIXELS = 32, 224
+READ_TASK_MB = 64.0
 STORE_BYTES = 256 << 20
 
 
 def source_of(dataset: Dataset, decode: Decode) -> RowSource:
-    """The data set as a run reads it."""
+    """Returns the data set as a run reads it."""
     fields = probe(dataset, ["image", "label"], decode)
     return RowSource(
         Reader(dataset.root, ["image", "label"], decode, fields), dataset.manifest, rows_per_task(fields, READ_TASK_MB)
@@ -40,7 +41,7 @@ def source_of(dataset: Dataset, decode: Decode) -> RowSource:
 
 
 def photos_of(folder: Path) -> RowSource:
-    """A data set of image files, decoded as for ResNet-18."""
+    """Returns a data set of image files, decoded as for ResNet-18."""
     dataset = open_dataset(str(folder))
     return source_of(dataset, ImageClassification(model="resnet18", size=PIXELS).prepare(dataset.facts).decode)
 
@@ -50,11 +51,11 @@ class Epochs:
     """Epochs of a data set through the feed of one worker.
 
     Args:
-        source: The data.
+        source: The rows.
         batch: Rows of a step.
-        epochs: How many.
+        epochs: Number of epochs.
         window_rows: Rows that are shuffled together.
-        fetch: How read tasks run.
+        fetch: Function that runs read tasks.
     """
 
     source: RowSource
@@ -65,21 +66,21 @@ class Epochs:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The order."""
+        """The plan of the epochs."""
         return Plan(self.source.manifest, 0, 1, self.batch, self.window_rows)
 
     def feed(self, windows: Windows | None = None) -> Feed:
-        """A feed at the beginning, that streams where no windows are given."""
+        """Returns a feed at the first step; without windows, it streams."""
 
-        def open_windows(cursor: Cursor, played: range) -> Windows:
-            return windows or StreamedWindows(self.plan, cursor, played, self.epochs, self.fetch, self.source)
+        def open_windows(cursor: Cursor, assigned: range) -> Windows:
+            return windows or StreamedWindows(self.plan, cursor, assigned, self.epochs, self.fetch, self.source)
 
         feed = Feed(self.plan, open_windows, torch.device("cpu"))
         feed.seek(Cursor(0, 0), range(1))
         return feed
 
     def steps(self, feed: Feed) -> Iterator[int]:
-        """Rows of each step."""
+        """Yields the number of rows of each step."""
         for _ in range(self.epochs * self.plan.steps_per_epoch):
             yield sum(batch.rows for batch in feed.next())
         feed.close()

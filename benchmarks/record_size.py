@@ -1,12 +1,11 @@
-"""How much memory and how many files the record of a long run takes, with the real writer, readers, report and feed of
-MLflow.
+"""Memory and number of files of the record of a long run, with the real writer, readers, report and feed of MLflow.
 
-    python benchmarks/record_size.py                                  # 10^6 steps of 64 logical workers; about 2.5 GB
-    of disk python benchmarks/record_size.py --steps 20000 --logical-workers 8
+    python benchmarks/record_size.py      # 10^6 steps of 64 logical workers; about 2.5 GB of disk
+    python benchmarks/record_size.py --steps 20000 --logical-workers 8
 
-No training: steps are recorded as rank 0 records them, and every ten of them a look at two nodes as the driver does;
-then another process does what a driver does at the end of a run, and its peak is read from the kernel. What an idle
-process with the same imports takes is said beside it.
+Nothing is trained: steps are recorded as by rank 0, and every ten steps a sample of two nodes as by the driver. Then
+another process runs the final work of a driver, and its peak is read from the kernel, next to the memory of an idle
+process with the same imports.
 """
 
 from __future__ import annotations
@@ -49,25 +48,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder) / "run")
         began_s = time.perf_counter()
-        with mock.patch("os.fsync"):  # a hundred thousand files; no power fails here
-            most = _write(paths, options.steps, options.logical_workers)
+        # Syncing a hundred thousand files would take long, and this record need not survive a power failure.
+        with mock.patch("os.fsync"):
+            max_files = _write(paths, options.steps, options.logical_workers)
         files = len([file for file in Path(str(paths.root)).rglob("*") if file.is_file()])
         wrote_s = time.perf_counter() - began_s
         print(
-            f"{options.steps:,} steps, L = {options.logical_workers}: {files:,} files, at most {most:,} meanwhile;"
+            f"{options.steps:,} steps, L = {options.logical_workers}: {files:,} files, at most {max_files:,} meanwhile;"
             f" {wrote_s:.0f} s"
         )
-        for what in ("nothing", "summary", "tracker", "report"):
-            arguments = ["--read", str(paths.root), "--what", what, "--steps", str(options.steps)]
+        for part in ("nothing", "summary", "tracker", "report"):
+            arguments = ["--read", str(paths.root), "--what", part, "--steps", str(options.steps)]
             subprocess.run([sys.executable, __file__, *arguments], check=True)
 
 
 def _write(paths: RunPaths, steps: int, logical_workers: int) -> int:
-    """Records steps; returns the most files that were there."""
+    """Records steps; returns the maximum number of files at any time."""
     Path(str(paths.root)).mkdir(parents=True)
     Path(str(paths.config)).write_text(Config().to_yaml())
     put_event(paths, "started", 1, metric="loss", mode="min", total_steps=steps)
-    writer, most = MetricsWriter(paths, 1, flush_s=1e9), 0
+    writer, max_files = MetricsWriter(paths, 1, flush_s=1e9), 0
     for step in range(1, steps + 1):
         hashes = [(step * 0x9E3779B97F4A7C15 + v * 0xBF58476D1CE4E5B9) & _MASK for v in range(logical_workers)]
         rows = [32] * logical_workers
@@ -84,27 +84,27 @@ def _write(paths: RunPaths, steps: int, logical_workers: int) -> int:
         if step % _FLUSH_STEPS == 0:
             writer.flush()
             if step // _FLUSH_STEPS % MAX_SMALL_FILES == 0:
-                most = max(most, len(os.listdir(str(paths.metrics))) + len(os.listdir(str(paths.system))))
+                max_files = max(max_files, len(os.listdir(str(paths.metrics))) + len(os.listdir(str(paths.system))))
                 join_segments(paths, min_age_s=0)
     writer.close()
-    return most
+    return max_files
 
 
-def _read(paths: RunPaths, what: str, steps: int) -> None:
-    """Does a part of what a driver does, and says the peak."""
+def _read(paths: RunPaths, part: str, steps: int) -> None:
+    """Runs a part of the final work of a driver, and prints the peak."""
     idle_mb, began_s = _peak_mb(), time.perf_counter()
-    if what == "summary":
+    if part == "summary":
         course, events = read_steps(paths), read_events(paths)
         assert len(course.records) == steps
         assert world_sizes(course.records)
         goodput(course.records, course.repeated)
         recoveries(events, course.in_time)
-    elif what == "tracker":
+    elif part == "tracker":
         Backlog(paths, 10).read(SentState(sent_step=steps))
-    elif what == "report":
+    elif part == "report":
         render(read_facts(paths))
     print(
-        f"  {what:<8} peak {_peak_mb():,.0f} MB, of which {_peak_mb() - idle_mb:,.0f} MB for it;"
+        f"  {part:<8} peak {_peak_mb():,.0f} MB, of which {_peak_mb() - idle_mb:,.0f} MB for it;"
         f" {time.perf_counter() - began_s:.0f} s"
     )
 

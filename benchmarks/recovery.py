@@ -1,20 +1,21 @@
-"""How long a disturbed run stands still: ours, stock Ray Train and torchrun with the same network, rows, steps and
+"""Downtime of a disturbed run: this application, stock Ray Train and torchrun with the same network, rows, steps and
 disturbance.
 
 A 784-512-512-10 network, 256 rows a step over all workers, a checkpoint every 200 steps, gloo, one thread per worker.
-Every measurement is a process of its own with its own Ray cluster, bounded in time; the sides take turns. See
-`disturb.py` for the clock.
+Every measurement is a process with its own Ray cluster and a time limit; the sides alternate. See `disturb.py` for the
+clock.
 
-python benchmarks/recovery.py                         # all figures, 3 rounds: about 45 minutes
+python benchmarks/recovery.py                         # all measurements, 3 rounds: about 45 minutes
 python benchmarks/recovery.py --only kill --rounds 5  # about 12 minutes
 
-kill      SIGKILL of one of two workers (the last rank, then rank 0) to the next finished step. node      Loss of one of
-two nodes, 1 to 4 workers, to the next finished step. capacity  A node is added, 2 of 1 to 4 workers, 3 s after the
-first step, when the resize timers of both sides have just begun; to the first
-          step on more workers.
-drain     A node says that it will go in 60 s, 1 to 4 workers, to the first step on the other nodes. It goes when its 60
-s are over. all       SIGKILL of both workers with `checkpoint.snapshot_every_steps: 1`: steps done again. goodput   One
-SIGKILL every 60 s for 4 minutes: see `disturb.goodput`.
+kill      SIGKILL of one of two workers (the last rank, then rank 0) to the next finished step.
+node      Loss of one of two nodes, 1 to 4 workers, to the next finished step.
+capacity  A node is added, 2 of 1 to 4 workers, 3 s after the first step, when the resize timers of both sides have just
+          begun; to the first step on more workers.
+drain     A node announces its end in 60 s, 1 to 4 workers, to the first step on the other nodes. It is removed after
+          60 s.
+all       SIGKILL of both workers with `checkpoint.snapshot_every_steps: 1`: steps redone.
+goodput   One SIGKILL every 60 s for 4 minutes: see `disturb.goodput`.
 """
 
 from __future__ import annotations
@@ -41,39 +42,39 @@ from benchmarks.disturb import BATCH, CHECKPOINT_EVERY, ROWS, Disturber, Scenari
 from benchmarks.harness import ROOT, ingest_rows
 from benchmarks.stock_recovery import make_rows, run_ray, run_torchrun
 
-_TWO_NODES = Scenario("lose", workers=(1, 4), before=4, nodes=(2, 2), settled_s=8.0)
+_TWO_NODES = Scenario("lose", workers=(1, 4), before=4, nodes=(2, 2), stable_s=8.0)
 SCENARIOS = {
-    "kill": Scenario("kill", times=2, settled_s=6.0, limit_s=180.0),
+    "kill": Scenario("kill", times=2, stable_s=6.0, limit_s=180.0),
     "node": _TWO_NODES,
-    "capacity": Scenario("grow", workers=(1, 4), before=2, nodes=(2,), settled_s=3.0),
+    "capacity": Scenario("grow", workers=(1, 4), before=2, nodes=(2,), stable_s=3.0),
     "drain": replace(_TWO_NODES, kind="drain", limit_s=420.0),
-    "all": Scenario("wipe", times=3, settled_s=4.0, snapshot_every_steps=1),
-    "goodput": Scenario("kill", times=4, settled_s=25.0, every_s=60.0, end_s=60.0, limit_s=420.0),
+    "all": Scenario("wipe", times=3, stable_s=4.0, snapshot_every_steps=1),
+    "goodput": Scenario("kill", times=4, stable_s=25.0, every_s=60.0, end_s=60.0, limit_s=420.0),
 }
 Measured = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure is held against.
+    """A bar for a measurement.
 
     Args:
-        other: The other side; empty: none, the bar is for ours as it is.
-        bar: What must be reached.
-        stretch: What we would like.
-        value: Which number.
-        at_least: Whether more is better.
+        other: The other side; empty: none, the bar is for the value of this application itself.
+        bar: Required value.
+        stretch: Desired value.
+        value: Name of the number.
+        is_lower_bound: Whether larger values are better.
     """
 
     other: str
     bar: float
     stretch: float
     value: str = "next_s"
-    at_least: bool = False
+    is_lower_bound: bool = False
 
     def verdict(self, value: float) -> str:
-        """Whether a value reaches the bar or more."""
-        reached = [value >= goal if self.at_least else value <= goal for goal in (self.bar, self.stretch)]
+        """Returns whether a value reaches the stretch goal, the bar, or neither."""
+        reached = [value >= goal if self.is_lower_bound else value <= goal for goal in (self.bar, self.stretch)]
         return "stretch met" if reached[1] else "met" if reached[0] else "MISSED"
 
 
@@ -83,12 +84,12 @@ BARS = {
     "capacity": [Bar("stock", 0.25, 0.18), Bar("", 0, 0, "redone")],
     "drain": [Bar("stock", 0.25, 0.1), Bar("", 0, 0, "redone")],
     "all": [Bar("", 1, 0, "redone")],
-    "goodput": [Bar("", 0.92, 0.97, "goodput", at_least=True)],
+    "goodput": [Bar("", 0.92, 0.97, "goodput", is_lower_bound=True)],
 }
 
 
 def run_ours(scenario: Scenario, folder: Path) -> tuple[Disturber, dict[str, Any]]:
-    """Runs and disturbs ours in this process; returns what its summary says, too."""
+    """Runs and disturbs this application in this process; returns its summary, too."""
     from rich.console import Console
 
     from ray_app import load_config, run_training
@@ -97,18 +98,19 @@ def run_ours(scenario: Scenario, folder: Path) -> tuple[Disturber, dict[str, Any
     from ray_app.runlog.paths import RunPaths
     from ray_app.train.job import Hooks, Job
 
-    cluster = start_nodes(scenario, head_cpus=1)  # for reading
+    # The CPU of the head is for reading.
+    cluster = start_nodes(scenario, head_cpus=1)
     disturber = Disturber(scenario, folder, cluster)
     ended = False
 
     def watch(job: Job) -> None:
         nonlocal ended
         del job
-        if not ended and disturber.look():
+        if not ended and disturber.poll():
             ended = True
             os.kill(os.getpid(), signal.SIGTERM)
 
-    fewest, most = scenario.workers
+    min_workers, max_workers = scenario.workers
     config = load_config(
         ROOT / "conf" / "mnist_dense.yaml",
         task__init_args__features=None,
@@ -119,8 +121,8 @@ def run_ours(scenario: Scenario, folder: Path) -> tuple[Disturber, dict[str, Any
         data__path=str(folder / "rows"),
         data__eval_path=None,
         data__global_batch_size=BATCH,
-        scaling__min_workers=fewest,
-        scaling__max_workers=most,
+        scaling__min_workers=min_workers,
+        scaling__max_workers=max_workers,
         train__epochs=100_000,
         checkpoint__every_steps=CHECKPOINT_EVERY,
         checkpoint__every_epochs=None,
@@ -140,43 +142,44 @@ def run_ours(scenario: Scenario, folder: Path) -> tuple[Disturber, dict[str, Any
     return disturber, summary | {"events": events}
 
 
-def side(name: str, figure: str) -> None:
-    """Measures one side in this process; prints what it found as JSON."""
+def run_side(name: str, figure: str) -> None:
+    """Measures one side in this process; prints the result as JSON."""
     scenario = SCENARIOS[figure]
 
     def done(disturber: Disturber, summary: dict[str, Any] | None = None) -> None:
-        found: Measured = {"disturbances": [asdict(d) for d in disturber.done], "stuck": disturber.stuck}
+        result: Measured = {"disturbances": [asdict(d) for d in disturber.done], "stuck": disturber.stuck}
         if figure == "goodput":
-            found |= goodput(disturber.steps.lines, disturber.done, scenario.before)
+            result |= goodput(disturber.steps.lines, disturber.done, scenario.before)
         if summary is not None:
-            found["summary"] = {key: summary[key] for key in ("redone_steps", "recovery_s", "goodput")}
-            found["noticed_s"] = noticed(summary["events"], disturber)
-        print(json.dumps(found), flush=True)
+            result["summary"] = {key: summary[key] for key in ("redone_steps", "recovery_s", "goodput")}
+            result["noticed_s"] = noticed(summary["events"], disturber)
+        print(json.dumps(result), flush=True)
 
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         pixels, labels = make_rows(ROWS)
         ingest_rows(folder, pixels, labels)
         if name == "ours":
             done(*run_ours(scenario, folder))
         else:
             {"stock": run_ray, "torchrun": run_torchrun}[name](scenario, folder, done)
-    os._exit(0)  # a `fit` in a thread has no other end
+    # A `fit` in a thread cannot be ended otherwise.
+    os._exit(0)
 
 
 def noticed(events: list[dict[str, Any]], disturber: Disturber) -> list[float]:
-    """Seconds from each disturbance to when a worker noticed a broken generation, where that happened."""
+    """Returns the seconds from each disturbance until a worker noticed a broken generation, if one did."""
     lost = sorted(e["details"]["lost_s"] for e in events if "lost_s" in e["details"])
     return [
-        round(found - d.at_s, 3)
+        round(lost_s - d.at_s, 3)
         for d in disturber.done
-        for found in [next((t for t in lost if t > d.at_s), None)]
-        if found
+        for lost_s in [next((t for t in lost if t > d.at_s), None)]
+        if lost_s
     ]
 
 
 def measure(name: str, figure: str) -> Measured:
-    """Measures one side in a process of its own."""
+    """Measures one side in another process."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -203,15 +206,15 @@ def measure(name: str, figure: str) -> Measured:
     lines = [line for line in out.splitlines() if line.startswith('{"disturbances"')]
     if not lines:
         return {"error": f"exit code {process.returncode}: {err.strip()[-3000:]}"}
-    found = json.loads(lines[0])
+    measured = json.loads(lines[0])
     for value in ("next_s", "caught_up_s", "redone"):
-        values = [d[value] for d in found["disturbances"]]
-        found[value] = max(values) if value == "redone" else median(values)
-    return found
+        values = [d[value] for d in measured["disturbances"]]
+        measured[value] = max(values) if value == "redone" else median(values)
+    return measured
 
 
 def end_tree(process: subprocess.Popen[str]) -> None:
-    """Ends a process and all that it has started."""
+    """Ends a process and its descendants."""
     tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for one in tree:
         one.terminate()
@@ -221,27 +224,27 @@ def end_tree(process: subprocess.Popen[str]) -> None:
 
 
 def measure_figure(figure: str, rounds: int) -> dict[str, list[Measured]]:
-    """All sides of a figure in turn, `rounds` times; a round in which a side failed is left out, and said."""
+    """Measures all sides in turn, `rounds` times; a round with a failed side is reported and left out."""
     names = ["ours", *(bar.other for bar in BARS[figure] if bar.other)]
-    found: dict[str, list[Measured]] = {name: [] for name in names}
+    measured_by_side: dict[str, list[Measured]] = {name: [] for name in names}
     for number in range(rounds):
-        one: dict[str, Measured] = {}
+        round_measured: dict[str, Measured] = {}
         for name in names:
             began = time.monotonic()
-            one[name] = measure(name, figure)
+            round_measured[name] = measure(name, figure)
             took_s = time.monotonic() - began
             print(
-                f"  {figure} {number + 1}/{rounds} {name} ({took_s:.0f} s): {json.dumps(one[name])}",
+                f"  {figure} {number + 1}/{rounds} {name} ({took_s:.0f} s): {json.dumps(round_measured[name])}",
                 file=sys.stderr,
                 flush=True,
             )
-        if not any("error" in measured for measured in one.values()):
-            for name, measured in one.items():
-                found[name].append(measured)
-    return found
+        if not any("error" in measured for measured in round_measured.values()):
+            for name, measured in round_measured.items():
+                measured_by_side[name].append(measured)
+    return measured_by_side
 
 
-def report(all_found: dict[str, dict[str, list[Measured]]]) -> None:
+def report(measured_by_figure: dict[str, dict[str, list[Measured]]]) -> None:
     """Prints the table."""
     print(
         f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}; medians"
@@ -250,13 +253,13 @@ def report(all_found: dict[str, dict[str, list[Measured]]]) -> None:
     header = ["figure", "ours", "other side", "", "ours / other", "bar", "stretch", ""]
     widths = [22, 24, 24, 10, 24, 7, 9, 12]
     print("".join(f"{text:<{width}}" for text, width in zip(header, widths, strict=True)))
-    for figure, found in all_found.items():
-        if not found["ours"]:
+    for figure, measured_by_side in measured_by_figure.items():
+        if not measured_by_side["ours"]:
             print(f"{figure:<22}no round succeeded")
             continue
         for bar in BARS[figure]:
-            ours = [m[bar.value] for m in found["ours"]]
-            other = [m[bar.value] for m in found[bar.other]] if bar.other else []
+            ours = [m[bar.value] for m in measured_by_side["ours"]]
+            other = [m[bar.value] for m in measured_by_side[bar.other]] if bar.other else []
             ratios = [a / b for a, b in zip(ours, other, strict=True)] if other else ours
             unit = {"next_s": "s", "redone": "steps"}.get(bar.value, "")
             title = figure if bar.value in ("next_s", "goodput") else f"{figure}: steps redone"
@@ -269,9 +272,9 @@ def report(all_found: dict[str, dict[str, list[Measured]]]) -> None:
                 f"{bar.bar:g}",
             ]
             verdict = bar.verdict(max(ours) if bar.value == "redone" else median(ratios))
-            columns += [f"{bar.stretch:g}", "MISSED" if any(m["stuck"] for m in found["ours"]) else verdict]
+            columns += [f"{bar.stretch:g}", "MISSED" if any(m["stuck"] for m in measured_by_side["ours"]) else verdict]
             print("".join(f"{text:<{width}}" for text, width in zip(columns, widths, strict=True)))
-        for name, measured in found.items():
+        for name, measured in measured_by_side.items():
             keys = [key for key in ("next_s", "caught_up_s", "not_full_s") if key in measured[0]]
             parts = [f"{key} {spread([m[key] for m in measured])}" for key in keys]
             stuck = sum(m["stuck"] for m in measured)
@@ -283,14 +286,14 @@ def report(all_found: dict[str, dict[str, list[Measured]]]) -> None:
 
 
 def spread(values: list[float], unit: str = "") -> str:
-    """Median and range."""
+    """Formats median and range."""
     if not values:
         return ""
     return f"{median(values):.3g} ({min(values):.3g}-{max(values):.3g}) {unit}".rstrip()
 
 
 def main() -> None:
-    """Measures all figures, or one."""
+    """Runs all measurements, or some."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="rounds per figure")
     parser.add_argument(
@@ -299,9 +302,10 @@ def main() -> None:
     parser.add_argument("--side", choices=["ours", "stock", "torchrun"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        side(options.side, options.only[0])
+        run_side(options.side, options.only[0])
         return
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that what was started is ended, too
+    # An exit by exception also ends the started processes.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     report({figure: measure_figure(figure, options.rounds) for figure in options.only or SCENARIOS})
 
 

@@ -1,12 +1,12 @@
-"""How long a process group takes to form again without a lost rank: gloo's own `reconfigure`, and the new group that
-ours is.
+"""Time in which a process group forms again without a lost rank: gloo's own `reconfigure`, and the new group of this
+application.
 
 python benchmarks/reforming.py              # needs a quiet machine; half a minute
 
-Plain processes on one machine. One of them is killed while all exchange; from the error that the others get to the end
-of their first exchange in the group without it. `ours` is `train.group.process_group`, which opens a group at a new
-prefix of the store; `reconfigure` is an experiment of PyTorch 2.15 (pytorch/pytorch#187381). Ways to tell who is left
-are the same for both and not counted.
+Plain processes on one machine. One of them is killed while all reduce; the time is measured from the error of the
+others to the end of their first reduction in the group without it. `ours` is `train.process_group`, which opens a group
+at a new prefix of the store; `reconfigure` is an experiment of PyTorch 2.15 (pytorch/pytorch#187381). Determining the
+surviving ranks is the same for both and is not counted.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from ray_app.testing import KilledError, WorkerPool
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup
 
-HERE, SIZES, ROUNDS = "127.0.0.1", (3, 5), 5
+LOCALHOST = "127.0.0.1"
+SIZES, ROUNDS = (3, 5), 5
 _TIMEOUT = timedelta(seconds=20)
 
 
-def exchange_until_lost(rank: int, size: int) -> float:
-    """Exchanges until the last rank dies, which does it now; returns when the error came, by the monotonic clock."""
+def reduce_until_lost(rank: int, size: int) -> float:
+    """Reduces until the last rank, which kills itself, is lost; returns the monotonic time of the error."""
     values = torch.ones(1 << 16)
     dist.all_reduce(values)
     if rank == size - 1:
@@ -49,8 +50,8 @@ def exchange_until_lost(rank: int, size: int) -> float:
         return time.perf_counter()
 
 
-def first_exchange(since_s: float, size: int) -> float:
-    """Seconds until the first exchange of the new group has ended."""
+def first_reduction(since_s: float, size: int) -> float:
+    """Returns the seconds until the end of the first reduction of the new group."""
     value = torch.ones(1)
     dist.all_reduce(value)
     assert value.item() == size
@@ -58,44 +59,44 @@ def first_exchange(since_s: float, size: int) -> float:
 
 
 def ours(rank: int, store: Path, size: int, port: int) -> float:
-    """A group of ours, then one without the last rank."""
+    """Opens a group of this application, then one without the last rank."""
     del store
     first, second = ProcessGroup(), ProcessGroup()
-    first.open(GenerationInfo(1, rank, size, HERE, port), torch.device("cpu"), "gloo")
-    since_s = exchange_until_lost(rank, size)
+    first.open(GenerationInfo(1, rank, size, LOCALHOST, port), torch.device("cpu"), "gloo")
+    since_s = reduce_until_lost(rank, size)
     first.close(True)
-    second.open(GenerationInfo(2, rank, size - 1, HERE, port), torch.device("cpu"), "gloo")
+    second.open(GenerationInfo(2, rank, size - 1, LOCALHOST, port), torch.device("cpu"), "gloo")
     try:
-        return first_exchange(since_s, size - 1)
+        return first_reduction(since_s, size - 1)
     finally:
         second.close(False)
 
 
 def reconfigured(rank: int, store: Path, size: int, port: int) -> float:
-    """One group that is told who is left."""
+    """Opens one group and reconfigures it to the surviving ranks."""
     del store
-    meet = TCPStore(HERE, port, is_master=False)
+    store_client = TCPStore(LOCALHOST, port, is_master=False)
     options: dict[str, Any] = {"enable_reconfigure": True}
-    prefixed = dist.PrefixStore("group", meet)  # type: ignore[attr-defined]
+    prefixed = dist.PrefixStore("group", store_client)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=_TIMEOUT, **options)
     try:
-        _reconfigure(meet, 1, rank, size)
-        since_s = exchange_until_lost(rank, size)
-        _reconfigure(meet, 2, rank, size - 1)
-        return first_exchange(since_s, size - 1)
+        _reconfigure(store_client, 1, rank, size)
+        since_s = reduce_until_lost(rank, size)
+        _reconfigure(store_client, 2, rank, size - 1)
+        return first_reduction(since_s, size - 1)
     finally:
         dist.destroy_process_group()
 
 
-def _reconfigure(meet: Any, number: int, rank: int, size: int) -> None:
-    meet.set(f"{number}/{rank}", dist._get_reconfigure_handle())  # type: ignore[attr-defined]
-    handles = [meet.get(f"{number}/{each}").decode() for each in range(size)]
+def _reconfigure(store_client: Any, number: int, rank: int, size: int) -> None:
+    store_client.set(f"{number}/{rank}", dist._get_reconfigure_handle())  # type: ignore[attr-defined]
+    handles = [store_client.get(f"{number}/{other_rank}").decode() for other_rank in range(size)]
     dist._reconfigure(uuid=number, handles=handles, timeout=_TIMEOUT).wait()  # type: ignore[attr-defined]
 
 
 def measure(pool: WorkerPool, side: Any, size: int) -> float:
-    """Seconds of the slowest of those who are left."""
-    store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+    """Returns the seconds of the slowest surviving rank."""
+    store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
     outcomes = pool.call(size, side, size, store.port)
     *left, lost = outcomes
     assert isinstance(lost.error, KilledError), lost
@@ -114,15 +115,15 @@ def main() -> None:
         pool = WorkerPool(max(SIZES), Path(folder))
         try:
             for size in SIZES:
-                found: dict[str, list[float]] = {name: [] for name in sides}
+                seconds: dict[str, list[float]] = {name: [] for name in sides}
                 for _ in range(options.rounds + 1):
                     for name, side in sides.items():
-                        found[name].append(measure(pool, side, size))
-                told = ", ".join(
+                        seconds[name].append(measure(pool, side, size))
+                text = ", ".join(
                     f"{name} {median(s[1:]) * 1e3:.0f} ms ({min(s[1:]) * 1e3:.0f}-{max(s[1:]) * 1e3:.0f})"
-                    for name, s in found.items()
+                    for name, s in seconds.items()
                 )
-                print(f"{size} ranks, one lost: {told}", flush=True)
+                print(f"{size} ranks, one lost: {text}", flush=True)
         finally:
             pool.close()
 

@@ -1,10 +1,10 @@
-"""How soon a run goes on whose driver was killed and is started again at once, on a cluster that lives on.
+"""Time until a run continues after its driver was killed and started again at once, on a cluster that lives on.
 
 python benchmarks/restart.py              # needs a quiet machine; 3 rounds, about 3 minutes
 
 conf/digits.yaml on 2 workers, a checkpoint every 20 steps, no evaluator and no tracking. A first start on the cluster,
-from the command to its first step, stands beside the second one, from the SIGKILL of the first to the next step. What
-is compared is the reservation that a dead driver leaves behind, the claim of its run and the way back to its state.
+from the command to its first step, is compared to a second one, from the SIGKILL of the first driver to the next step.
+The second start must take over the reservation of the dead driver, claim its run and restore its state.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import read_steps
 
-BAR_S, AFTER, LIMIT_S = 8.0, 50, 120.0
+BAR_S, LIMIT_S = 8.0, 120.0
+AFTER = 50
 
 
 def start(folder: Path, name: str, address: str) -> tuple[subprocess.Popen, float]:
-    """A driver, and when it was begun."""
+    """Starts a driver; returns it and its start time."""
     command = [
         sys.executable,
         "-m",
@@ -60,7 +61,7 @@ def start(folder: Path, name: str, address: str) -> tuple[subprocess.Popen, floa
 
 
 def first_step_s(paths: RunPaths, since: float, steps: int) -> float:
-    """When the first step after a moment was finished, once so many are recorded."""
+    """Returns the time of the first step after `since`, once `steps` such steps are recorded."""
     deadline = time.time() + LIMIT_S
     while time.time() < deadline:
         after = [record.time_s for record in read_steps(paths).records if record.time_s > since]
@@ -71,13 +72,17 @@ def first_step_s(paths: RunPaths, since: float, steps: int) -> float:
 
 
 def phases(paths: RunPaths) -> str:
-    """Where the newest start spent its time."""
-    found = read_events(paths, "ready")
-    return ", ".join(f"{name} {value:.1f}" for name, value in found[-1].details["phases"].items()) if found else ""
+    """Formats the phases of the newest start."""
+    ready_events = read_events(paths, "ready")
+    return (
+        ", ".join(f"{name} {value:.1f}" for name, value in ready_events[-1].details["phases"].items())
+        if ready_events
+        else ""
+    )
 
 
 def measure(folder: Path, number: int, address: str) -> tuple[float, float]:
-    """Seconds of a first start, and of one after a SIGKILL."""
+    """Returns the seconds of a first start, and of one after a SIGKILL."""
     name = f"run-{number}"
     paths = RunPaths(folder / name)
     driver, began = start(folder, name, address)
@@ -86,14 +91,14 @@ def measure(folder: Path, number: int, address: str) -> tuple[float, float]:
     killed = time.time()
     driver.wait()
     again, _ = start(folder, name, address)
-    found = first_step_s(paths, killed, 1) - killed
+    restart_s = first_step_s(paths, killed, 1) - killed
     again.terminate()
     again.wait()
-    return first, found
+    return first, restart_s
 
 
 def main() -> None:
-    """Measures."""
+    """Measures all rounds and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -104,16 +109,16 @@ def main() -> None:
     address = ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False).address_info[
         "address"
     ]
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         ingest(IngestOptions(source="digits", out=str(folder / "digits")))
-        found = []
+        measurements = []
         for number in range(options.rounds):
-            found.append(measure(folder, number, address))
-            print(*(f"{seconds:.2f} s" for seconds in found[-1]), flush=True)
+            measurements.append(measure(folder, number, address))
+            print(*(f"{seconds:.2f} s" for seconds in measurements[-1]), flush=True)
     ray.shutdown()
-    first, again = zip(*found, strict=True)
-    ratios = [b / a for a, b in found]
+    first, again = zip(*measurements, strict=True)
+    ratios = [b / a for a, b in measurements]
     print(f"{os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {options.rounds} rounds")
     print(f"first start: {median(first):.2f} s ({min(first):.2f}-{max(first):.2f})")
     print(f"after SIGKILL of the driver: {median(again):.2f} s ({min(again):.2f}-{max(again):.2f}), bar {BAR_S:g} s")

@@ -1,5 +1,5 @@
-"""A small network, where every microsecond of a framework shows: a step of ours, of a bare loop, Lightning, Accelerate
-and Keras.
+"""A small network shows every microsecond of a framework: a step of this application, a bare loop, Lightning,
+Accelerate and Keras.
 
 One worker of one thread, the 784-256-256-10 network, batch 32, 50,000 MNIST-shaped rows from Parquet, fused Adam,
 tracking on.
@@ -24,13 +24,14 @@ import numpy as np
 
 from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, ingest_rows, report, run_side
 
-ROWS, BATCH, WARM_UP, STEPS = 50_000, 32, 1563, 4689
+ROWS, BATCH = 50_000, 32
+WARM_UP, STEPS = 1563, 4689
 _EVALUATED_TOGETHER = 256
 KERAS = ROOT / ".venv-keras" / "bin" / "python"
 
 
 def make_rows() -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (rows, 28, 28) uint8 and labels (rows,) int64 that can be learned a little."""
+    """Returns pixels (rows, 28, 28) uint8 and labels (rows,) int64 that can be learned a little."""
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 10, ROWS)
     pixels = generator.integers(0, 128, (ROWS, 28, 28), dtype=np.uint8)
@@ -38,8 +39,8 @@ def make_rows() -> tuple[np.ndarray, np.ndarray]:
     return pixels, labels
 
 
-def parts() -> tuple[Any, Any, list[Any]]:
-    """Model, optimizer and all batches, presliced, with one thread."""
+def make_parts() -> tuple[Any, Any, list[Any]]:
+    """Returns model, optimizer and all batches, presliced, with one thread."""
     import torch
     from torch import nn
 
@@ -52,7 +53,7 @@ def parts() -> tuple[Any, Any, list[Any]]:
 
 
 def train_plainly(model: Any, optimizer: Any, batches: list[Any], backward: Callable[[Any], None]) -> None:
-    """A bare loop over presliced tensors."""
+    """Trains in a bare loop over presliced tensors."""
     from torch import nn
 
     step = 0
@@ -68,39 +69,39 @@ def train_plainly(model: Any, optimizer: Any, batches: list[Any], backward: Call
             step += 1
             if step == STEPS:
                 break
-    told(wall, cpu)
+    print_step_ms(wall, cpu)
 
 
 def bare() -> None:
-    """The base of all ratios."""
+    """Runs the bare loop, the base of all ratios."""
     from torch import Tensor
 
-    train_plainly(*parts(), Tensor.backward)
+    train_plainly(*make_parts(), Tensor.backward)
 
 
 def accelerated() -> None:
-    """Accelerate's loop over the same tensors, with nothing recorded."""
+    """Runs Accelerate's loop over the same tensors, without records."""
     from accelerate import Accelerator  # type: ignore[import-untyped]
 
     accelerator = Accelerator(cpu=True)
-    made, chosen, batches = parts()
-    model, optimizer = accelerator.prepare(made, chosen)
+    bare_model, bare_optimizer, batches = make_parts()
+    model, optimizer = accelerator.prepare(bare_model, bare_optimizer)
     train_plainly(model, optimizer, batches, accelerator.backward)
 
 
 def lightning() -> None:
-    """Lightning's `fit` over the same tensors, with neither logger, checkpoints nor bars."""
+    """Runs Lightning's `fit` over the same tensors, without logger, checkpoints and bars."""
     import pytorch_lightning as pl
     from torch import nn
     from torch.utils.data import DataLoader
 
-    made, optimizer, batches = parts()
+    model, optimizer, batches = make_parts()
     began: list[float] = []
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = made
+            self.model = model
 
         def training_step(self, batch: Any, number: int) -> Any:
             if self.global_step == WARM_UP:
@@ -113,17 +114,17 @@ def lightning() -> None:
     quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
     trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, **quiet)  # type: ignore[arg-type]
     trainer.fit(Module(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    told(*began)
+    print_step_ms(*began)
 
 
-def told(wall: float, cpu: float) -> None:
+def print_step_ms(wall: float, cpu: float) -> None:
     """Prints the milliseconds of a step since the warm-up."""
     steps = STEPS - WARM_UP
     print((time.perf_counter() - wall) / steps * 1e3, (time.process_time() - cpu) / steps * 1e3)
 
 
 def keras(distributed: bool = False) -> None:
-    """Keras `fit` of the same network on `tf.data`, alone or under `MirroredStrategy`."""
+    """Runs Keras `fit` of the same network on `tf.data`, alone or under `MirroredStrategy`."""
     from contextlib import nullcontext
 
     import tensorflow as tf
@@ -155,7 +156,7 @@ class Ours:
         self._folder, self._number = folder, 0
 
     def measure(self, cache: str, tracking: bool = True) -> Sample:
-        """One run; its steady state is measured, epoch ends included."""
+        """Trains and returns the time of a step in the steady state, epoch ends included."""
         from rich.console import Console
 
         from ray_app import load_config, run_training
@@ -171,7 +172,8 @@ class Ours:
             data__path=str(self._folder / "rows"),
             data__eval_path=None,
             data__cache=cache,
-            task__init_args={"features": ["image"], "scale": 255, "train_accuracy": False},  # no other side has it
+            # No other side computes the accuracy in training.
+            task__init_args={"features": ["image"], "scale": 255, "train_accuracy": False},
             train__epochs=STEPS * BATCH // ROWS,
             train__max_steps=STEPS,
             tracking__enabled=tracking,
@@ -180,9 +182,9 @@ class Ours:
         return watch.sample()
 
 
-def evaluated(ours: bool) -> None:
-    """A pass over all rows: a bare forward loop that counts right answers, or the evaluator's, in a process set up as
-    its actor is.
+def measure_evaluation(ours: bool) -> None:
+    """Measures a pass over all rows: a bare forward loop that counts correct predictions, or the evaluator's pass, in a
+    process set up like its actor.
     """
     import torch
 
@@ -227,8 +229,8 @@ def main() -> None:
         "accelerate": accelerated,
         "keras": keras,
         "mirrored": lambda: keras(distributed=True),
-        "forward": lambda: evaluated(ours=False),
-        "evaluator": lambda: evaluated(ours=True),
+        "forward": lambda: measure_evaluation(ours=False),
+        "evaluator": lambda: measure_evaluation(ours=True),
     }
     parser.add_argument("--side", choices=alone)
     options = parser.parse_args()
@@ -236,11 +238,11 @@ def main() -> None:
         alone[options.side]()
         return
     passes = {"bare forward loop": "forward", "evaluator": "evaluator"}
-    found = alternate(
+    samples = alternate(
         {name: partial(run_side, [sys.executable, __file__, "--side", side]) for name, side in passes.items()},
         options.rounds,
     )
-    report("Evaluation of 50,000 rows, batch 256", found, {"evaluator": 1.15})
+    report("Evaluation of 50,000 rows, batch 256", samples, {"evaluator": 1.15})
     import logging
 
     import ray
@@ -260,11 +262,11 @@ def main() -> None:
             sides["Keras MirroredStrategy"] = lambda: run_side([str(KERAS), __file__, "--side", "mirrored"])
         else:
             print(f"Keras is left out: {KERAS} is not there, see benchmarks/requirements.txt", file=sys.stderr)
-        found = alternate(sides, options.rounds)
-    report("Time per step, 784-256-256-10, batch 32, one thread", found, {"cache: memory": 1.15, "cache: none": 1.6})
+        samples = alternate(sides, options.rounds)
+    report("Time per step, 784-256-256-10, batch 32, one thread", samples, {"cache: memory": 1.15, "cache: none": 1.6})
     for name, bar in {"Lightning": 0.55, "Accelerate": 0.9, "Keras fit": 0.5, "Keras MirroredStrategy": 0.5}.items():
-        if name in found:
-            report(f"Against {name}", {side: found[side] for side in (name, "cache: memory")}, {"cache: memory": bar})
+        if name in samples:
+            report(f"Against {name}", {side: samples[side] for side in (name, "cache: memory")}, {"cache: memory": bar})
     ray.shutdown()
 
 

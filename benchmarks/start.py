@@ -1,8 +1,8 @@
-"""From a command to its first step and to its end, beside the least that Ray needs for two actors that import torch.
+"""Time from a command to its first step and to its end, against the minimum that Ray needs for two actors with torch.
 
-The least is a script: it imports Ray and torch and starts a cluster, two actors that import torch answer, the cluster
+The minimum is a script: it imports Ray and torch and starts a cluster, two actors that import torch answer, the cluster
 ends. A run is one step of conf/digits.yaml with two workers, without evaluator and tracking; `single` is the same in
-the calling process. The least is measured twice for the null.
+the calling process. The minimum is measured twice for the null.
 
 python benchmarks/start.py --rounds 5      # about 4 minutes
 """
@@ -28,9 +28,10 @@ from benchmarks.harness import ROOT
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import read_steps
 
-LEAST, AGAIN, RUN, SINGLE = "the least of Ray", "the least again", "two workers", "single"
+BASELINE, AGAIN = "the least of Ray", "the least again"
+RUN, SINGLE = "two workers", "single"
 BARS = {RUN: "1.25", SINGLE: "4 s"}
-_LEAST = """
+_BASELINE_SCRIPT = """
 import time, ray, torch
 ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
 @ray.remote(num_cpus=1)
@@ -48,9 +49,9 @@ class Sample(NamedTuple):
     """Seconds since the command was typed.
 
     Args:
-        first_s: Until the first step is done, or the actors answer.
-        end_s: Until the command has ended.
-        cpu_s: CPU seconds of the command and all that it waited for.
+        first_s: Seconds until the first step is done, or the actors answer.
+        end_s: Seconds until the command has ended.
+        cpu_s: CPU seconds of the command and of the processes that it waited for.
     """
 
     first_s: float
@@ -59,12 +60,10 @@ class Sample(NamedTuple):
 
 
 def timed(command: list[str], first: Callable[[str], float]) -> Sample:
-    """Runs a command; `first` tells of its output when the first step was done."""
+    """Runs a command; `first` returns the time of the first step from its output."""
     began, before = time.time(), getrusage(RUSAGE_CHILDREN)
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONDONTWRITEBYTECODE": "",
-    }  # compiled before, as what pip installs is
+    # Modules are compiled before, like installed ones.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
     ended, after = time.time(), getrusage(RUSAGE_CHILDREN)
     if done.returncode:
@@ -74,7 +73,7 @@ def timed(command: list[str], first: Callable[[str], float]) -> Sample:
 
 
 def run(folder: Path, strategy: str) -> Sample:
-    """One step of conf/digits.yaml."""
+    """Runs one step of conf/digits.yaml."""
     fields = {"storage_path": folder, "name": f"{time.time_ns()}"}
     command = [
         sys.executable,
@@ -105,18 +104,18 @@ def main() -> None:
         folder = Path(name)
         ingested = [sys.executable, "-m", "ray_app", "ingest", "--source", "digits", "--out", f"{folder}/digits"]
         subprocess.run(ingested, check=True, capture_output=True, cwd=ROOT)
-        least = lambda: timed([sys.executable, "-c", _LEAST], float)  # noqa: E731
+        measure_baseline = lambda: timed([sys.executable, "-c", _BASELINE_SCRIPT], float)  # noqa: E731
         sides: dict[str, Callable[[], Sample]] = {
-            LEAST: least,
+            BASELINE: measure_baseline,
             RUN: lambda: run(folder, "ddp"),
             SINGLE: lambda: run(folder, "single"),
-            AGAIN: least,
+            AGAIN: measure_baseline,
         }
-        found: dict[str, list[Sample]] = {side: [] for side in sides}
+        samples_by_side: dict[str, list[Sample]] = {side: [] for side in sides}
         for number in range(rounds):
             for side, measure in sides.items():
-                found[side].append(measure())
-                print(f"  round {number + 1}/{rounds} {side}: {found[side][-1]}", file=sys.stderr, flush=True)
+                samples_by_side[side].append(measure())
+                print(f"  round {number + 1}/{rounds} {side}: {samples_by_side[side][-1]}", file=sys.stderr, flush=True)
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {rounds}"
         f" rounds"
@@ -124,8 +123,8 @@ def main() -> None:
     print(
         f"{'side':<20}{'first step s':>22}{'end s':>22}{'CPU s':>22}{'first / least':>24}{'end / least':>24}{'bar':>6}"
     )
-    for side, samples in found.items():
-        pairs = list(zip(samples, found[LEAST], strict=True))
+    for side, samples in samples_by_side.items():
+        pairs = list(zip(samples, samples_by_side[BASELINE], strict=True))
         columns = [spread([getattr(s, part) for s in samples], 1) for part in Sample._fields]
         columns += [spread([getattr(s, part) / getattr(b, part) for s, b in pairs], 2) for part in ("first_s", "end_s")]
         print(
@@ -136,7 +135,7 @@ def main() -> None:
 
 
 def spread(values: list[float], digits: int) -> str:
-    """Median and range."""
+    """Formats median and range."""
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 

@@ -1,8 +1,8 @@
 """The other sides of `recovery.py`: the same network, rows and steps under stock Ray Train, and under torchrun.
 
-Both run the loop that one writes by hand: DDP, a checkpoint of model and optimizer every 200 steps, which a restarted
-group loads. Stock Ray Train reports it with `ray.train.report`; all its settings are the defaults, but for an unlimited
-number of failures.
+Both run a hand-written loop: DDP, a checkpoint of model and optimizer every 200 steps, which a restarted group loads.
+Stock Ray Train reports it with `ray.train.report`; all its settings are the defaults, but for an unlimited number of
+failures.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ State = dict[str, Any]
 
 
 def make_rows(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (rows, 28, 28) uint8 and labels (rows,) int64."""
+    """Returns pixels (rows, 28, 28) uint8 and labels (rows,) int64."""
     generator = np.random.default_rng(0)
     return generator.integers(0, 256, (rows, 28, 28), dtype=np.uint8), generator.integers(0, 10, rows)
 
 
-def steps(
+def train_forever(
     folder: str, rank: int, workers: int, load: Callable[[], State | None], save: Callable[[State], None]
 ) -> None:
-    """The loop of one worker; it ends with its process."""
+    """Runs the loop of one worker until its process ends."""
     import torch
     from torch import nn
 
@@ -47,7 +47,8 @@ def steps(
     net = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     model = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
-    step, log, per_epoch = 0, StepLog(folder), len(labels) // BATCH
+    step, log = 0, StepLog(folder)
+    per_epoch = len(labels) // BATCH
     order: torch.Tensor | None = None
     state = load()
     if state is not None:
@@ -57,9 +58,9 @@ def steps(
     while True:
         if order is None or step % per_epoch == 0:
             order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(step // per_epoch))
-        mine = order[step % per_epoch * BATCH :][:BATCH][rank::workers]
+        batch_rows = order[step % per_epoch * BATCH :][:BATCH][rank::workers]
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(features[mine]), labels[mine])
+        loss = nn.functional.cross_entropy(model(features[batch_rows]), labels[batch_rows])
         loss.backward()
         optimizer.step()
         loss.item()
@@ -70,7 +71,7 @@ def steps(
 
 
 def ray_worker(config: dict[str, Any]) -> None:
-    """A worker of Ray Train."""
+    """Runs the loop as a worker of Ray Train."""
     import ray.train
     import torch
 
@@ -92,12 +93,12 @@ def ray_worker(config: dict[str, Any]) -> None:
             torch.save(state, Path(folder) / "state.pt")
             ray.train.report({"step": state["step"]}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
-    steps(config["folder"], rank, context.get_world_size(), load, save)
+    train_forever(config["folder"], rank, context.get_world_size(), load, save)
 
 
 def run_ray(scenario: Scenario, folder: Path, done: Callable[[Disturber], None]) -> None:
-    """Runs and disturbs stock Ray Train in this process; `done` comes before the end, which `fit` in its thread may not
-    survive.
+    """Runs and disturbs stock Ray Train in this process; calls `done` before the shutdown, which may fail because of
+    `fit` in its thread.
     """
     import logging
 
@@ -105,17 +106,19 @@ def run_ray(scenario: Scenario, folder: Path, done: Callable[[Disturber], None])
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    cluster = start_nodes(scenario, head_cpus=0)  # its loop reads by itself
+    # The loop reads in the workers, so the head needs no CPU.
+    cluster = start_nodes(scenario, head_cpus=0)
     if cluster is not None:
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     else:
         ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    fewest, most = scenario.workers
+    min_workers, max_workers = scenario.workers
     trainer = TorchTrainer(
         ray_worker,
         train_loop_config={"folder": str(folder)},
         scaling_config=ScalingConfig(
-            num_workers=most if fewest == most else (fewest, most), resources_per_worker={"CPU": 1}
+            num_workers=max_workers if min_workers == max_workers else (min_workers, max_workers),
+            resources_per_worker={"CPU": 1},
         ),
         run_config=RunConfig(
             name="stock",
@@ -128,7 +131,7 @@ def run_ray(scenario: Scenario, folder: Path, done: Callable[[Disturber], None])
     thread = threading.Thread(target=trainer.fit, daemon=True)
     thread.start()
     try:
-        while thread.is_alive() and not disturber.look():
+        while thread.is_alive() and not disturber.poll():
             time.sleep(0.25)
         if not thread.is_alive():
             raise RuntimeError("the stock run ended by itself")
@@ -140,7 +143,7 @@ def run_ray(scenario: Scenario, folder: Path, done: Callable[[Disturber], None])
 
 
 def torchrun_worker(folder: str) -> None:
-    """A worker of torchrun."""
+    """Runs the loop as a worker of torchrun."""
     import torch
     import torch.distributed as dist
 
@@ -155,7 +158,7 @@ def torchrun_worker(folder: str) -> None:
             torch.save(state, f"{path}.new")
             os.replace(f"{path}.new", path)
 
-    steps(folder, dist.get_rank(), dist.get_world_size(), load, save)
+    train_forever(folder, dist.get_rank(), dist.get_world_size(), load, save)
 
 
 def run_torchrun(scenario: Scenario, folder: Path, done: Callable[[Disturber], None]) -> None:
@@ -178,7 +181,7 @@ def run_torchrun(scenario: Scenario, folder: Path, done: Callable[[Disturber], N
         launcher = subprocess.Popen([*command, "--max-restarts", "100", __file__, str(folder)], stdout=log, stderr=log)
         disturber = Disturber(scenario, folder)
         try:
-            while launcher.poll() is None and not disturber.look():
+            while launcher.poll() is None and not disturber.poll():
                 time.sleep(0.25)
             if launcher.returncode is not None:
                 raise RuntimeError((folder / "torchrun.log").read_text()[-4000:])

@@ -2,20 +2,20 @@
 global batch.
 
 python benchmarks/strategies.py            # needs a quiet machine; about 20 minutes
-python benchmarks/strategies.py --tiny     # that it runs: two minutes; the figures say nothing
-python benchmarks/strategies.py --gpu      # one GPU per worker: memory is what CUDA allocated at most
+python benchmarks/strategies.py --tiny     # a smoke test of two minutes; the measurements say nothing
+python benchmarks/strategies.py --gpu      # one GPU per worker: memory is the peak allocated by CUDA
 
 Two workers of one thread, two logical workers, 64 rows of the digits per step, cached in memory; `parameter_server` has
-two servers beside them, on the same cores. `small` is the network of conf/digits.yaml, `medium` a dense one of 12.7
+two additional servers on the same cores. `small` is the network of conf/digits.yaml, `medium` a dense one of 12.7
 million parameters (51 MB) with Adam.
 
-Time is that of the run's own record; CPU time is that of the workers and servers. Memory without a GPU, in MB (10^6
+Time is taken from the run's own record; CPU time is that of the workers and servers. Memory without a GPU, in MB (10^6
 bytes):
 
 - `state`: parameters, gradients and optimizer state that would be on a device, by adding up the tensors between two
   steps;
-- `tensors`: all tensors of the process then, so also buckets and the whole copies that some strategies keep;
-- `peak`: the largest resident set up to the last step measured, above that of the process before it built anything. No
+- `tensors`: all tensors of the process at that time, including buckets and the full copies that some strategies keep;
+- `peak`: the largest resident set up to the last measured step, minus that of the process before it built anything. No
   checkpoint is made before that; one costs each strategy a copy of the state.
 """
 
@@ -52,7 +52,8 @@ from ray_app.train.job import Hooks
 from ray_app.train.state.state import TrainingState
 from ray_app.train.strategies.parameter_server.actors import server_names
 
-WORKERS, SERVERS, ROUND = 2, 2, 8
+WORKERS, SERVERS = 2, 2
+ROUND = 8
 _SERVED: dict[str, Any] = {"train__strategy": "parameter_server", "train__servers": SERVERS, "train__server_cpus": 0.5}
 SIDES: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -66,18 +67,18 @@ SIDES: dict[str, dict[str, Any]] = {
     "fsdp, overlapped": {"train__strategy": "fsdp", "train__reduction": "overlapped"},
     "central_storage": {"train__strategy": "central_storage"},
 }
-"""What each side sets; the number behind `parameter_server` is its staleness."""
+"""Settings of each side; the number behind `parameter_server` is its staleness."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, and for how long.
+    """A model and the number of its steps.
 
     Args:
-        name: For the tables.
-        fields: As for `Config.replace`.
+        name: Name in the tables.
+        fields: Fields as for `Config.replace`.
         warm_up: Steps that are not measured.
-        steps: Steps that are; both numbers are multiples of `ROUND`.
+        steps: Steps that are measured; both numbers are multiples of `ROUND`.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Model:
 
 
 def dense(width: int) -> dict[str, Any]:
-    """Five dense layers with Adam."""
+    """Returns the fields of a model of five dense layers with Adam."""
     return {
         "task__class_path": "ray_app.task.tabular.TabularClassification",
         "task__init_args": {"features": ["image"], "scale": 16, "hidden": [width] * 4},
@@ -110,19 +111,20 @@ class Memory:
 
 
 class Gauge:
-    """A hook for `Hooks.after_step` that notes what a worker uses.
+    """A hook for `Hooks.after_step` that notes the memory and CPU time of a worker.
 
-    What it notes begins when it is unpickled in a worker, which is before anything of the training is built there.
+    The baseline is the worker's memory when the hook is unpickled, before the training builds anything.
 
     Args:
         path: Beginning of the names of the files that each rank writes.
-        first: The step after which tensors are counted; CPU time counts from the next.
-        last: The step after which all is written.
+        first: The step after which tensors are counted; CPU time counts from the next step.
+        last: The step after which the notes are written.
         servers: Names of the parameter servers.
     """
 
     def __init__(self, path: str, first: int, last: int, servers: list[str]) -> None:
-        self._path, self._first, self._last, self._servers = path, first, last, servers
+        self._path, self._servers = path, servers
+        self._first, self._last = first, last
         self._began: tuple[int, float] | None = None
         self._tensors = (0.0, 0.0)
         self._helpers: list[tuple[int, float, float]] = []
@@ -131,18 +133,19 @@ class Gauge:
         self.__dict__.update(state)
         gc.collect()
         self._base = psutil.Process().memory_info().rss
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
+        # This write resets the peak.
+        Path("/proc/self/clear_refs").write_text("5")
 
     def __call__(self, rank: int, step: int) -> None:
-        """Notes what is due."""
+        """Notes memory and CPU time at the configured steps."""
         if step == self._first:
             self._tensors = count_tensors()
             if rank == 0:
                 handles = [ray.get_actor(name) for name in self._servers]
-                found = ray.get(
+                server_notes = ray.get(
                     [handle.__ray_call__.remote(lambda self: (os.getpid(), *count_tensors())) for handle in handles]
                 )
-                self._helpers = list(found)
+                self._helpers = list(server_notes)
         elif step > self._first and self._began is None:
             self._began = step, self._cpu_s()
         if step == self._last and self._began is not None:
@@ -152,25 +155,26 @@ class Gauge:
                 if torch.cuda.is_initialized()
                 else peak_bytes(os.getpid()) - self._base
             )
-            servers = [[state, held, peak_bytes(pid) / 1e6] for pid, state, held in self._helpers]
-            found = {"cpu_ms": cpu_ms, "worker": [*self._tensors, peak / 1e6], "servers": servers}
-            Path(f"{self._path}-{rank}").write_text(json.dumps(found))
+            servers = [[state, tensors_mb, peak_bytes(pid) / 1e6] for pid, state, tensors_mb in self._helpers]
+            note = {"cpu_ms": cpu_ms, "worker": [*self._tensors, peak / 1e6], "servers": servers}
+            Path(f"{self._path}-{rank}").write_text(json.dumps(note))
 
     def _cpu_s(self) -> float:
-        """CPU seconds of this process, and of the servers if it looks after them."""
+        """Returns the CPU seconds of this process and, on rank 0, of the servers."""
         used = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *(pid for pid, _, _ in self._helpers))]
         return sum(times.user + times.system for times in used)
 
 
 def peak_bytes(pid: int) -> int:
-    """The largest resident set that a process had."""
+    """Returns the largest resident set of a process."""
     [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) << 10
 
 
 def count_tensors() -> tuple[float, float]:
-    """Megabytes of training state for a device, and of all tensors, in this process."""
-    gc.unfreeze()  # the loop hides what lives as long as the run
+    """Returns the megabytes of training state for a device, and of all tensors, in this process."""
+    # The training loop freezes objects that live as long as the run.
+    gc.unfreeze()
     objects = gc.get_objects()
     gc.freeze()
     states = [o for o in objects if issubclass(type(o), TrainingState)]
@@ -183,35 +187,36 @@ def _values_of(state: TrainingState) -> list[Tensor]:
 
 
 def _megabytes(tensors: Iterable[Tensor]) -> float:
-    """Of the memory behind tensors and their gradients, each part counted once; of sharded ones, that of the shards
-    here.
+    """Returns the megabytes of the storage of tensors and their gradients, each storage once; of sharded tensors, only
+    the local shards.
     """
-    found: dict[int, int] = {}
+    bytes_by_storage: dict[int, int] = {}
     for tensor in tensors:
         for t in (tensor, tensor.grad if tensor.is_leaf else None):
             local = getattr(t, "_local_tensor", t)
             if local is not None and local.device.type != "meta":
                 storage = local.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values()) / 1e6
+                bytes_by_storage[storage.data_ptr()] = storage.nbytes()
+    return sum(bytes_by_storage.values()) / 1e6
 
 
 class Measured:
     """Runs of all sides on the connected cluster.
 
     Args:
-        folder: For data and runs.
+        folder: Folder for data and runs.
         gpu: Whether each worker has a GPU.
     """
 
     def __init__(self, folder: Path, gpu: bool = False) -> None:
-        self._folder, self._gpu, self._number = folder, gpu, 0
+        self._folder, self._gpu = folder, gpu
+        self._number = 0
         self.memory: dict[tuple[str, str], dict[str, Memory]] = {}
-        """By model and side: what each process used in the newest run."""
+        """Memory of each process in the newest run, by model and side."""
         ingest(IngestOptions(source="digits", out=str(folder / "digits")))
 
     def run(self, side: str, model: Model) -> Sample:
-        """One run."""
+        """Trains once; returns the time of a step."""
         self._number += 1
         name, last = f"run-{self._number}", model.warm_up + model.steps
         config = load_config(ROOT / "conf" / "digits.yaml").replace(
@@ -236,20 +241,20 @@ class Measured:
         is_served = config.train.strategy == "parameter_server"
         servers = server_names(RunPaths(self._folder / "runs" / name), 1, SERVERS) if is_served else []
         gauge = Gauge(str(self._folder / name), model.warm_up - 1, last, servers)
-        # In a process of its own, so that `single`, which trains in the calling process, begins with as little as a
-        # worker.
+        # The run has its own process, so that `single`, which trains in the calling process, begins with as little
+        # memory as a worker.
         times = ray.get(ray.remote(num_cpus=0, max_calls=1)(_train).remote(config, gauge))
         workers = config.scaling.worker_limit
         wall_ms = (times[last] - times[model.warm_up]) / model.steps * 1e3
         notes = [json.loads((self._folder / f"{name}-{rank}").read_text()) for rank in range(workers)]
         used = {f"worker {rank}": Memory(*note["worker"]) for rank, note in enumerate(notes)}
-        used |= {f"server {place}": Memory(*each) for place, each in enumerate(notes[0]["servers"])}
+        used |= {f"server {number}": Memory(*values) for number, values in enumerate(notes[0]["servers"])}
         self.memory[model.name, side] = used
         return Sample(wall_ms, sum(note["cpu_ms"] for note in notes))
 
 
 def _train(config: Config, gauge: Gauge) -> dict[int, float]:
-    """Trains; returns when each step was finished, in seconds."""
+    """Trains; returns the time at which each step finished, in seconds."""
     result = run_training(config, Console(quiet=True), Faults(train=Hooks(after_step=gauge)))
     return {record.step: record.time_s for record in result.metrics()}
 
@@ -280,8 +285,8 @@ def main() -> None:
             sides: dict[str, Callable[[], Sample]] = {
                 side: partial(measured.run, side, model) for side in options.sides
             }
-            found = alternate(sides, 1 if options.tiny else options.rounds)
-            report(f"Time per step, {model.name} model, {WORKERS} workers of one thread", found, {})
+            samples = alternate(sides, 1 if options.tiny else options.rounds)
+            report(f"Time per step, {model.name} model, {WORKERS} workers of one thread", samples, {})
         report_memory(measured.memory)
     ray.shutdown()
 

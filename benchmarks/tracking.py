@@ -1,8 +1,8 @@
-"""What tracking costs a step: the digits run on two workers with MLflow and system metrics, against the same run
-without, and with a server that is not there.
+"""The cost of tracking for a step: the digits run on two workers with MLflow and system metrics, against the same run
+without, and with an unreachable server.
 
-Steps are timed by rank 0 in mid-run, between two of them; the evaluator is off on both sides. Without tracking is
-measured twice for the null: a median ratio within the null's range is no difference that this machine can show.
+Rank 0 measures the time between two steps in mid-run; the evaluator is off on both sides. The run without tracking is
+measured twice for the null: a median ratio within the null's range is a difference that this machine cannot show.
 
 python benchmarks/tracking.py --rounds 5      # needs a quiet machine; about 8 minutes
 """
@@ -22,16 +22,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, report
 
-OFF, ON, AWAY = "tracking off", "tracking on", "tracking on, no server"
+OFF, ON = "tracking off", "tracking on"
+AWAY = "tracking on, no server"
 BAR = 1.02
-WORKERS, WARM_UP, STEPS = 2, 120, 620
+WORKERS = 2
+WARM_UP, STEPS = 120, 620
 
 
 class Digits:
     """Runs of the application on one local Ray cluster.
 
     Args:
-        folder: For data and runs.
+        folder: Folder for data and runs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,7 +43,7 @@ class Digits:
         self._folder, self._number = folder, 0
 
     def measure(self, tracking: bool, uri: str | None = None) -> Sample:
-        """One run; how long its steps take once it is in stride."""
+        """Trains once; returns the time of a step in mid-run."""
         from rich.console import Console
 
         from ray_app import load_config, run_training
@@ -78,24 +80,26 @@ def main() -> int:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         digits = Digits(Path(folder))
-        digits.measure(tracking=True)  # makes the database, and starts processes that stay
+        # The first run makes the database, and starts processes that stay alive.
+        digits.measure(tracking=True)
         sides = {
             OFF: lambda: digits.measure(False),
             ON: lambda: digits.measure(True),
             AWAY: lambda: digits.measure(True, "http://127.0.0.1:9"),
         }
-        found = alternate(sides, options.rounds)
+        samples = alternate(sides, options.rounds)
     ray.shutdown()
-    report("Time per step, digits on 2 workers; system metrics every second", found, {ON: BAR, AWAY: BAR})
+    report("Time per step, digits on 2 workers; system metrics every second", samples, {ON: BAR, AWAY: BAR})
     walls, nulls = (
-        [s.wall_ms / b.wall_ms for s, b in zip(found[side], found[OFF], strict=True)] for side in (ON, f"{OFF} again")
+        [s.wall_ms / b.wall_ms for s, b in zip(samples[side], samples[OFF], strict=True)]
+        for side in (ON, f"{OFF} again")
     )
-    ratio, held = median(walls), median(walls) <= BAR
+    ratio, is_met = median(walls), median(walls) <= BAR
     print(
-        f"\nverdict: {'held' if held else 'MISSED'}: {ratio:.3f} against the bar {BAR} (null"
+        f"\nverdict: {'held' if is_met else 'MISSED'}: {ratio:.3f} against the bar {BAR} (null"
         f" {min(nulls):.3f}-{max(nulls):.3f})"
     )
-    return 0 if held else 1
+    return 0 if is_met else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""That benchmarks run and print their figures."""
+"""The benchmarks run and print their measurements."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TRANSFORM_SIDES = ("without keys", "drawing by keys")
 ROW_SIDES = ("stock iter_torch_batches", "cache: none", "cache: memory", "cache: disk")
 
 
-def printed(*command: str) -> str:
-    """What a benchmark prints, in a process of its own as by hand."""
+def run_benchmark(*command: str) -> str:
+    """Runs a benchmark in another process, as from a shell, and returns its output."""
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
     )
@@ -31,30 +31,30 @@ def printed(*command: str) -> str:
     return done.stdout
 
 
-def test_the_input_pipeline_is_measured() -> None:
-    found = printed("benchmarks/input.py", "--tiny")
-    sides = re.findall(rf"^(\S.*?) +{NUMBER} \(\S+\) ", found, re.MULTILINE)
+def test_the_input_benchmark_measures_every_pipeline() -> None:
+    output = run_benchmark("benchmarks/input.py", "--tiny")
+    sides = re.findall(rf"^(\S.*?) +{NUMBER} \(\S+\) ", output, re.MULTILINE)
     assert [side for side, _ in sides if not side.endswith("again")] == [*IMAGE_SIDES, *TRANSFORM_SIDES, *ROW_SIDES]
     assert all(float(wall_ms) > 0 for _, wall_ms in sides)
-    waits = re.findall(rf"^Waiting for (.*): {NUMBER}% of (\d+) steps of {NUMBER} ms", found, re.MULTILINE)
-    assert [what for what, *_ in waits] == ["small rows", "images"]
+    waits = re.findall(rf"^Waiting for (.*): {NUMBER}% of (\d+) steps of {NUMBER} ms", output, re.MULTILINE)
+    assert [name for name, *_ in waits] == ["small rows", "images"]
     assert all(0 <= float(percent) < 100 and int(steps) >= 6 and float(ms) > 0 for _, percent, steps, ms in waits)
 
 
-def test_the_object_store_is_measured() -> None:
-    found = printed("benchmarks/object_store.py", "--rows", "300")
+def test_the_object_store_benchmark_spills_nothing() -> None:
+    output = run_benchmark("benchmarks/object_store.py", "--rows", "300")
     [sizes] = re.findall(
-        rf"store of {NUMBER} MB, {NUMBER} MB through it:\s+at most {NUMBER} MB used, {NUMBER} MB spilled", found
+        rf"store of {NUMBER} MB, {NUMBER} MB through it:\s+at most {NUMBER} MB used, {NUMBER} MB spilled", output
     )
     store, through, used, spilled = map(float, sizes)
     assert (round(through), spilled) == (45, 0)
     assert 0 < used <= store
 
 
-def test_opening_many_files_is_measured() -> None:
-    found = printed("benchmarks/footers.py", "--files", "20")
+def test_the_footer_benchmark_measures_every_way_to_open() -> None:
+    output = run_benchmark("benchmarks/footers.py", "--files", "20")
     ways = re.findall(
-        rf"^(\S.*?) +{NUMBER} s \({NUMBER}-{NUMBER}\), -?{NUMBER} MB; of 100,000 {NUMBER} s, ", found, re.MULTILINE
+        rf"^(\S.*?) +{NUMBER} s \({NUMBER}-{NUMBER}\), -?{NUMBER} MB; of 100,000 {NUMBER} s, ", output, re.MULTILINE
     )
     assert [way for way, *_ in ways] == [
         "footers, not in the page cache",
@@ -65,8 +65,8 @@ def test_opening_many_files_is_measured() -> None:
     assert all(float(seconds) > 0 for _, seconds, *_ in ways)
 
 
-def test_many_workers_are_simulated_and_drawn(tmp_path: Path) -> None:
-    found = printed(
+def test_the_scale_benchmark_simulates_and_plots_many_workers(tmp_path: Path) -> None:
+    output = run_benchmark(
         "benchmarks/scale.py", "--workers", "10", "100", "--steps", "1000", "--picture", str(tmp_path / "a.svg")
     )
     for name in (
@@ -75,9 +75,9 @@ def test_many_workers_are_simulated_and_drawn(tmp_path: Path) -> None:
         "objects written per s",
         "driver after 10^6 steps, MB",
     ):
-        assert re.search(rf"^{re.escape(name)} +{NUMBER}\S* +{NUMBER}", found, re.MULTILINE)
-    assert re.findall(r"^table, messages one after the other +(\d+) +(\d+)", found, re.MULTILINE) == [("18", "8")]
-    assert re.findall(r"^messages per s +(\d+) +(\d+)", found, re.MULTILINE) == [("80", "800")], (
-        "four signs of life a second, and answers"
+        assert re.search(rf"^{re.escape(name)} +{NUMBER}\S* +{NUMBER}", output, re.MULTILINE)
+    assert re.findall(r"^table, messages one after the other +(\d+) +(\d+)", output, re.MULTILINE) == [("18", "8")]
+    assert re.findall(r"^messages per s +(\d+) +(\d+)", output, re.MULTILINE) == [("80", "800")], (
+        "each worker sends four heartbeats a second and receives as many replies"
     )
     assert (tmp_path / "a.svg").read_text().count("<polyline") == 5

@@ -1,4 +1,4 @@
-"""The notebooks, executed in a kernel as Jupyter does it."""
+"""The notebooks run in a kernel, as in Jupyter."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def assert_pictures(notebook: nbformat.NotebookNode, number: int) -> None:
 
 def test_the_quickstart_runs_and_learns_the_digits(kernel_name: str, project: Path) -> None:
     notebook = execute("01_quickstart.ipynb", project, kernel_name)
-    [found] = (project / "runs").glob("*/summary.json")
-    summary = json.loads(found.read_text())
+    [summary_file] = (project / "runs").glob("*/summary.json")
+    summary = json.loads(summary_file.read_text())
     assert summary["status"] == "finished"
     assert summary["steps"] == 690
     assert summary["metrics"]["accuracy"] >= 0.97
@@ -53,9 +53,7 @@ def test_the_quickstart_runs_and_learns_the_digits(kernel_name: str, project: Pa
 
 
 @pytest.mark.timeout(900)
-def test_a_run_that_is_resized_and_loses_workers_ends_as_if_nothing_had_happened(
-    kernel_name: str, project: Path
-) -> None:
+def test_a_resized_run_that_loses_workers_ends_bit_identical(kernel_name: str, project: Path) -> None:
     notebook = execute("02_watch_it_survive.ipynb", project, kernel_name)
     runs = project / "runs" / "survive"
     disturbed, undisturbed = summary_of(runs / "disturbed"), summary_of(runs / "undisturbed")
@@ -66,8 +64,8 @@ def test_a_run_that_is_resized_and_loses_workers_ends_as_if_nothing_had_happened
     assert len(undisturbed["world_sizes"]) == 1
     assert disturbed["restarts"]["failures"] == 2
     assert disturbed["redone_steps"] == 0
-    [said] = [cell.outputs[-1].data["text/plain"] for cell in notebook.cells if cell.source.startswith("killed = ")]
-    [killed] = map(int, re.findall(r"<worker 0: process (\d+)", said))
+    [output] = [cell.outputs[-1].data["text/plain"] for cell in notebook.cells if cell.source.startswith("killed = ")]
+    [killed] = map(int, re.findall(r"<worker 0: process (\d+)", output))
     assert not psutil.pid_exists(killed) or "RayTrainWorker" not in psutil.Process(killed).name()
     assert_pictures(notebook, 1)
 
@@ -88,11 +86,11 @@ def test_the_better_run_becomes_the_champion(kernel_name: str, project: Path) ->
     assert_pictures(notebook, 1)
 
 
-def test_a_task_and_data_of_ones_own(kernel_name: str, project: Path) -> None:
+def test_a_user_task_trains_on_user_data(kernel_name: str, project: Path) -> None:
     notebook = execute("04_own_task_and_data.ipynb", project, kernel_name)
     folder = project / "build" / "spirals"
-    [found] = (folder / "runs").glob("*/summary.json")
-    summary = json.loads(found.read_text())
+    [summary_file] = (folder / "runs").glob("*/summary.json")
+    summary = json.loads(summary_file.read_text())
     assert summary["status"] == "finished"
     assert summary["metrics"]["accuracy"] >= 0.97
     assert f"accuracy {summary['best']['value']:.4f}" in printed(notebook)

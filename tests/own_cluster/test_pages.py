@@ -1,8 +1,7 @@
-"""The commands and the Python of the pages do what the pages promise: they end well, in the order of the page, in a
-reader's folder.
+"""The commands and the Python of the pages succeed, in the order of the page, in the folder of a reader.
 
-The folder has copies of `conf` and `datasets`, and what the reader of that page has. Every `epochs: N`, in `conf` and
-in what the page writes to a file, is `epochs: 1` there, so that it takes a minute; nothing else is changed.
+The folder has copies of `conf` and `datasets`, and the files that the reader of that page has. Every `epochs: N`, in
+`conf` and in the files that the page writes, becomes `epochs: 1`, so that a page takes a minute; all else is unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _STOP_S = 60
 
 
 def with_one_epoch(text: str) -> str:
-    """A configuration that trains for one epoch."""
+    """Returns a configuration that trains for one epoch."""
     return re.sub(r"\bepochs: \d+", "epochs: 1", text)
 
 
@@ -42,7 +41,7 @@ def readers_folder(page: str, folder: Path) -> None:
 
 
 def script(page: str) -> str:
-    """What of a page is executed, as one script that says where it is."""
+    """Returns the executed blocks of a page as one script, which prints its position."""
     pieces = []
     for block in blocks(ROOT / page):
         if block.is_executed():
@@ -56,7 +55,7 @@ def script(page: str) -> str:
 @pytest.mark.rest
 @pytest.mark.timeout(_PAGE_S + 2 * _STOP_S)
 @pytest.mark.parametrize("page", EXECUTED)
-def test_what_a_page_says_can_be_done(page: str, tmp_path: Path) -> None:
+def test_the_blocks_of_a_page_run_without_error(page: str, tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     readers_folder(page, folder)
@@ -64,8 +63,8 @@ def test_what_a_page_says_can_be_done(page: str, tmp_path: Path) -> None:
         "PYTHONPATH": str(ROOT)
     }
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    said = tmp_path / "said"
-    with said.open("w") as out:
+    output = tmp_path / "said"
+    with output.open("w") as out:
         command = ["bash", "-euo", "pipefail", "-c", script(page)]
         done = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -73,9 +72,9 @@ def test_what_a_page_says_can_be_done(page: str, tmp_path: Path) -> None:
         try:
             code = done.wait(_PAGE_S)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"{page} takes longer than {_PAGE_S} s, and said so far:\n{said.read_text()}")
+            pytest.fail(f"{page} takes longer than {_PAGE_S} s, and said so far:\n{output.read_text()}")
         finally:
             if done.poll() is None:
                 os.killpg(done.pid, signal.SIGTERM)
                 done.wait(_STOP_S)
-    assert code == 0, said.read_text()
+    assert code == 0, output.read_text()

@@ -1,6 +1,4 @@
-"""The wheel as its users have it: in an environment of their own, with a project of their own, and nowhere the
-checkout.
-"""
+"""The wheel as its users install it: in their environment, with their project, and without the checkout."""
 
 from __future__ import annotations
 
@@ -39,13 +37,13 @@ with (pathlib.Path({folder!r}) / str(os.getpid())).open("a") as file:
 
 @dataclass(frozen=True)
 class User:
-    """Somebody with the wheel, and a project that `ray-app init` began.
+    """A user with the wheel, and with a project from `ray-app init`.
 
     Args:
-        project: Its folder.
-        environment: The variables of their shell.
-        witnesses: Where every process that imports the project's package says from where it has `ray_app`.
-        bin: The programs of their environment.
+        project: Folder of the project.
+        environment: Variables of the user's shell.
+        witnesses: Folder in which every process that imports the project's package notes the origin of its `ray_app`.
+        bin: Folder with the programs of the user's environment.
     """
 
     project: Path
@@ -53,8 +51,8 @@ class User:
     witnesses: Path
     bin: Path
 
-    def types(self, *command: str, head: Head | None = None) -> str:
-        """Types a command in the project's folder; returns what it printed."""
+    def run(self, *command: str, head: Head | None = None) -> str:
+        """Runs a command in the project's folder; returns its output."""
         access = {name: value for name, value in head.environment.items() if name.startswith("RAY_")} if head else {}
         done = subprocess.run(
             command,
@@ -68,13 +66,13 @@ class User:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def heard(self) -> set[str]:
-        """Where `ray_app` came from since the last time, in all processes."""
+    def take_origins(self) -> set[str]:
+        """Returns the folders from which processes imported `ray_app` since the last call, and forgets them."""
         files = list(self.witnesses.iterdir())
-        found = {line for file in files for line in file.read_text().splitlines()}
+        origins = {line for file in files for line in file.read_text().splitlines()}
         for file in files:
             file.unlink()
-        return found
+        return origins
 
     def digest(self, run: str) -> str:
         summary = json.loads((self.project.parent / "runs" / run / "summary.json").read_text())
@@ -83,7 +81,7 @@ class User:
 
 
 def environment_in(folder: Path) -> Path:
-    """Makes an environment that has all of the present one but the application; returns its programs."""
+    """Makes an environment with all libraries of the present one but the application; returns its `bin` folder."""
     venv.create(folder, symlinks=True)
     (libraries,) = (folder / "lib").glob("python*/site-packages")
     for library in Path(sysconfig.get_path("purelib")).iterdir():
@@ -108,9 +106,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(ROOT),
     ]
     subprocess.run(command, check=True, timeout=_PROCESS_S)
-    (made,) = out.iterdir()
-    assert made.name == f"ray_app-{__version__}-py3-none-any.whl"
-    return made
+    (file,) = out.iterdir()
+    assert file.name == f"ray_app-{__version__}-py3-none-any.whl"
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -140,43 +138,43 @@ def user(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> User:
     (folder / "witnesses").mkdir()
     with (folder / "waves" / "waves" / "__init__.py").open("a") as package:
         package.write(_WITNESS.format(folder=str(folder / "witnesses")))
-    made = User(folder / "waves", environment, folder / "witnesses", programs)
-    made.types("python", "make_data.py")
-    return made
+    account = User(folder / "waves", environment, folder / "witnesses", programs)
+    account.run("python", "make_data.py")
+    return account
 
 
 @pytest.fixture(scope="module")
 def installed_at(user: User) -> str:
-    """Where the user's environment has the application."""
-    found = Path(user.types("python", "-c", "import ray_app; print(ray_app.__file__)").strip()).parent
-    assert found.is_relative_to(user.bin.parent)
-    assert (found / "py.typed").exists()
-    return str(found)
+    """Folder of the application in the user's environment."""
+    package = Path(user.run("python", "-c", "import ray_app; print(ray_app.__file__)").strip()).parent
+    assert package.is_relative_to(user.bin.parent)
+    assert (package / "py.typed").exists()
+    return str(package)
 
 
 @pytest.fixture(scope="module")
 def trained(user: User, installed_at: str) -> str:
-    """The parameters of a run with two workers on the user's own machine."""
-    user.types("ray-app", "train", "--config", "train.yaml", "--run.storage_path=../runs", "--run.name=here")
+    """Digest of the parameters of a run with two workers on the user's machine."""
+    user.run("ray-app", "train", "--config", "train.yaml", "--run.storage_path=../runs", "--run.name=here")
     summary = json.loads((user.project.parent / "runs" / "here" / "summary.json").read_text())
     assert summary["best"]["value"] < 0.1
     assert (user.project.parent / "runs" / "here" / "report.html").read_text().startswith("<!DOCTYPE html>")
-    assert user.heard() == {installed_at}
+    assert user.take_origins() == {installed_at}
     return user.digest("here")
 
 
 def test_a_project_trains_and_predicts_and_its_test_passes(user: User, trained: str, installed_at: str) -> None:
-    assert f"ray-app {__version__}\n" == user.types("ray-app", "--version")
-    user.heard()
-    given = ["--config=train.yaml", "--predict.run=../runs/here", "--predict.data=data/eval", "--predict.out=../out"]
-    assert "1,000 in, 1,000 out" in user.types("ray-app", "predict", *given)
-    assert "1 passed" in user.types("python", "-m", "pytest", "-p", "no:cacheprovider")
-    assert user.heard() == {installed_at}
+    assert f"ray-app {__version__}\n" == user.run("ray-app", "--version")
+    user.take_origins()
+    options = ["--config=train.yaml", "--predict.run=../runs/here", "--predict.data=data/eval", "--predict.out=../out"]
+    assert "1,000 in, 1,000 out" in user.run("ray-app", "predict", *options)
+    assert "1 passed" in user.run("python", "-m", "pytest", "-p", "no:cacheprovider")
+    assert user.take_origins() == {installed_at}
 
 
 @pytest.fixture(scope="module")
 def bare_head(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    """A cluster whose nodes have the libraries, but not the application."""
+    """A cluster of nodes that have the libraries, but not the application."""
     folder = tmp_path_factory.mktemp("bare")
     python = environment_in(folder / "environment") / "python"
     with pytest.MonkeyPatch.context() as image:
@@ -190,10 +188,10 @@ def bare_head(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.parametrize(
-    ("way", "place"), [("send", "py_modules_files"), (f"ray_app=={__version__}", "/pip/")], ids=["sent", "pip"]
+    ("way", "part_of_path"), [("send", "py_modules_files"), (f"ray_app=={__version__}", "/pip/")], ids=["sent", "pip"]
 )
 def test_nodes_get_the_application_with_the_job(
-    user: User, bare_head: Head, trained: str, way: str, place: str
+    user: User, bare_head: Head, trained: str, way: str, part_of_path: str
 ) -> None:
     name = "sent" if way == "send" else "by-pip"
     options = [
@@ -201,23 +199,23 @@ def test_nodes_get_the_application_with_the_job(
         f"--run.name={name}",
         f"--submit.address={bare_head.url}",
     ]
-    user.heard()
-    said = user.types(
+    user.take_origins()
+    output = user.run(
         "ray-app", "submit", "--config=train.yaml", _ONE_WORKER, *options, f"--submit.ray_app={way}", head=bare_head
     )
-    listed = re.findall(r"^ +\d+\.\d\d MB  (\S+)$", said, re.MULTILINE)
-    assert {"data/", "waves/"} <= set(listed), said
+    listed = re.findall(r"^ +\d+\.\d\d MB  (\S+)$", output, re.MULTILINE)
+    assert {"data/", "waves/"} <= set(listed), output
     assert not [name for name in listed if "ray_app" in name], (
-        "the package is the project and its data, and nothing of the application"
+        "the package has files of the application, not just the project and its data"
     )
     assert user.digest(name) == trained
-    heard = user.heard()
-    assert len(heard) > 1
-    on_nodes = {path for path in heard if not path.startswith(str(user.bin.parent))}
-    assert all("runtime_resources" in path and place in path for path in on_nodes), heard
+    take_origins = user.take_origins()
+    assert len(take_origins) > 1
+    on_nodes = {path for path in take_origins if not path.startswith(str(user.bin.parent))}
+    assert all("runtime_resources" in path and part_of_path in path for path in on_nodes), take_origins
 
 
-def test_nodes_that_lack_the_application_are_named(user: User, bare_head: Head) -> None:
+def test_submission_names_nodes_without_the_application(user: User, bare_head: Head) -> None:
     options = [
         "--submit.ray_app=installed",
         f"--run.storage_path={user.project.parent / 'runs'}",
@@ -246,9 +244,9 @@ def test_nodes_that_have_the_application_run_a_plain_job(
         image.delenv("PYTHONPATH", raising=False)
         image.chdir(tmp_path)
         with started_head(tmp_path, 4, user.bin / "python") as head:
-            user.heard()
+            user.take_origins()
             train = ["python", "-m", "ray_app", "train", "--config=train.yaml", _ONE_WORKER, "--run.name=plain"]
             job = ["python", "-m", "ray.scripts.scripts", "job", "submit", "--address", head.url, "--working-dir", "."]
-            user.types(*job, "--", *train, f"--run.storage_path={user.project.parent / 'runs'}", head=head)
+            user.run(*job, "--", *train, f"--run.storage_path={user.project.parent / 'runs'}", head=head)
     assert user.digest("plain") == trained
-    assert user.heard() == {installed_at}
+    assert user.take_origins() == {installed_at}

@@ -1,4 +1,4 @@
-"""Authenticated connections: who is let in, what travels, and what a limit does to others."""
+"""Authenticated connections: the handshake with the secret, frames, and limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 20.0
 
 
 class Echo:
-    """A listener whose connections return each frame."""
+    """A listener that sends each frame back on its connection."""
 
     def __init__(self) -> None:
         self.accepted = list[socket.socket]()
@@ -42,7 +42,7 @@ class Echo:
         return connect(self.address, self.listener.secret, WAIT_S)
 
     def answers(self) -> bool:
-        """Whether a client of this application is served."""
+        """Returns whether a client with the secret is served."""
         with self.connect() as connection:
             connection.sendall(pack_frame(b"here"))
             return receive_frame(connection) == b"here"
@@ -50,9 +50,9 @@ class Echo:
 
 @pytest.fixture
 def echo() -> Iterator[Echo]:
-    made = Echo()
-    yield made
-    made.listener.close()
+    echo = Echo()
+    yield echo
+    echo.listener.close()
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -65,21 +65,21 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_frames_arrive_whole_however_they_are_cut(echo: Echo) -> None:
+def test_frames_are_reassembled_from_any_parts(echo: Echo) -> None:
     frames = [b"", b"a", b"b" * 100_000]
     stream = b"".join(map(pack_frame, frames))
     for size in (1, 7, 8, 9, len(stream)):
         reader = FrameReader()
         parts = [stream[i : i + size] for i in range(0, len(stream) if size > 1 else 100, size)]
-        found = [frame for part in parts for frame in reader.feed(part)]
-        assert found == (frames if size > 1 else frames[:2])
+        frames_read = [frame for part in parts for frame in reader.feed(part)]
+        assert frames_read == (frames if size > 1 else frames[:2])
     with echo.connect() as connection:
         for frame in frames:
             connection.sendall(pack_frame(frame))
             assert receive_frame(connection) == frame
 
 
-def test_what_a_client_sends_right_after_the_secret_is_not_lost(echo: Echo) -> None:
+def test_a_frame_sent_with_the_secret_is_not_lost(echo: Echo) -> None:
     with socket.create_connection(echo.address, timeout=WAIT_S) as connection:
         connection.sendall(echo.listener.secret.encode() + pack_frame(b"first"))
         assert receive_frame(connection) == b"first"
@@ -96,16 +96,16 @@ def test_a_client_without_the_secret_is_disconnected_and_not_served(echo: Echo, 
         with suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         with suppress(OSError):
-            assert connection.recv(1) == b"", "it was answered"
+            assert connection.recv(1) == b"", "the connection was answered"
     assert echo.accepted == []
     assert echo.answers()
 
 
-def test_a_frame_that_is_too_long_is_refused_before_memory_is_taken_for_it(echo: Echo) -> None:
+def test_a_frame_that_is_too_long_is_refused_before_memory_is_allocated(echo: Echo) -> None:
     length = (MAX_FRAME_BYTES + 1).to_bytes(8, "little")
     with echo.connect() as good, echo.connect() as bad:
         bad.sendall(length)
-        assert bad.recv(1) == b"", "the connection goes on"
+        assert bad.recv(1) == b"", "the connection stays open"
         good.sendall(pack_frame(b"here"))
         assert receive_frame(good) == b"here"
     with pytest.raises(ValueError, match=f"a frame of {MAX_FRAME_BYTES + 1} bytes; at most {MAX_FRAME_BYTES}"):
@@ -127,7 +127,7 @@ def test_a_frame_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -
         pack_frame(b"0123456789a")
 
 
-def test_a_slow_handshake_ends_however_little_the_client_sends_at_a_time(
+def test_a_slow_handshake_times_out_although_the_client_sends_bytes(
     monkeypatch: pytest.MonkeyPatch, echo: Echo
 ) -> None:
     monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.3)
@@ -145,18 +145,18 @@ def test_a_slow_handshake_ends_however_little_the_client_sends_at_a_time(
     assert echo.accepted == []
 
 
-def test_a_half_open_connection_is_closed_and_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch, echo: Echo) -> None:
-    """Its client sends nothing at all, as that of a host that is gone."""
+def test_a_half_open_connection_times_out_and_blocks_no_client(monkeypatch: pytest.MonkeyPatch, echo: Echo) -> None:
+    """The client sends nothing, like a client on a lost host."""
     monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.3)
     with socket.create_connection(echo.address, timeout=WAIT_S) as silent:
         assert echo.answers()
-        until(lambda: is_closed(silent), "it stays open", WAIT_S)
+        until(lambda: is_closed(silent), "the connection stays open", WAIT_S)
 
 
-def test_an_authenticated_connection_whose_other_host_is_gone_is_found_by_the_kernel(echo: Echo) -> None:
-    """By keep-alive: neither end limits how long the other may be silent, since it may be busy."""
+def test_authenticated_connections_use_tcp_keep_alive(echo: Echo) -> None:
+    """The kernel detects a lost host; neither end limits how long the other is silent, since it may be busy."""
     with echo.connect() as connection:
-        until(lambda: bool(echo.accepted), "it is not accepted", WAIT_S)
+        until(lambda: bool(echo.accepted), "the connection was not accepted", WAIT_S)
         for end in (connection, echo.accepted[0]):
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
@@ -165,16 +165,20 @@ def test_an_authenticated_connection_whose_other_host_is_gone_is_found_by_the_ke
         assert echo.accepted[0].gettimeout() is None
 
 
-def test_of_too_many_in_the_handshake_the_oldest_goes(monkeypatch: pytest.MonkeyPatch, echo: Echo) -> None:
+def test_the_oldest_of_too_many_handshakes_is_closed(monkeypatch: pytest.MonkeyPatch, echo: Echo) -> None:
     monkeypatch.setattr(channel, "_MAX_UNAUTHENTICATED", 3)
     with ExitStack() as stack:
         strangers = list[socket.socket]()
         for number in range(5):
             strangers.append(stack.enter_context(socket.create_connection(echo.address, timeout=WAIT_S)))
-            until(lambda number=number: count_handshakes(echo) == min(number + 1, 3), "not accepted", WAIT_S)  # type: ignore[misc]
-        until(lambda: is_closed(strangers[1]), "the second stays", WAIT_S)
+            until(
+                lambda number=number: count_handshakes(echo) == min(number + 1, 3),  # type: ignore[misc]
+                "the connection was not accepted",
+                WAIT_S,
+            )
+        until(lambda: is_closed(strangers[1]), "the second connection stays open", WAIT_S)
         assert [is_closed(stranger) for stranger in strangers] == [True, True, False, False, False]
-        assert echo.answers(), "strangers keep a worker out"
+        assert echo.answers(), "clients without the secret block a worker"
         assert is_closed(strangers[2])
 
 
@@ -182,7 +186,7 @@ def count_handshakes(echo: Echo) -> int:
     return len(echo.listener._handshakes)
 
 
-def test_a_crowd_of_clients_at_once_is_served(echo: Echo) -> None:
+def test_many_concurrent_clients_are_served(echo: Echo) -> None:
     with ExitStack() as stack:
         connections = [stack.enter_context(echo.connect()) for _ in range(600)]
         for connection in connections:
@@ -190,7 +194,7 @@ def test_a_crowd_of_clients_at_once_is_served(echo: Echo) -> None:
         assert all(receive_frame(connection) == b"here" for connection in connections)
 
 
-def test_a_lack_of_descriptors_is_survived(monkeypatch: pytest.MonkeyPatch, echo: Echo) -> None:
+def test_the_listener_survives_a_lack_of_file_descriptors(monkeypatch: pytest.MonkeyPatch, echo: Echo) -> None:
     monkeypatch.setattr(channel, "_ACCEPT_PAUSE_S", 0.05)
     accept = socket.socket.accept
     refusals = [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), OSError(errno.ENFILE, os.strerror(errno.ENFILE))]
@@ -201,14 +205,14 @@ def test_a_lack_of_descriptors_is_survived(monkeypatch: pytest.MonkeyPatch, echo
         return accept(server)
 
     with socket.create_connection(echo.address, timeout=WAIT_S) as stranger:
-        until(lambda: count_handshakes(echo) == 1, "not accepted", WAIT_S)
+        until(lambda: count_handshakes(echo) == 1, "the connection was not accepted", WAIT_S)
         monkeypatch.setattr(socket.socket, "accept", refuse_twice)
-        assert echo.answers(), "a connection that waited is accepted later"
+        assert echo.answers(), "a waiting connection must be accepted later"
         assert refusals == []
-        assert is_closed(stranger), "it keeps a descriptor that a worker needs"
+        assert is_closed(stranger), "an unauthenticated connection keeps a descriptor that a worker needs"
 
 
-def test_a_listener_may_have_as_many_descriptors_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_raises_the_limit_of_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = list[Any]()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda name, limit: limits.append((name, limit)))
@@ -217,7 +221,7 @@ def test_a_listener_may_have_as_many_descriptors_as_the_system_allows(monkeypatc
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), OSError("reset")])
-def test_a_connection_that_cannot_be_served_is_closed_and_the_next_one_is_served(
+def test_a_connection_that_cannot_be_served_is_closed(
     echo: Echo, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refuse(_: socket.socket) -> None:
@@ -231,13 +235,13 @@ def test_a_connection_that_cannot_be_served_is_closed_and_the_next_one_is_served
     assert echo.answers()
 
 
-def test_a_closed_listener_accepts_nobody_and_leaves_connections_open(echo: Echo) -> None:
+def test_a_closed_listener_accepts_no_client_and_keeps_connections_open(echo: Echo) -> None:
     with echo.connect() as connection, socket.create_connection(echo.address, timeout=WAIT_S) as stranger:
         connection.sendall(pack_frame(b"here"))
         assert receive_frame(connection) == b"here"
         echo.listener.close()
-        until(lambda: is_closed(stranger), "the handshake goes on", WAIT_S)
+        until(lambda: is_closed(stranger), "the handshake continues", WAIT_S)
         with pytest.raises(OSError, match="refused"):
-            until(lambda: socket.create_connection(echo.address, timeout=WAIT_S).close(), "it still listens", WAIT_S)  # type: ignore[func-returns-value,arg-type,return-value]
+            until(lambda: socket.create_connection(echo.address, timeout=WAIT_S).close(), "still listening", WAIT_S)  # type: ignore[func-returns-value,arg-type,return-value]
         connection.sendall(pack_frame(b"still"))
         assert receive_frame(connection) == b"still"

@@ -1,4 +1,4 @@
-"""What starting a run does not need is not imported: each of these costs every start, or every worker, one to five
+"""Starting a run imports no module that it does not need; each would cost every start, or every worker, one to five
 seconds.
 """
 
@@ -24,7 +24,7 @@ config = load_config("conf/digits.yaml", data__path=sys.argv[1], data__eval_path
 prepare(config)  # makes model, optimizer and schedule, and takes a step
 print(json.dumps(list(sys.modules)))
 """
-_NEWCOMER = """
+_JOINING_WORKER = """
 import json, sys
 import ray_app.cluster.controller.pending_workers
 print(json.dumps(list(sys.modules)))
@@ -81,7 +81,7 @@ print(json.dumps(found))
 """
 
 
-def said_by(code: str, *arguments: str) -> Any:
+def last_output(code: str, *arguments: str) -> Any:
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
@@ -96,28 +96,34 @@ def said_by(code: str, *arguments: str) -> Any:
 
 @pytest.mark.rest
 def test_a_driver_imports_neither_metrics_nor_the_compiler(digits: Path) -> None:
-    imported = set(said_by(_DRIVER, str(digits / "train")))
+    imported = set(last_output(_DRIVER, str(digits / "train")))
     assert {"torch", "ray", "ray_app.task.image"} <= imported
     assert (
         not {"torchmetrics", "torchvision", "scipy", "matplotlib", "mlflow", "torch._dynamo", "torch._inductor"}
         & imported
     )
-    assert not {"ray.train", "ray.data"} & imported, "these are imported while the cluster starts"
+    assert not {"ray.train", "ray.data"} & imported, "these must be imported later, while the cluster starts"
 
 
 @pytest.mark.rest
-def test_a_newcomer_imports_no_torch_before_it_prepares_itself() -> None:
-    """Its environment is set first: what Ray Train passes to its workers."""
-    imported = set(said_by(_NEWCOMER))
+def test_a_joining_worker_imports_no_torch_before_its_preparation() -> None:
+    """The environment that Ray Train passes to its workers must be set first."""
+    imported = set(last_output(_JOINING_WORKER))
     assert "ray.train.v2._internal.execution.worker_group.worker" in imported
     assert "torch" not in imported
 
 
 @pytest.mark.rest
-def test_an_optimizer_without_the_compiler_steps_to_the_same_bits() -> None:
-    found = said_by(_OPTIMIZER)
-    assert found["changed"] == found["as they are"]
-    assert found["calls"] == 55, "those of a step; see test_step_cost.py, where the compiler is imported"
-    assert found["marks"] == 3, "a profiler that listens is told"
-    assert not found["compiler"]
-    assert (found["deterministic"], found["compiler is told"], found["and told again"]) == (True, True, [False, False])
+def test_an_optimizer_without_the_compiler_is_bit_identical() -> None:
+    results = last_output(_OPTIMIZER)
+    assert results["changed"] == results["as they are"]
+    assert results["calls"] == 55, (
+        "a step makes another number of calls; see test_step_cost.py, which imports the compiler"
+    )
+    assert results["marks"] == 3, "an active profiler must see the steps"
+    assert not results["compiler"]
+    assert (results["deterministic"], results["compiler is told"], results["and told again"]) == (
+        True,
+        True,
+        [False, False],
+    )

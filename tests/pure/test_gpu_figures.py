@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu import LINES, ORDER
 from benchmarks.gpu_cluster import hidden
-from benchmarks.gpu_lines import Found, Line, Result, look_at
+from benchmarks.gpu_lines import Line, Outcome, Result, look_at
 from benchmarks.gpu_workers import Bench
 from tests.support.places import ROOT
 
@@ -31,7 +31,7 @@ def test_the_share_of_a_reduction_that_overlaps_with_computation(
     assert hidden(reduction, computation) == pytest.approx(part)
 
 
-def broken(bench: Bench) -> Found:
+def broken(bench: Bench) -> Outcome:
     raise RuntimeError("a worker said:\n" + "\n".join(f"line {number}" for number in range(20)))
 
 
@@ -42,19 +42,21 @@ def bench(tmp_path: Path) -> Bench:
 
 def test_a_failed_measurement_has_the_end_of_its_traceback_and_the_others_run(bench: Bench) -> None:
     results: list[Result] = []
-    look_at([Line("first", broken, 60), Line("second", lambda _: Found("seen", True), 60)], bench, 100, results.append)
+    look_at(
+        [Line("first", broken, 60), Line("second", lambda _: Outcome("seen", True), 60)], bench, 100, results.append
+    )
     assert [(result.name, result.status) for result in results] == [("first", "failed"), ("second", "passed")]
     assert results[0].trace.splitlines() == [f"line {number}" for number in range(10, 20)]
     assert results[1].trace == ""
 
 
-@pytest.mark.parametrize("look", [broken, lambda _: Found("other bits", False)])
-def test_no_measurement_follows_a_failed_start(bench: Bench, look: Callable[[Bench], Found]) -> None:
+@pytest.mark.parametrize("look", [broken, lambda _: Outcome("other bits", False)])
+def test_no_measurement_follows_a_failed_start(bench: Bench, look: Callable[[Bench], Outcome]) -> None:
     results: list[Result] = []
-    lines = [Line("start", look, 60, stops=True), Line("second", lambda _: Found("seen", True), 60)]
+    lines = [Line("start", look, 60, stops=True), Line("second", lambda _: Outcome("seen", True), 60)]
     look_at(lines, bench, 100, results.append)
     assert [(result.name, result.status) for result in results] == [("start", "failed"), ("second", "left out")]
-    assert results[1].said == "start failed"
+    assert results[1].text == "start failed"
 
 
 def test_the_start_precedes_all_computing_measurements_and_alone_stops_the_rest() -> None:

@@ -25,7 +25,7 @@ _PROCESS_S = 240
 
 
 def own_cluster() -> dict[str, str]:
-    """The environment of a process that starts a Ray cluster of its own."""
+    """Returns the environment of a process that starts its own Ray cluster."""
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
 
 
@@ -33,7 +33,7 @@ def test_help_explains_the_fields_with_units_and_defaults() -> None:
     done = subprocess.run(
         [sys.executable, str(TRAIN), "--help"], capture_output=True, text=True, timeout=_PROCESS_S, check=False
     )
-    shown = " ".join(done.stdout.split())
+    help_text = " ".join(done.stdout.split())
     assert done.returncode == 0
     assert not done.stderr
     for expected in (
@@ -46,10 +46,10 @@ def test_help_explains_the_fields_with_units_and_defaults() -> None:
         "--train.reduction {exact,overlapped}",
         "--task.help",
     ):
-        assert expected in shown
+        assert expected in help_text
 
 
-def test_a_bad_row_in_mid_run_is_named_and_fails_the_run(
+def test_a_bad_row_in_mid_run_fails_the_run_and_is_reported(
     command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path, ray_cluster: None
 ) -> None:
     del ray_cluster
@@ -74,7 +74,7 @@ def gate(tmp_path: Path) -> Path:
 
 @dataclass
 class Started:
-    """The command in a process of its own, with an own process group as a shell gives it."""
+    """The command in its own process and process group, as a shell starts it."""
 
     process: subprocess.Popen[str]
     out: Path
@@ -111,13 +111,13 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
         return started[-1]
 
     yield run
-    for each in started:
-        if each.process.poll() is None:
-            os.killpg(each.process.pid, signal.SIGKILL)
-            each.process.wait()
+    for command in started:
+        if command.process.poll() is None:
+            os.killpg(command.process.pid, signal.SIGKILL)
+            command.process.wait()
 
 
-def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_goes_on(
+def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes(
     command: Callable[..., list[str]],
     call: Callable[[Sequence[str]], Ended],
     start: Callable[[list[str]], Started],
@@ -132,7 +132,8 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_goes_on(
 
     first = start(arguments)
     first.wait_until((gate / "reached").exists)
-    os.killpg(first.process.pid, signal.SIGINT)  # to the whole group, as a terminal does
+    # A terminal sends Ctrl-C to the whole process group.
+    os.killpg(first.process.pid, signal.SIGINT)
     first.wait_until(lambda: "Stopping after this step" in first.out.read_text())
     (gate / "open").touch()
     assert first.end() == 75, first.err.read_text()
@@ -158,7 +159,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_goes_on(
     assert summary["rows"] == expected["rows"]
 
 
-def test_sigterm_before_the_first_step_ends_in_order(
+def test_sigterm_before_the_first_step_interrupts_the_run_cleanly(
     command: Callable[..., list[str]], start: Callable[[list[str]], Started], gate: Path, tmp_path: Path
 ) -> None:
     gated = [
@@ -166,13 +167,13 @@ def test_sigterm_before_the_first_step_ends_in_order(
         "--task.init_args",
         json.dumps({"gate": str(gate), "wait_before": 1}),
     ]
-    rehearsing = start(command(*gated))
+    in_dry_run = start(command(*gated))
     started = start(command("--run.name=started", "--scaling.max_workers=1", "--data.eval_path=null"))
 
-    rehearsing.wait_until((gate / "reached").exists)
-    rehearsing.process.send_signal(signal.SIGTERM)
-    assert rehearsing.end() == 75
-    assert "Interrupted; starting it again" in rehearsing.err.read_text()
+    in_dry_run.wait_until((gate / "reached").exists)
+    in_dry_run.process.send_signal(signal.SIGTERM)
+    assert in_dry_run.end() == 75
+    assert "Interrupted; starting it again" in in_dry_run.err.read_text()
     assert not RunPaths(tmp_path / "runs" / "run").root.exists()
 
     paths = RunPaths(tmp_path / "runs" / "started")

@@ -1,6 +1,4 @@
-"""A cluster that scales from zero: Ray's own autoscaler, its nodes processes of this machine; a run waits for them and
-trains on them.
-"""
+"""A run waits for nodes, which Ray's autoscaler starts from zero as local processes, and trains on them."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ print("all well", sum(node["Resources"].get("CPU", 0) for node in ray.nodes()))
 
 @pytest.fixture
 def from_zero(tmp_path: Path) -> Iterator[str]:
-    """Address of a head without CPUs whose autoscaler may start four nodes."""
+    """Address of a head without CPUs; its autoscaler may start four nodes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

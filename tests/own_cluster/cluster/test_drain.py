@@ -1,6 +1,4 @@
-"""A node that is announced to go away, on a cluster of several nodes: its worker leaves it, the other goes on, and no
-bit changes.
-"""
+"""A node of a cluster is drained: its worker leaves, the other continues, and the parameters stay bit-identical."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ with open_drill_cluster(2, evaluates=False) as nodes:
 
 
 @pytest.mark.rest
-def test_a_drained_node_is_left_in_place_and_nothing_is_lost(short_run: Callable[..., Config], tmp_path: Path) -> None:
+def test_workers_leave_a_drained_node_without_losing_steps(short_run: Callable[..., Config], tmp_path: Path) -> None:
     alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
     train_in_process(alone, SingleProcessMembership(alone.config.logical_workers, lambda: False), Hooks())
     config = short_run(scaling__min_workers=1, scaling__max_workers=2)
@@ -69,7 +67,7 @@ def test_a_drained_node_is_left_in_place_and_nothing_is_lost(short_run: Callable
     summary, undisturbed = read_json(paths.summary), newest_commit(alone)
     assert [event.details["workers"] for event in read_events(paths, "formed")] == [2, 1]
     assert (summary["restarts"]["preemptions"], summary["restarts"]["failures"]) == (1, 0), (
-        "what is announced is no failure"
+        "a preemption with notice counts as no failure"
     )
     assert summary["redone_steps"] == 0
     assert undisturbed is not None

@@ -1,4 +1,4 @@
-"""A host that is cut off from the others and comes back, on real network namespaces."""
+"""A host is partitioned from the others and comes back, on real network namespaces."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def hosts() -> Iterator[Hosts]:
     if reason is not None:
         print(reason)
         pytest.skip(reason)
-    made = Hosts([2, 2])
-    yield made
-    made.close()
+    namespaces = Hosts([2, 2])
+    yield namespaces
+    namespaces.close()
 
 
 def drive(hosts: Hosts, folder: Path, config: Any, each_s: float) -> subprocess.Popen[bytes]:
@@ -51,7 +51,9 @@ def drive(hosts: Hosts, folder: Path, config: Any, each_s: float) -> subprocess.
     return subprocess.Popen(command, cwd=ROOT, env=environment)
 
 
-def test_a_host_that_is_cut_off(hosts: Hosts, short_run: Any, tmp_path: Path) -> None:
+def test_a_partitioned_host_rejoins_and_the_run_stays_bit_identical(
+    hosts: Hosts, short_run: Any, tmp_path: Path
+) -> None:
     fields: dict[str, Any] = {
         "train__max_steps": STEPS,
         "train__epochs": 3,
@@ -92,5 +94,5 @@ def wait_until(condition: Any, timeout_s: float, driver: subprocess.Popen[bytes]
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert driver.poll() is None, "the driver ended"
-        assert time.monotonic() < deadline_s, "it did not happen in time"
+        assert time.monotonic() < deadline_s, f"the condition did not hold within {timeout_s} s"
         time.sleep(0.1)

@@ -1,5 +1,5 @@
-"""Workers, evaluator and parameter servers on labelled nodes only: real clusters of several raylets, a head with room
-and no label.
+"""Workers, evaluator and parameter servers run on labelled nodes only: real clusters of several raylets, with a head
+that has free CPUs and no label.
 """
 
 from __future__ import annotations

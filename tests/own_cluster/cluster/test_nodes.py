@@ -1,4 +1,4 @@
-"""System metrics of several nodes on a real cluster of several raylets, one that joins and one that dies."""
+"""System metrics of a real cluster of several raylets: one node joins and one dies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ print("all well", names)
 """
 
 
-def test_nodes_that_join_and_die(tmp_path: Path) -> None:
+def test_metrics_follow_nodes_that_join_and_die(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PYTHONPATH": str(ROOT)
     }

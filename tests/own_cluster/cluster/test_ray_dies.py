@@ -1,4 +1,4 @@
-"""Ray itself dies under a run: the driver ends, or raises, within minutes, and the same command goes on from the newest
+"""Ray itself dies during a run: the driver ends within minutes, and the same command resumes from the newest
 checkpoint.
 """
 
@@ -51,11 +51,11 @@ print(json.dumps({"digest": result.summary["params_digest"], "status": result.su
 def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     done = run(digits, tmp_path_factory.mktemp("undisturbed") / "runs", "")
     assert done.returncode == 0, done.stderr[-3000:]
-    return told(done)
+    return printed_result(done)
 
 
 @pytest.mark.parametrize("process", ["raylet", "gcs_server"])
-def test_the_same_command_goes_on_after_ray_has_died(
+def test_the_same_command_resumes_after_ray_has_died(
     digits: Path, undisturbed: dict[str, str], tmp_path: Path, process: str
 ) -> None:
     died = run(digits, tmp_path / "runs", process)
@@ -63,11 +63,11 @@ def test_the_same_command_goes_on_after_ray_has_died(
     assert died.returncode != 0, "the run does not go on without Ray"
     again = run(digits, tmp_path / "runs", "")
     assert again.returncode == 0, again.stderr[-3000:]
-    assert told(again) == undisturbed
+    assert printed_result(again) == undisturbed
 
 
 def run(digits: Path, out: Path, kills: str) -> subprocess.CompletedProcess[str]:
-    """The run in a process of its own, with a cluster of its own."""
+    """Trains in another process, which starts its own cluster."""
     out.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PYTHONPATH": str(ROOT)
@@ -76,7 +76,7 @@ def run(digits: Path, out: Path, kills: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-def told(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """What it printed at its end."""
-    found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+def printed_result(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """Returns the result that the process printed last."""
+    result: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result

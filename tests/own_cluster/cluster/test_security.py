@@ -1,4 +1,4 @@
-"""Who has not the token is refused by the clusters that we start, on real Ray."""
+"""The clusters that the application starts refuse clients without the token, on real Ray."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def try_all(address):
 
 
 @pytest.mark.parametrize("kind", list(CLUSTERS))
-def test_who_has_not_the_token_is_refused(kind: str, tmp_path: Path) -> None:
-    """The home is new, so the token is made by what is tested."""
+def test_a_client_without_the_token_is_refused(kind: str, tmp_path: Path) -> None:
+    """The home directory is new, so the tested code creates the token."""
     settings = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | settings
     command = [sys.executable, "-c", TRY + CLUSTERS[kind]]

@@ -1,4 +1,4 @@
-"""A run whose workers become fewer than `scaling.min_workers` waits, says so, and goes on when a node comes: on real
+"""A run with fewer workers than `scaling.min_workers` waits, reports it, and continues when a node joins: on real
 raylets.
 """
 
@@ -63,11 +63,9 @@ print("all well")
 
 
 @pytest.mark.parametrize(("strategy", "steps"), [("ddp", 1500), ("fsdp", 40)])
-def test_a_run_below_its_least_number_of_workers_waits_and_goes_on(
-    digits: Path, tmp_path: Path, strategy: str, steps: int
-) -> None:
-    """Of `ddp` the others go on until it is known that nobody can come, some hundred steps; of `fsdp` they have not the
-    memory.
+def test_a_run_below_min_workers_waits_and_continues(digits: Path, tmp_path: Path, strategy: str, steps: int) -> None:
+    """With `ddp` the remaining worker trains some hundred steps until the controller knows that no worker can join.
+    With `fsdp` it lacks the memory.
     """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PYTHONPATH": str(ROOT)

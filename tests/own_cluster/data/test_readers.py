@@ -1,4 +1,4 @@
-"""Readers on a cluster: losing a worker's node holds none up, and one that is cancelled leaves a process that can still
+"""Readers on a cluster do not depend on the node of a worker, and a cancelled read leaves a process that can still
 decode.
 """
 
@@ -49,7 +49,7 @@ while not Path("go").exists():
     assert time.monotonic() < deadline
     time.sleep(0.01)
 """
-"""A module whose import takes its time, and works once in a process, as that of parts of torch."""
+"""A module with a slow import that works once per process, like parts of torch."""
 
 CANCELLED = """
 import os, time
@@ -123,9 +123,9 @@ def test_shared_actors_live_with_the_driver(tmp_path: Path) -> None:
     assert "all here" in output_of(SHARED_ACTORS, tmp_path)
 
 
-def test_a_read_that_is_cancelled_within_an_import_breaks_nothing(tmp_path: Path) -> None:
-    """Ray interrupts the process of a cancelled task and goes on using it."""
+def test_a_read_cancelled_during_an_import_leaves_a_process_that_can_decode(tmp_path: Path) -> None:
+    """Ray interrupts the process of a cancelled task and reuses it."""
     (tmp_path / "once_per_process.py").write_text(ONCE_PER_PROCESS)
-    told, *_, last = output_of(CANCELLED, tmp_path).splitlines()
-    assert told.startswith("rows.parquet, row group 0, row 0: ValueError: ends the reading (")
+    message, *_, last = output_of(CANCELLED, tmp_path).splitlines()
+    assert message.startswith("rows.parquet, row group 0, row 0: ValueError: ends the reading (")
     assert last == "all read"

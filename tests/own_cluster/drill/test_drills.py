@@ -1,4 +1,4 @@
-"""Whole drills on a cluster of their own."""
+"""Whole drills, each on its own cluster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_drill(*more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DRILL_S, check=False)
 
 
-def test_a_drill_on_a_cluster_of_its_own(digits: Path, tmp_path: Path) -> None:
+def test_a_drill_on_its_own_cluster_certifies_equal_parameters(digits: Path, tmp_path: Path) -> None:
     done = run_drill(*arguments(digits, tmp_path / "out", scenarios="kill,kill_two,node", max_steps=40))
     assert done.returncode == 0, done.stdout + done.stderr
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
@@ -64,7 +64,7 @@ def test_a_drill_on_a_cluster_of_its_own(digits: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_every_scenario(digits: Path, tmp_path: Path) -> None:
+def test_every_possible_scenario_ends_with_equal_parameters(digits: Path, tmp_path: Path) -> None:
     command = [*arguments(digits, tmp_path / "out"), "--scaling.max_workers=3"]
     done = subprocess.run(
         [sys.executable, str(ROOT / "jobs" / "drill.py"), *command],
@@ -115,7 +115,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_scenario_that_hangs_is_cleared_away_and_the_next_one_goes_well(digits: Path, tmp_path: Path) -> None:
+def test_a_hanging_scenario_is_terminated_and_the_next_one_succeeds(digits: Path, tmp_path: Path) -> None:
     command = arguments(digits, tmp_path / "out", scenarios="hangs,kill", max_steps=40, limit_s=90)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PYTHONPATH": str(ROOT)

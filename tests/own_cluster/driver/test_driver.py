@@ -41,7 +41,9 @@ def start(folder: Path, config: Config, go_on: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", DRIVER, str(path), str(go_on)], cwd=ROOT, env=environment)
 
 
-def test_the_driver_and_the_head_are_killed(short_run: Callable[..., Config], tmp_path: Path) -> None:
+def test_the_same_command_resumes_after_driver_and_head_were_killed(
+    short_run: Callable[..., Config], tmp_path: Path
+) -> None:
     from mlflow.tracking import MlflowClient
 
     fields: dict[str, Any] = {
@@ -61,7 +63,8 @@ def test_the_driver_and_the_head_are_killed(short_run: Callable[..., Config], tm
         time.sleep(0.1)
     family = psutil.Process(driver.pid).children(recursive=True)
     os.kill(driver.pid, signal.SIGKILL)
-    for process in family:  # the head and everything on it, which a lost machine would take along
+    # A lost machine takes the head and all its processes along.
+    for process in family:
         if process.is_running():
             process.kill()
     assert driver.wait(20) == -signal.SIGKILL

@@ -1,5 +1,5 @@
-"""Interrupting a cell, and closing a notebook, while a run trains: in a real kernel, on a cluster of its own and on one
-that lives on.
+"""A cell is interrupted, or a notebook closed, while a run trains: in a real kernel, on its own cluster and on a shared
+one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def summary_of(config: Config) -> dict[str, Any]:
 
 
 def begin(kernel: Kernel, config: Config, folder: Path) -> Evidence:
-    """The first cell; the run that it prepares waits after step 10 until the test lets it go on."""
+    """Runs the first cell; the run that it prepares waits after step 10 until the test lets it continue."""
     (folder / "config.yaml").write_text(config.to_yaml())
     kernel.run(
         _BEGIN.format(root=str(ROOT), config=str(folder / "config.yaml"), evidence=str(folder / "evidence")), _CELL_S
@@ -59,7 +59,7 @@ def begin(kernel: Kernel, config: Config, folder: Path) -> Evidence:
 
 
 def interrupt_training(kernel: Kernel, evidence: Evidence) -> None:
-    """Interrupts the cell that trains at step 10; the cell ends without an error."""
+    """Interrupts the training cell at step 10; the cell ends without an error."""
     kernel.start(_TRAIN)
     kernel.wait_until(lambda: evidence.has("reached"), _CELL_S)
     kernel.interrupt()
@@ -69,7 +69,7 @@ def interrupt_training(kernel: Kernel, evidence: Evidence) -> None:
 
 
 def assert_stopped(config: Config) -> None:
-    """The run was stopped in its middle, with a checkpoint at its last step."""
+    """Asserts that the run stopped midway, with a checkpoint at its last step."""
     summary = summary_of(config)
     assert summary["status"] == "interrupted"
     assert 10 < summary["steps"] < 30
@@ -78,7 +78,7 @@ def assert_stopped(config: Config) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_an_interrupted_cell_frees_a_cluster_that_lives_on(
+def test_an_interrupted_cell_frees_the_resources_of_a_shared_cluster(
     ray_cluster: None, short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path
 ) -> None:
     cpus = ray.cluster_resources()["CPU"]
@@ -102,7 +102,7 @@ def test_an_interrupted_cell_frees_a_cluster_that_lives_on(
 
 
 @pytest.mark.timeout(900)
-def test_nothing_is_left_of_a_run_in_the_background(
+def test_a_background_run_leaves_no_process_behind(
     ray_cluster: None, short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path
 ) -> None:
     config = short_run()
@@ -115,7 +115,8 @@ def test_nothing_is_left_of_a_run_in_the_background(
 
         kernel.run(f"training = start_training(config, pause_s=0.5)\ntraining.watch(step={stopped + 1})", _CELL_S)
         assert kernel.shutdown() == []
-    result = run_training(config)  # closed in mid-run; it goes on here
+    # Closing the notebook interrupted the run, so it continues here.
+    result = run_training(config)
     assert result.summary["params_digest"] == reference["params_digest"]
     assert result.summary["restarts"]["driver"] == 2
 

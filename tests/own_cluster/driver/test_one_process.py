@@ -1,5 +1,5 @@
-"""What a run leaves to the process that it ran in, which is a notebook's: its settings, its cluster, and no part of
-another run's.
+"""A run restores the settings of its process, such as a notebook's kernel, ends its own cluster, and does not disturb
+another run.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ sys.stdin.read()
 """
 
 
-def told_by(code: str, data: Path, folder: Path, address: str = "") -> Any:
-    """What a process prints last that runs a script as the cells of a notebook."""
+def last_output(code: str, data: Path, folder: Path, address: str = "") -> Any:
+    """Runs a script in another process, as the cells of a notebook, and returns the last line that it prints."""
     command = [sys.executable, "-c", _BEGIN + code, str(data), str(folder), address]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -114,43 +114,43 @@ def told_by(code: str, data: Path, folder: Path, address: str = "") -> Any:
 
 
 @pytest.mark.rest
-def test_the_next_cell_finds_its_settings_as_they_were(digits: Path, tmp_path: Path) -> None:
-    found = told_by(_SETTINGS, digits, tmp_path)
-    assert {name: told[0] for name, told in found.items()} == {"single": "finished", "workers": "finished"}
-    assert {name: told[1:] for name, told in found.items()} == dict.fromkeys(found, [True] * 9)
+def test_a_run_restores_the_settings_of_its_process(digits: Path, tmp_path: Path) -> None:
+    flags = last_output(_SETTINGS, digits, tmp_path)
+    assert {name: values[0] for name, values in flags.items()} == {"single": "finished", "workers": "finished"}
+    assert {name: values[1:] for name, values in flags.items()} == dict.fromkeys(flags, [True] * 9)
 
 
 @pytest.mark.rest
-def test_the_first_of_two_runs_that_ends_leaves_the_cluster_to_the_other(digits: Path, tmp_path: Path) -> None:
-    assert told_by(_TWO, digits, tmp_path) == ["finished", "finished", True, False, []]
+def test_the_first_run_to_end_leaves_the_shared_cluster_to_the_other(digits: Path, tmp_path: Path) -> None:
+    assert last_output(_TWO, digits, tmp_path) == ["finished", "finished", True, False, []]
 
 
 @pytest.mark.rest
-def test_an_interrupt_while_the_cluster_starts_leaves_nothing_of_it(digits: Path, tmp_path: Path) -> None:
-    assert told_by(_INTERRUPTED, digits, tmp_path) == ["interrupted", False, [], "finished"]
+def test_an_interrupt_during_the_cluster_start_leaves_no_process(digits: Path, tmp_path: Path) -> None:
+    assert last_output(_INTERRUPTED, digits, tmp_path) == ["interrupted", False, [], "finished"]
 
 
 @pytest.mark.rest
-def test_nothing_draws_from_the_random_numbers_of_a_run_in_front(digits: Path, tmp_path: Path) -> None:
-    in_background, second, first, third = told_by(_IN_FRONT, digits, tmp_path)
+def test_in_process_runs_are_refused_where_they_would_share_random_state(digits: Path, tmp_path: Path) -> None:
+    in_background, second, first, third = last_output(_IN_FRONT, digits, tmp_path)
     assert "Use run_training, or another strategy" in in_background
     assert "Let it end, or use another strategy" in second
     assert (first, third) == ("finished", "finished")
 
 
 @pytest.mark.rest
-def test_a_cluster_without_tokens_is_joined_again_after_one_of_its_own(
+def test_a_cluster_without_tokens_is_joined_again_after_an_own_cluster(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    with monkeypatch.context() as theirs:
-        theirs.setenv("RAY_AUTH_MODE", "disabled")
+    with monkeypatch.context() as head_environment:
+        head_environment.setenv("RAY_AUTH_MODE", "disabled")
         head = subprocess.Popen(
             [sys.executable, "-c", _HEAD], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
     try:
         assert head.stdout is not None
         address = head.stdout.readline().strip()
-        assert told_by(_OTHER_MODE, digits, tmp_path, address) == ["finished"] * 3
+        assert last_output(_OTHER_MODE, digits, tmp_path, address) == ["finished"] * 3
     finally:
         head.communicate("", timeout=_LIMIT_S)

@@ -1,4 +1,4 @@
-"""Ray jobs on a real head node with token authentication, as users of a cluster submit them: plainly, over REST, by
+"""Ray jobs on a real head node with token authentication, submitted by `ray job submit`, over REST and by
 `ray-app submit`.
 """
 
@@ -38,8 +38,8 @@ _EPOCHS, _STEPS = 40, 40 * 23
 
 
 @dataclass(frozen=True)
-class Ground:
-    """A head, a project of a user, and where its runs are."""
+class JobCluster:
+    """A head node, the project of a user, and the folder with its runs."""
 
     head: Head
     project: Path
@@ -52,9 +52,9 @@ class Ground:
         return json.loads(self.paths(name).summary.read_text())
 
     def options(self, name: str) -> list[str]:
-        pace = self.folder / name
-        pace.mkdir(exist_ok=True)
-        return ["--config", "conf/slow.yaml", f"--run.name={name}", f"--task.init_args.folder={pace}"]
+        delay_folder = self.folder / name
+        delay_folder.mkdir(exist_ok=True)
+        return ["--config", "conf/slow.yaml", f"--run.name={name}", f"--task.init_args.folder={delay_folder}"]
 
     def go_on(self, name: str) -> None:
         (self.folder / name / "fast").touch()
@@ -97,7 +97,7 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def ground(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def cluster(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobCluster]:
     folder = tmp_path_factory.mktemp("jobs")
     project = folder / "project"
     (project / "conf").mkdir(parents=True)
@@ -110,49 +110,53 @@ def ground(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[G
     (project / "conf" / "slow.yaml").write_text(yaml.safe_dump(config))
     plain = {name: value for name, value in config.items() if name != "submit"}
     (project / "conf" / "plain.yaml").write_text(yaml.safe_dump(plain))
-    with pytest.MonkeyPatch.context() as image:  # the nodes have the application, and so has the user
+    # The nodes have the application, and so has the user.
+    with pytest.MonkeyPatch.context() as image:
         image.setenv("PYTHONPATH", str(ROOT))
         with started_head(folder, cpus=12) as head:
-            yield Ground(head, project, folder)
+            yield JobCluster(head, project, folder)
 
 
 @pytest.fixture(scope="module")
-def flows(ground: Ground) -> Iterator[dict[str, Future[Any]]]:
-    """What goes on at the same time, since most of it is waiting for processes to start."""
-    made: dict[str, Callable[[Ground], Any]] = {
-        "stopped": stopped,
-        "killed": killed,
-        "rest": over_rest,
-        "tail": tail,
-        "dry": dry,
+def flows(cluster: JobCluster) -> Iterator[dict[str, Future[Any]]]:
+    """Results of the scenarios, which run concurrently since they mostly wait for processes to start."""
+    functions: dict[str, Callable[[JobCluster], Any]] = {
+        "stopped": stop_and_resubmit,
+        "killed": kill_driver,
+        "rest": submit_over_rest,
+        "tail": follow_through_proxy,
+        "dry": dry_run,
     }
     pool = ThreadPoolExecutor(2)
-    yield {name: pool.submit(flow, ground) for name, flow in made.items()}
+    yield {name: pool.submit(flow, cluster) for name, flow in functions.items()}
     pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ground: Ground, flows: dict[str, Future[Any]]) -> tuple[dict[str, Any], str]:
-    """The summary and the output of a run by plain `ray job submit`."""
-    del flows  # under way meanwhile
-    ground.options("plain")
-    ground.go_on("plain")
-    options = ["--config", "conf/plain.yaml", *ground.options("plain")[2:]]
-    command = [str(RAY), "job", "submit", "--address", ground.head.url, "--working-dir", str(ground.project)]
+def undisturbed(cluster: JobCluster, flows: dict[str, Future[Any]]) -> tuple[dict[str, Any], str]:
+    """The summary and the output of a run that plain `ray job submit` started."""
+    # The other scenarios run meanwhile.
+    del flows
+    cluster.options("plain")
+    cluster.go_on("plain")
+    options = ["--config", "conf/plain.yaml", *cluster.options("plain")[2:]]
+    command = [str(RAY), "job", "submit", "--address", cluster.head.url, "--working-dir", str(cluster.project)]
     command += ["--submission-id", "plain", "--", "python", "-m", "ray_app", "train", *options]
     done = subprocess.run(
-        command, env=ground.head.environment, capture_output=True, text=True, timeout=_JOB_S, check=False
+        command, env=cluster.head.environment, capture_output=True, text=True, timeout=_JOB_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return ground.summary("plain"), done.stdout
+    return cluster.summary("plain"), done.stdout
 
 
-def test_a_plainly_submitted_job_trains(ground: Ground, undisturbed: tuple[dict[str, Any], str]) -> None:
+def test_a_job_submitted_without_ray_app_submit_trains(
+    cluster: JobCluster, undisturbed: tuple[dict[str, Any], str]
+) -> None:
     summary, output = undisturbed
     assert "Task was destroyed" not in output
-    job = ground.head.job("plain")
+    job = cluster.head.job("plain")
     assert (job["status"], job["driver_exit_code"]) == ("SUCCEEDED", 0)
-    assert f"Starting run plain in {ground.paths('plain').root}\n" in output
+    assert f"Starting run plain in {cluster.paths('plain').root}\n" in output
     progress = [line for line in output.splitlines() if line.startswith("epoch ")]
     assert progress
     assert all("1 of 1 workers" in line and "\x1b" not in line and "\r" not in line for line in progress)
@@ -160,138 +164,145 @@ def test_a_plainly_submitted_job_trains(ground: Ground, undisturbed: tuple[dict[
     assert summary["mlflow_run_id"]
     assert summary["params_digest"] in output
     with pytest.raises(urllib.error.HTTPError, match=r"40[13]"):
-        ground.head.ask("/api/jobs/", token="another token")
+        cluster.head.ask("/api/jobs/", token="another token")
 
 
-def test_a_run_and_its_job_name_each_other(ground: Ground, undisturbed: tuple[dict[str, Any], str]) -> None:
+def test_a_run_and_its_job_name_each_other(cluster: JobCluster, undisturbed: tuple[dict[str, Any], str]) -> None:
     summary, output = undisturbed
-    there = summary["ray_job"]
-    page = f"{ground.head.url}/#/jobs/{there['job_id']}"
-    assert there == {"job_id": there["job_id"], "submission_id": "plain", "dashboard": ground.head.url, "page": page}
-    assert ground.head.job(there["job_id"])["submission_id"] == "plain", "what the page asks the dashboard for"
-    [started] = read_events(ground.paths("plain"), "started")
-    assert started.details["ray_job"] == there
+    ray_job = summary["ray_job"]
+    page = f"{cluster.head.url}/#/jobs/{ray_job['job_id']}"
+    assert ray_job == {
+        "job_id": ray_job["job_id"],
+        "submission_id": "plain",
+        "dashboard": cluster.head.url,
+        "page": page,
+    }
+    assert cluster.head.job(ray_job["job_id"])["submission_id"] == "plain", (
+        "the page requests this job of the dashboard"
+    )
+    [started] = read_events(cluster.paths("plain"), "started")
+    assert started.details["ray_job"] == ray_job
     lines = output.splitlines()
     [run, *before] = [number for number, line in enumerate(lines) if line.startswith("Starting run plain")]
     assert not before
-    assert lines[run + 1] == f"Ray job {there['job_id']} (plain): {page}"
+    assert lines[run + 1] == f"Ray job {ray_job['job_id']} (plain): {page}"
     [mlflow] = [line for line in lines if line.startswith("MLflow run ")]
     assert mlflow.startswith(f"MLflow run {summary['mlflow_run_id']} of the experiment ray_app: sqlite:///")
-    assert ground.mlflow("plain").data.tags["ray_app.ray_job"] == page
-    assert f'<a href="{page}">' in ground.paths("plain").report.read_text()
-    assert ("Ray job", page) in list_values(read_facts(ground.paths("plain")))
+    assert cluster.mlflow("plain").data.tags["ray_app.ray_job"] == page
+    assert f'<a href="{page}">' in cluster.paths("plain").report.read_text()
+    assert ("Ray job", page) in list_values(read_facts(cluster.paths("plain")))
 
 
-def stopped(ground: Ground) -> dict[str, Any]:
-    """A run that `ray job stop` ends after its first checkpoint, and that is submitted again."""
-    with ground.submit("stopped") as submitted:
-        ground.wait_for_checkpoint("stopped", lambda: submitted.poll() is None)
-        command = [str(RAY), "job", "stop", "--address", ground.head.url, "stopped-1"]
-        subprocess.run(command, env=ground.head.environment, check=True, timeout=_JOB_S, capture_output=True)
+def stop_and_resubmit(cluster: JobCluster) -> dict[str, Any]:
+    """Stops a run by `ray job stop` after its first checkpoint and submits it again."""
+    with cluster.submit("stopped") as submitted:
+        cluster.wait_for_checkpoint("stopped", lambda: submitted.poll() is None)
+        command = [str(RAY), "job", "stop", "--address", cluster.head.url, "stopped-1"]
+        subprocess.run(command, env=cluster.head.environment, check=True, timeout=_JOB_S, capture_output=True)
         output = submitted.communicate(timeout=_JOB_S)[0]
-    seen = {"output": output, "code": submitted.returncode, "summary": ground.summary("stopped")}
-    seen["job"], seen["mlflow"] = ground.head.job("stopped-1"), ground.mlflow_status("stopped")
-    seen["ended"] = [event.kind for event in read_events(ground.paths("stopped"), "interrupted", "driver_lost")]
-    until(lambda: not ground.head.left_of("stopped-1"))
-    ground.go_on("stopped")
-    with ground.submit("stopped") as again:
+    outcome = {"output": output, "code": submitted.returncode, "summary": cluster.summary("stopped")}
+    outcome["job"], outcome["mlflow"] = cluster.head.job("stopped-1"), cluster.mlflow_status("stopped")
+    outcome["ended"] = [event.kind for event in read_events(cluster.paths("stopped"), "interrupted", "driver_lost")]
+    until(lambda: not cluster.head.left_of("stopped-1"))
+    cluster.go_on("stopped")
+    with cluster.submit("stopped") as again:
         assert again.stdout is not None
         lines = []
         while not lines or not lines[-1].startswith("  stop: "):
             lines.append(again.stdout.readline())
             assert lines[-1], lines
         again.send_signal(signal.SIGINT)
-        seen["output again"] = "".join(lines) + again.communicate(timeout=_JOB_S)[0]
-    until(lambda: ground.is_over("stopped-2"), limit_s=_JOB_S)
-    return seen | {"code again": again.returncode, "job again": ground.head.job("stopped-2")}
+        outcome["output again"] = "".join(lines) + again.communicate(timeout=_JOB_S)[0]
+    until(lambda: cluster.is_over("stopped-2"), limit_s=_JOB_S)
+    return outcome | {"code again": again.returncode, "job again": cluster.head.job("stopped-2")}
 
 
-def test_a_stopped_job_of_ours_is_closed_and_continues(
-    ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any
+def test_a_stopped_job_is_closed_and_continues_when_submitted_again(
+    cluster: JobCluster, flows: dict[str, Future[Any]], undisturbed: Any
 ) -> None:
-    seen = flows["stopped"].result(_JOB_S)
-    assert (seen["code"], seen["job"]["status"]) == (75, "STOPPED"), seen["output"]
-    assert "Stopping after this step, with a checkpoint ..." in seen["output"]
-    assert "somebody stopped the job; submitting the same run.name again continues it" in seen["output"]
-    summary = seen["summary"]
-    assert (summary["status"], seen["ended"], seen["mlflow"]) == ("interrupted", ["interrupted"], "KILLED")
+    outcome = flows["stopped"].result(_JOB_S)
+    assert (outcome["code"], outcome["job"]["status"]) == (75, "STOPPED"), outcome["output"]
+    assert "Stopping after this step, with a checkpoint ..." in outcome["output"]
+    assert "somebody stopped the job; submitting the same run.name again continues it" in outcome["output"]
+    summary = outcome["summary"]
+    assert (summary["status"], outcome["ended"], outcome["mlflow"]) == ("interrupted", ["interrupted"], "KILLED")
     steps = [
-        event.details["step"] for event in read_events(ground.paths("stopped"), "checkpointed") if event.fence == 1
+        event.details["step"] for event in read_events(cluster.paths("stopped"), "checkpointed") if event.fence == 1
     ]
     assert 0 < steps[-1] == summary["steps"] < _STEPS
-    assert any("epoch " in line and "1 of 1 workers" in line for line in seen["output"].splitlines())
+    assert any("epoch " in line and "1 of 1 workers" in line for line in outcome["output"].splitlines())
 
-    assert (seen["code again"], seen["job again"]["driver_exit_code"]) == (130, 0), seen["output again"]
-    assert seen["job again"]["metadata"]["ray_app_directory"] == str(ground.paths("stopped").root)
-    assert "as job stopped-2 (try 1 of 4)" in seen["output again"]
-    assert "The job stopped-2 goes on." in seen["output again"]
-    final = ground.summary("stopped")
+    assert (outcome["code again"], outcome["job again"]["driver_exit_code"]) == (130, 0), outcome["output again"]
+    assert outcome["job again"]["metadata"]["ray_app_directory"] == str(cluster.paths("stopped").root)
+    assert "as job stopped-2 (try 1 of 4)" in outcome["output again"]
+    assert "The job stopped-2 goes on." in outcome["output again"]
+    final = cluster.summary("stopped")
     assert (final["status"], final["params_digest"]) == ("finished", undisturbed[0]["params_digest"])
     assert (final["redone_steps"], final["restarts"]["driver"]) == (0, 1)
-    assert ground.mlflow_status("stopped") == "FINISHED"
+    assert cluster.mlflow_status("stopped") == "FINISHED"
 
 
-def killed(ground: Ground) -> dict[str, Any]:
-    """A run whose driver is killed after its first checkpoint."""
-    with ground.submit("killed") as submitted:
-        ground.wait_for_checkpoint("killed", lambda: submitted.poll() is None)
-        driver = psutil.Process(int(ground.head.job("killed-1")["driver_info"]["pid"]))
+def kill_driver(cluster: JobCluster) -> dict[str, Any]:
+    """Kills the driver of a run after its first checkpoint."""
+    with cluster.submit("killed") as submitted:
+        cluster.wait_for_checkpoint("killed", lambda: submitted.poll() is None)
+        driver = psutil.Process(int(cluster.head.job("killed-1")["driver_info"]["pid"]))
         assert driver.cmdline()[1:4] == ["-m", "ray_app", "train"]
-        ground.go_on("killed")
+        cluster.go_on("killed")
         driver.send_signal(signal.SIGKILL)
         output = submitted.communicate(timeout=_JOB_S)[0]
     return {"output": output, "code": submitted.returncode}
 
 
-def test_a_run_whose_driver_is_killed_is_submitted_again(
-    ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any
+def test_a_job_with_a_killed_driver_is_submitted_again(
+    cluster: JobCluster, flows: dict[str, Future[Any]], undisturbed: Any
 ) -> None:
-    seen = flows["killed"].result(_JOB_S)
-    output = seen["output"]
-    assert seen["code"] == 0, output
+    outcome = flows["killed"].result(_JOB_S)
+    output = outcome["output"]
+    assert outcome["code"] == 0, output
     assert "try 2 of 4 in 0.5 s: the driver was lost (killed by signal 9)\n" in output
-    assert [ground.head.job(name)["status"] for name in ("killed-1", "killed-2")] == ["FAILED", "SUCCEEDED"]
+    assert [cluster.head.job(name)["status"] for name in ("killed-1", "killed-2")] == ["FAILED", "SUCCEEDED"]
     assert (output.count("Starting run killed in"), output.count("Continuing run killed in")) == (1, 1)
-    summary = ground.summary("killed")
+    summary = cluster.summary("killed")
     assert (summary["status"], summary["params_digest"]) == ("finished", undisturbed[0]["params_digest"])
     assert summary["restarts"]["driver"] == 1
-    assert ground.mlflow_status("killed") == "FINISHED"
+    assert cluster.mlflow_status("killed") == "FINISHED"
 
 
-def over_rest(ground: Ground) -> dict[str, Any]:
-    """A run submitted, stopped with Ray's 3 seconds, and submitted again by nothing but HTTP."""
-    archive = ground.folder / "project.zip"
-    with zipfile.ZipFile(archive, "w") as made:
-        for file in ground.project.rglob("*"):
-            made.write(file, file.relative_to(ground.project))
-    ground.head.put("/api/packages/gcs/_ray_pkg_rest.zip", archive.read_bytes())
-    options = ["--config", "conf/plain.yaml", *ground.options("rest")[2:]]
+def submit_over_rest(cluster: JobCluster) -> dict[str, Any]:
+    """Submits a run, stops it with Ray's grace period of 3 seconds, and submits it again, all over HTTP."""
+    archive = cluster.folder / "project.zip"
+    with zipfile.ZipFile(archive, "w") as package:
+        for file in cluster.project.rglob("*"):
+            package.write(file, file.relative_to(cluster.project))
+    cluster.head.put("/api/packages/gcs/_ray_pkg_rest.zip", archive.read_bytes())
+    options = ["--config", "conf/plain.yaml", *cluster.options("rest")[2:]]
     body: dict[str, Any] = {"entrypoint": " ".join(["python", "-m", "ray_app", "train", *options])}
     body["runtime_env"] = {"working_dir": "gcs://_ray_pkg_rest.zip"}
-    ground.head.ask("/api/jobs/", body=body | {"submission_id": "rest-1"})
-    ground.wait_for_checkpoint("rest", lambda: not ground.is_over("rest-1"))
-    # the evaluator, which closes the run when the driver is gone, must be there
-    until(lambda: read_evaluations(ground.paths("rest")), limit_s=_JOB_S)
-    assert ground.head.ask("/api/jobs/rest-1/stop", body={})["stopped"]
-    until(lambda: ground.head.job("rest-1")["status"] == "STOPPED", limit_s=_JOB_S)
-    until(lambda: ground.mlflow_status("rest") == "KILLED", limit_s=_JOB_S)
-    until(lambda: ground.paths("rest").summary.exists() and ground.summary("rest")["mlflow_run_id"], limit_s=_JOB_S)
-    seen = {"summary": ground.summary("rest")}
-    ground.go_on("rest")
-    ground.head.ask("/api/jobs/", body=body | {"submission_id": "rest-2"})
-    until(lambda: ground.is_over("rest-2"), limit_s=_JOB_S)
-    return seen | {"log": ground.head.ask("/api/jobs/rest-2/logs")["logs"]}
+    cluster.head.ask("/api/jobs/", body=body | {"submission_id": "rest-1"})
+    cluster.wait_for_checkpoint("rest", lambda: not cluster.is_over("rest-1"))
+    # The evaluator closes the run when the driver is lost, so it must have started.
+    until(lambda: read_evaluations(cluster.paths("rest")), limit_s=_JOB_S)
+    assert cluster.head.ask("/api/jobs/rest-1/stop", body={})["stopped"]
+    until(lambda: cluster.head.job("rest-1")["status"] == "STOPPED", limit_s=_JOB_S)
+    until(lambda: cluster.mlflow_status("rest") == "KILLED", limit_s=_JOB_S)
+    until(lambda: cluster.paths("rest").summary.exists() and cluster.summary("rest")["mlflow_run_id"], limit_s=_JOB_S)
+    outcome = {"summary": cluster.summary("rest")}
+    cluster.go_on("rest")
+    cluster.head.ask("/api/jobs/", body=body | {"submission_id": "rest-2"})
+    until(lambda: cluster.is_over("rest-2"), limit_s=_JOB_S)
+    return outcome | {"log": cluster.head.ask("/api/jobs/rest-2/logs")["logs"]}
 
 
-def test_a_job_over_rest_is_stopped_in_three_seconds_and_continues(
-    ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any
+def test_a_job_stopped_over_rest_continues_when_submitted_again(
+    cluster: JobCluster, flows: dict[str, Future[Any]], undisturbed: Any
 ) -> None:
-    seen = flows["rest"].result(_JOB_S)
-    assert seen["summary"]["status"] == "interrupted"
-    assert 0 < seen["summary"]["steps"] < _STEPS
-    job = ground.head.job("rest-2")
-    assert (job["status"], job["driver_exit_code"]) == ("SUCCEEDED", 0), seen["log"]
-    summary = ground.summary("rest")
+    outcome = flows["rest"].result(_JOB_S)
+    assert outcome["summary"]["status"] == "interrupted"
+    assert 0 < outcome["summary"]["steps"] < _STEPS
+    job = cluster.head.job("rest-2")
+    assert (job["status"], job["driver_exit_code"]) == ("SUCCEEDED", 0), outcome["log"]
+    summary = cluster.summary("rest")
     assert (summary["status"], summary["params_digest"]) == ("finished", undisturbed[0]["params_digest"])
 
 
@@ -315,11 +326,11 @@ except LostContactError as error:
 """
 
 
-def tail(ground: Ground) -> str:
-    """A job that is followed through a connection that breaks."""
-    with ground.head.breaking_proxy() as proxy:
+def follow_through_proxy(cluster: JobCluster) -> str:
+    """Follows a job through a connection that breaks; returns the printed lines."""
+    with cluster.head.breaking_proxy() as proxy:
         command = [sys.executable, "-c", FOLLOWER, proxy.url]
-        with subprocess.Popen(command, env=ground.head.environment, stdout=subprocess.PIPE, text=True) as following:
+        with subprocess.Popen(command, env=cluster.head.environment, stdout=subprocess.PIPE, text=True) as following:
             lines: list[str] = []
             assert following.stdout is not None
             for line in following.stdout:
@@ -331,7 +342,7 @@ def tail(ground: Ground) -> str:
     return "".join(lines)
 
 
-def test_following_survives_a_broken_connection_and_tells_the_true_exit_code(flows: dict[str, Future[Any]]) -> None:
+def test_following_survives_a_broken_connection_and_reports_the_exit_code(flows: dict[str, Future[Any]]) -> None:
     lines = flows["tail"].result(_JOB_S).splitlines()
     assert [line for line in lines if line.startswith("line ")] == [f"line {i}" for i in range(1, 7)]
     assert any(line.startswith("TOLD The connection to") for line in lines)
@@ -340,13 +351,13 @@ def test_following_survives_a_broken_connection_and_tells_the_true_exit_code(flo
     assert "has not answered for 1 s" in lines[-1]
 
 
-def dry(ground: Ground) -> dict[str, Any]:
-    """A dry run, and the jobs that there were after it."""
-    with ground.submit(
-        "dry", "--submit.dry_run=true", f"--run.storage_path={ground.folder / 'new' / 'runs'}"
+def dry_run(cluster: JobCluster) -> dict[str, Any]:
+    """Submits a dry run; returns its output and the jobs that exist after it."""
+    with cluster.submit(
+        "dry", "--submit.dry_run=true", f"--run.storage_path={cluster.folder / 'new' / 'runs'}"
     ) as submitted:
         output = submitted.communicate(timeout=_JOB_S)[0]
-    jobs = [job["submission_id"] for job in ground.head.ask("/api/jobs/")]
+    jobs = [job["submission_id"] for job in cluster.head.ask("/api/jobs/")]
     return {
         "output": output,
         "code": submitted.returncode,
@@ -354,19 +365,21 @@ def dry(ground: Ground) -> dict[str, Any]:
     }
 
 
-def test_a_dry_run_says_what_would_run_and_writes_nothing(ground: Ground, flows: dict[str, Future[Any]]) -> None:
-    seen = flows["dry"].result(_JOB_S)
-    assert (seen["code"], seen["jobs"]) == (0, ["dry-preflight-1"]), seen["output"]
-    said = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in seen["output"].splitlines() if "  " in line}
-    assert said["workers (W)"] == "1, arithmetic of 2 (L)"
-    assert said["steps"] == f"{_STEPS:,}; 23 per epoch of 1,438 rows"
-    assert said["rows per step"] == "64"
-    assert said["run directory"] == str(ground.folder / "new" / "runs" / "dry")
-    assert not (ground.folder / "new").exists()
+def test_a_dry_run_reports_the_plan_and_writes_nothing(cluster: JobCluster, flows: dict[str, Future[Any]]) -> None:
+    outcome = flows["dry"].result(_JOB_S)
+    assert (outcome["code"], outcome["jobs"]) == (0, ["dry-preflight-1"]), outcome["output"]
+    values = {
+        line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in outcome["output"].splitlines() if "  " in line
+    }
+    assert values["workers (W)"] == "1, arithmetic of 2 (L)"
+    assert values["steps"] == f"{_STEPS:,}; 23 per epoch of 1,438 rows"
+    assert values["rows per step"] == "64"
+    assert values["run directory"] == str(cluster.folder / "new" / "runs" / "dry")
+    assert not (cluster.folder / "new").exists()
 
 
-def test_what_cannot_work_is_refused_all_at_once(ground: Ground) -> None:
-    private = ground.folder / "private"
+def test_submission_reports_all_invalid_settings_at_once(cluster: JobCluster) -> None:
+    private = cluster.folder / "private"
     private.mkdir()
     bad = [
         "--data.path=/missing/data",
@@ -375,30 +388,34 @@ def test_what_cannot_work_is_refused_all_at_once(ground: Ground) -> None:
         "--tracking.uri=http://127.0.0.1:1",
     ]
     silent = ["--submit.address=http://127.0.0.1:1"]
-    stranger = ground.head.environment | {"RAY_AUTH_TOKEN_PATH": str(ground.folder / "other-token")}
-    (ground.folder / "other-token").write_text("0" * 64)
-    other = Ground(Head(ground.head.url, stranger, "", ground.head.log), ground.project, ground.folder)
-    with ground.head.another_node(hidden=private):
-        asked = [ground.submit("refused", *bad), ground.submit("unreachable", *silent), other.submit("stranger")]
-        outputs = [process.communicate(timeout=_JOB_S)[0] for process in asked]
-    assert [process.returncode for process in asked] == [2, 2, 2], outputs
+    stranger = cluster.head.environment | {"RAY_AUTH_TOKEN_PATH": str(cluster.folder / "other-token")}
+    (cluster.folder / "other-token").write_text("0" * 64)
+    other = JobCluster(Head(cluster.head.url, stranger, "", cluster.head.log), cluster.project, cluster.folder)
+    with cluster.head.another_node(hidden=private):
+        submissions = [
+            cluster.submit("refused", *bad),
+            cluster.submit("unreachable", *silent),
+            other.submit("stranger"),
+        ]
+        outputs = [process.communicate(timeout=_JOB_S)[0] for process in submissions]
+    assert [process.returncode for process in submissions] == [2, 2, 2], outputs
     refused, unreachable, unknown = outputs
-    found = {
+    lines = {
         tuple(line.split(maxsplit=2)[:2]): line
         for line in refused.splitlines()
         if line.startswith(("ok ", "warning ", "refused "))
     }
-    assert "127.0.0.3: a file that the head node wrote is not there" in found["refused", "storage"]
-    assert "'/missing/data' does not exist" in found["refused", "training"]
-    assert "scaling.min_workers = 1 workers of 64 CPU" in found["refused", "resources"]
-    assert "does not answer from the head node" in found["warning", "MLflow"]
-    assert ("ok", "versions") in found
+    assert "127.0.0.3: a file that the head node wrote is not there" in lines["refused", "storage"]
+    assert "'/missing/data' does not exist" in lines["refused", "training"]
+    assert "scaling.min_workers = 1 workers of 64 CPU" in lines["refused", "resources"]
+    assert "does not answer from the head node" in lines["warning", "MLflow"]
+    assert ("ok", "versions") in lines
     assert "no job server answers at http://127.0.0.1:1" in unreachable
     assert "RAY_AUTH_TOKEN" in unknown
     assert "0" * 64 not in unknown
     started = [
         job["submission_id"]
-        for job in ground.head.ask("/api/jobs/")
+        for job in cluster.head.ask("/api/jobs/")
         if job["submission_id"].startswith(("refused", "stranger"))
     ]
     assert started == ["refused-preflight-1"]

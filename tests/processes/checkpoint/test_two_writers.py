@@ -1,5 +1,5 @@
-"""Two workers write the same checkpoint at once: one that leaves its node and the next rank 0. One checkpoint comes of
-it, intact.
+"""Two workers write the same checkpoint at once, the worker that leaves its node and the next rank 0. They leave one
+intact checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import IO, Any
 import pytest
 import torch
 
-from ray_app.checkpoint import store as put_module
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, has_same_values, pack
 from ray_app.checkpoint.store import COMMIT, CheckpointStore, Commit, seal
@@ -23,13 +22,13 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage import object_stores
 from ray_app.storage.files import Content, Location, list_tree, put_atomic, put_json, render_content
-from ray_app.train.checkpointing import writer as saver_module
+from ray_app.train.checkpointing import writer as writer_module
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
 from tests.support.waiting import until
 
 VALUES = 3 << 19
-"""Of a model of 6 MiB, which S3 takes in parts here."""
+"""Number of values of a model of 6 MiB, which is uploaded to S3 in parts here."""
 
 
 @pytest.fixture(
@@ -43,7 +42,7 @@ def paths(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 class Stops:
-    """Stops each writer in the middle of one of its files, until it may go on; both are called `old` and `new`.
+    """Stops each of the writers `old` and `new` in the middle of one of its files, until it may continue.
 
     Args:
         at: For each writer, the name of the file.
@@ -53,56 +52,56 @@ class Stops:
         self._at, self._writers = dict(at), dict[int, str]()
         self.reached, self.may_go = ({name: threading.Event() for name in ("old", "new")} for _ in range(2))
 
-    def begins(self, writer: str) -> None:
-        """Says that this thread is a writer."""
+    def register(self, writer: str) -> None:
+        """Registers the calling thread as a writer."""
         self._writers[threading.get_ident()] = writer
 
-    def pass_by(self, place: Location) -> None:
-        """Waits if this writer is to stop at this file, and has not yet."""
+    def wait_at(self, path: Location) -> None:
+        """Waits if this writer is to stop at this file and has not stopped yet."""
         writer = self._writers.get(threading.get_ident())
-        if writer is not None and self._at.get(writer) == place.name:
+        if writer is not None and self._at.get(writer) == path.name:
             del self._at[writer]
             self.reached[writer].set()
             assert self.may_go[writer].wait(60)
 
-    def put_atomic(self, place: Location, content: Content, **options: Any) -> bool:
+    def put_atomic(self, path: Location, content: Content, **options: Any) -> bool:
         def write(file: IO[bytes]) -> None:
             data = render_content(content)
             file.write(data[: len(data) // 2])
-            self.pass_by(place)
+            self.wait_at(path)
             file.write(data[len(data) // 2 :])
 
-        return put_atomic(place, write, **options)
+        return put_atomic(path, write, **options)
 
-    def put_json(self, place: Location, value: Any, **options: Any) -> bool:
-        self.pass_by(place)
-        return put_json(place, value, **options)
+    def put_json(self, path: Location, value: Any, **options: Any) -> bool:
+        self.wait_at(path)
+        return put_json(path, value, **options)
 
 
 @pytest.fixture
 def stops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stops]:
-    made = Stops(request.param)
-    monkeypatch.setattr(put_module, "put_atomic", made.put_atomic)
-    monkeypatch.setattr(store_module, "put_json", made.put_json)
-    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.001, attempts=6))
-    yield made
-    for event in made.may_go.values():
+    stops = Stops(request.param)
+    monkeypatch.setattr(store_module, "put_atomic", stops.put_atomic)
+    monkeypatch.setattr(store_module, "put_json", stops.put_json)
+    monkeypatch.setattr(writer_module, "_RETRY", Retry(0.001, attempts=6))
+    yield stops
+    for event in stops.may_go.values():
         event.set()
 
 
 def begin(writer: str, paths: RunPaths, stops: Stops) -> CheckpointWriter:
-    """Begins to write step 20; of the two the files differ in what is not the model, but not in what they say."""
-    saver = CheckpointWriter(paths, CheckpointSection(), list, lambda _: stops.begins(writer))
-    saver.save(lambda: replace(snapshot_of(20, VALUES), schedule=SAME[writer]), commit_of(20))
-    return saver
+    """Begins to write step 20; the training files of both writers differ in bytes, but not in values."""
+    checkpoint_writer = CheckpointWriter(paths, CheckpointSection(), list, lambda _: stops.register(writer))
+    checkpoint_writer.save(lambda: replace(snapshot_of(20, VALUES), schedule=SCHEDULES[writer]), commit_of(20))
+    return checkpoint_writer
 
 
-SAME = {"old": {"one": "a text", "other": "a text"}, "new": {"one": "a text", "other": "".join("a text")}}
-"""Pickle writes a text that is there twice as one object or as two."""
+SCHEDULES = {"old": {"one": "a text", "other": "a text"}, "new": {"one": "a text", "other": "".join("a text")}}
+"""Equal values that pickle writes differently: two references to one text, or two equal texts."""
 
 
-def test_the_files_of_the_two_differ_but_not_in_what_they_say() -> None:
-    one, other = (pack(replace(snapshot_of(20), schedule=SAME[writer]))[TRAINING] for writer in SAME)
+def test_files_of_both_writers_differ_in_bytes_but_not_in_values() -> None:
+    one, other = (pack(replace(snapshot_of(20), schedule=SCHEDULES[writer]))[TRAINING] for writer in SCHEDULES)
     assert one != other
     assert has_same_values(one, other)
     assert not has_same_values(
@@ -131,28 +130,28 @@ FILES = (MODEL, TRAINING, COMMIT)
     indirect=True,
 )
 @pytest.mark.parametrize("first", ["old", pytest.param("new", marks=pytest.mark.rest)])
-def test_two_that_are_stopped_anywhere_leave_one_intact_checkpoint(paths: RunPaths, stops: Stops, first: str) -> None:
-    savers = {}
+def test_two_writers_stopped_anywhere_leave_one_intact_checkpoint(paths: RunPaths, stops: Stops, first: str) -> None:
+    checkpoint_writers = {}
     for writer in ("old", "new"):
-        savers[writer] = begin(writer, paths, stops)
+        checkpoint_writers[writer] = begin(writer, paths, stops)
         stopped = stops.reached[writer]
         until(
             lambda stopped=stopped: stopped.is_set() or read_events(paths, "checkpointed"),
-            "it neither gets there nor past it",
+            "the writer neither stops at the file nor completes the checkpoint",
         )
-    for writer in sorted(savers, key=lambda name: name != first):
+    for writer in sorted(checkpoint_writers, key=lambda name: name != first):
         stops.may_go[writer].set()
-        savers[writer].check()
+        checkpoint_writers[writer].check()
         assert_intact(paths)
-    assert {e.kind for e in read_events(paths)} == {"checkpointed"}, "one has failed because of the other"
+    assert {e.kind for e in read_events(paths)} == {"checkpointed"}, "a writer failed because of the other"
 
 
 def assert_intact(paths: RunPaths) -> None:
-    found = CheckpointStore(paths).load_newest(lambda fallback: pytest.fail(str(fallback)))
-    assert found is not None
-    assert found[0].step == 20
+    loaded = CheckpointStore(paths).load_newest(lambda fallback: pytest.fail(str(fallback)))
+    assert loaded is not None
+    assert loaded[0].step == 20
     assert set(list_tree(paths.checkpoint(20, 1))) == set(FILES)
-    assert list_tree(paths.checkpoint(20, 1), temporary=True) == {}, "parts stay"
+    assert list_tree(paths.checkpoint(20, 1), temporary=True) == {}, "temporary parts stay"
 
 
 def test_a_writer_that_gives_up_before_the_other_commits_leaves_no_empty_commit(
@@ -161,9 +160,10 @@ def test_a_writer_that_gives_up_before_the_other_commits_leaves_no_empty_commit(
     store, files = CheckpointStore(paths), pack(snapshot_of(20))
     folder = paths.checkpoint(20, 1)
 
-    def overtaken(place: Location, value: Any, **options: Any) -> bool:
-        (folder / MODEL).unlink()  # it had looked for the commit before this
-        return put_json(place, value, **options)
+    def overtaken(path: Location, value: Any, **options: Any) -> bool:
+        # The writer that gives up found no commit, so it removes its file.
+        (folder / MODEL).unlink()
+        return put_json(path, value, **options)
 
     monkeypatch.setattr(store_module, "put_json", overtaken)
     with pytest.raises(OSError, match=r"Another process has removed \['model.safetensors'\]"):
@@ -175,40 +175,40 @@ def test_a_writer_that_gives_up_before_the_other_commits_leaves_no_empty_commit(
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_who_finds_the_other_one_done_leaves_its_commit_alone(
+def test_a_writer_leaves_the_commit_of_a_faster_writer_alone(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, is_gone: bool
 ) -> None:
-    """The other has told of it, and what is older may be gone by then; neither a listing that fails nor one that lacks
-    a file undoes it.
+    """The other writer has reported its checkpoint, and older ones may be gone by then. Neither a listing that fails
+    nor one that lacks a file undoes the commit.
     """
     folder, real = paths.checkpoint(20, 1), store_module.list_files
-    asked: list[Location] = []
+    listed: list[Location] = []
 
-    def overtaken(place: Location, value: Any, **options: Any) -> bool:
-        earlier = {name: said for name, said in value.items() if name != "sha256"} | {"time_s": -1.0}
-        assert put_json(place, seal(earlier), **options)
+    def overtaken(path: Location, value: Any, **options: Any) -> bool:
+        earlier = {name: entry for name, entry in value.items() if name != "sha256"} | {"time_s": -1.0}
+        assert put_json(path, seal(earlier), **options)
         monkeypatch.setattr(store_module, "list_files", unanswered)
-        return put_json(place, value, **options)
+        return put_json(path, value, **options)
 
-    def unanswered(place: Location) -> list[str]:
-        asked.append(place)
+    def unanswered(path: Location) -> list[str]:
+        listed.append(path)
         if not is_gone:
             raise OSError("SlowDown")
-        return [name for name in real(place) if name != MODEL]
+        return [name for name in real(path) if name != MODEL]
 
     monkeypatch.setattr(store_module, "put_json", overtaken)
     assert CheckpointStore(paths).write(pack(snapshot_of(20)), commit_of(20)) == folder
-    assert asked == [folder], "nothing happened"
+    assert listed == [folder], "the writer did not list the folder"
     monkeypatch.undo()
     assert_intact(paths)
 
 
 @pytest.mark.parametrize("stops", [{"new": TRAINING}], indirect=True)
-def test_one_that_gives_up_does_not_make_the_other_fail(
+def test_a_failing_writer_does_not_make_the_other_fail(
     paths: RunPaths, stops: Stops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It removes what it holds for its own, and the other writes that again."""
-    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.5, attempts=2))
+    """The failing writer removes the files that it takes for its own, and the other writes them again."""
+    monkeypatch.setattr(writer_module, "_RETRY", Retry(0.5, attempts=2))
 
     def refused(_: Commit) -> None:
         raise OSError("Stale file handle")
@@ -229,10 +229,10 @@ def write(paths: RunPaths, snapshot: Snapshot) -> None:
 
 
 @pytest.mark.parametrize("left", [[MODEL], [MODEL, TRAINING]], ids=len)
-def test_what_a_killed_writer_left_is_used_if_it_is_of_the_same_steps(paths: RunPaths, left: list[str]) -> None:
+def test_files_of_a_killed_writer_are_used_if_they_hold_the_same_steps(paths: RunPaths, left: list[str]) -> None:
     for name in left:
-        put_atomic(paths.checkpoint(20, 1) / name, pack(replace(snapshot_of(20), schedule=SAME["old"]))[name])
-    write(paths, replace(snapshot_of(20), schedule=SAME["new"]))
+        put_atomic(paths.checkpoint(20, 1) / name, pack(replace(snapshot_of(20), schedule=SCHEDULES["old"]))[name])
+    write(paths, replace(snapshot_of(20), schedule=SCHEDULES["new"]))
     assert_intact(paths)
     for name in left:
         put_atomic(paths.checkpoint(20, 2) / name, pack(snapshot_of(20))[name])
@@ -240,24 +240,22 @@ def test_what_a_killed_writer_left_is_used_if_it_is_of_the_same_steps(paths: Run
     with pytest.raises(OSError, match="it is damaged, or an earlier attempt wrote it"):
         CheckpointStore(paths).write(pack(other), commit_of(20, 2))
     CheckpointStore(paths).write(pack(other), commit_of(20, 2))
-    found = CheckpointStore(paths).load_newest(lambda fallback: pytest.fail(str(fallback)))
-    assert found is not None
-    assert (found[0].fence, found[1].model["weight"][0]) == (2, 21.0)
+    loaded = CheckpointStore(paths).load_newest(lambda fallback: pytest.fail(str(fallback)))
+    assert loaded is not None
+    assert (loaded[0].fence, loaded[1].model["weight"][0]) == (2, 21.0)
 
 
 @pytest.mark.parametrize("model_too", [True, False])
 @pytest.mark.parametrize("damaged", [True, False])
-def test_what_a_killed_writer_left_of_the_training_is_not_used_unseen(
-    paths: RunPaths, model_too: bool, damaged: bool
-) -> None:
-    """One that the storage has damaged, or one of other steps whose model is gone."""
+def test_a_wrong_training_file_of_a_killed_writer_is_not_used(paths: RunPaths, model_too: bool, damaged: bool) -> None:
+    """The file is damaged by the storage, or it belongs to other steps and lacks its model."""
     folder, files = paths.checkpoint(20, 1), pack(snapshot_of(20))
     content = bytearray(
         pack(replace(snapshot_of(20), optimizer=snapshot_of(20 if damaged else 21).optimizer))[TRAINING]
     )
     if damaged:
-        place = content.index(snapshot_of(20).optimizer["state"][0]["m"].numpy().tobytes())
-        content[place + 2] ^= 1
+        offset = content.index(snapshot_of(20).optimizer["state"][0]["m"].numpy().tobytes())
+        content[offset + 2] ^= 1
     put_atomic(folder / TRAINING, bytes(content))
     if model_too:
         put_atomic(folder / MODEL, files[MODEL])
@@ -265,14 +263,14 @@ def test_what_a_killed_writer_left_of_the_training_is_not_used_unseen(
         CheckpointStore(paths).write(files, commit_of(20))
     CheckpointStore(paths).write(files, commit_of(20))
     assert_intact(paths)
-    found = CheckpointStore(paths).load_newest(lambda fallback: pytest.fail(str(fallback)))
-    assert found is not None
-    assert found[1].optimizer["state"][0]["m"].tolist() == [20.0, 20.0, 20.0]
+    loaded = CheckpointStore(paths).load_newest(lambda fallback: pytest.fail(str(fallback)))
+    assert loaded is not None
+    assert loaded[1].optimizer["state"][0]["m"].tolist() == [20.0, 20.0, 20.0]
 
 
-def test_a_big_file_is_put_where_there_is_none(paths: RunPaths) -> None:
-    place, big = paths.root / "big", bytes(11 << 20)
-    assert put_atomic(place, big, if_absent=True)
-    assert not put_atomic(place, b"x" + big, if_absent=True)
-    assert place.read_bytes() == big
-    assert list_tree(paths.root, temporary=True) == {}, "parts stay"
+def test_a_big_file_is_written_only_where_none_exists(paths: RunPaths) -> None:
+    path, big = paths.root / "big", bytes(11 << 20)
+    assert put_atomic(path, big, if_absent=True)
+    assert not put_atomic(path, b"x" + big, if_absent=True)
+    assert path.read_bytes() == big
+    assert list_tree(paths.root, temporary=True) == {}, "temporary parts stay"

@@ -1,4 +1,4 @@
-"""`ray-app init`: a project that trains and whose test passes as it is written, and what it refuses."""
+"""`ray-app init` writes a project that trains and passes its test unchanged, and refuses unusable names and folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROCESS_S = 240
 
 
 @pytest.mark.rest
-def test_a_new_project_is_the_one_of_its_page_and_passes_its_test(
+def test_a_new_project_equals_the_one_of_its_page_and_passes_its_test(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "surface"
@@ -52,7 +52,7 @@ def test_a_new_project_is_the_one_of_its_page_and_passes_its_test(
         (["tests"], "called 'tests', as a part of the project is"),
     ],
 )
-def test_what_would_not_work_is_refused(
+def test_init_refuses_unusable_folders_and_package_names(
     arguments: list[str],
     expected: str,
     tmp_path: Path,
@@ -70,7 +70,7 @@ def test_what_would_not_work_is_refused(
     assert {path.name for path in tmp_path.iterdir()} == {"full", "file"}
 
 
-def test_the_package_has_the_name_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_package_has_the_requested_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "My Project-2" / "deeper"), "--package", "waves"]) == 0
     assert "class_path: waves.task.Surface\n" in (tmp_path / "My Project-2" / "deeper" / "train.yaml").read_text()
     assert main([str(tmp_path / "My Project-3")]) == 0

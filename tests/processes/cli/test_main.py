@@ -1,4 +1,4 @@
-"""The command `ray-app`: its table, what it costs, and what the project file promises of an installation."""
+"""The command `ray-app`: its table of commands, its imports, and the requirements in the project file."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _PROCESS_S = 120
 
 
-def test_help_and_version_import_nothing_big() -> None:
+def test_help_and_version_import_no_heavy_library() -> None:
     code = "import sys; from ray_app.cli.main import main; main([sys.argv[1]]); print(*sys.modules, file=sys.stderr)"
-    for asked, expected in (("--help", "train a configuration"), ("--version", f"ray-app {ray_app.__version__}\n")):
+    for option, expected in (("--help", "train a configuration"), ("--version", f"ray-app {ray_app.__version__}\n")):
         done = subprocess.run(
-            [sys.executable, "-c", code, asked],
+            [sys.executable, "-c", code, option],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -42,29 +42,27 @@ def test_help_and_version_import_nothing_big() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_there_and_is_called_as_the_user_typed_it(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_usage_of_every_command_names_the_program_as_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name, "--no-such-option"], "python -m ray_app")
     assert ended.value.code == 2
-    shown = capsys.readouterr()
-    assert not shown.out
-    assert f"python -m ray_app {name}" in shown.err
-    assert "--no-such-option" in shown.err or "required" in shown.err
+    output = capsys.readouterr()
+    assert not output.out
+    assert f"python -m ray_app {name}" in output.err
+    assert "--no-such-option" in output.err or "required" in output.err
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"ray_app.cli.{name}").main(["--help"])
     assert ended.value.code == 0
     assert f"ray-app {name}" in capsys.readouterr().out.split("\n\n")[0]
 
 
-def test_a_command_that_there_is_not_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [main(given) for given in (["trian"], [], ["--help"])] == [2, 2, 0]
-    shown = capsys.readouterr()
+def test_an_unknown_command_is_refused_and_the_nearest_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [main(arguments) for arguments in (["trian"], [], ["--help"])] == [2, 2, 0]
+    output = capsys.readouterr()
     assert (
-        "ray-app: 'trian' is no command. Did you mean train? There are init, ingest, check, train, submit" in shown.err
+        "ray-app: 'trian' is no command. Did you mean train? There are init, ingest, check, train, submit" in output.err
     )
-    assert all(f"\n  {name} " in shown.out for name in COMMANDS)
+    assert all(f"\n  {name} " in output.out for name in COMMANDS)
 
 
 def test_every_job_is_a_command() -> None:
@@ -80,8 +78,8 @@ def test_every_job_is_a_command() -> None:
         (["report"], "sys.exit(run())"),
     ],
 )
-def test_a_process_ends_before_python_is_taken_apart(arguments: list[str], started: str) -> None:
-    """A thread that is at work in C++ then can abort the process, whose exit code is no longer that of the command."""
+def test_a_process_exits_before_the_interpreter_shuts_down(arguments: list[str], started: str) -> None:
+    """A thread that runs C++ code during the shutdown can abort the process, which loses the command's exit code."""
     code = f"""
 import runpy, sys
 from ray_app.cli.main import run
@@ -100,9 +98,10 @@ print("begun")
 
 
 @pytest.mark.parametrize(("redirected", "code"), [(">/dev/full", 120), (">&-", 0)])
-def test_where_nobody_takes_what_it_prints(redirected: str, code: int) -> None:
+def test_unwritable_output_yields_the_documented_exit_code(redirected: str, code: int) -> None:
     command = f"{shlex.quote(sys.executable)} -m ray_app --version {redirected}"
-    environment = os.environ | {"PYTHONUNBUFFERED": ""}  # what is printed is written at the end
+    # Without this variable, output is written at the end of the process.
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=ROOT,
@@ -128,9 +127,9 @@ def test_no_message_names_a_job_that_an_installation_lacks() -> None:
     assert named == set()
 
 
-def test_each_pin_lies_in_the_range_that_an_installation_may_have() -> None:
+def test_pins_are_within_the_ranges_of_the_project_file() -> None:
     def read(lines: list[str]) -> dict[str, Requirement]:
-        return {found.name.lower(): found for found in map(Requirement, lines)}
+        return {requirement.name.lower(): requirement for requirement in map(Requirement, lines)}
 
     pins = read([line for line in (ROOT / "requirements.txt").read_text().splitlines() if re.match(r"\w", line)])
     extras = [line for name, lines in PROJECT["optional-dependencies"].items() if name != "all" for line in lines]
@@ -146,7 +145,7 @@ def test_each_pin_lies_in_the_range_that_an_installation_may_have() -> None:
     assert everything == set(PROJECT["optional-dependencies"]) - {"all"}
 
 
-def test_workers_look_where_the_driver_found_something(tmp_path: Path) -> None:
+def test_the_search_path_has_the_existing_folders_of_the_driver(tmp_path: Path) -> None:
     libraries, project = tmp_path / "of-another" / "site-packages", tmp_path / "project"
     libraries.mkdir(parents=True)
     project.mkdir()
@@ -163,16 +162,13 @@ def test_workers_look_where_the_driver_found_something(tmp_path: Path) -> None:
         timeout=_PROCESS_S,
         check=True,
     )
-    found = [
-        path for path in done.stdout.splitlines() if path != str(ROOT)
-    ]  # an editable installation finds that by itself
-    assert found == [str(tmp_path), str(project), str(libraries)]
+    # An editable installation finds ROOT by itself.
+    folders = [path for path in done.stdout.splitlines() if path != str(ROOT)]
+    assert folders == [str(tmp_path), str(project), str(libraries)]
     assert not any(path.startswith(sys.prefix) for path in search_path())
 
 
-def test_commands_that_are_printed_can_be_pasted_whatever_the_folder_is_called(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_printed_commands_quote_paths_with_spaces(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, uri = tmp_path / "my runs" / "one", "sqlite:////my runs/mlflow.db"
     report_end(RunPaths(run))
     (command,) = re.findall(r"ray-app report .*(?= tries again)", caplog.text)

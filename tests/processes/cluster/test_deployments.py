@@ -31,13 +31,13 @@ manifests = pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda file: file
 
 
 def job_of(manifest: Path) -> dict[str, Any]:
-    """The RayJob's specification, also of the one that a RayCronJob makes."""
+    """Returns the specification of a RayJob, or of the RayJobs of a RayCronJob."""
     spec = yaml.safe_load(manifest.read_text())["spec"]
     return spec.get("jobTemplate", spec)
 
 
 def pods_of(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The specifications of the three kinds of pods."""
+    """Returns the specifications of the three kinds of pods."""
     cluster = job["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     templates = {
@@ -49,13 +49,13 @@ def pods_of(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The Containerfile's instructions and what follows them."""
+    """Returns the Containerfile's instructions, each with its arguments."""
     text = re.sub(r"^#.*\n", "", (DEPLOY / "Containerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
 
 
 def dag_constants() -> dict[str, Any]:
-    """The constants of the DAG's module."""
+    """Returns the constants of the DAG's module."""
     body = ast.parse((DEPLOY / "airflow" / "retrain_dag.py").read_text()).body
     return {node.targets[0].id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
 
@@ -66,7 +66,7 @@ def cron_command() -> str:
 
 
 def commands() -> Iterator[tuple[str, str, list[str]]]:
-    """Every command in deploy/: where it stands, the job that it starts, the arguments."""
+    """Yields every command in deploy/: its file, the job that it starts, and the arguments."""
     texts = {manifest.name: job_of(manifest)["entrypoint"] for manifest in MANIFESTS}
     texts |= {
         "crontab": cron_command(),
@@ -74,15 +74,15 @@ def commands() -> Iterator[tuple[str, str, list[str]]]:
         "README.md": (DEPLOY / "README.md").read_text(),
     }
     for where, text in texts.items():
-        found = re.findall(r"python -m ray_app (\w+) ([^>;|\n]*)", text)
-        assert found, where
-        yield from ((where, script, shlex.split(arguments.replace(IN_IMAGE, ""))) for script, arguments in found)
+        matches = re.findall(r"python -m ray_app (\w+) ([^>;|\n]*)", text)
+        assert matches, where
+        yield from ((where, script, shlex.split(arguments.replace(IN_IMAGE, ""))) for script, arguments in matches)
 
 
-def understood(
+def parse_command(
     script: str, arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Config:
-    """The configuration that a job reads from its command line, which it prints itself; refusals raise."""
+    """Returns the configuration that a job reads from its command line, from the output of `--print_config`."""
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as ended:
         main([script, *arguments, "--print_config"])
@@ -99,7 +99,7 @@ def understood(
 @pytest.mark.parametrize(
     ("where", "script", "arguments"), list(commands()), ids=lambda v: v if isinstance(v, str) else ""
 )
-def test_a_command_is_understood_by_its_job(
+def test_a_documented_command_parses_into_a_configuration(
     where: str,
     script: str,
     arguments: list[str],
@@ -107,7 +107,7 @@ def test_a_command_is_understood_by_its_job(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = understood(script, arguments, tmp_path, monkeypatch, capsys)
+    config = parse_command(script, arguments, tmp_path, monkeypatch, capsys)
     for path in (config.data.path, config.data.eval_path):
         assert path is None or (ROOT / path).exists(), path
     if where in ("rayjob.yaml", "raycronjob.yaml"):
@@ -121,39 +121,40 @@ def test_a_manifest_has_fields_that_kuberay_knows(manifest: Path) -> None:
     schema = {"$ref": f"#/$defs/{document['kind']}", "$defs": SCHEMA["$defs"]}
     errors = jsonschema.Draft202012Validator(schema).iter_errors(document["spec"])
     assert [f"{error.json_path}: {error.message}" for error in errors] == []
-    assert len(document["metadata"]["name"]) <= 36  # KubeRay appends to it: MaxRayCronJobNameLength
+    # KubeRay appends to the name: MaxRayCronJobNameLength.
+    assert len(document["metadata"]["name"]) <= 36
 
 
 @manifests
-def test_a_manifest_offers_what_the_run_reserves(
+def test_a_manifest_offers_the_resources_that_the_run_reserves(
     manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = job_of(manifest)
     (script, arguments) = next((script, arguments) for where, script, arguments in commands() if where == manifest.name)
-    config = understood(script, arguments, tmp_path, monkeypatch, capsys)
+    config = parse_command(script, arguments, tmp_path, monkeypatch, capsys)
     (workers,) = job["rayClusterSpec"]["workerGroupSpecs"]
     pods = pods_of(job)
     head = int(job["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"])
-    each = int(pods["worker"]["containers"][0]["resources"]["limits"]["cpu"])
+    worker_cpus = int(pods["worker"]["containers"][0]["resources"]["limits"]["cpu"])
     scaling = config.scaling
     assert (workers["minReplicas"], workers["maxReplicas"]) == (scaling.min_workers, scaling.max_workers)
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     assert [
-        workers_that_fit(config, ClusterCapacity({"CPU": head + each * pods}))
+        workers_that_fit(config, ClusterCapacity({"CPU": head + worker_cpus * pods}))
         for pods in (scaling.min_workers, scaling.max_workers)
     ] == [
         scaling.min_workers,
         scaling.max_workers,
     ]
-    assert each == scaling.cpus_per_worker == scaling.threads_per_worker
-    assert (
-        head == reserved_cpus(config) < scaling.cpus_per_worker
-    )  # else the autoscaler sees room for workers on the head
-    assert int(pods["head"]["containers"][0]["resources"]["limits"]["cpu"]) > head  # the driver and Ray itself
+    assert worker_cpus == scaling.cpus_per_worker == scaling.threads_per_worker
+    # With as many CPUs as a worker needs, the autoscaler would place workers on the head.
+    assert head == reserved_cpus(config) < scaling.cpus_per_worker
+    # The driver and Ray itself need CPUs beyond those offered to Ray.
+    assert int(pods["head"]["containers"][0]["resources"]["limits"]["cpu"]) > head
 
 
 @manifests
-def test_a_manifest_is_safe_and_stops_and_notices_as_documented(manifest: Path) -> None:
+def test_a_manifest_has_the_documented_security_and_timeouts(manifest: Path) -> None:
     job = job_of(manifest)
     cluster, pods = job["rayClusterSpec"], pods_of(job)
     assert cluster["authOptions"]["mode"] == "token"
@@ -167,7 +168,7 @@ def test_a_manifest_is_safe_and_stops_and_notices_as_documented(manifest: Path) 
             assert container["envFrom"] == [{"secretRef": {"name": "ray-app", "optional": True}}]
     named = {variable["name"] for pod in pods.values() for variable in pod["containers"][0].get("env", [])}
     assert not [name for name in named if re.search("token|secret|password|key", name, re.IGNORECASE)], (
-        "secrets come from the Secret"
+        "the manifest has variables for secrets, which belong into the Secret"
     )
     claim = yaml.safe_load((DEPLOY / "kuberay" / "storage.yaml").read_text())
     assert pods["head"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
@@ -183,7 +184,7 @@ def test_a_manifest_is_safe_and_stops_and_notices_as_documented(manifest: Path) 
     )
 
 
-def test_both_manifests_ask_for_the_same_cluster() -> None:
+def test_both_manifests_request_the_same_cluster() -> None:
     first, second = (job_of(manifest) for manifest in MANIFESTS)
     for part in ("rayClusterSpec", "submitterPodTemplate", "runtimeEnvYAML"):
         without_comments = [
@@ -212,8 +213,8 @@ def test_the_image_has_the_versions_of_the_requirements() -> None:
 
 
 @pytest.mark.rest
-def test_the_image_is_complete_and_runs_as_a_user(tmp_path: Path) -> None:
-    """What the Containerfile copies is enough for the commands, tried in a folder that holds just that."""
+def test_the_image_has_all_files_and_runs_as_an_unprivileged_user(tmp_path: Path) -> None:
+    """The files that the Containerfile copies suffice for the commands; they run in a folder with just these files."""
     image, words = tmp_path / "app", instructions()
     image.mkdir()
     allowed = (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
@@ -260,19 +261,19 @@ def test_the_crontab_mails_failures_only(code: int, mails: bool, tmp_path: Path)
     assert (tmp_path / "retrain.log").read_text().endswith("read\n")
 
 
-def test_the_crontab_is_one_that_cron_reads() -> None:
+def test_the_crontab_has_valid_syntax() -> None:
     lines = [line for line in (DEPLOY / "cron" / "crontab").read_text().splitlines() if not line.startswith("#")]
     *settings, entry = lines
     assert all(re.fullmatch(r"[A-Z_]+=\S+", setting) for setting in settings)
-    assert "SHELL=/bin/bash" in settings  # BASH_ENV is read by bash only
+    # Only bash reads BASH_ENV.
+    assert "SHELL=/bin/bash" in settings
     assert all(re.fullmatch(r"[\d*/,-]+", field) for field in entry.split()[:5])
-    assert "%" not in entry  # cron takes it for the end of the line
+    # cron reads a percent sign as the end of the line.
+    assert "%" not in entry
 
 
-def test_the_dag_tries_again_after_75_only() -> None:
-    """Airflow is too big for the tests' environment: what decides is read from the syntax tree. Imported and run it was
-    by hand.
-    """
+def test_the_dag_retries_only_after_exit_code_75() -> None:
+    """Airflow is too big for the tests' environment, so the test reads the syntax tree; the DAG was run by hand."""
     tree = ast.parse((DEPLOY / "airflow" / "retrain_dag.py").read_text())
     calls = {
         node.func.id: node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)

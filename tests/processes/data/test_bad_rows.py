@@ -1,5 +1,5 @@
-"""Rows that cannot be decoded: skipped, listed and counted, with the same bits on any number of workers and across a
-resume.
+"""Rows that cannot be decoded are skipped, listed and counted; training stays bit-identical on any number of workers
+and across a resume.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def decode_numbers(rows: dict[str, Any]) -> dict[str, Any]:
 
 @given(st.lists(st.sampled_from([1, 2, 3, -1, 99]), min_size=1, max_size=40))
 @settings(max_examples=100, deadline=None)
-def test_just_the_bad_rows_are_zeros_with_a_reason(values: list[int]) -> None:
+def test_only_bad_rows_are_decoded_to_zeros_with_a_reason(values: list[int]) -> None:
     decoded, reasons = decode_good_rows(decode_numbers, {"x": values}, len(values), {"y": ArraySpec("<i8", (2,))})
     assert [reason is not None for reason in reasons] == [v in (-1, 99) for v in values]
     assert decoded["y"].tolist() == [[0, 0] if v in (-1, 99) else [v, v] for v in values]
@@ -61,10 +61,10 @@ def test_just_the_bad_rows_are_zeros_with_a_reason(values: list[int]) -> None:
             assert reason is not None
             assert reason.startswith("ValueError: negative (test_bad_rows.py, line ")
         if value == 99:
-            assert "(3,)" in str(reason), "it does not say which shape the row has"
+            assert "(3,)" in str(reason), "the reason lacks the shape of the row"
 
 
-def test_a_process_that_cannot_decode_is_no_bad_row() -> None:
+def test_a_missing_decoder_is_an_error_and_not_a_bad_row() -> None:
     def decode(rows: dict[str, Any]) -> dict[str, Any]:
         raise ModuleNotFoundError(f"no decoder for {len(rows)}")
 
@@ -83,8 +83,8 @@ def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data:
         consumed: Counter[int] = Counter()
         skipped: Counter[int] = Counter()
         for rank in range(size):
-            played = logical_workers_of(rank, size, plan.logical_workers)
-            feed = feed_of(plan, Cursor(), played, windows(job, Cursor(), played))
+            assigned = logical_workers_of(rank, size, plan.logical_workers)
+            feed = feed_of(plan, Cursor(), assigned, windows(job, Cursor(), assigned))
             for step in range(plan.steps_per_epoch):
                 for batch in feed.next():
                     assert batch.fields["id"].tolist() == batch.positions.tolist()
@@ -105,7 +105,7 @@ def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data:
 
 
 @pytest.mark.rest
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+def test_skipping_is_bit_identical_for_any_worker_count_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "run", data, Picky(), checkpoint__every_epochs=None, checkpoint__every_steps=4)
@@ -131,7 +131,7 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
 
 
 @pytest.mark.rest
-def test_local_steps_go_around_bad_rows_too(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_local_sgd_skips_bad_rows(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {
         "train__strategy": "local_sgd",
         "train__local_steps": 3,
@@ -145,7 +145,7 @@ def test_local_steps_go_around_bad_rows_too(pool: WorkerPool, data: Path, tmp_pa
     assert sum(sum(step[4]) for step in alone.steps) == job.plan.manifest.num_rows - len(BAD)
 
 
-def fresh(job: Job) -> TrainingState:
+def initial_state(job: Job) -> TrainingState:
     with torch.random.fork_rng(devices=[]):
         return TrainingState(job.config, job.task, CPU, job.total_steps)
 
@@ -157,7 +157,7 @@ def test_a_step_is_the_mean_over_its_good_rows(pool: WorkerPool, tmp_path: Path)
     ended = pool.train_new_run(job, 2, cache_windows)
     rows = decode_first_rows(job.source.reader, job.plan.manifest, 12)
     assert len(rows["id"]) == 10
-    state = fresh(job)
+    state = initial_state(job)
     batch = {name: torch.from_numpy(values.copy()) for name, values in rows.items()}
     loss = job.task.loss(job.task.forward(state.model, batch), batch).mean()
     loss.backward()
@@ -167,16 +167,18 @@ def test_a_step_is_the_mean_over_its_good_rows(pool: WorkerPool, tmp_path: Path)
         torch.testing.assert_close(ended.snapshot.model[name], value)
 
 
-def test_a_step_of_bad_rows_alone_moves_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_step_of_only_bad_rows_leaves_the_parameters_unchanged(pool: WorkerPool, tmp_path: Path) -> None:
     folder = write_images(tmp_path / "data", [[12]])
     job = job_of(tmp_path / "run", folder, Picky(tuple(range(12))), train__epochs=1)
     ended = pool.train_new_run(job, 2, cache_windows)
-    start = fresh(job).snapshot()
+    start = initial_state(job).snapshot()
     assert all(torch.equal(value, start.model[name]) for name, value in ended.snapshot.model.items())
     assert ended.commit.step == 1
 
 
-def test_a_round_of_bad_rows_alone_moves_nothing_but_the_schedule(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_round_of_only_bad_rows_advances_nothing_but_the_schedule(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     fields: dict[str, Any] = {
         "train__strategy": "local_sgd",
         "train__local_steps": 3,
@@ -213,13 +215,13 @@ def test_too_many_bad_rows_end_the_run_which_resumes_with_a_higher_limit(
     assert read_trained_run(allowed).commit.step == allowed.total_steps
 
 
-def test_of_workers_that_meet_the_limit_together_one_says_so(data: Path, tmp_path: Path) -> None:
+def test_workers_that_reach_the_limit_together_report_it(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD) - 1)
-    together = threading.Barrier(len(BAD))
+    barrier = threading.Barrier(len(BAD))
 
-    def meet(row: int) -> DataError | None:
+    def note_bad_row(row: int) -> DataError | None:
         batch = MicroBatch(0, 0, {}, torch.zeros(0), 0, np.zeros(0, np.int64), {row: "unreadable"}, 1)
-        together.wait(10)
+        barrier.wait(10)
         try:
             BadRows(job).note([batch])
         except DataError as error:
@@ -227,7 +229,7 @@ def test_of_workers_that_meet_the_limit_together_one_says_so(data: Path, tmp_pat
         return None
 
     with ThreadPoolExecutor(len(BAD)) as workers:
-        errors = [error for error in workers.map(meet, BAD) if error]
+        errors = [error for error in workers.map(note_bad_row, BAD) if error]
     assert errors
     assert all(
         f"{len(BAD)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD) - 1}" in str(error)
@@ -246,7 +248,7 @@ def test_without_skip_the_row_is_an_error(pool: WorkerPool, data: Path, tmp_path
 # --- the first rows
 
 
-def test_the_first_good_row_is_looked_for_up_to_the_limit(data: Path) -> None:
+def test_the_search_for_the_first_good_row_stops_at_the_limit(data: Path) -> None:
     dataset, task = open_dataset(str(data)), Picky((0, 1, 2))
     task = task.prepare(dataset.facts)  # type: ignore[assignment]
     with pytest.raises(BadRowError, match="row 2 is unreadable"):
@@ -254,6 +256,6 @@ def test_the_first_good_row_is_looked_for_up_to_the_limit(data: Path) -> None:
     assert decode_first_row(dataset, task.columns(), task.decode, 3)["id"].tolist() == [3]
 
 
-def test_examples_have_no_bad_row(data: Path, tmp_path: Path) -> None:
+def test_example_rows_exclude_bad_rows(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, Picky((0, 1, 2, 3, 5)))
     assert decode_first_rows(job.source.reader, job.plan.manifest, 4)["id"].tolist() == [4, 6, 7]

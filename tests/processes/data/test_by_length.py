@@ -1,5 +1,5 @@
-"""`data.by_length` with every other option of the plan: each row as often as without it, the same micro-batches however
-they are read.
+"""`data.by_length` with every other option of the plan: it uses each row as often as the plan without it, and every
+reader yields the same micro-batches.
 """
 
 from __future__ import annotations
@@ -42,50 +42,50 @@ def texts_job(folder: Path, data: Path, bad: tuple[int, ...] = BAD, **fields: An
 
 
 def delivered(job: Job, size: int, windows: OpenWindows, start: Cursor = Cursor()) -> dict[Place, MicroBatch]:
-    return all_delivered(job.plan, 2, size, start, lambda played: windows(job, start, played))
+    return all_delivered(job.plan, 2, size, start, lambda assigned: windows(job, start, assigned))
 
 
-def used(job: Job, batches: dict[Place, MicroBatch], epoch: int) -> Counter[int]:
-    """How often each row is trained on in an epoch, or was to be, and cannot be decoded."""
-    found: Counter[int] = Counter()
-    for (of, step, v), batch in batches.items():
-        if of == epoch:
+def count_used_rows(job: Job, batches: dict[Place, MicroBatch], epoch: int) -> Counter[int]:
+    """Counts how often an epoch trains on each row, or skips it since it cannot be decoded."""
+    counts: Counter[int] = Counter()
+    for (batch_epoch, step, v), batch in batches.items():
+        if batch_epoch == epoch:
             assert batch.rows + batch.num_skipped == job.plan.rows_of_step(step)[v]
             assert batch.fields["id"].tolist() == batch.positions.tolist()
             assert not set(batch.positions.tolist()) & set(BAD)
-            found.update(batch.positions.tolist())
-            found.update({row: batch.num_skipped // len(batch.bad) for row in batch.bad})
-    return found
+            counts.update(batch.positions.tolist())
+            counts.update({row: batch.num_skipped // len(batch.bad) for row in batch.bad})
+    return counts
 
 
-def planned(job: Job, epoch: int) -> Counter[int]:
+def count_planned_rows(job: Job, epoch: int) -> Counter[int]:
     order = job.plan.epoch(epoch)
-    places = product(range(job.plan.logical_workers), range(job.plan.steps_per_epoch))
-    return Counter(row for v, step in places for row in order.rows_at(v, step).tolist())
+    slots = product(range(job.plan.logical_workers), range(job.plan.steps_per_epoch))
+    return Counter(row for v, step in slots for row in order.rows_at(v, step).tolist())
 
 
-def keys(batches: dict[Place, MicroBatch]) -> Counter[tuple[int, int, int]]:
-    """What each row is augmented with in each epoch."""
+def count_keys(batches: dict[Place, MicroBatch]) -> Counter[tuple[int, int, int]]:
+    """Counts the augmentation keys of each row in each epoch."""
     return Counter(
-        (place[0], *pair)
-        for place, b in batches.items()
+        (slot[0], *pair)
+        for slot, b in batches.items()
         for pair in zip(b.positions.tolist(), b.keys.tolist(), strict=True)
     )
 
 
-def padded(batches: dict[Place, MicroBatch]) -> int:
+def count_values(batches: dict[Place, MicroBatch]) -> int:
     return sum(batch.fields["text"].numel() for batch in batches.values())
 
 
-def starts(job: Job) -> Iterator[Cursor]:
-    """In the middle of a window, and in the second epoch."""
+def resume_cursors(job: Job) -> Iterator[Cursor]:
+    """Yields a cursor in the middle of a window and one in the second epoch."""
     yield Cursor(0, job.plan.steps_per_window + 1)
     yield Cursor(1, 2)
 
 
 @pytest.mark.parametrize("last", ["keep", pytest.param("drop", marks=pytest.mark.rest)])
 @pytest.mark.parametrize(("shard", "balance_by"), ORDERS)
-def test_the_same_micro_batches_however_they_are_read(
+def test_micro_batches_are_the_same_for_every_reader_and_worker_count(
     tmp_path: Path, data: Path, shard: str, balance_by: str | None, last: str
 ) -> None:
     options = {"data__shard": shard, "data__balance_by": balance_by, "data__last_batch": last}
@@ -99,21 +99,21 @@ def test_the_same_micro_batches_however_they_are_read(
         (4, disk_cached),
     ):
         assert_same(first, delivered(job, size, windows))
-    for start in starts(job):
-        rest = {place: batch for place, batch in first.items() if place[:2] >= (start.epoch, start.step)}
+    for start in resume_cursors(job):
+        rest = {slot: batch for slot, batch in first.items() if slot[:2] >= (start.epoch, start.step)}
         for size, windows in ((1, cache_windows), (2, disk_cached), (4, stream_windows)):
             assert_same(rest, delivered(job, size, windows, start))
     for epoch in range(2):
-        found = used(job, first, epoch)
-        assert found == planned(job, epoch), "the rows of an epoch are those without data.by_length"
+        counts = count_used_rows(job, first, epoch)
+        assert counts == count_planned_rows(job, epoch), "data.by_length changed the rows of an epoch"
         if last == "keep" and balance_by is None:
-            assert found == Counter({row: 4 if shard == "off" else 1 for row in range(job.plan.manifest.num_rows)})
+            assert counts == Counter({row: 4 if shard == "off" else 1 for row in range(job.plan.manifest.num_rows)})
     plain = delivered(texts_job(tmp_path / "plain", data, **options, data__by_length=None), 1, cache_windows)
-    assert keys(first) == keys(plain)
-    assert padded(first) < 0.9 * padded(plain)
+    assert count_keys(first) == count_keys(plain)
+    assert count_values(first) < 0.9 * count_values(plain)
 
 
-def test_balanced_sampling_of_whole_files_stays_refused(tmp_path: Path, data: Path) -> None:
+def test_balanced_sampling_of_whole_files_is_refused(tmp_path: Path, data: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.balance_by is 'label' with data\.shard: file"):
         texts_job(tmp_path, data, data__shard="file", data__balance_by="label")
 
@@ -127,7 +127,7 @@ def test_balanced_sampling_of_whole_files_stays_refused(tmp_path: Path, data: Pa
         ("off", None),
     ],
 )
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+def test_training_is_bit_identical_for_any_worker_count_and_after_a_resume(
     pool: WorkerPool, tmp_path: Path, data: Path, shard: str, balance_by: str | None
 ) -> None:
     fields = {

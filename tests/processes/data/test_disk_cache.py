@@ -1,4 +1,4 @@
-"""The disk cache: the same rows and bits as without, filled by whoever reads first, never trusted blindly, bounded."""
+"""The disk cache yields the same rows as reading, verifies its content, is shared by readers, and is bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ray_app.data import disk_cache as disk_folder
+from ray_app.data import disk_cache as disk_cache_module
 from ray_app.data.disk_cache import SUMS, DiskCache, cache_key, cached_fetch, open_cache
 from ray_app.data.reader import fetch_in_process
 from ray_app.storage.files import put_atomic
@@ -27,7 +27,7 @@ from tests.support.s3_server import S3Server
 
 ROWS = [[50, 1], [46]]
 ROW_BYTES = 64 + 8 + 8 + 8
-"""Image, label, id and checksum."""
+"""Size of a row: image, label, id and checksum."""
 
 
 @pytest.fixture
@@ -44,11 +44,11 @@ BOTH = pytest.mark.parametrize("job", [TinyImages, TinyTexts], indirect=True)
 
 
 @BOTH
-def test_the_first_epoch_fills_it_and_the_others_read_nothing(job: Job) -> None:
+def test_the_first_epoch_fills_the_cache_and_later_epochs_read_nothing(job: Job) -> None:
     cache, counting = opened(job), Counting()
     fetch = cache.around(counting)
     assert_as_read(job, 0, epoch_of(job, 0, fetch))
-    assert counting.rows == job.plan.manifest.num_rows, "decoding is not part of the first epoch"
+    assert counting.rows == job.plan.manifest.num_rows, "the first epoch does not decode each row once"
     for epoch in (1, 2):
         assert_as_read(job, epoch, epoch_of(job, epoch, fetch))
     assert counting.rows == job.plan.manifest.num_rows
@@ -56,13 +56,13 @@ def test_the_first_epoch_fills_it_and_the_others_read_nothing(job: Job) -> None:
 
 
 @BOTH
-def test_workers_of_a_node_share_it_and_so_do_later_runs(job: Job) -> None:
+def test_workers_of_a_node_and_later_runs_share_the_cache(job: Job) -> None:
     caches, counting = [opened(job) for _ in range(2)], Counting()
-    for cache, played in zip(caches, (range(2), range(2, 4)), strict=True):
-        assert_as_read(job, 0, epoch_of(job, 0, cache.around(counting), played), played)
+    for cache, assigned in zip(caches, (range(2), range(2, 4)), strict=True):
+        assert_as_read(job, 0, epoch_of(job, 0, cache.around(counting), assigned), assigned)
     assert counting.rows == job.plan.manifest.num_rows
-    for cache, played in zip(caches, (range(2), range(2, 4)), strict=True):
-        assert_as_read(job, 1, epoch_of(job, 1, cache.around(counting), played), played)
+    for cache, assigned in zip(caches, (range(2), range(2, 4)), strict=True):
+        assert_as_read(job, 1, epoch_of(job, 1, cache.around(counting), assigned), assigned)
         cache.close()
     again = opened(job)
     assert_as_read(job, 0, epoch_of(job, 0, again.around(counting)))
@@ -71,29 +71,29 @@ def test_workers_of_a_node_share_it_and_so_do_later_runs(job: Job) -> None:
 
 
 @pytest.mark.parametrize("fault", ["flipped bit", "lost writes", "swapped rows", "cut off"])
-def test_what_the_disk_has_spoilt_is_read_anew(job: Job, fault: str) -> None:
+def test_rows_that_the_disk_corrupted_are_read_again(job: Job, fault: str) -> None:
     cache, counting = opened(job), Counting()
     epoch_of(job, 0, cache.around(counting))
     [folder] = Path(str(job.config.data.cache_dir)).glob("*/")
     images = folder / f"field-{list(job.fields).index('image'):03d}"
-    held = bytearray(images.read_bytes())
+    content = bytearray(images.read_bytes())
     if fault == "flipped bit":
-        held[64 * 20 + 5] ^= 1
+        content[64 * 20 + 5] ^= 1
     elif fault == "lost writes":
-        held[64 * 30 : 64 * 40] = bytes(640)
+        content[64 * 30 : 64 * 40] = bytes(640)
     elif fault == "swapped rows":
-        held[64 * 8 : 64 * 10] = held[64 * 9 : 64 * 10] + held[64 * 8 : 64 * 9]
+        content[64 * 8 : 64 * 10] = content[64 * 9 : 64 * 10] + content[64 * 8 : 64 * 9]
     else:
-        del held[64 * 60 :]
-    images.write_bytes(held)
+        del content[64 * 60 :]
+    images.write_bytes(content)
     assert_as_read(job, 1, epoch_of(job, 1, cache.around(counting)))
     fresh = Counting()
     assert_as_read(job, 2, epoch_of(job, 2, cache.around(fresh)))
-    assert fresh.rows == 0, "what was read anew is not held again"
+    assert fresh.rows == 0, "rows that were read again are not cached again"
     cache.close()
 
 
-def test_bad_rows_are_held_as_such(tmp_path: Path, data: Path) -> None:
+def test_the_cache_keeps_bad_rows_as_bad_rows(tmp_path: Path, data: Path) -> None:
     job = job_of(tmp_path / "run", data, Picky(), data__cache="disk", data__cache_dir=str(tmp_path / "cache"))
     cache, counting = opened(job), Counting()
     for epoch in (0, 1):
@@ -104,27 +104,27 @@ def test_bad_rows_are_held_as_such(tmp_path: Path, data: Path) -> None:
     cache.close()
 
 
-# --- whose rows they are
+# --- keys
 
 
-def test_other_data_settings_or_code_have_another_cache(
+def test_the_cache_key_depends_on_data_settings_and_code(
     job: Job, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {cache_key(job.source, "")}
+    keys = {cache_key(job.source, "")}
 
     def is_new(source: Any, settings: str = "") -> bool:
-        made = cache_key(source, settings)
-        is_new_one = made not in known
-        known.add(made)
-        return is_new_one
+        key = cache_key(source, settings)
+        is_unknown = key not in keys
+        keys.add(key)
+        return is_unknown
 
     assert not is_new(job.source)
     assert is_new(job.source, "other")
     other = replace(job.source.reader, decode=Picky().decode)
     assert is_new(replace(job.source, reader=other))
     changed = tmp_path / "application"
-    shutil.copytree(disk_folder._APPLICATION, changed)
-    monkeypatch.setattr(disk_folder, "_APPLICATION", changed)
+    shutil.copytree(disk_cache_module._APPLICATION, changed)
+    monkeypatch.setattr(disk_cache_module, "_APPLICATION", changed)
     assert not is_new(job.source)
     for name in ("task/images.py", "data/bad_rows.py", "data/arrays.py", "task/image.py"):
         (changed / name).write_text((changed / name).read_text() + "\n# another version")
@@ -137,7 +137,7 @@ def test_other_data_settings_or_code_have_another_cache(
         assert is_new(replace(job.source, reader=replace(job.source.reader, decode=space["decode"])))
     part = data / "part-1.parquet"
     os.utime(part, ns=(1, 1))
-    assert is_new(job.source), "a file that was written again"
+    assert is_new(job.source), "a rewritten file has the old key"
 
 
 def test_data_on_s3_is_cached_until_an_object_changes(
@@ -148,38 +148,38 @@ def test_data_on_s3_is_cached_until_an_object_changes(
             put_atomic(s3_folder / path.name, path.read_bytes())
 
     upload()
-    there = replace(job, data_root=str(s3_folder))
+    remote_job = replace(job, data_root=str(s3_folder))
     for epoch in range(2):
-        fetch = cached_fetch(fetch_in_process, there.source, "", job.config.data.cache_dir, 1.0)
+        fetch = cached_fetch(fetch_in_process, remote_job.source, "", job.config.data.cache_dir, 1.0)
         s3_server.reset()
-        assert_as_read(job, epoch, epoch_of(there, epoch, fetch))
+        assert_as_read(job, epoch, epoch_of(remote_job, epoch, fetch))
         assert bool(s3_server.requests(r"GET .*\.parquet")) is (epoch == 0)
-    known = cache_key(there.source, "")
+    key = cache_key(remote_job.source, "")
     upload()
-    assert cache_key(there.source, "") == known, "the same content, written again"
+    assert cache_key(remote_job.source, "") == key, "the same content, written again, has another key"
     put_atomic(s3_folder / "part-1.parquet", (data / "part-1.parquet").read_bytes()[::-1])
-    assert cache_key(there.source, "") != known, "other content of the same size"
+    assert cache_key(remote_job.source, "") != key, "other content of the same size has the old key"
 
 
 # --- bounds
 
 
-def test_a_small_limit_holds_the_first_rows(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_limit_caches_the_first_rows(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     cache, counting = opened(job, gb=40 * ROW_BYTES / 1e9), Counting()
     assert "has room for 40 of 97 rows within data.cache_gb" in caplog.text
     for epoch in range(3):
         assert_as_read(job, epoch, epoch_of(job, epoch, cache.around(counting)))
-    assert 97 + 2 * 57 <= counting.rows < 3 * 97, "less is held than there is room for"
+    assert 97 + 2 * 57 <= counting.rows < 3 * 97, "the cache holds fewer rows than its capacity"
     folder = Path(str(job.config.data.cache_dir))
     assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) <= 40 * ROW_BYTES
     cache.close()
 
 
-def test_the_room_follows_the_limit_where_nobody_else_has_it_open(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_capacity_follows_the_limit_of_the_only_open_handle(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     folder, few = Path(str(job.config.data.cache_dir)), 40 * ROW_BYTES / 1e9
 
     def read_with(gb: float) -> tuple[int, int]:
-        """Rows that are read, and the bytes of the cache then."""
+        """Returns the number of rows read in an epoch, and the bytes of the cache after it."""
         cache, counting = opened(job, gb), Counting()
         assert_as_read(job, 0, epoch_of(job, 0, cache.around(counting)))
         cache.close()
@@ -187,10 +187,10 @@ def test_the_room_follows_the_limit_where_nobody_else_has_it_open(job: Job, capl
 
     assert read_with(few) == (97, 40 * ROW_BYTES)
     rows, size = read_with(1.0)
-    assert (rows < 97, size) == (True, 97 * ROW_BYTES), "what it held is held still"
+    assert (rows < 97, size) == (True, 97 * ROW_BYTES), "a larger limit lost cached rows"
     assert read_with(1.0) == (0, 97 * ROW_BYTES)
     other = opened(job)
-    assert read_with(few) == (0, 97 * ROW_BYTES), "another one has it open"
+    assert read_with(few) == (0, 97 * ROW_BYTES), "the cache shrank while another handle was open"
     other.close()
     caplog.clear()
     for _ in range(2):
@@ -199,28 +199,28 @@ def test_the_room_follows_the_limit_where_nobody_else_has_it_open(job: Job, capl
     assert caplog.text.count("has room for 40 of 97 rows") == 2
 
 
-def test_unused_caches_make_room_oldest_first_and_used_ones_stay(job: Job) -> None:
+def test_the_oldest_unused_caches_are_evicted_and_open_ones_stay(job: Job) -> None:
     root, gb = Path(str(job.config.data.cache_dir)), 2.5 * 97 * ROW_BYTES / 1e9
 
     def open_as(settings: str) -> DiskCache:
         return open_cache(job.source, settings, str(root), gb)
 
-    def there() -> set[str]:
+    def existing() -> set[str]:
         return {name for name in ("a", "b", "c", "d") if (root / cache_key(job.source, name) / SUMS).exists()}
 
     open_as("a").close()
     used = open_as("b")
     os.utime(root / cache_key(job.source, "b"), (1, 1))
-    assert there() == {"a", "b"}
+    assert existing() == {"a", "b"}
     open_as("c").close()
-    assert there() == {"b", "c"}, "b is the oldest, but open"
+    assert existing() == {"b", "c"}, "b was evicted although it is open"
     used.close()
     open_as("d").close()
-    assert there() == {"c", "d"}
+    assert existing() == {"c", "d"}
 
 
-def test_what_is_no_cache_of_ours_is_left_alone(job: Job) -> None:
-    """However little room there is: `data.cache_dir` may be a folder that others use, too."""
+def test_foreign_files_in_the_cache_folder_are_kept(job: Job) -> None:
+    """`data.cache_dir` may be a folder with other files, which stay even if the capacity is exhausted."""
     root = Path(str(job.config.data.cache_dir))
     foreign = [
         root / "thesis" / "chapter.tex",
@@ -236,14 +236,14 @@ def test_what_is_no_cache_of_ours_is_left_alone(job: Job) -> None:
     (root / ("c" * 32)).symlink_to(root / "elsewhere")
     open_cache(job.source, "a", str(root), 1.0).close()
     open_cache(job.source, "b", str(root), 2 * ROW_BYTES / 1e9).close()
-    assert not (root / cache_key(job.source, "a")).exists(), "there was room enough"
+    assert not (root / cache_key(job.source, "a")).exists(), "the old cache was not evicted"
     assert all(file.read_bytes() == b"not to be lost" for file in foreign)
     assert (root / ("c" * 32) / SUMS).exists()
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk with room for some of 2000 rows."""
+    """A disk with capacity for some of 2000 rows."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -259,7 +259,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     "leave_free",
     [pytest.param(0.25, id="a share must stay free", marks=pytest.mark.rest), pytest.param(0.0, id="to the last byte")],
 )
-def test_on_a_full_disk_the_rest_is_read(
+def test_rows_that_a_full_disk_cannot_hold_are_read_in_every_epoch(
     tmp_path: Path,
     small_disk: Path,
     caplog: pytest.LogCaptureFixture,
@@ -274,28 +274,28 @@ def test_on_a_full_disk_the_rest_is_read(
     for epoch in range(2):
         assert_as_read(job, epoch, epoch_of(job, epoch, cache.around(counting)))
     assert caplog.text.count("takes no more rows") == 1
-    assert 2000 < counting.rows < 4000, "nothing of what fits is held"
+    assert 2000 < counting.rows < 4000, "the rows that fit are not cached"
     assert (os.statvfs(small_disk).f_bfree > 0) == (leave_free > 0)
     cache.close()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to others")
-@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("is_configured", [True, False])
 def test_a_cache_of_another_user_is_not_used(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_given: bool
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_configured: bool
 ) -> None:
-    """A folder that is given may be another's, as a mounted one is to root in a container; only the user's own caches
-    in it count.
+    """A configured folder may belong to another user, like a mounted one in a container; only the caches in it must
+    belong to the user.
     """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    root = tmp_path / "given" if is_given else tmp_path / f"ray_app-{os.getuid()}" / "cache"
+    root = tmp_path / "given" if is_configured else tmp_path / f"ray_app-{os.getuid()}" / "cache"
     root.mkdir(parents=True)
     os.chown(root, 12345, 12345)
-    given = str(root) if is_given else None
-    if is_given:
-        open_cache(job.source, "", given, 1.0).close()
+    cache_dir = str(root) if is_configured else None
+    if is_configured:
+        open_cache(job.source, "", cache_dir, 1.0).close()
         os.chown(root / cache_key(job.source, ""), 12345, 12345)
-    assert cached_fetch(fetch_in_process, job.source, "", given, 1.0) is fetch_in_process
+    assert cached_fetch(fetch_in_process, job.source, "", cache_dir, 1.0) is fetch_in_process
     assert "belongs to another user" in caplog.text
 
 
@@ -305,7 +305,7 @@ def test_every_user_has_a_default_folder(job: Job, tmp_path: Path, monkeypatch: 
     assert (tmp_path / f"ray_app-{os.getuid()}" / "cache" / cache_key(job.source, "") / SUMS).exists()
 
 
-def test_without_a_usable_folder_everything_is_read(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_usable_folder_there_is_no_cache(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     assert cached_fetch(fetch_in_process, job.source, "", str(tmp_path / "file" / "cache"), 1.0) is fetch_in_process
     assert "There is no disk cache on this node" in caplog.text
@@ -316,16 +316,17 @@ def test_without_a_usable_folder_everything_is_read(job: Job, tmp_path: Path, ca
 
 @pytest.mark.rest
 @BOTH
-def test_the_same_bits_as_without_also_after_a_worker_was_killed(pool: WorkerPool, job: Job) -> None:
-    without = pool.train_new_run(job, 2, stream_windows)
-    for size in (1, 3):  # cold, then warm
-        found = pool.train_new_run(job, size, disk_cached)
-        assert found.digests == without.digests
-        assert found.steps == without.steps
+def test_training_with_the_cache_is_bit_identical_also_after_a_kill(pool: WorkerPool, job: Job) -> None:
+    uncached = pool.train_new_run(job, 2, stream_windows)
+    # The cache is cold for the first size and warm for the second.
+    for size in (1, 3):
+        cached = pool.train_new_run(job, size, disk_cached)
+        assert cached.digests == uncached.digests
+        assert cached.steps == uncached.steps
     cold = replace(
         job, config=job.config.replace(data__cache_dir=str(job.config.data.cache_dir) + "-2", checkpoint__every_steps=3)
     )
     outcomes = pool.train(cold, 2, Hooks(after_step=DieAfter(4, killed=1)), disk_cached)
     assert all(outcome.error is not None for outcome in outcomes)
     pool.train_to_end(cold, 3, disk_cached)
-    assert read_trained_run(cold).digests == without.digests
+    assert read_trained_run(cold).digests == uncached.digests

@@ -1,4 +1,4 @@
-"""The disk cache of rows of different lengths: none is trusted blindly, and there is an end to the room."""
+"""The disk cache of rows of different lengths: every row is verified, and the capacity is bounded."""
 
 from __future__ import annotations
 
@@ -48,29 +48,27 @@ def job(tmp_path: Path) -> Job:
         "too much is taken",
     ],
 )
-def test_a_row_of_its_own_length_that_the_disk_has_spoilt_is_read_anew(
-    job: Job, file: str, at: int, new: bytes
-) -> None:
+def test_ragged_rows_that_the_disk_corrupted_are_read_again(job: Job, file: str, at: int, new: bytes) -> None:
     cache, counting = opened(job), Counting()
     epoch_of(job, 0, cache.around(counting))
     assert list(job.fields)[3] == "text"
     [folder] = Path(str(job.config.data.cache_dir)).glob("*/")
-    held = bytearray((folder / file).read_bytes())
-    assert held[at : at + len(new)] != new
-    held[at : at + len(new)] = new
-    (folder / file).write_bytes(held)
+    content = bytearray((folder / file).read_bytes())
+    assert content[at : at + len(new)] != new
+    content[at : at + len(new)] = new
+    (folder / file).write_bytes(content)
     for epoch in (1, 2, 3):
         assert_as_read(job, epoch, epoch_of(job, epoch, cache.around(counting)))
     cache.close()
 
 
-def test_rows_of_zeros_are_told_apart_by_their_lengths(tmp_path: Path) -> None:
+def test_checksums_of_zero_rows_depend_on_their_lengths(tmp_path: Path) -> None:
     rows = RaggedRows(tmp_path, 0, ArraySpec("<i2", (), (0, 1)))
     assert len(set(rows.sums(Ragged.of([[], [0], [0, 0], [0] * 9], np.int16)).tolist())) == 4
     rows.close()
 
 
-def test_rows_that_are_longer_than_the_first_ones_are_read_where_there_is_no_room(
+def test_rows_longer_than_the_first_ones_are_read_once_capacity_is_exhausted(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = replace(job, fields={**job.fields, "text": replace(job.fields["text"], length=0)})

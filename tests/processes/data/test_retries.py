@@ -1,4 +1,4 @@
-"""Read tasks meet errors of S3 that pass by trying again."""
+"""Read tasks retry transient errors of S3."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_app.data import reader as patience
+from ray_app.data import reader as reader_module
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, fetch_in_process, plan_all_reads
@@ -20,10 +20,10 @@ from tests.support.s3_server import S3Server
 
 
 @pytest.mark.parametrize("task_rows", [100, 2], ids=["whole row groups", "slices"])
-def test_s3_that_fails_for_a_while_is_read_all_the_same(
+def test_read_tasks_retry_transient_errors_of_s3(
     s3_folder: ObjectPath, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, task_rows: int
 ) -> None:
-    monkeypatch.setattr(patience, "_RETRY", Retry(0.01, factor=1.0, attempts=4))
+    monkeypatch.setattr(reader_module, "_RETRY", Retry(0.01, factor=1.0, attempts=4))
     stream = pa.BufferOutputStream()
     pq.write_table(pa.table({"a": list(range(20))}), stream)
     put_atomic(s3_folder / "a.parquet", stream.getvalue().to_pybytes())

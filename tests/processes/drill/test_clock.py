@@ -1,4 +1,4 @@
-"""The drill moves the clock of a process: that all of its code sees it, and what counts as evidence."""
+"""The drill shifts the clock of a process: all of its code sees the shift, and records with it count as evidence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ over.set()
 
 
 @pytest.mark.rest
-def test_the_wall_clock_of_a_process_jumps_for_all_its_code_and_others_do_not() -> None:
+def test_a_clock_jump_reaches_all_code_of_the_process() -> None:
     if reason := process_scenarios.find_clock_obstacle():
         print(reason)
         pytest.skip(reason)
@@ -48,7 +48,7 @@ def test_the_wall_clock_of_a_process_jumps_for_all_its_code_and_others_do_not() 
     assert done.returncode == 0, done.stderr
 
 
-def test_records_written_by_a_wrong_clock_are_measured_by_the_right_one(tmp_path: Path) -> None:
+def test_measurements_correct_records_of_a_shifted_clock(tmp_path: Path) -> None:
     hour = 3600
     evidence = {
         f"clock-{i}": {"time_s": 100.5 + n, "step": n, "clock_s": off}
@@ -60,9 +60,9 @@ def test_records_written_by_a_wrong_clock_are_measured_by_the_right_one(tmp_path
     assert process_scenarios.confirm_clock_jumps(run) == ["there is no report of the run"]
     run.paths.report.touch()
     assert process_scenarios.confirm_clock_jumps(run) == []
-    found = collect_measurements(Scenario([2, 4, 6], [*evidence], process_scenarios.confirm_clock_jumps), run)
-    assert found["next_step_s"] == [0.5, 0.5, 0.5]
-    assert found["goodput"] == pytest.approx(1.0, abs=0.2)
+    measurements = collect_measurements(Scenario([2, 4, 6], [*evidence], process_scenarios.confirm_clock_jumps), run)
+    assert measurements["next_step_s"] == [0.5, 0.5, 0.5]
+    assert measurements["goodput"] == pytest.approx(1.0, abs=0.2)
     right = ended(tmp_path / "right", evidence, [record(n) for n in range(1, 9)])
     right.paths.report.touch()
     assert process_scenarios.confirm_clock_jumps(right) == [

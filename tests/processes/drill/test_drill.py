@@ -1,4 +1,4 @@
-"""The drill: what it compares, what it takes as evidence, what it refuses."""
+"""The drill: comparison of runs, evidence of faults, and refused configurations."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def record(step: int, **fields: Any) -> StepRecord:
     return StepRecord(**(values | more | fields))
 
 
-def written(root: Path, records: list[StepRecord]) -> RunPaths:
+def write_records(root: Path, records: list[StepRecord]) -> RunPaths:
     paths = RunPaths(root)
     writer = MetricsWriter(paths, 1)
-    for made in records:
-        writer.add(made)
+    for step_record in records:
+        writer.add(step_record)
     writer.close()
     return paths
 
@@ -86,8 +86,8 @@ def trace(**fields: Any) -> Trace:
 
 
 @pytest.fixture
-def gone() -> dict[str, Any]:
-    """What evidence says of a process that has ended."""
+def dead_process() -> dict[str, Any]:
+    """The entry of an ended process in the evidence."""
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     ended = asdict(LeaseHolder.here()) | {"pid": process.pid, "pid_ticks": 1}
     process.wait()
@@ -96,54 +96,58 @@ def gone() -> dict[str, Any]:
 
 @pytest.fixture
 def killed(tmp_path: Path) -> tuple[Scenario, RunPaths]:
-    """A kill at step 2, and the record of a run in which nothing is other than in `trace()`."""
+    """A kill at step 2, and the records of a run that equal `trace()`."""
     config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(tmp_path), run__name="kill")
     evidence = Evidence(str(tmp_path / "evidence"))
     ground = ScenarioContext(
         config, 2, 6, 3, 1, evidence, random.Random(0), None, lambda *_: pytest.fail("it runs nothing")
     )
-    made = kill(ground)
-    assert isinstance(made, Scenario)
-    return made, written(tmp_path / "kill", [record(step) for step in (1, 2, 3, 4)])
+    scenario = kill(ground)
+    assert isinstance(scenario, Scenario)
+    return scenario, write_records(tmp_path / "kill", [record(step) for step in (1, 2, 3, 4)])
 
 
 def ended(paths: RunPaths, process: dict[str, Any] | None, **summary: Any) -> ScenarioResult:
-    """The kill happened at 101.9 s, just before rank 0 finished that step."""
+    """Returns a result with a kill at 101.9 s, just before rank 0 finished that step."""
     evidence = {"killed-0": {"time_s": 101.9, "step": 2, "rank": 0, "process": process}} if process else {}
     return ScenarioResult(paths, SUMMARY | summary, evidence)
 
 
-def test_a_scenario_that_happened_and_changed_nothing_is_equal(
-    killed: tuple[Scenario, RunPaths], gone: dict[str, Any]
+def test_a_confirmed_scenario_with_the_same_parameters_is_equal(
+    killed: tuple[Scenario, RunPaths], dead_process: dict[str, Any]
 ) -> None:
-    disturbance, paths = killed
+    scenario, paths = killed
     put_event(paths, "failed", 1, errors={})
-    assert assess_scenario(disturbance, ended(paths, gone), trace()) == ("equal", None)
-    assert assess_scenario(disturbance, ended(paths, gone), trace(digest="other"))[0] == "different"
-    assert collect_measurements(disturbance, ended(paths, gone))["next_step_s"] == [1.1]
+    assert assess_scenario(scenario, ended(paths, dead_process), trace()) == ("equal", None)
+    assert assess_scenario(scenario, ended(paths, dead_process), trace(digest="other"))[0] == "different"
+    assert collect_measurements(scenario, ended(paths, dead_process))["next_step_s"] == [1.1]
 
 
-def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Scenario, RunPaths], gone: dict[str, Any]) -> None:
-    disturbance, paths = killed
-    assert assess_scenario(disturbance, ended(paths, None), trace()) == (
+def test_a_scenario_without_evidence_has_failed(
+    killed: tuple[Scenario, RunPaths], dead_process: dict[str, Any]
+) -> None:
+    scenario, paths = killed
+    assert assess_scenario(scenario, ended(paths, None), trace()) == (
         "failed",
         "it did not happen: there is no evidence 'killed-0'",
     )
-    outcome, reason = assess_scenario(disturbance, ended(paths, asdict(LeaseHolder.here())), trace())
+    outcome, reason = assess_scenario(scenario, ended(paths, asdict(LeaseHolder.here())), trace())
     assert (outcome, reason) == (
         "failed",
         "it did not happen: the process of killed-0 still lives; the run has no record of a failure",
     )
-    assert assess_scenario(disturbance, ended(paths, gone), trace())[0] == "failed", "the run must have noticed it"
+    assert assess_scenario(scenario, ended(paths, dead_process), trace())[0] == "failed", (
+        "a kill that the run did not record counts as failed"
+    )
     put_event(paths, "failed", 1, errors={})
-    assert assess_scenario(disturbance, ended(paths, gone, status="interrupted"), trace()) == (
+    assert assess_scenario(scenario, ended(paths, dead_process, status="interrupted"), trace()) == (
         "failed",
         "the run ended as interrupted",
     )
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "difference"),
     [
         (trace(), None),
         (trace(digest="x"), "its parameters are others, after the same rows and losses"),
@@ -156,40 +160,40 @@ def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Scenario, RunPa
         (trace(steps=trace().steps | {5: (1.0, [1, 1], [5, 6])}), "step 5 is recorded in only one of the runs"),
     ],
 )
-def test_differences_are_named(other: Trace, said: str | None) -> None:
-    assert find_difference(trace(), other) == said
+def test_the_first_difference_of_two_runs_is_reported(other: Trace, difference: str | None) -> None:
+    assert find_difference(trace(), other) == difference
 
 
 @pytest.mark.parametrize(
-    ("next_s", "workers", "said"),
+    ("next_s", "workers", "row_text"),
     [
         (109.0, 2, "back after 0.60 of a first start, on 2 of 2 workers"),
         (116.5, 1, "back after 1.35 of a first start, more than 1.3, on 1 of 2 workers"),
     ],
 )
-def test_a_restart_after_a_killed_driver_is_measured_beside_a_first_start(
-    tmp_path: Path, next_s: float, workers: int, said: str
+def test_a_restart_after_a_killed_driver_is_compared_with_a_first_start(
+    tmp_path: Path, next_s: float, workers: int, row_text: str
 ) -> None:
-    first = find_start_after(written(tmp_path / "undisturbed", [record(1), record(2)]), 91.0)
+    first = find_start_after(write_records(tmp_path / "undisturbed", [record(1), record(2)]), 91.0)
     assert first == RunStart(10.0, 2)
     again = [
         record(3, time_s=next_s, workers=workers, generation="2.1"),
         record(4, time_s=next_s + 1, generation="2.1"),
     ]
-    paths = written(tmp_path / "driver", [record(1), record(2), record(3), *again])
+    paths = write_records(tmp_path / "driver", [record(1), record(2), record(3), *again])
     run = ScenarioResult(
         paths, SUMMARY, {"held": {"time_s": 102.5, "step": 3}, "driver_killed": {"time_s": 103.0, "step": 3}}
     )
-    found = compare_restart(run, first)
-    assert found["restart"] == {
+    entry = compare_restart(run, first)
+    assert entry["restart"] == {
         "first": {"seconds": 10.0, "workers": 2},
         "again": {"seconds": next_s - 103.0, "workers": workers},
         "ratio": round((next_s - 103.0) / 10, 2),
         "bar": 1.3,
     }
-    shown = Console(file=StringIO(), width=200)
-    shown.print(make_results_table([{"scenario": "driver", "outcome": "equal", "reason": None, **found}]))
-    assert f"equal: {said}" in shown.file.getvalue()  # type: ignore[attr-defined]
+    console = Console(file=StringIO(), width=200)
+    console.print(make_results_table([{"scenario": "driver", "outcome": "equal", "reason": None, **entry}]))
+    assert f"equal: {row_text}" in console.file.getvalue()  # type: ignore[attr-defined]
     assert compare_restart(ScenarioResult(paths, SUMMARY, {"killed-0": {"time_s": 103.0, "step": 3}}), first) == {}
 
 
@@ -197,57 +201,60 @@ def test_waits_of_the_drill_itself_do_not_count() -> None:
     records = [record(1), record(2), record(3, time_s=113.0, step_ms=11_000.0), record(4, time_s=114.0)]
     assert subtract_waits(records, {2: 10.0}) == [record(step) for step in (1, 2, 3, 4)]
     reformed = [replace(r, step_ms=5.0) if r.step == 3 else r for r in records]
-    assert [r.step_ms for r in subtract_waits(reformed, {2: 10.0})][2] == 5.0, "the wait was before its generation"
+    assert [r.step_ms for r in subtract_waits(reformed, {2: 10.0})][2] == 5.0, (
+        "the wait was before the step's generation"
+    )
 
 
-def test_a_fault_has_as_much_evidence_as_victims(tmp_path: Path) -> None:
+def test_a_fault_leaves_one_piece_of_evidence_per_victim(tmp_path: Path) -> None:
     evidence = Evidence(str(tmp_path))
     assert evidence.claim(["a", "b"], rank=1)
     assert evidence.claim(["a", "b"], rank=2)
     assert not evidence.claim(["a", "b"], rank=3)
     assert {name: entry["rank"] for name, entry in evidence.all().items()} == {"a": 1, "b": 2}
     assert evidence.all()["a"]["process"] == asdict(LeaseHolder.here())
-    Kill(evidence, ["a", "b"], step=3, ranks=[0])(0, 3)  # both have happened, so nobody is killed
+    # Both kills have happened, so this call kills no process.
+    Kill(evidence, ["a", "b"], step=3, ranks=[0])(0, 3)
 
 
-def test_only_who_comes_later_is_a_newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_worker_that_joins_after_the_first_kill_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     struck: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: struck.append(number))
     evidence = Evidence(str(tmp_path))
-    there, other = (KillJoiningWorker(evidence, "killed-1", "killed-0") for _ in range(2))
-    there("forming", 0, 0)
+    early, other = (KillJoiningWorker(evidence, "killed-1", "killed-0") for _ in range(2))
+    early("forming", 0, 0)
     other("data", 1, 4)
     evidence.put("killed-0", step=4)
-    for hook in (there, other):
+    for hook in (early, other):
         hook("forming", 0, 4)
     assert not struck
-    newcomer = KillJoiningWorker(evidence, "killed-1", "killed-0")
-    newcomer("forming", 0, 0)
+    joining = KillJoiningWorker(evidence, "killed-1", "killed-0")
+    joining("forming", 0, 0)
     assert struck == [signal.SIGKILL]
     assert evidence.has("killed-1")
     KillJoiningWorker(evidence, "killed-1", "killed-0")("forming", 0, 0)
-    assert struck == [signal.SIGKILL], "only one of them"
+    assert struck == [signal.SIGKILL], "a second joining worker was killed"
 
 
-def test_a_rendezvous_that_answers_in_its_last_moment_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = iter([1, 1, 1, 2])
-    actor = SimpleNamespace(address_and_secret=SimpleNamespace(remote=lambda: (("host", next(places)), "secret")))
+def test_the_drill_waits_for_the_address_of_the_new_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = iter([1, 1, 1, 2])
+    actor = SimpleNamespace(address_and_secret=SimpleNamespace(remote=lambda: (("host", next(ports)), "secret")))
     killed: list[Any] = []
     fake = SimpleNamespace(
         get_actor=lambda name: actor, get=lambda answer: answer, kill=lambda one, no_restart: killed.append(one)
     )
     monkeypatch.setattr(process_scenarios, "ray", fake)
-    made = process_scenarios.rendezvous(ground(tmp_path))
-    assert isinstance(made, Scenario)
-    assert made.observe is not None
+    scenario = process_scenarios.rendezvous(ground(tmp_path))
+    assert isinstance(scenario, Scenario)
+    assert scenario.observe is not None
     evidence = Evidence(str(tmp_path / "evidence"))
     evidence.put("held", step=3)
-    made.observe(SimpleNamespace(rendezvous="its name"))  # type: ignore[arg-type]
-    said = evidence.get("rendezvous_killed")
-    assert said is not None
-    assert (killed, said["before"], said["after"]) == ([actor], ["host", 1], ["host", 2])
+    scenario.observe(SimpleNamespace(rendezvous="its name"))  # type: ignore[arg-type]
+    entry = evidence.get("rendezvous_killed")
+    assert entry is not None
+    assert (killed, entry["before"], entry["after"]) == ([actor], ["host", 1], ["host", 2])
 
 
 def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
@@ -265,7 +272,7 @@ def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
     assert entry["seconds"] >= 2 * 2 * 0.01
 
 
-def test_the_conclusion_counts_what_is_left_out_and_what_is_not_reached() -> None:
+def test_the_verdict_counts_scenarios_left_out_and_not_reached() -> None:
     results = [{"outcome": outcome} for outcome in ("equal", "left out", "failed")]
     assert summarize_results(results, "abc", 4) == (
         "1 of 3 scenarios ended with the parameters of the undisturbed run: sha256 abc (1 failed, 1 left out, 1 not"
@@ -273,7 +280,7 @@ def test_the_conclusion_counts_what_is_left_out_and_what_is_not_reached() -> Non
     )
 
 
-def test_names_of_scenarios() -> None:
+def test_scenarios_are_chosen_by_name() -> None:
     assert choose_scenarios(DrillSection()) == list(SCENARIOS)
     assert choose_scenarios(DrillSection(scenarios="grow, kill,grow,shrink")) == ["grow", "kill", "shrink"]
     assert all(name in str(DrillSection.__doc__) for name in SCENARIOS)
@@ -294,19 +301,21 @@ def digits_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
     return make
 
 
-def test_only_what_does_not_matter_is_changed(digits_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_the_drill_changes_only_fields_without_effect_on_parameters(
+    digits_config: Callable[..., Config], tmp_path: Path
+) -> None:
     config = digits_config(scaling__max_workers=4, scaling__logical_workers=4)
-    made = make_drill_config(config, DrillSection(max_steps=40), starts_cluster=True)
-    assert made.replace(train__max_steps=None).train == config.train
-    assert (made.task, made.optimizer, made.schedule, made.data, made.seed) == (
+    drilled = make_drill_config(config, DrillSection(max_steps=40), starts_cluster=True)
+    assert drilled.replace(train__max_steps=None).train == config.train
+    assert (drilled.task, drilled.optimizer, drilled.schedule, drilled.data, drilled.seed) == (
         config.task,
         config.optimizer,
         config.schedule,
         config.data,
         config.seed,
     )
-    assert made.checkpoint.every_steps == 5
-    assert Path(made.run.storage_path).parent == tmp_path / "drills"
+    assert drilled.checkpoint.every_steps == 5
+    assert Path(drilled.run.storage_path).parent == tmp_path / "drills"
     assert (
         make_drill_config(digits_config(evaluate__patience=2), DrillSection(), starts_cluster=True).evaluate.patience
         is None
@@ -326,14 +335,16 @@ def test_only_what_does_not_matter_is_changed(digits_config: Callable[..., Confi
         ({"train__strategy": "single"}, "train.strategy is single: its only worker is the driver"),
     ],
 )
-def test_what_cannot_be_drilled_is_refused(
+def test_the_drill_refuses_runs_that_are_not_bit_identical(
     digits_config: Callable[..., Config], fields: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         make_drill_config(digits_config(**fields), DrillSection(), starts_cluster=True)
 
 
-def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_there_is_no_evaluator_to_kill_when_workers_evaluate(
+    digits_config: Callable[..., Config], tmp_path: Path
+) -> None:
     config = digits_config(evaluate__where="workers")
     ground = ScenarioContext(
         config,

@@ -1,4 +1,4 @@
-"""The drill kills the head's GCS: what counts as evidence that steps went on without it."""
+"""The drill kills the head's GCS; the evidence must show that steps continued without it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray_app.runlog.lease import LeaseHolder
 from tests.support.drilled import ended, ended_process, ground, record
 
 
-def test_steps_must_have_gone_on_without_a_head(tmp_path: Path) -> None:
+def test_losing_the_head_counts_only_if_steps_continued(tmp_path: Path) -> None:
     assert head(ground(tmp_path)) == "the drill takes no head from a cluster that it did not start"
     evidence: dict[str, Any] = {
         "head_killed": {"time_s": 102.5, "step": 2, "head": ended_process()},

@@ -1,4 +1,4 @@
-"""The drill uses up a worker's memory: that the kernel ends it, and says so."""
+"""The drill exhausts a worker's memory; the kernel kills the worker and counts the kill."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray_app.drill import memory_faults
 
 
 @pytest.mark.rest
-def test_the_kernel_ends_who_uses_more_than_the_limit_of_its_group() -> None:
+def test_the_kernel_kills_a_process_above_the_limit_of_its_cgroup() -> None:
     if reason := memory_faults.find_cgroup_obstacle():
         print(reason)
         pytest.skip(reason)

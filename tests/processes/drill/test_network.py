@@ -1,4 +1,4 @@
-"""Connections that the drill cuts, without Ray: that nothing gets through, and what counts as evidence."""
+"""Connections that the drill cuts, without Ray: no packet gets through, and dropped packets count as evidence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def has_nothing(end: socket.socket) -> bool:
         end.settimeout(30)
 
 
-def test_a_connection_that_is_cut_is_silent_in_both_directions_and_comes_back(
+def test_a_cut_connection_is_silent_in_both_directions_until_restored(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     one, other = ends
@@ -66,34 +66,34 @@ def test_a_connection_that_is_cut_is_silent_in_both_directions_and_comes_back(
         while not has_nothing(other):
             pass
         one.sendall(b" of it")
-        assert has_nothing(other), "what is not acknowledged is not followed by more"
+        assert has_nothing(other), "data got through the cut connection"
         connection.restore()
         assert one.recv(5) == b"to it"
         assert other.recv(100).endswith(b"of it")
 
 
 @pytest.mark.parametrize("restores", [True, False])
-def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
+def test_a_rank_is_partitioned_from_peers_and_from_the_rendezvous(
     tmp_path: Path, ends: tuple[socket.socket, socket.socket], restores: bool
 ) -> None:
-    """Both ends are in this process here."""
+    """Both ends of the connection are in this process."""
     one, other = ends
     evidence = Evidence(str(tmp_path))
     victim, peer = (CutConnections(evidence, 4, 1, [0], restores, restores) for _ in range(2))
     with (
         socket.create_server(("127.0.0.1", 0)) as rendezvous,
-        socket.create_connection(rendezvous.getsockname()) as line,
+        socket.create_connection(rendezvous.getsockname()) as rendezvous_socket,
     ):
         evidence.put("listening", address=rendezvous.getsockname())
         for step in (3, 4):
             peer(0, step)
             victim(1, step)
-        said = evidence.get("cut")
-        assert said is not None
-        assert said["step"] == 4
-        assert said["rendezvous_connections"] == restores
-        here = "{}:{} - {}:{}".format(*one.getsockname(), *one.getpeername())
-        assert here in said["connections"]
+        entry = evidence.get("cut")
+        assert entry is not None
+        assert entry["step"] == 4
+        assert entry["rendezvous_connections"] == restores
+        address_pair = "{}:{} - {}:{}".format(*one.getsockname(), *one.getpeername())
+        assert address_pair in entry["connections"]
         other.sendall(b"x")
         if not restores:
             assert evidence.wait(["silent"], 30)
@@ -103,35 +103,35 @@ def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
         with accepted:
             accepted.sendall(b"orders")
             assert has_nothing(one)
-            assert has_nothing(line)
+            assert has_nothing(rendezvous_socket)
             victim.forming("forming", 1, 4)
-            assert not evidence.has("continued"), "it is not who goes on without itself"
+            assert not evidence.has("continued"), "the victim reported that the others continued without it"
             peer.forming("data", 0, 4)
             peer.forming("forming", 0, 4)
             assert evidence.wait(["continued", "restored"], 30)
             assert sum((evidence.get("restored") or {})["dropped_packets"]) >= 2
-            line.settimeout(30)
-            assert (one.recv(1), line.recv(6)) == (b"x", b"orders")
+            rendezvous_socket.settimeout(30)
+            assert (one.recv(1), rendezvous_socket.recv(6)) == (b"x", b"orders")
 
 
-def test_a_partition_without_packets_thrown_away_did_not_happen(tmp_path: Path) -> None:
-    made = partition(ground(tmp_path))
-    assert isinstance(made, Scenario)
+def test_a_partition_without_dropped_packets_is_not_confirmed(tmp_path: Path) -> None:
+    scenario = partition(ground(tmp_path))
+    assert isinstance(scenario, Scenario)
     evidence = {
         "cut": {"connections": ["a", "b"], "rendezvous_connections": 1, "process": ended_process()},
         "continued": {"workers": 1},
         "restored": {"dropped_packets": [3, 1]},
     }
     run = ended(tmp_path / "run", evidence, [])
-    assert made.confirm(run) == []
-    assert made.confirm(replace(run, evidence=evidence | {"restored": {"dropped_packets": [0, 0]}})) == [
+    assert scenario.confirm(run) == []
+    assert scenario.confirm(replace(run, evidence=evidence | {"restored": {"dropped_packets": [0, 0]}})) == [
         "nothing was thrown away"
     ]
-    assert made.confirm(replace(run, evidence=evidence | {"continued": {"workers": 2}})) == [
+    assert scenario.confirm(replace(run, evidence=evidence | {"continued": {"workers": 2}})) == [
         "the others went on as 2 workers"
     ]
     lone = {"connections": ["a"], "rendezvous_connections": 1, "process": asdict(LeaseHolder.here())}
-    assert made.confirm(
+    assert scenario.confirm(
         replace(run, evidence=evidence | {"cut": lone}, summary=SUMMARY | {"world_sizes": [[0, 2], [9, 1]]})
     ) == [
         "no connection to another worker was cut",
@@ -139,16 +139,16 @@ def test_a_partition_without_packets_thrown_away_did_not_happen(tmp_path: Path) 
     ]
 
 
-def test_a_half_open_connection_is_found_by_the_stalled_step(tmp_path: Path) -> None:
-    made = half_open(ground(tmp_path))
-    assert isinstance(made, Scenario)
-    step = made.steps[0]
+def test_a_half_open_connection_is_confirmed_by_a_stalled_step(tmp_path: Path) -> None:
+    scenario = half_open(ground(tmp_path))
+    assert isinstance(scenario, Scenario)
+    step = scenario.steps[0]
     evidence = {"cut": {"connections": ["a"], "rendezvous_connections": 0}, "silent": {"dropped_packets": [1]}}
     run = ended(tmp_path / "run", evidence, [])
-    assert made.confirm(run) == ["the run has no record of a stalled step", f"no generation formed at step {step}"]
+    assert scenario.confirm(run) == ["the run has no record of a stalled step", f"no generation formed at step {step}"]
     put_event(run.paths, "stacks", 1, rank=0, step=step, doing="reduction", stacks="")
     put_event(run.paths, "formed", 1, generation=2, workers=2, step=step)
-    assert made.confirm(run) == []
+    assert scenario.confirm(run) == []
     assert half_open(ground(tmp_path, 1)) == "one worker has no connection to another"
     no_group = ground(tmp_path, train__strategy="parameter_server")
     assert partition(no_group) == "workers of parameter servers have no connections to each other"

@@ -1,4 +1,4 @@
-"""A drill goes through its scenarios, with runs that are none."""
+"""A drill runs its scenarios; the runs are stubs."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_what_is_around_a_scenario_is_there_until_it_is_judged(
+def test_the_setup_of_a_scenario_lasts_until_its_confirmation(
     short_drill: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    calls: list[str] = []
 
     @contextmanager
-    def around() -> Iterator[dict[str, Any]]:
-        said.append("begins")
+    def set_up() -> Iterator[dict[str, Any]]:
+        calls.append("begins")
         yield {"tracking__uri": "http://there"}
-        said.append("ends")
+        calls.append("ends")
 
-    def runs(config: Config, *_: Any) -> Any:
-        said.append(config.tracking.uri or "")
+    def run_training(config: Config, *_: Any) -> Any:
+        calls.append(config.tracking.uri or "")
         return SimpleNamespace(
             status="finished",
             path=Path(config.run.storage_path) / "around",
@@ -69,26 +69,26 @@ def test_what_is_around_a_scenario_is_there_until_it_is_judged(
         )
 
     def confirm(run: ScenarioResult) -> list[str]:
-        said.append("judged")
+        calls.append("judged")
         return ["nothing happened"]
 
-    monkeypatch.setitem(SCENARIOS, "around", lambda ground: Scenario([1], [], confirm, setup=around))
-    monkeypatch.setattr(session, "run_training", runs)
+    monkeypatch.setitem(SCENARIOS, "around", lambda ground: Scenario([1], [], confirm, setup=set_up))
+    monkeypatch.setattr(session, "run_training", run_training)
     drill = session.Drill(short_drill, short_drill, ["around"], 0, 60.0, None, Console(file=StringIO()), lambda: None)
     drill.run()
-    assert said == ["begins", "http://there", "judged", "ends"]
+    assert calls == ["begins", "http://there", "judged", "ends"]
     assert read_json(drill.certificate)["scenarios"][0]["reason"] == "it did not happen: nothing happened"
 
 
-def hangs(config: Config, console: Console, faults: Any, observe: Callable[[Any], None]) -> None:
-    """A run that tries again for ever, whatever it meets."""
+def hang(config: Config, console: Console, faults: Any, observe: Callable[[Any], None]) -> None:
+    """A run that retries forever after any error."""
     while True:
         with suppress(Exception):
             observe(None)
             time.sleep(0.01)
 
 
-def fails(config: Config, *_: Any) -> None:
+def fail(config: Config, *_: Any) -> None:
     raise OSError("something is away")
 
 
@@ -97,16 +97,16 @@ def fails(config: Config, *_: Any) -> None:
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        (hangs, "The scenario 'kill' did not end within 0.25 s (drill.limit_s bounds scenarios)."),
-        (fails, "OSError: something is away"),
+        (hang, "The scenario 'kill' did not end within 0.25 s (drill.limit_s bounds scenarios)."),
+        (fail, "OSError: something is away"),
     ],
 )
-def test_a_drill_goes_on_after_a_scenario_that_does_not_come_to_its_end(
+def test_a_drill_continues_after_a_scenario_that_fails_or_hangs(
     short_drill: Config, monkeypatch: pytest.MonkeyPatch, run: Callable[..., None], reason: str
 ) -> None:
     renewed = list[str]()
     monkeypatch.setattr(session, "run_training", run)
-    said = StringIO()
+    output = StringIO()
     names = ["kill", "rendezvous"]
     drill = session.Drill(
         short_drill,
@@ -115,26 +115,24 @@ def test_a_drill_goes_on_after_a_scenario_that_does_not_come_to_its_end(
         0,
         0.25,
         None,
-        Console(file=said, width=200),
+        Console(file=output, width=200),
         lambda: renewed.append("another cluster"),
     )
     assert drill.run() == 1
     certificate = read_json(drill.certificate)
-    assert [(found["scenario"], found["outcome"]) for found in certificate["scenarios"]] == [
+    assert [(result["scenario"], result["outcome"]) for result in certificate["scenarios"]] == [
         ("kill", "failed"),
         ("rendezvous", "failed"),
     ]
     assert certificate["scenarios"][0]["reason"] == reason
-    assert renewed == ["another cluster"], "what a scenario leaves is cleared away before the next"
+    assert renewed == ["another cluster"], "the cluster must be replaced before the next scenario"
     assert certificate["complete"]
-    assert "(2 failed)" in said.getvalue()
+    assert "(2 failed)" in output.getvalue()
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_scenario_that_fails_leaves_the_next_one_as_it_would_be(
-    short_drill: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def runs(config: Config, *_: Any) -> Any:
+def test_a_failed_scenario_does_not_affect_the_next_one(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_training(config: Config, *_: Any) -> Any:
         if config.run.name == "first":
             raise RuntimeError("lost")
         return SimpleNamespace(
@@ -145,34 +143,38 @@ def test_a_scenario_that_fails_leaves_the_next_one_as_it_would_be(
 
     for name in ("first", "second"):
         monkeypatch.setitem(SCENARIOS, name, lambda ground: Scenario([1], [], lambda run: ["nothing happened"]))
-    monkeypatch.setattr(session, "run_training", runs)
+    monkeypatch.setattr(session, "run_training", run_training)
     drill = session.Drill(
         short_drill, short_drill, ["first", "second"], 0, 60.0, None, Console(quiet=True), lambda: None
     )
     assert drill.run() == 1
-    reasons = [found["reason"] for found in read_json(drill.certificate)["scenarios"]]
+    reasons = [result["reason"] for result in read_json(drill.certificate)["scenarios"]]
     assert reasons == ["RuntimeError: lost", "it did not happen: nothing happened"]
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_drill_without_a_cluster_ends_and_says_how_far_it_came(
+def test_a_drill_that_lost_its_cluster_leaves_a_partial_certificate(
     short_drill: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost() -> None:
+    def fail_to_connect() -> None:
         raise ConnectionError("no head")
 
-    monkeypatch.setattr(session, "run_training", fails)
-    drill = session.Drill(short_drill, short_drill, ["kill", "rendezvous"], 0, 60.0, None, Console(quiet=True), lost)
+    monkeypatch.setattr(session, "run_training", fail)
+    drill = session.Drill(
+        short_drill, short_drill, ["kill", "rendezvous"], 0, 60.0, None, Console(quiet=True), fail_to_connect
+    )
     with pytest.raises(RuntimeError, match="no cluster for the next scenario: ConnectionError: no head"):
         drill.run()
-    [found] = read_json(drill.certificate)["scenarios"]
-    assert (found["scenario"], found["reason"]) == ("kill", "OSError: something is away")
+    [result] = read_json(drill.certificate)["scenarios"]
+    assert (result["scenario"], result["reason"]) == ("kill", "OSError: something is away")
     assert not read_json(drill.certificate)["complete"]
 
 
 @pytest.mark.rest
 @pytest.mark.usefixtures("no_ray")
-def test_a_cluster_that_scales_from_zero_is_waited_for(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drill_plans_with_the_maximal_size_of_an_autoscaled_cluster(
+    short_drill: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list))
     monkeypatch.setattr(session, "max_resources", lambda: {"CPU": 8.0})
     assert (

@@ -1,4 +1,4 @@
-"""The drill kills its MLflow server: what counts as evidence that it was away and has lost and doubled nothing."""
+"""The drill kills its MLflow server; the evidence must show the outage, and that no point is lost or doubled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.mlflow_server import database
 
 
 def outage(tmp_path: Path, **back: Any) -> ScenarioResult:
-    """The server was away from before step 3 to after step 5."""
+    """Returns a result with a server outage from before step 3 to after step 5."""
     evidence = {
         "server_killed": {"time_s": 102.5, "step": 2},
         "server_back": {"time_s": 105.5, "step": 5, "before": {"answers": False, "sent_step": 2} | back},
@@ -34,20 +34,22 @@ def served(tmp_path: Path) -> tuple[str, Any, str]:
 
 def log(client: Any, run_id: str, steps: range) -> None:
     for n in steps:
-        made = record(n)
-        for name, value in (("loss", made.loss), ("step_ms", made.step_ms), ("workers", 2.0)):
-            client.log_metric(run_id, name, value, int(made.time_s * 1e3), n)
+        step_record = record(n)
+        for name, value in (("loss", step_record.loss), ("step_ms", step_record.step_ms), ("workers", 2.0)):
+            client.log_metric(run_id, name, value, int(step_record.time_s * 1e3), n)
 
 
 @pytest.mark.rest
-def test_mlflow_must_have_each_point_once_and_have_been_away(tmp_path: Path, served: tuple[str, Any, str]) -> None:
+def test_an_mlflow_outage_counts_only_if_every_point_is_stored_once(
+    tmp_path: Path, served: tuple[str, Any, str]
+) -> None:
     uri, client, run_id = served
     run = outage(tmp_path)
     run = replace(run, summary=run.summary | {"mlflow_run_id": run_id})
     log(client, run_id, range(1, 6))
     [status, *lost] = tracking.confirm_outage(run, uri)
     assert status == "MLflow says that the run is RUNNING"
-    assert [said.split(" MLflow has ")[1] for said in lost] == [
+    assert [problem.split(" MLflow has ")[1] for problem in lost] == [
         "5 points, 5 of them different, instead of the 6 recorded"
     ] * 3
     log(client, run_id, range(6, 7))
@@ -61,7 +63,7 @@ def test_mlflow_must_have_each_point_once_and_have_been_away(tmp_path: Path, ser
     assert tracking.confirm_outage(run, uri) == ["MLflow has 2 runs of this name"]
 
 
-def test_steps_must_have_gone_on_without_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlflow_outage_counts_only_if_steps_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "_compare_points", lambda *_: [])
     assert tracking.confirm_outage(outage(tmp_path), "") == []
     answered = outage(tmp_path, answers=True, sent_step=4)

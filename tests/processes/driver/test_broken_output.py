@@ -1,6 +1,4 @@
-"""A run whose standard output or standard error takes nothing ends as any other, and says once in its record what
-happened.
-"""
+"""A run with an unwritable standard output or standard error finishes, and records the failure once."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ _PROCESS_S = 240
         pytest.param("> /dev/full", {}, 1, id="full disk"),
         pytest.param("> /dev/full 2>&1", {}, 1, id="full disk, standard error as well", marks=pytest.mark.rest),
         pytest.param("2> /dev/full", {}, 0, id="standard error alone", marks=pytest.mark.rest),
-        pytest.param("> >(exec true)", {}, 1, id="nobody reads"),
+        pytest.param("> >(exec true)", {}, 1, id="closed pipe"),
         pytest.param(">&- 2>&-", {}, 0, id="closed from the beginning", marks=pytest.mark.rest),
         pytest.param("> /dev/null", {"PYTHONIOENCODING": "ascii"}, 0, id="ascii", marks=pytest.mark.rest),
     ],
 )
-def test_a_run_ends_as_it_should(
+def test_a_run_with_broken_output_finishes(
     command: Callable[..., list[str]], redirected: str, settings: dict[str, str], failures: int
 ) -> None:
     arguments = command(

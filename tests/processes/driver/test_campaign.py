@@ -1,4 +1,4 @@
-"""A thousand workers killed, in every phase and at any moment: what is promised holds for each run. See
+"""A thousand workers are killed, in every phase and at any moment, and each run stays bit-identical. See
 `tests/support/campaign.py`.
 """
 
@@ -20,7 +20,8 @@ AVERAGED = {
     "train__grad_clip_norm": 0.5,
     "schedule": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 5, "gamma": 0.9}},
 }
-CASES = {  # deaths, strategy, workers, where the data comes from, settings
+# Each case has the number of deaths, the strategy, the number of workers, the windows and the settings.
+CASES = {
     "ddp": (300, "ddp", 3, cache_windows, {}),
     "ddp, stream_windows, averaged": (200, "ddp", 3, stream_windows, AVERAGED),
     "central_storage": (200, "central_storage", 3, cache_windows, {}),
@@ -30,8 +31,8 @@ CASES = {  # deaths, strategy, workers, where the data comes from, settings
 }
 
 
-def injected(case: str, folder: Path, deaths: int) -> Counter[str]:
-    """Kills so many workers in one run after the other; returns in which phases."""
+def inject_deaths(case: str, folder: Path, deaths: int) -> Counter[str]:
+    """Kills workers in one run after the other until `deaths` are reached; returns the number per phase."""
     _, strategy, workers, windows, settings = CASES[case]
     data = write_images(folder / "data", [[50, 1], [46]])
 
@@ -52,9 +53,9 @@ def injected(case: str, folder: Path, deaths: int) -> Counter[str]:
     fired, runs = Counter[str](), 0
     while fired.total() < deaths:
         runs += 1
-        job, found = run(f"run-{runs}", runs, deaths - fired.total())
-        assert found, "nothing happened"
-        fired += found
+        job, run_fired = run(f"run-{runs}", runs, deaths - fired.total())
+        assert run_fired, "no worker was killed in this run"
+        fired += run_fired
         assert rows_of(job) == rows_of(undisturbed)
         assert read_trained_run(job).digests == read_trained_run(undisturbed).digests, f"seed {runs}"
         assert read_trained_run(job).steps == read_trained_run(undisturbed).steps, f"seed {runs}"
@@ -63,27 +64,28 @@ def injected(case: str, folder: Path, deaths: int) -> Counter[str]:
 
 @pytest.mark.search
 @pytest.mark.parametrize("case", CASES)
-def test_whoever_is_killed_whenever_the_result_is_that_of_the_undisturbed_run(
+def test_kills_in_any_phase_leave_the_result_bit_identical(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     deaths = CASES[case][0]
-    fired = injected(case, tmp_path, deaths)
-    assert set(fired) == set(PHASES), "a phase in which nobody was killed"
+    fired = inject_deaths(case, tmp_path, deaths)
+    assert set(fired) == set(PHASES), "there is a phase without a kill"
     with capsys.disabled():
         print(f" {fired.total()} workers killed: {dict(fired)}")
 
 
 @pytest.mark.search
-def test_any_loss_with_parameter_servers_leaves_the_result_undisturbed(
+def test_losses_with_parameter_servers_leave_the_result_bit_identical(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fired, losses, data = Counter[tuple[str, str]](), 300, write_images(tmp_path / "data", [[50, 1], [46]])
+    fired, losses = Counter[tuple[str, str]](), 300
+    data = write_images(tmp_path / "data", [[50, 1], [46]])
 
-    def run(name: str, seed: int, most: int) -> Job:
+    def run(name: str, seed: int, max_losses: int) -> Job:
         fields = {"train__epochs": 12, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3}
         servers = {"train__strategy": "parameter_server", "train__servers": 2}
         job = make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields, **servers)
-        fired.update(served(job, seed, 3, most))
+        fired.update(served(job, seed, 3, max_losses))
         return job
 
     undisturbed, runs = run("undisturbed", 0, 0), 0
@@ -93,12 +95,12 @@ def test_any_loss_with_parameter_servers_leaves_the_result_undisturbed(
         assert rows_of(job) == rows_of(undisturbed), f"seed {runs}"
         assert read_trained_run(job).digests == read_trained_run(undisturbed).digests, f"seed {runs}"
         assert read_trained_run(job).steps == read_trained_run(undisturbed).steps, f"seed {runs}"
-    assert set(fired) == {(who, when) for who, moments in MOMENTS.items() for when in moments}, (
-        "a moment at which nobody was lost"
+    assert set(fired) == {(role, moment) for role, moments in MOMENTS.items() for moment in moments}, (
+        "there is a moment without a loss"
     )
     with capsys.disabled():
-        print(f" {fired.total()} lost: {dict(Counter(who for who, _ in fired.elements()))}")
+        print(f" {fired.total()} lost: {dict(Counter(role for role, _ in fired.elements()))}")
 
 
-def test_a_thousand() -> None:
+def test_the_cases_kill_a_thousand_workers() -> None:
     assert sum(deaths for deaths, *_ in CASES.values()) >= 1000

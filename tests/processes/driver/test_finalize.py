@@ -1,6 +1,4 @@
-"""A driver that was killed: whoever notices says in the record, in the summary and in MLflow what became of the run;
-once.
-"""
+"""A run with a killed driver is closed once: in its record, in its summary and in MLflow."""
 
 from __future__ import annotations
 
@@ -65,11 +63,12 @@ def mlflow_run(config: Config) -> Any:
     return run
 
 
-def test_a_killed_driver_is_noticed_once(
+def test_the_run_of_a_killed_driver_is_closed_once(
     driver: subprocess.Popen[str], config: Config, paths: RunPaths, tmp_path: Path
 ) -> None:
     root = str(paths.root)
-    with pytest.raises(RunHeldError):  # its driver lives
+    # The driver still lives.
+    with pytest.raises(RunHeldError):
         close_orphan(root)
     assert mlflow_run(config).info.status == "RUNNING"
     driver.kill()
@@ -81,7 +80,8 @@ def test_a_killed_driver_is_noticed_once(
         def close() -> None:
             try:
                 results.append(close_orphan(root))
-            except RunHeldError:  # by the other one
+            except RunHeldError:
+                # The other thread holds the lease.
                 results.append(False)
 
         both = [threading.Thread(target=close) for _ in range(2)]
@@ -94,19 +94,23 @@ def test_a_killed_driver_is_noticed_once(
     assert sorted(results) == [False, True]
     [event] = read_events(paths, "driver_lost")
     assert (event.fence, event.details["status"], event.details["step"]) == (1, "interrupted", 20)
-    found, summary = mlflow_run(config), read_json(paths.summary)
-    assert found.info.status == "KILLED"
-    assert (summary["status"], summary["steps"], summary["mlflow_run_id"]) == ("interrupted", 20, found.info.run_id)
+    tracked_run, summary = mlflow_run(config), read_json(paths.summary)
+    assert tracked_run.info.status == "KILLED"
+    assert (summary["status"], summary["steps"], summary["mlflow_run_id"]) == (
+        "interrupted",
+        20,
+        tracked_run.info.run_id,
+    )
     assert summary["restarts"]["driver"] == 0
-    assert found.data.metrics["loss"] == 1.0
-    assert not [tag for tag in found.data.tags if tag.startswith("ray_app.resumed_with")]
+    assert tracked_run.data.metrics["loss"] == 1.0
+    assert not [tag for tag in tracked_run.data.tags if tag.startswith("ray_app.resumed_with")]
     assert not close_orphan(root)
     assert newest_fence(paths) == 2
-    check_the_next_start(paths)
+    assert_next_start(paths)
 
 
-def check_the_next_start(paths: RunPaths) -> None:
-    """It has the newest checkpoint, and a fence above that of who closed the run."""
+def assert_next_start(paths: RunPaths) -> None:
+    """Asserts that the next start has the newest checkpoint, and a fence above the one used to close the run."""
     store = CheckpointStore(paths)
     [newest] = store.commits()
     assert (newest.step, newest.fence) == (20, 1)
@@ -118,14 +122,14 @@ def check_the_next_start(paths: RunPaths) -> None:
     assert [(c.step, c.fence) for c in store.commits()] == [(20, 1), (30, 3)]
 
 
-def test_a_run_that_had_done_everything_is_finished(config: Config, paths: RunPaths) -> None:
+def test_an_orphan_at_its_last_step_is_closed_as_finished(config: Config, paths: RunPaths) -> None:
     orphan(config, last=30)
     assert close_orphan(str(paths.root))
     assert read_json(paths.summary)["status"] == "finished"
     assert mlflow_run(config).info.status == "FINISHED"
 
 
-def test_a_driver_that_was_killed_while_it_told_mlflow(config: Config, paths: RunPaths) -> None:
+def test_a_run_that_failed_before_its_driver_died_is_closed_as_failed(config: Config, paths: RunPaths) -> None:
     orphan(config, last=20, end="run_failed")
     assert close_orphan(str(paths.root))
     assert read_json(paths.summary)["status"] == "failed"
@@ -134,7 +138,7 @@ def test_a_driver_that_was_killed_while_it_told_mlflow(config: Config, paths: Ru
     assert not close_orphan(str(paths.root))
 
 
-def test_evaluations_that_come_after_somebody_closed_the_run(config: Config, paths: RunPaths) -> None:
+def test_evaluations_after_the_closing_are_added_to_the_summary(config: Config, paths: RunPaths) -> None:
     orphan(config, last=30)
     assert close_orphan(str(paths.root))
     assert not close_orphan(str(paths.root))
@@ -143,11 +147,11 @@ def test_evaluations_that_come_after_somebody_closed_the_run(config: Config, pat
     summary = read_json(paths.summary)
     assert (summary["status"], summary["evaluation"]["done"], summary["metrics"]) == ("finished", 1, {"accuracy": 0.75})
     assert mlflow_run(config).data.metrics["eval_accuracy"] == 0.75
-    assert not close_orphan(str(paths.root)), "nothing is new"
+    assert not close_orphan(str(paths.root)), "the run was closed again without new evaluations"
     assert len(read_events(paths, "driver_lost")) == 1
 
 
-def test_without_mlflow_it_ends_in_time_and_a_start_waits_for_it(
+def test_closing_without_mlflow_times_out_and_a_start_waits_for_it(
     config: Config, paths: RunPaths, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finalize, "_TRACKING_TIMEOUT_S", 2.0)
@@ -155,7 +159,8 @@ def test_without_mlflow_it_ends_in_time_and_a_start_waits_for_it(
     orphan(config, last=20)
     moved = config.replace(tracking__uri=Server(tmp_path).uri)
     paths.config.write_text(moved.to_yaml())
-    paths.tracking.unlink()  # the run was never in the MLflow that is there
+    # The configured MLflow has never had this run.
+    paths.tracking.unlink()
     results: list[bool] = []
     closer = threading.Thread(target=lambda: results.append(close_orphan(str(paths.root))))
     closer.start()
@@ -163,40 +168,40 @@ def test_without_mlflow_it_ends_in_time_and_a_start_waits_for_it(
     with pytest.raises(RunHeldError), acquire_lease(paths, closing=True, waits=False):
         pass
     with acquire_lease(paths) as lease:
-        assert lease.fence == 3, "a start waits until the run is closed, and is not refused"
+        assert lease.fence == 3, "a start must wait until the run is closed"
     closer.join(30)
     assert results == [True]
     assert read_json(paths.summary)["status"] == "interrupted"
     assert "ray-app track --replay" in caplog.text
-    assert not close_orphan(str(paths.root)), "once for each lost driver"
+    assert not close_orphan(str(paths.root)), "the run was closed twice for one lost driver"
 
 
-def test_what_is_no_run_or_never_started_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_without_a_started_run_is_not_closed(tmp_path: Path) -> None:
     assert not close_orphan(str(tmp_path / "nothing"))
     assert not (tmp_path / "nothing").exists()
 
 
 @pytest.mark.rest
-def test_a_storage_that_is_away_for_a_moment_does_not_fail_a_run_at_its_end(
+def test_a_transient_storage_error_at_the_end_does_not_fail_a_run(
     short_run: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[str] = []
 
-    def refusing(real: Callable[..., Any], refusal: Callable[[], Any]) -> Callable[..., Any]:
+    def fail_once(real: Callable[..., Any], fail: Callable[[], Any]) -> Callable[..., Any]:
         def once(*arguments: Any, **fields: Any) -> Any:
             name = str(arguments[1] if isinstance(arguments[0], RunPaths) else arguments[0])
             if name in refused or not name.endswith(("finished", "summary.json")):
                 return real(*arguments, **fields)
             refused.append(name)
-            return refusal()
+            return fail()
 
         return once
 
-    def away() -> None:
+    def raise_error() -> None:
         raise OSError("away")
 
-    monkeypatch.setattr("ray_app.driver.run.put_event", refusing(put_event, lambda: False))
-    monkeypatch.setattr("ray_app.runlog.endings.put_json", refusing(put_json, away))
+    monkeypatch.setattr("ray_app.driver.run.put_event", fail_once(put_event, lambda: False))
+    monkeypatch.setattr("ray_app.runlog.endings.put_json", fail_once(put_json, raise_error))
     result = run_training(short_run(train__strategy="single", scaling__max_workers=1, scaling__logical_workers=1))
     assert [name.rpartition("/")[2] for name in refused] == ["finished", "summary.json"]
     assert result.summary["status"] == "finished"

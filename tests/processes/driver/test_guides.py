@@ -1,4 +1,4 @@
-"""The guides' two networks on a file of the format of Keras' `mnist.npz`; `docs/keras-guides.md` goes through them."""
+"""The two networks of `docs/keras-guides.md` train on a file in the format of Keras' `mnist.npz`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.places import ROOT
 
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many classes, other digits: in each image the rows of its label are bright."""
+    """A data set with the shapes and classes of MNIST; in each image, the rows of its label are bright."""
     rng, sides = np.random.default_rng(0), {"train": 900, "test": 128}
     arrays: dict[str, Any] = {f"y_{side}": (np.arange(rows) % 10).astype(np.uint8) for side, rows in sides.items()}
     for side, rows in sides.items():
@@ -30,11 +30,13 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "least"),
+    ("name", "parameters", "min_accuracy"),
     [("mnist_dense", 269_322, 0.9), pytest.param("mnist_cnn", 2_770_634, 0.2, marks=pytest.mark.rest)],
 )
-def test_a_guides_network_learns(mnist: Path, tmp_path: Path, name: str, parameters: int, least: float) -> None:
-    """In the calling process: the bits of any number of workers, as other tests show."""
+def test_the_network_of_a_guide_learns(
+    mnist: Path, tmp_path: Path, name: str, parameters: int, min_accuracy: float
+) -> None:
+    """The network trains in the calling process; other tests show that this equals any number of workers."""
     config = load_config(
         ROOT / "conf" / f"{name}.yaml",
         data__path=str(mnist / "train"),
@@ -49,6 +51,6 @@ def test_a_guides_network_learns(mnist: Path, tmp_path: Path, name: str, paramet
     )
     result = run_training(config, Console(file=StringIO()))
     assert sum(p.numel() for p in result.load_model().parameters()) == parameters
-    assert result.evaluate(str(mnist / "test"))["accuracy"] > least
+    assert result.evaluate(str(mnist / "test"))["accuracy"] > min_accuracy
     losses = [record.loss for record in result.metrics()]
     assert np.mean(losses[-10:]) < np.mean(losses[:10])

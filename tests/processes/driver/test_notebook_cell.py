@@ -1,4 +1,4 @@
-"""The live line of a notebook's cell, and the signals of the process that runs it."""
+"""The live line of a notebook's cell, and the signal handlers of its process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.support.local_world import make_job, write_images
 
 
 @pytest.fixture
-def shown() -> Iterator[CapturingDisplayPublisher]:
-    """What a notebook would be sent."""
+def publisher() -> Iterator[CapturingDisplayPublisher]:
+    """Captures the output that a notebook displays."""
     shell = InteractiveShell.instance()
     before, shell.display_pub = shell.display_pub, CapturingDisplayPublisher()
     yield shell.display_pub
@@ -34,13 +34,13 @@ def shown() -> Iterator[CapturingDisplayPublisher]:
     InteractiveShell.clear_instance()
 
 
-def test_a_line_is_shown_once_and_then_changed_in_place(shown: CapturingDisplayPublisher) -> None:
+def test_the_live_line_is_displayed_once_and_then_updated(publisher: CapturingDisplayPublisher) -> None:
     line = LiveLine()
     line.show("waiting ...")
     line.show("step 1 of <2>", 0.5)
     line.show("step 1 of <2>", 0.5)
     line.show("step 2 of <2>", 1.0)
-    first, second, third = shown.outputs
+    first, second, third = publisher.outputs
     assert [output.get("update", False) for output in (first, second, third)] == [False, True, True]
     assert len({output["transient"]["display_id"] for output in (first, second, third)}) == 1
     assert "<progress" not in first["data"]["text/html"]
@@ -52,24 +52,24 @@ def test_a_line_is_shown_once_and_then_changed_in_place(shown: CapturingDisplayP
 def test_the_second_interrupt_ends_the_run_and_handlers_are_restored() -> None:
     interrupted, calls = threading.Event(), []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append("kernel"))
-    mine = signal.getsignal(signal.SIGINT)
+    kernel_handler = signal.getsignal(signal.SIGINT)
     try:
         with stop_at_signals(interrupted):
             os.kill(os.getpid(), signal.SIGINT)
             assert interrupted.is_set()
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is mine
+        assert signal.getsignal(signal.SIGINT) is kernel_handler
         os.kill(os.getpid(), signal.SIGINT)
         assert calls == ["kernel"]
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_run_that_has_ended_is_past_the_steps_that_it_made(tmp_path: Path) -> None:
+def test_watching_an_ended_run_succeeds_only_for_steps_it_made(tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", write_images(tmp_path / "data", [[32]]), logical_workers=1, batch=8)
 
-    class Ended:
+    class EndedRun:
         """A run that ends at once."""
 
         def __init__(self) -> None:
@@ -78,7 +78,7 @@ def test_a_run_that_has_ended_is_past_the_steps_that_it_made(tmp_path: Path) -> 
         def run(self) -> Result:
             return Result(tmp_path, {"status": "finished", "steps": 690}, job.task)
 
-    training = Training(cast(Run, Ended()), ExitStack(), StringIO(), tmp_path / "slowed")
+    training = Training(cast(Run, EndedRun()), ExitStack(), StringIO(), tmp_path / "slowed")
     training.wait()
     training.watch(step=100)
     assert training.step == 690
@@ -87,14 +87,14 @@ def test_a_run_that_has_ended_is_past_the_steps_that_it_made(tmp_path: Path) -> 
             training.watch(step=step, workers=workers)
 
 
-def test_a_run_in_another_thread_leaves_the_signals_alone() -> None:
-    before, seen = signal.getsignal(signal.SIGINT), []
+def test_a_run_in_another_thread_installs_no_signal_handler() -> None:
+    before, handlers = signal.getsignal(signal.SIGINT), []
 
     def work() -> None:
         with stop_at_signals(threading.Event()):
-            seen.append(signal.getsignal(signal.SIGINT))
+            handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [before]
+    assert handlers == [before]

@@ -1,4 +1,4 @@
-"""What a notebook does with a run that has ended: evaluate on other rows, predict."""
+"""The result of a run evaluates on other rows, and predicts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def result(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     )
 
 
-def test_a_result_is_evaluated_as_its_evaluator_did(digits: Path, result: Result) -> None:
+def test_a_result_evaluates_to_the_metrics_of_the_run(digits: Path, result: Result) -> None:
     before = set(Path(str(result.path)).rglob("*"))
     for evaluation in result.evaluations():
         assert result.evaluate(str(digits / "eval"), f"step-{evaluation.step}") == pytest.approx(
@@ -45,7 +45,7 @@ def test_a_result_is_evaluated_as_its_evaluator_did(digits: Path, result: Result
         )
     best = result.summary["best"]
     assert result.evaluate(str(digits / "eval"))[best["metric"]] == pytest.approx(best["value"])
-    assert set(Path(str(result.path)).rglob("*")) == before, "nothing is recorded"
+    assert set(Path(str(result.path)).rglob("*")) == before, "the evaluation wrote files"
     with pytest.raises(ConfigError, match="has no checkpoint 'step-1'"):
         result.evaluate(str(digits / "eval"), "step-1")
 
@@ -54,17 +54,20 @@ def test_rows_without_labels_are_predicted_from_a_path_and_from_arrays(
     digits: Path, result: Result, tmp_path: Path
 ) -> None:
     images = read(digits / "eval", as_stored=True)["image"]
-    found = result.predict(images)
+    predictions = result.predict(images)
     with torch.inference_mode():
         scores = result.task.forward(result.load_model(), {"image": torch.from_numpy(images[:, None])})
-    assert found["predicted_index"].tolist() == scores.argmax(1).tolist()
-    assert found["predicted"].tolist() == [str(i) for i in found["predicted_index"]]
+    assert predictions["predicted_index"].tolist() == scores.argmax(1).tolist()
+    assert predictions["predicted"].tolist() == [str(i) for i in predictions["predicted_index"]]
     ingest_arrays(str(tmp_path / "out"), x=images[:20])
     stored = read(tmp_path / "out", as_stored=True)
     order = [int(row_id) for row_id in stored["row_id"]]
-    assert result.predict(str(tmp_path / "out"))["predicted_index"].tolist() == found["predicted_index"][order].tolist()
+    assert (
+        result.predict(str(tmp_path / "out"))["predicted_index"].tolist()
+        == predictions["predicted_index"][order].tolist()
+    )
     assert result.predict({"image": images[:3]})["confidence"].tolist() == pytest.approx(
-        found["confidence"][:3].tolist()
+        predictions["confidence"][:3].tolist()
     )
     with pytest.raises(DataError, match=r"No column 'image' is given; the task reads \['image'\]"):
         result.predict({"x": images})

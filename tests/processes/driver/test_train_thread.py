@@ -1,4 +1,4 @@
-"""What is told of a run whose thread ended while the one that watches it met something else."""
+"""Which error is raised when the training thread and the thread that watches it both fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 20.0
 START: Any = SimpleNamespace(job=SimpleNamespace(config=load_config(ROOT / "conf" / "digits.yaml")))
 
 
-def test_what_ended_the_training_explains_what_its_watcher_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_application_error_replaces_the_error_of_the_watching_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def fit(*_: Any) -> None:
         raise DataError("row 3 cannot be used")
 
@@ -33,9 +33,9 @@ def test_what_ended_the_training_explains_what_its_watcher_met(monkeypatch: pyte
         watch()
 
 
-def test_what_comes_of_giving_up_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fit(start: Any, workers: int, given_up: threading.Event) -> None:
-        assert given_up.wait(WAIT_S)
+def test_an_error_after_abandoning_a_run_does_not_replace_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(start: Any, workers: int, abandoned: threading.Event) -> None:
+        assert abandoned.wait(WAIT_S)
         raise DataError("aborted")
 
     monkeypatch.setattr(train_thread, "fit", fit)

@@ -1,4 +1,4 @@
-"""Hundreds of damaged images, decoded in a process of its own, since libraries for images have ended processes."""
+"""Hundreds of damaged images are decoded in another process, since image libraries have crashed processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decode_all() -> str:
 
 
 @pytest.mark.rest
-def test_no_damaged_image_ends_the_process_and_each_has_a_reason_the_same_each_time() -> None:
+def test_damaged_images_are_refused_reproducibly_without_a_crash() -> None:
     printed = decode_all()
     *lines, last = printed.splitlines()
     assert last == "done"
@@ -46,12 +46,12 @@ def test_no_damaged_image_ends_the_process_and_each_has_a_reason_the_same_each_t
     refused = [line for line in lines if re.search(r": refused: \S", line)]
     assert all(re.search(r": \(\d+, \d+(, \d+)*\)$", line) for line in lines if line not in refused)
     assert len(refused) > len(lines) / 2
-    assert printed == decode_all(), "addresses, or files that are other ones each time"
+    assert printed == decode_all(), "the reasons differ between two runs: they hold addresses, or the files differ"
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """A short run with `single`, whose process decodes; the image data of the PNG file in row 3 ends too early."""
+    """A short run with `single`, which decodes in its process; the image data of the PNG file in row 3 is truncated."""
     images = [encode(Image.fromarray(smooth(8, 8, seed=row)), "png") for row in range(8)]
     images[3] = png((8, 8, 8, 0, 0, 0, 0), zlib.compress(bytes(9) * 3))
     (tmp_path / "data").mkdir()
@@ -75,7 +75,7 @@ def config(tmp_path: Path) -> Config:
     )
 
 
-def test_a_png_with_too_little_image_data_is_a_bad_row_of_training(config: Config, tmp_path: Path) -> None:
+def test_a_truncated_png_is_a_bad_row_of_training(config: Config, tmp_path: Path) -> None:
     with pytest.raises(
         (BadRowError, DataError), match=r"part-0.parquet, row group 0, row 3: its image data ends 45 bytes too early"
     ):

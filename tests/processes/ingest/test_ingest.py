@@ -1,4 +1,6 @@
-"""Ingest, whatever the format: bounded shards, whole or not at all, the same again, refused with a reason."""
+"""Ingest of any format: shards are bounded, targets are complete or absent, output is reproducible, refusals have a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ import pytest
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import READERS, IngestOptions, ingest
-from ray_app.ingest.readers import base as raw
+from ray_app.ingest.readers import base as readers_base
 from ray_app.ingest.readers.arrays import Numpy
 from tests.support.ingest_inputs import RNG, read, write_idx, write_images
 from tests.support.places import ROOT
@@ -32,7 +34,7 @@ def row_groups(folder: Path) -> list[list[int]]:
     return [[f.row_group(i).num_rows for i in range(f.num_row_groups)] for f in footers]
 
 
-def test_a_split_keeps_every_row_once_and_does_not_depend_on_order(tmp_path: Path) -> None:
+def test_a_split_keeps_every_row_once_for_any_shard_size(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", x=RNG.random((2000, 2)), y=np.arange(2000) % 2)
     sides = []
     for out, shard_rows in (("a", 100), ("b", 1000)):
@@ -50,7 +52,7 @@ def test_shards_and_row_groups_are_bounded_in_rows(tmp_path: Path, monkeypatch: 
     np.savez(tmp_path / "d.npz", x=RNG.random((95, 2)))
     whole = None
     for block_bytes in (64, 1 << 20):
-        monkeypatch.setattr(raw, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(readers_base, "BLOCK_BYTES", block_bytes)
         out = tmp_path / str(block_bytes)
         ingest(IngestOptions("numpy", str(out), str(tmp_path / "d.npz"), shard_rows=40, row_group_rows=15))
         assert row_groups(out) == [[15, 15, 10], [15, 15, 10], [15]]
@@ -59,17 +61,17 @@ def test_shards_and_row_groups_are_bounded_in_rows(tmp_path: Path, monkeypatch: 
         assert data == whole, "the files depend on the size of the blocks read"
 
 
-def test_row_groups_are_bounded_in_bytes_also_with_rows_larger_than_that(tmp_path: Path) -> None:
+def test_row_groups_are_bounded_in_bytes_also_with_larger_rows(tmp_path: Path) -> None:
     sizes = [300, 300, 300, 5000, 100, 100, 5000, 900]
     (tmp_path / "in" / "only").mkdir(parents=True)
     for i, size in enumerate(sizes):
         (tmp_path / "in" / "only" / f"{i}.png").write_bytes(bytes(size))
     options = IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), check=False, row_group_bytes=1000)
     ingest(options)
-    found = [len(image) for image in read(tmp_path / "out", as_stored=True)["image"]]
-    assert sorted(found) == sorted(sizes)
+    stored_sizes = [len(image) for image in read(tmp_path / "out", as_stored=True)["image"]]
+    assert sorted(stored_sizes) == sorted(sizes)
     expected: list[list[int]] = []
-    for size in found:
+    for size in stored_sizes:
         if expected and sum(expected[-1]) + size < 1000:
             expected[-1].append(size)
         else:
@@ -88,18 +90,18 @@ def test_only_plain_columns_have_statistics_and_no_array_has_a_dictionary(tmp_pa
     assert columns["image"].compression == "ZSTD"
 
 
-def test_dataset_json_describes_what_is_there(tmp_path: Path) -> None:
+def test_dataset_json_describes_the_shards_and_columns(tmp_path: Path) -> None:
     write_idx(tmp_path / "in", "train", 12, False)
     ingest(IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), shard_rows=5, eval_fraction=0))
     folder = tmp_path / "out" / "train"
-    found = json.loads((folder / "dataset.json").read_text())
-    assert (found["format_version"], found["source"], found["rows"], found["classes"]) == (1, "idx", 12, None)
-    assert found["class_counts"] == {str(i): 2 if i < 2 else 1 for i in range(10)}
-    assert found["columns"]["image"] == {"type": "array", "shape": [28, 28], "dtype": "uint8", "nulls": 0}
-    assert [(s["path"], s["rows"]) for s in found["shards"]] == [
+    facts = json.loads((folder / "dataset.json").read_text())
+    assert (facts["format_version"], facts["source"], facts["rows"], facts["classes"]) == (1, "idx", 12, None)
+    assert facts["class_counts"] == {str(i): 2 if i < 2 else 1 for i in range(10)}
+    assert facts["columns"]["image"] == {"type": "array", "shape": [28, 28], "dtype": "uint8", "nulls": 0}
+    assert [(s["path"], s["rows"]) for s in facts["shards"]] == [
         (f"part-00000{end}.parquet", n) for end, n in (("", 5), ("_001", 5), ("_002", 2))
     ]
-    assert [s["bytes"] for s in found["shards"]] == [p.stat().st_size for p in sorted(folder.glob("*.parquet"))]
+    assert [s["bytes"] for s in facts["shards"]] == [p.stat().st_size for p in sorted(folder.glob("*.parquet"))]
 
 
 MEASURE = """
@@ -119,7 +121,8 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     for times in (1, 8):
         source = tmp_path / f"in-{times}"
         source.mkdir()
-        rows = times * 40_000  # 31 MB of pixels, then 251 MB
+        # The images have 31 MB of pixels, then 251 MB.
+        rows = times * 40_000
         with (source / "train-images-idx3-ubyte").open("wb") as file:
             file.write(struct.pack(">4I", 2051, rows, 28, 28))
             file.truncate(16 + rows * 784)
@@ -134,7 +137,7 @@ def fingerprint(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_a_second_time_nothing_is_written(tmp_path: Path) -> None:
+def test_a_repeated_ingest_reuses_the_data_set(tmp_path: Path) -> None:
     (tmp_path / "f.csv").write_text("a,y\n" + "1,u\n2,v\n" * 20)
     options = IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv"), label="y", eval_fraction=0.5)
     first = ingest(options)
@@ -155,7 +158,7 @@ def test_a_second_time_nothing_is_written(tmp_path: Path) -> None:
         ("file", "holds no data set"),
     ],
 )
-def test_a_target_with_something_else_is_refused_and_left_alone(tmp_path: Path, change: str, expected: str) -> None:
+def test_a_target_with_other_content_is_refused_and_unchanged(tmp_path: Path, change: str, expected: str) -> None:
     source, out = tmp_path / "f.csv", tmp_path / "out"
     source.write_text("a\n1\n")
     ingest(IngestOptions("csv", str(out), str(source)))
@@ -177,10 +180,10 @@ def test_a_target_with_something_else_is_refused_and_left_alone(tmp_path: Path, 
     assert not list(tmp_path.glob("*.partial-*"))
 
 
-def test_a_failure_midway_leaves_no_target_and_the_next_time_works(
+def test_a_failure_midway_leaves_no_target_and_a_retry_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raw, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(readers_base, "BLOCK_BYTES", 100)
     files = write_images(tmp_path / "in")
     good = files["dog/z.WEBP"]
     (tmp_path / "in" / "dog" / "z.WEBP").write_bytes(b"broken")
@@ -192,7 +195,7 @@ def test_a_failure_midway_leaves_no_target_and_the_next_time_works(
     assert ingest(options).rows == 5
 
 
-def test_what_an_ingest_with_other_options_left_is_removed_unless_it_runs(tmp_path: Path) -> None:
+def test_leftovers_of_another_ingest_are_removed_unless_it_is_running(tmp_path: Path) -> None:
     for name in ("out.partial-left", "out.partial-used", "other.partial-left"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part-00000.parquet").write_bytes(b"half")
@@ -203,7 +206,7 @@ def test_what_an_ingest_with_other_options_left_is_removed_unless_it_runs(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.partial-left", "out", "out.partial-used"]
 
 
-def test_of_two_at_once_the_slower_one_returns_what_the_quicker_made(tmp_path: Path) -> None:
+def test_the_slower_of_two_concurrent_ingests_reuses_the_data_set(tmp_path: Path) -> None:
     options = IngestOptions("digits", str(tmp_path / "out"))
     with ThreadPoolExecutor(2) as pool:
         summaries = list(pool.map(ingest, [options, options]))
@@ -212,11 +215,11 @@ def test_of_two_at_once_the_slower_one_returns_what_the_quicker_made(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_rows_that_vanish_while_reading_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_vanish_while_reading_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "d.npz", x=np.zeros((5, 2)))
 
     class Shrinking(Numpy):
-        def parts(self, run: raw.Run) -> list[raw.Part]:
+        def parts(self, run: readers_base.Run) -> list[readers_base.Part]:
             [part] = super().parts(run)
             return [replace(part, input_splits=[replace(split, rows=6) for split in part.input_splits])]
 
@@ -259,7 +262,7 @@ def test_bad_options_are_refused_before_anything_is_read(options: dict[str, Any]
     assert expected in str(caught.value)
 
 
-def test_a_source_with_other_data_sets_than_train_and_test_is_not_split_again(tmp_path: Path) -> None:
+def test_a_source_with_its_own_splits_is_not_split_again(tmp_path: Path) -> None:
     for split in ("train", "validation"):
         (tmp_path / "in").mkdir(exist_ok=True)
         pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "in" / f"{split}-00000-of-00001.parquet")
@@ -267,20 +270,20 @@ def test_a_source_with_other_data_sets_than_train_and_test_is_not_split_again(tm
         ingest(IngestOptions("hf", str(tmp_path / "out"), str(tmp_path / "in"), eval_fraction=0.5))
 
 
-def job(*args: str) -> subprocess.CompletedProcess[str]:
+def run_job(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "jobs/ingest.py", *args], cwd=ROOT, capture_output=True, text=True, check=False
     )
 
 
 @pytest.mark.rest
-def test_the_job_runs_and_refuses_without_a_traceback(tmp_path: Path) -> None:
+def test_the_job_succeeds_or_refuses_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "f.csv").write_text("a,y\n1,u\n2,v\n")
     args = ["--source", "csv", "--input", str(tmp_path / "f.csv"), "--out", str(tmp_path / "out"), "--label"]
-    done = job(*args, "y")
+    done = run_job(*args, "y")
     assert (done.returncode, read(tmp_path / "out")["label"]) == (0, [0, 1])
     assert f"{tmp_path / 'out'}: 2 rows in 1 shards" in done.stdout
-    refused = job(*args, "z")
+    refused = run_job(*args, "z")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "label 'y', now 'z'" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -1,5 +1,5 @@
-"""Ingest as tasks: the same files whoever does them, again after a kill, rows in = rows out + rows refused, and S3 on
-both ends.
+"""Ingest as tasks: the files do not depend on the number of tasks or on kills, every row is written or refused, and
+source and target may be on S3.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ def options_for(folder: Path, out: Any, **more: Any) -> IngestOptions:
 
 
 def content(folder: Path | ObjectPath) -> dict[str, bytes]:
-    """The bytes of every file by relative path, but of the one in which times and ETags of the others stand."""
-    found = {name: place for name, place in list_tree(folder).items() if not name.endswith(FOOTERS_FILE)}
-    return dict(zip(found, read_all(found.values()), strict=True))
+    """Returns the bytes of every file by relative path, but of the file with times and ETags of the others."""
+    files = {name: location for name, location in list_tree(folder).items() if not name.endswith(FOOTERS_FILE)}
+    return dict(zip(files, read_all(files.values()), strict=True))
 
 
 def test_the_files_do_not_depend_on_the_number_of_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shuffle, "BUCKET_BYTES", 1000)
     folder = write_csvs(tmp_path / "in")
-    made = []
+    contents = []
     for threads in (1, 3, 7):
         out = tmp_path / f"out-{threads}"
         ingest(options_for(folder, out, eval_fraction=0.3), partial(run_in_threads, threads=threads))
-        made.append(content(out))
-    assert made[0] == made[1] == made[2]
+        contents.append(content(out))
+    assert contents[0] == contents[1] == contents[2]
     rows = [row for side in ("train", "eval") for row in read(tmp_path / "out-1" / side)["a"]]
     assert Counter(rows) == Counter(range(240))
-    shards = json.loads(made[0]["train/dataset.json"])["shards"]
+    shards = json.loads(contents[0]["train/dataset.json"])["shards"]
     assert [shard["path"] for shard in shards] == [f"part-0000{i}.parquet" for i in range(len(shards))]
     assert len(shards) > 2
 
@@ -96,13 +96,13 @@ ingest.ingest(IngestOptions("csv", sys.argv[2], sys.argv[1], label="y", split_by
 
 
 def kill_midway(folder: Path, out: Any, at: str = "write_input_split") -> None:
-    """Runs an ingest in a process that is killed when its fourth piece (or bucket) begins."""
+    """Runs an ingest in a process that is killed when its fourth input split (or bucket) begins."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(out), at], cwd=ROOT, check=False, timeout=120)
     assert done.returncode == -signal.SIGKILL
 
 
 @pytest.mark.rest
-def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
+def test_finished_input_splits_are_kept_after_a_kill(tmp_path: Path) -> None:
     folder, out = write_csvs(tmp_path / "in"), tmp_path / "out"
     kill_midway(folder, out)
     assert not out.exists()
@@ -110,10 +110,10 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     assert len(list_files(left / RECORDS)) == 3
     before = {path.name: path.stat().st_mtime_ns for path in (left / RUNS).iterdir()}
     assert sorted(before) == ["-00000-000.arrow", "-00001-000.arrow", "-00002-000.arrow"]
-    (left / ".dataset.json.0123.tmp").write_bytes(b"half")  # as a kill while it is written leaves it
-    (left / RUNS / "-00001-000.arrow").write_bytes(
-        b"damaged"
-    )  # a finished piece whose file is not as it was is done again
+    # A kill during a write leaves such a temporary file.
+    (left / ".dataset.json.0123.tmp").write_bytes(b"half")
+    # A finished input split with a changed file is written again.
+    (left / RUNS / "-00001-000.arrow").write_bytes(b"damaged")
     after: dict[str, int] = {}
 
     def run(work: Any, tasks: Any) -> Any:
@@ -131,7 +131,7 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-def test_after_a_kill_the_finished_buckets_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_buckets_are_kept_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shuffle, "BUCKET_BYTES", 1000)
     folder, out = write_csvs(tmp_path / "in"), tmp_path / "out"
     kill_midway(folder, out, "write_bucket")
@@ -151,8 +151,8 @@ def test_after_a_kill_the_finished_buckets_are_kept(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.rest
-def test_what_another_version_has_begun_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows may be in another order, so that some would be there twice and others not at all."""
+def test_an_ingest_begun_by_another_version_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows may be in another order, so that some rows would be doubled and others missing."""
     folder, out = write_csvs(tmp_path / "in"), tmp_path / "out"
     kill_midway(folder, out)
     monkeypatch.setattr("ray_app.ingest.ingest.LAYOUT", 99)
@@ -165,21 +165,21 @@ def test_what_another_version_has_begun_is_not_gone_on_with(tmp_path: Path, monk
         return run_in_threads(work, tasks)
 
     ingest(options_for(folder, out), run)
-    assert begun[-2] == [], "the pieces are written anew"
+    assert begun[-2] == [], "the input splits must be written again"
     assert content(out) == content(tmp_path / "undisturbed")
     monkeypatch.undo()
-    assert ingest(options_for(folder, out)).reused, "what is complete is the same data set"
+    assert ingest(options_for(folder, out)).reused, "a complete data set of another version must be reused"
 
 
-def test_links_are_followed_and_the_order_is_that_of_s3(
+def test_links_are_followed_and_files_are_ordered_as_on_s3(
     tmp_path: Path, s3_folder: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["a-b/x.parquet", "a/x.parquet", "a/z.parquet", "linked/x.parquet", "tables.parquet/part.parquet"]
     for i, name in enumerate(names):
-        place = (tmp_path / "elsewhere" / "x.parquet") if name.startswith("linked") else tmp_path / "in" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table({"a": [i]}), place)
-        put_atomic(s3_folder / name, place.read_bytes())
+        path = (tmp_path / "elsewhere" / "x.parquet") if name.startswith("linked") else tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"a": [i]}), path)
+        put_atomic(s3_folder / name, path.read_bytes())
     (tmp_path / "in" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "lost+found").mkdir()
@@ -188,7 +188,8 @@ def test_links_are_followed_and_the_order_is_that_of_s3(
     scandir = os.scandir
 
     def refusing(folder: Path) -> Any:
-        if folder.name in closed:  # to root everything is open
+        # Permissions do not stop root, so the test raises the error itself.
+        if folder.name in closed:
             raise PermissionError(errno.EACCES, "Permission denied", str(folder))
         return scandir(folder)
 
@@ -204,7 +205,7 @@ def test_links_are_followed_and_the_order_is_that_of_s3(
         open_dataset(str(tmp_path / "in"))
 
 
-def test_rows_in_are_rows_out_and_rows_refused(tmp_path: Path) -> None:
+def test_every_input_row_is_written_or_refused(tmp_path: Path) -> None:
     folder = write_csvs(tmp_path / "in", files=3, rows=5)
     (folder / "1.csv").write_text("a,y\n5,u\n6\n7,\n8,v,9\n9,w\n")
     with pytest.raises(DataError, match=r"1\.csv: .*Row #3: Expected 2 columns, got 1"):
@@ -222,7 +223,7 @@ def test_rows_in_are_rows_out_and_rows_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
-def test_more_bad_rows_than_allowed_end_an_ingest(tmp_path: Path, split_bytes: int) -> None:
+def test_more_than_max_bad_rows_fail_an_ingest(tmp_path: Path, split_bytes: int) -> None:
     for name in [f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(5)]:
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(RNG.integers(0, 255, (9, 7, 3), dtype=np.uint8)).save(tmp_path / "in" / name)
@@ -270,9 +271,8 @@ def write_tars(folder: Path) -> None:
         write_tar(folder / f"{i}.{end}", members, "w:gz" if end.endswith("gz") else "w")
 
 
-SOURCES: dict[
-    str, tuple[Callable[[Path], Any], str, dict[str, Any]]
-] = {  # what writes a folder, what is given of it, options
+# Each source has a function that writes a folder, the input path below the parent folder, and options.
+SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "images": (write_images, "in", {}),
     "csv": (partial(write_csvs, files=2, rows=4), "in", {"label": "y"}),
     "numpy": (write_numpy, "in", {}),
@@ -291,32 +291,32 @@ QUICK = ("images", "hf", "webdataset, braces")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in SOURCES]
 )
-def test_s3_in_and_out_give_the_same_bytes(
+def test_ingest_from_and_to_s3_writes_the_same_bytes(
     tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server, name: str
 ) -> None:
     source: Any = name.partition(",")[0]
-    write, given, more = SOURCES[name]
+    write, input_path, more = SOURCES[name]
     options = {"split_bytes": 1000, "shard_rows": 3, **more}
     write(tmp_path / "in")
     upload((tmp_path / "in").resolve(), s3_folder / "in")
-    ingest(IngestOptions(source, str(tmp_path / "out"), str(tmp_path / given), **options))
+    ingest(IngestOptions(source, str(tmp_path / "out"), str(tmp_path / input_path), **options))
     s3_server.reset()
-    summary = ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / given), **options))
-    asked = Counter(re.sub(r"\?.*", "", request) for request in s3_server.requests(r"^GET .*/in/\w"))
-    assert 1 <= max(asked.values()) <= 8, "every request fetches but a few bytes"
-    here, there = content(tmp_path / "out"), content(s3_folder / "out")
-    for file in [file for file in here if file.endswith("dataset.json")]:
-        about, about_there = json.loads(here.pop(file)), json.loads(there.pop(file))
-        assert about.pop("made_from")["options"] == about_there.pop("made_from")["options"]
-        assert about == about_there
-    assert here == there
+    summary = ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / input_path), **options))
+    requests = Counter(re.sub(r"\?.*", "", request) for request in s3_server.requests(r"^GET .*/in/\w"))
+    assert 1 <= max(requests.values()) <= 8, "an object was fetched with too many small requests"
+    local_files, remote_files = content(tmp_path / "out"), content(s3_folder / "out")
+    for file in [file for file in local_files if file.endswith("dataset.json")]:
+        local_facts, remote_facts = json.loads(local_files.pop(file)), json.loads(remote_files.pop(file))
+        assert local_facts.pop("made_from")["options"] == remote_facts.pop("made_from")["options"]
+        assert local_facts == remote_facts
+    assert local_files == remote_files
     assert not summary.reused
-    assert ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / given), **options)).reused
+    assert ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / input_path), **options)).reused
     assert ingest(IngestOptions("parquet", input=summary.parts[sorted(summary.parts)[-1]].path)).rows > 0
 
 
 @pytest.mark.rest
-def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(
+def test_an_interrupted_ingest_to_s3_is_no_data_set_and_can_continue(
     tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server
 ) -> None:
     folder, out = write_csvs(tmp_path / "in"), s3_folder / "out"
@@ -333,7 +333,7 @@ def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(
 
 @pytest.mark.rest
 @pytest.mark.parametrize("target", ["disk", "s3"])
-def test_what_is_finished_outlives_an_error_of_the_storage(
+def test_finished_input_splits_are_kept_after_a_storage_error(
     tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server, target: str
 ) -> None:
     upload(write_csvs(tmp_path / "in"), s3_folder / "in")
@@ -355,13 +355,13 @@ def test_what_is_finished_outlives_an_error_of_the_storage(
     once = reads[1]
     expected = [2 * once, *[once] * 4, 2 * once]
     assert reads == expected, (
-        "the first file tells the delimiter, the first pass reads all files, the second only what is left"
+        "the delimiter takes the first file, the first pass all files, the second pass only the missing one"
     )
     ingest(options_for(tmp_path / "in", tmp_path / "undisturbed"))
     assert read_all([out / "part-00000.parquet"]) == read_all([tmp_path / "undisturbed" / "part-00000.parquet"])
 
 
-def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: ObjectPath) -> None:
+def test_data_on_s3_reads_like_data_on_a_disk(tmp_path: Path, s3_folder: ObjectPath) -> None:
     folder = write_csvs(tmp_path / "in")
     ingest(options_for(folder, tmp_path / "out", row_group_rows=7, shard_rows=40))
     upload(tmp_path / "out", s3_folder / "data")
@@ -373,10 +373,10 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: ObjectPath
     ):
         put_atomic(tmp_path / "out" / hidden, b"no Parquet")
         put_atomic(s3_folder / "data" / hidden, b"no Parquet")
-    here, there = open_dataset(str(tmp_path / "out")), open_dataset(str(s3_folder / "data"))
-    assert here.manifest.digest == there.manifest.digest
-    assert here.facts.columns == there.facts.columns
-    assert there.facts.classes == ("u", "v", "w")
+    local_data, remote_data = open_dataset(str(tmp_path / "out")), open_dataset(str(s3_folder / "data"))
+    assert local_data.manifest.digest == remote_data.manifest.digest
+    assert local_data.facts.columns == remote_data.facts.columns
+    assert remote_data.facts.classes == ("u", "v", "w")
     columns = ["a", "label"]
     [local, remote] = [
         [
@@ -385,7 +385,7 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: ObjectPath
                 Reader(d.root, columns, dict, probe(d, columns, dict)), plan_all_reads(d.manifest, 50)
             )
         ]
-        for d in (here, there)
+        for d in (local_data, remote_data)
     ]
     assert local == remote
     one = open_dataset(str(s3_folder / "data" / "part-00000_002.parquet"))
@@ -399,7 +399,7 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: ObjectPath
             open_dataset(str(s3_folder / name if name else s3_folder))
 
 
-def test_footers_on_s3_cost_one_request_each_or_none(
+def test_each_footer_on_s3_costs_one_request_or_none(
     tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server
 ) -> None:
     out = s3_folder / "out"
@@ -409,7 +409,8 @@ def test_footers_on_s3_cost_one_request_each_or_none(
     assert s3_server.requests(r"\.parquet") == []
     (out / FOOTERS_FILE).unlink()
     cold = open_dataset(str(out))
-    paths = [*cold.manifest.paths, cold.manifest.paths[0]]  # the first one's columns are those of all
+    # The columns of the data set are read from its first file.
+    paths = [*cold.manifest.paths, cold.manifest.paths[0]]
     assert len(set(paths)) > 1
     assert sorted(re.sub(r" .*/|\?.*", " ", request).strip() for request in s3_server.requests(r"\.parquet")) == [
         f"GET {path}" for path in sorted(paths)
@@ -417,7 +418,7 @@ def test_footers_on_s3_cost_one_request_each_or_none(
     assert (warm.manifest.digest, warm.facts.columns) == (cold.manifest.digest, cold.facts.columns)
 
 
-def test_s3_that_refuses_is_a_data_error(s3_folder: ObjectPath, s3_server: S3Server) -> None:
+def test_refused_access_to_s3_is_a_data_error(s3_folder: ObjectPath, s3_server: S3Server) -> None:
     s3_server.fail(".*", times=-1, status=403)
     with pytest.raises(DataError, match=r"s3://runs/.* cannot be read: .*access is refused .*Check the credentials"):
         open_dataset(str(s3_folder / "data"))

@@ -1,4 +1,4 @@
-"""A model outside run and registry: made without Ray and MLflow, used where neither is installed, whole or refused."""
+"""Exported models: written without Ray and MLflow, used where neither is installed, complete or refused."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ assert not {"ray", "mlflow"} & {name.partition(".")[0] for name in sys.modules}
 """
 
 
-def python(code: str, absent: tuple[str, ...], *arguments: object, folder: Path = ROOT) -> str:
-    """Runs a program where some modules cannot be imported; returns the last line that it prints."""
+def run_python(code: str, absent: tuple[str, ...], *arguments: object, folder: Path = ROOT) -> str:
+    """Runs a program in which some modules cannot be imported; returns the last line that it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PYTHONPATH": str(ROOT)
     }
@@ -98,31 +98,31 @@ def python(code: str, absent: tuple[str, ...], *arguments: object, folder: Path 
 
 @pytest.fixture(scope="module")
 def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with a run of two epochs and its export, made where MLflow is missing and Ray must not start; and what
-    was said of them.
+    """A folder with a run of two epochs and its export, written without MLflow and without a start of Ray; and the
+    values that the program printed.
     """
     folder = tmp_path_factory.mktemp("trained")
-    return folder, json.loads(python(TRAIN, ("mlflow",), digits, folder))
+    return folder, json.loads(run_python(TRAIN, ("mlflow",), digits, folder))
 
 
 @pytest.mark.rest
-def test_a_run_in_the_calling_process_starts_no_ray_and_goes_on_from_an_export(
+def test_an_in_process_run_starts_no_ray_and_begins_from_an_export(
     trained: tuple[Path, dict[str, Any]],
 ) -> None:
-    folder, said = trained
-    best = said["summary"]["best"]
-    assert (said["said"]["step"], said["said"]["metrics"]["accuracy"]) == (best["step"], best["value"])
-    assert said["said"]["format"] == "torch.export"
+    folder, printed = trained
+    best = printed["summary"]["best"]
+    assert (printed["said"]["step"], printed["said"]["metrics"]["accuracy"]) == (best["step"], best["value"])
+    assert printed["said"]["format"] == "torch.export"
     assert (folder / "model" / "data" / "model" / "model.pt2").exists()
     state = safetensors.torch.load_file(folder / "model" / "data" / "model" / "model.safetensors")
     [commit] = [c for c in CheckpointStore(RunPaths(folder / "runs" / "run")).commits() if c.step == best["step"]]
-    assert params_digest(state) == said["said"]["params_digest"] == commit.params_digest
+    assert params_digest(state) == printed["said"]["params_digest"] == commit.params_digest
     assert f"init_digest: {commit.params_digest}" in (folder / "runs" / "on" / "config.yaml").read_text()
-    assert (said["on"]["status"], len(said["losses"])) == ("finished", 3)
-    assert max(said["losses"]) < said["first"], "it did not begin with what was learned"
+    assert (printed["on"]["status"], len(printed["losses"])) == ("finished", 3)
+    assert max(printed["losses"]) < printed["first"], "the second run did not begin with the exported parameters"
 
 
-def test_an_export_predicts_and_trains_on_without_ray_and_mlflow(
+def test_an_export_predicts_and_trains_without_ray_and_mlflow(
     trained: tuple[Path, dict[str, Any]], digits: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "datasets").mkdir()
@@ -131,7 +131,7 @@ def test_an_export_predicts_and_trains_on_without_ray_and_mlflow(
     page = (ROOT / "docs" / "saving.md").read_text()
     [snippet] = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "load_for_training" in code]
     (tmp_path / "snippet.py").write_text(snippet)
-    python(USE, ("ray", "mlflow"), folder=tmp_path)
+    run_python(USE, ("ray", "mlflow"), folder=tmp_path)
 
     torch.set_num_threads(1)
     task, model = load_for_training(tmp_path / "model_folder")
@@ -139,28 +139,28 @@ def test_an_export_predicts_and_trains_on_without_ray_and_mlflow(
     with torch.inference_mode():
         scores = task.forward(model.eval(), rows)
     predicted = np.load(tmp_path / "predicted.npy")
-    assert np.array_equal(predicted, scores.numpy()), "the program computes something else than the model"
+    assert np.array_equal(predicted, scores.numpy()), "the exported program computes other outputs than the model"
     accuracy = float((predicted.argmax(1) == rows["label"].numpy()).mean())
     assert accuracy == pytest.approx(trained[1]["said"]["metrics"]["accuracy"], abs=1e-6), (
-        "the evaluation found something else"
+        "the exported program has another accuracy than the evaluation"
     )
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "trained.safetensors"))
     with torch.inference_mode():
         after = task.forward(model.eval(), rows).argmax(1)
-    assert float((after == rows["label"]).float().mean()) > accuracy, "two more epochs taught it nothing"
+    assert float((after == rows["label"]).float().mean()) > accuracy, "two more epochs did not raise the accuracy"
 
 
 @pytest.mark.rest
-def test_any_checkpoint_of_a_run_is_exported_from_s3_too(
+def test_any_checkpoint_of_a_run_on_s3_is_exported(
     trained: tuple[Path, dict[str, Any]], s3_folder: ObjectPath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained[0] / "runs" / "run"
-    there = s3_folder / "runs" / "run"
+    remote_run = s3_folder / "runs" / "run"
     for name, file in list_tree(run).items():
-        put_atomic(there / name, file.read_bytes())
+        put_atomic(remote_run / name, file.read_bytes())
     commits = CheckpointStore(RunPaths(run)).commits()
     out = tmp_path / "out"
-    arguments = ["--run", str(there), "--out", str(out), "--checkpoint"]
+    arguments = ["--run", str(remote_run), "--out", str(out), "--checkpoint"]
     assert main([*arguments, f"step-{commits[0].step}"]) == 0
     assert json.loads((out / "export.json").read_text())["params_digest"] == commits[0].params_digest
     assert main([*arguments, "newest"]) == 2
@@ -188,40 +188,40 @@ def test_any_checkpoint_of_a_run_is_exported_from_s3_too(
     assert not (tmp_path / "new").exists()
 
 
-def tabular(kind: type[TabularClassification]) -> tuple[Any, nn.Module, dict[str, np.ndarray]]:
+def tabular_task(kind: type[TabularClassification]) -> tuple[Any, nn.Module, dict[str, np.ndarray]]:
     task = kind.__new__(kind)
     vars(task).update(label="label", features=["a"], hidden=[4], dropout=0.0, scale=1.0, inputs=3, num_classes=2)
     return task, task.build_model(), {"features": np.ones((2, 3), np.float32), "label": np.zeros(2, np.int64)}
 
 
-def test_an_export_that_was_stopped_leaves_nothing_and_a_damaged_one_is_refused(
+def test_an_interrupted_export_leaves_nothing_and_a_damaged_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = {"run": "run", "step": 1, "params_digest": "0" * 64}
     out = tmp_path / "out"
 
-    def stopped(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    task, model, example = tabular(TabularClassification)
+    task, model, example = tabular_task(TabularClassification)
     write_export(task, model, example, out, source)
     before = (out / "export.json").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_digests", stopped)
-        for place in (tmp_path / "other", out):
+        patch.setattr(export, "_digests", interrupt)
+        for target in (tmp_path / "other", out):
             with pytest.raises(KeyboardInterrupt):
-                write_export(task, model, example, place, source, overwrite=True)
+                write_export(task, model, example, target, source, overwrite=True)
     rename = os.rename
 
-    def full(source: Path, target: Path) -> None:
-        if target == out and not full.has_failed:  # type: ignore[attr-defined]
-            full.has_failed = True  # type: ignore[attr-defined]
+    def fail_once(source: Path, target: Path) -> None:
+        if target == out and not fail_once.has_failed:  # type: ignore[attr-defined]
+            fail_once.has_failed = True  # type: ignore[attr-defined]
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rename(source, target)
 
-    full.has_failed = False  # type: ignore[attr-defined]
+    fail_once.has_failed = False  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", full)
+        patch.setattr(os, "rename", fail_once)
         with pytest.raises(OSError, match="Input/output"):
             write_export(task, model, example, out, source, overwrite=True)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
@@ -239,7 +239,9 @@ def test_an_export_that_was_stopped_leaves_nothing_and_a_damaged_one_is_refused(
         load_model(tmp_path)
 
 
-def test_a_model_that_cannot_be_a_program_brings_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_exported_is_stored_with_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = tmp_path / "own" / "branching_export.py"
     module.parent.mkdir()
     module.write_text(
@@ -248,10 +250,10 @@ def test_a_model_that_cannot_be_a_program_brings_its_code(tmp_path: Path, monkey
         "        return scores if scores.sum() > 0 else -scores\n"
     )
     monkeypatch.setattr(sys, "path", [str(module.parent), *sys.path])
-    task, model, example = tabular(importlib.import_module("branching_export").Branching)
-    said = write_export(task, model, example, tmp_path / "out", {"run": "run", "step": 1, "params_digest": "0" * 64})
-    assert said["format"] == "safetensors"
-    assert said["refused"][0].startswith("torch.export: ")
+    task, model, example = tabular_task(importlib.import_module("branching_export").Branching)
+    entry = write_export(task, model, example, tmp_path / "out", {"run": "run", "step": 1, "params_digest": "0" * 64})
+    assert entry["format"] == "safetensors"
+    assert entry["refused"][0].startswith("torch.export: ")
     with torch.no_grad():
         expected = task.forward(model, {"features": torch.ones(2, 3)}).numpy()
     shutil.rmtree(module.parent)

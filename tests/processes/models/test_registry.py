@@ -1,4 +1,4 @@
-"""The registry against real MLflow: served is what was trained, without Ray and pickle; versions come once, the
+"""The registry with real MLflow: versions serve the trained model without Ray and pickle, are made once, and the
 champion moves last.
 """
 
@@ -30,7 +30,7 @@ from ray_app.cli.register import main
 from ray_app.driver.model_export import input_example, register_best, try_to_register
 from ray_app.errors import ConfigError, RegistryError, RunExistsError
 from ray_app.models import loader
-from ray_app.models import registry as upload_module
+from ray_app.models import registry as registry_module
 from ray_app.models.export import fetch_package
 from ray_app.models.package import make_package, read_fields, sources_of
 from ray_app.models.registry import champion_of, download_version, promote, register, resolve_version
@@ -46,19 +46,21 @@ from tests.support.places import ROOT
 
 
 class Scaled(TabularClassification):
-    """Reads two fields in `forward`, of which one may be missing, and returns two tensors."""
+    """Reads two fields in `forward`, one of them optional, and returns two tensors."""
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         scores = model(batch["features"])
         return {"scores": scores, "scaled": scores * batch["scale"][:, None] if "scale" in batch else scores}
 
 
-class Closed(Scaled):
-    """Neither `torch.export` nor JSON can hold it."""
+class NotExportable(Scaled):
+    """A task that neither `torch.export` nor JSON can store."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.features, self.inputs, self.num_classes = (4,), ["a"], 3, 2  # type: ignore[assignment]
+        self.hidden = (4,)  # type: ignore[assignment]
+        self.features = ["a"]
+        self.inputs, self.num_classes = 3, 2
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         scores = model(batch["features"])
@@ -72,10 +74,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    made = Server(tmp_path_factory.mktemp("server"))
-    made.start()
-    yield made.uri
-    made.kill()
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server.uri
+    server.kill()
 
 
 IMAGES = np.random.default_rng(0).integers(0, 17, (5, 1, 8, 8)).astype(np.uint8)
@@ -120,8 +122,8 @@ print(json.dumps({"modules": ours, "places": list(places), "folder": folder}))
 
 
 def load_elsewhere(uri: str, model: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Loads a model where there is no Ray and nothing of this repository; returns its predictions of `IMAGES`, and what
-    was imported.
+    """Loads a model in a process without Ray and this repository; returns its predictions of `IMAGES`, and the imported
+    modules.
     """
     folder.mkdir()
     np.save(folder / "images.npy", IMAGES)
@@ -133,22 +135,22 @@ def load_elsewhere(uri: str, model: str, folder: Path) -> tuple[dict[str, np.nda
 
 
 def pickles_in(folder: Path) -> list[str]:
-    """Files of a folder, and files in its zip archives, that are a pickle, or a zip archive that may hold one."""
-    found = []
+    """Returns the files of a folder and of its zip archives that are a pickle, or a zip archive that may hold one."""
+    names = []
     for file in folder.rglob("*"):
         if file.is_file() and file.suffix in (".pkl", ".pickle", ".pt", ".pth"):
-            found.append(file.name)
+            names.append(file.name)
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
-                found += [
+                names += [
                     n
                     for n in archive.namelist()
                     if archive.read(n)[:2] in (b"\x80\x02", b"\x80\x04", b"PK") and "/weight" not in n
                 ]
-    return found
+    return names
 
 
-def check_version(run: Finished, name: str, form: str) -> None:
+def assert_version(run: Finished, name: str, package_format: str) -> None:
     client = connect(run.config.tracking.uri)
     [version] = client.search_model_versions(f"name = '{name}'")
     best = CheckpointStore(run.job.paths).commits()[0]
@@ -162,12 +164,12 @@ def check_version(run: Finished, name: str, form: str) -> None:
         "eval_data_digest": "d" * 64,
         "metric": "accuracy",
         "metric_value": "0.75",
-        "format": form,
+        "format": package_format,
         "outputs": "equal",
         "promoted_because": "first version",
         "replaces": "none",
     }
-    assert ("ray_app.refused" in version.tags) == (form == "safetensors")
+    assert ("ray_app.refused" in version.tags) == (package_format == "safetensors")
     assert {tag: version.tags.get(f"ray_app.{tag}") for tag in expected} == expected
     assert version.run_id == run.run_id
     model = client.get_registered_model(name)
@@ -175,29 +177,29 @@ def check_version(run: Finished, name: str, form: str) -> None:
 
 
 @pytest.mark.rest
-def test_the_command_makes_a_version_that_serves_without_ray(
+def test_the_command_registers_a_version_that_serves_without_ray(
     store: str, digits: Path, tmp_path: Path, capsys: Any
 ) -> None:
     run = Finished(tmp_path, digits, store)
     assert main(["--run", str(tmp_path / "run"), "--name", "digits"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "digits version 1 @challenger @champion"
-    check_version(run, "digits", "torch.export")
+    assert_version(run, "digits", "torch.export")
     assert read_json(run.job.paths.summary)["model"] == {
         "name": "digits",
         "version": "1",
         "aliases": ["challenger", "champion"],
     }
-    predicted, where = load_elsewhere(store, "models:/digits@champion", tmp_path / "elsewhere")
+    predicted, imports = load_elsewhere(store, "models:/digits@champion", tmp_path / "elsewhere")
     assert np.array_equal(predicted["pyfunc"], run.predictions(IMAGES))
     assert np.array_equal(predicted["torch"], run.predictions(IMAGES))
-    assert where["modules"] == []
-    assert pickles_in(Path(where["folder"])) == []
-    check_what_mlflow_says(store, run)
+    assert imports["modules"] == []
+    assert pickles_in(Path(imports["folder"])) == []
+    assert_mlflow_model(store, run)
     assert main(["--run", str(tmp_path / "run"), "--name", "digits", "--promote", "again"]) == 0
     assert len(connect(store).search_model_versions("name = 'digits'")) == 1
 
 
-def check_what_mlflow_says(uri: str, run: Finished) -> None:
+def assert_mlflow_model(uri: str, run: Finished) -> None:
     import mlflow
 
     mlflow.set_tracking_uri(uri)
@@ -213,7 +215,7 @@ def check_what_mlflow_says(uri: str, run: Finished) -> None:
 
 
 @pytest.mark.rest
-def test_a_model_that_cannot_be_exported_brings_its_code(server: str, digits: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_exported_is_registered_with_its_code(server: str, digits: Path, tmp_path: Path) -> None:
     module = tmp_path / "code" / "branching_task.py"
     module.parent.mkdir()
     module.write_text(
@@ -227,13 +229,13 @@ def test_a_model_that_cannot_be_exported_brings_its_code(server: str, digits: Pa
         run = Finished(tmp_path, digits, server, name="fallback", task="branching_task.Branching")
         done = register_best(run.job, "branching", server)
     assert (done.version, done.aliases) == ("1", ("challenger", "champion"))
-    check_version(run, "branching", "safetensors")
-    predicted, where = load_elsewhere(server, "models:/branching@champion", tmp_path / "elsewhere")
+    assert_version(run, "branching", "safetensors")
+    predicted, imports = load_elsewhere(server, "models:/branching@champion", tmp_path / "elsewhere")
     assert np.array_equal(predicted["pyfunc"], run.predictions(IMAGES))
     assert np.array_equal(predicted["torch"], run.predictions(IMAGES))
-    assert where["places"]
-    assert not Path(where["places"][0]).is_relative_to(ROOT)
-    assert pickles_in(Path(where["folder"])) == []
+    assert imports["places"]
+    assert not Path(imports["places"][0]).is_relative_to(ROOT)
+    assert pickles_in(Path(imports["folder"])) == []
 
 
 FIELDS = {
@@ -243,18 +245,18 @@ FIELDS = {
 }
 
 
-def tabular(kind: type[TabularClassification]) -> tuple[Any, nn.Module]:
+def tabular_task(kind: type[TabularClassification]) -> tuple[Any, nn.Module]:
     task = kind.__new__(kind)
     vars(task).update(label="label", features=["a"], hidden=[4], dropout=0.5, scale=1.0, inputs=3, num_classes=2)
     return task, task.build_model()
 
 
 @pytest.mark.rest
-def test_several_inputs_and_outputs_have_names(tmp_path: Path) -> None:
+def test_several_inputs_and_outputs_are_named(tmp_path: Path) -> None:
     import mlflow.pyfunc
     import pandas as pd
 
-    task, model = tabular(Scaled)
+    task, model = tabular_task(Scaled)
     package = make_package(task, model, FIELDS, tmp_path / "package")
     assert (package.format, package.outputs, package.refused) == ("torch.export", "equal", ())
     loaded = mlflow.pyfunc.load_model(str(package.folder))
@@ -281,11 +283,11 @@ def test_several_inputs_and_outputs_have_names(tmp_path: Path) -> None:
     )
 
 
-def test_one_table_of_features_and_values_that_do_not_fit(tmp_path: Path) -> None:
+def test_a_table_of_features_is_served_and_unfit_values_are_refused(tmp_path: Path) -> None:
     import mlflow.pyfunc
     import pandas as pd
 
-    task, model = tabular(TabularClassification)
+    task, model = tabular_task(TabularClassification)
     package = make_package(task, model, FIELDS, tmp_path / "package")
     features = FIELDS["features"]
     expected = model(torch.from_numpy(features)).detach().numpy()
@@ -299,8 +301,8 @@ def test_one_table_of_features_and_values_that_do_not_fit(tmp_path: Path) -> Non
         predictor.predict(features.astype(np.complex64) + 1j)
 
 
-def test_what_cannot_be_stored_without_pickle_is_refused(tmp_path: Path) -> None:
-    task, model = tabular(Closed)
+def test_a_task_that_needs_pickle_is_refused(tmp_path: Path) -> None:
+    task, model = tabular_task(NotExportable)
     task.hidden = (4,)
     with pytest.raises(RegistryError) as refusal:
         make_package(task, model, FIELDS, tmp_path / "package")
@@ -310,7 +312,7 @@ def test_what_cannot_be_stored_without_pickle_is_refused(tmp_path: Path) -> None
 
 
 def test_fields_that_forward_reads_in_any_way_are_inputs() -> None:
-    task, model = tabular(Scaled)
+    task, model = tabular_task(Scaled)
     assert read_fields(task, model, FIELDS) == ["features", "scale"]
     task.forward = lambda model, batch: dict(**batch)["features"]
     assert read_fields(task, model, FIELDS) == list(FIELDS)
@@ -319,7 +321,7 @@ def test_fields_that_forward_reads_in_any_way_are_inputs() -> None:
 
 
 def test_an_archive_with_pickles_in_it_is_refused(tmp_path: Path) -> None:
-    task, model = tabular(TabularClassification)
+    task, model = tabular_task(TabularClassification)
     good = make_package(task, model, FIELDS, tmp_path / "package").folder / "data" / "model" / loader.EXPORTED
     loader.refuse_code(good)
     exported = torch.export.load(good)
@@ -340,8 +342,8 @@ def test_code_is_found_through_imports_and_ray_is_refused(tmp_path: Path, monkey
     folder.mkdir(parents=True)
     (folder / "one.py").write_text("import json\nfrom . import two\nif TYPE_CHECKING:\n    import ray\n")
     (folder / "two.py").write_text("def f():\n    import torchvision\n    from ray_app.plan.hashing import key\n")
-    found = sources_of("own_tasks.deep.one")
-    assert sorted(found.files) == [
+    sources = sources_of("own_tasks.deep.one")
+    assert sorted(sources.files) == [
         "own_tasks.deep.one",
         "own_tasks.deep.two",
         "ray_app",
@@ -349,21 +351,22 @@ def test_code_is_found_through_imports_and_ray_is_refused(tmp_path: Path, monkey
         "ray_app.plan.hashing",
         "ray_app.version",
     ]
-    assert found.libraries == {"torchvision", "numpy"}
+    assert sources.libraries == {"torchvision", "numpy"}
     (folder / "two.py").write_text("import ray\n")
     with pytest.raises(RegistryError, match="imports ray"):
         sources_of("own_tasks.deep.one")
 
 
-class Lost(Exception):
-    """The client was killed, or MLflow did not answer."""
+class LostCallError(Exception):
+    """Stands for a killed client, or for a call that MLflow did not answer."""
 
 
 class FailingClient:
-    """MLflow's client, whose n-th call (from 1) is lost, before or after it took effect."""
+    """MLflow's client, but the n-th call (from 1) is lost, before or after it took effect."""
 
     def __init__(self, client: Any, number: int, after: bool) -> None:
-        self._client, self._number, self._after = client, number, after
+        self._client = client
+        self._number, self._after = number, after
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -371,19 +374,19 @@ class FailingClient:
             self.calls.append(name)
             lost = len(self.calls) == self._number
             if lost and not self._after:
-                raise Lost(name)
+                raise LostCallError(name)
             value = getattr(self._client, name)(*args, **kwargs)
             if lost:
-                raise Lost(name)
+                raise LostCallError(name)
             return value
 
         return call
 
 
 @pytest.fixture(scope="module")
-def packaged(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def copy_package(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("packaged") / "package"
-    package = make_package(*tabular(TabularClassification), FIELDS, folder)
+    package = make_package(*tabular_task(TabularClassification), FIELDS, folder)
     return lambda target: replace(package, folder=Path(shutil.copytree(folder, target)))
 
 
@@ -400,8 +403,8 @@ def versions(client: Any, name: str) -> list[Any]:
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("after", "uri"), [(False, "server"), (True, "store")])
-def test_wherever_it_was_stopped_the_next_try_makes_one_whole_version(
-    request: pytest.FixtureRequest, packaged: Any, after: bool, uri: str
+def test_a_retry_after_any_lost_call_makes_one_complete_version(
+    request: pytest.FixtureRequest, copy_package: Any, after: bool, uri: str
 ) -> None:
     client = connect(request.getfixturevalue(uri))
     run_id = new_run(client)
@@ -411,13 +414,13 @@ def test_wherever_it_was_stopped_the_next_try_makes_one_whole_version(
         failing = FailingClient(client, number, after)
         tags = {"ray_app.run_name": "run"}
         try:
-            register(failing, name, run_id, "uuid", "p" * 64, tags, packaged, "me")
+            register(failing, name, run_id, "uuid", "p" * 64, tags, copy_package, "me")
             sequence = failing.calls
             break
-        except Lost:
+        except LostCallError:
             assert champion_of(client, name) in (None, "1")
-            done = register(client, name, run_id, "uuid", "p" * 64, tags, packaged, "me")
-        assert register(client, name, run_id, "uuid", "p" * 64, tags, packaged, "me") == done
+            done = register(client, name, run_id, "uuid", "p" * 64, tags, copy_package, "me")
+        assert register(client, name, run_id, "uuid", "p" * 64, tags, copy_package, "me") == done
         [version] = versions(client, name)
         assert (done.version, done.aliases) == ("1", ("challenger", "champion"))
         assert {
@@ -436,11 +439,11 @@ def test_wherever_it_was_stopped_the_next_try_makes_one_whole_version(
 
 
 @pytest.mark.rest
-def test_a_promotion_that_is_stopped_leaves_the_old_champion(server: str, packaged: Any) -> None:
+def test_a_promotion_that_loses_a_call_leaves_the_old_champion(server: str, copy_package: Any) -> None:
     client = connect(server)
     run_id = new_run(client)
     for uuid in ("first", "second"):
-        register(client, "promoted", run_id, uuid, uuid * 10, {}, packaged, "me")
+        register(client, "promoted", run_id, uuid, uuid * 10, {}, copy_package, "me")
     assert champion_of(client, "promoted") == "1"
     assert client.get_model_version_by_alias("promoted", "challenger").version == "2"
     for number in range(1, 40):
@@ -448,15 +451,15 @@ def test_a_promotion_that_is_stopped_leaves_the_old_champion(server: str, packag
         try:
             assert promote(failing, "promoted", "2", "better on the new data", "me")
             break
-        except Lost:
+        except LostCallError:
             assert client.get_model_version_by_alias("promoted", "champion").version == "1", failing.calls
     assert failing.calls.count("set_registered_model_alias") == 1
     assert failing.calls[-1] == "set_registered_model_alias"
     assert number == len(failing.calls) + 1 > 4
     champion = client.get_model_version_by_alias("promoted", "champion")
     assert champion.version == "2"
-    told = {tag: champion.tags[f"ray_app.{tag}"] for tag in ("promoted_because", "promoted_by", "replaces")}
-    assert told == {"promoted_because": "better on the new data", "promoted_by": "me", "replaces": "1"}
+    values = {tag: champion.tags[f"ray_app.{tag}"] for tag in ("promoted_because", "promoted_by", "replaces")}
+    assert values == {"promoted_because": "better on the new data", "promoted_by": "me", "replaces": "1"}
     assert champion.tags["ray_app.promoted_at"].endswith("+00:00")
     assert not promote(client, "promoted", "2", "once more", "me")
     assert versions(client, "promoted")[1].tags["ray_app.promoted_because"] == "better on the new data"
@@ -473,19 +476,19 @@ def test_a_promotion_that_is_stopped_leaves_the_old_champion(server: str, packag
 
 @pytest.mark.rest
 @pytest.mark.parametrize("uri", ["server", "store"])
-def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
-    request: pytest.FixtureRequest, packaged: Any, uri: str, tmp_path: Path
+def test_a_version_is_fetched_without_code_and_foreign_versions_are_refused(
+    request: pytest.FixtureRequest, copy_package: Any, uri: str, tmp_path: Path
 ) -> None:
-    place = request.getfixturevalue(uri)
-    client = connect(place)
+    tracking_uri = request.getfixturevalue(uri)
+    client = connect(tracking_uri)
     run_id = new_run(client)
-    register(client, "fetched", run_id, "uuid", "p" * 64, {}, packaged, "me")
+    register(client, "fetched", run_id, "uuid", "p" * 64, {}, copy_package, "me")
     client.create_model_version("fetched", versions(client, "fetched")[0].source, run_id)
     for model in ("models:/fetched@champion", "models:/fetched/1"):
-        found = fetch_package(place, model)
-        assert (found.source, found.params_digest) == ({"name": "fetched", "version": "1"}, "p" * 64)
+        package = fetch_package(tracking_uri, model)
+        assert (package.source, package.params_digest) == ({"name": "fetched", "version": "1"}, "p" * 64)
         (tmp_path / "to").mkdir()
-        folder = download_version(place, resolve_version(place, model), tmp_path / "to")
+        folder = download_version(tracking_uri, resolve_version(tracking_uri, model), tmp_path / "to")
         assert {file.name for file in (tmp_path / "to").rglob("*.*")} == {
             "model.pt2",
             "model.safetensors",
@@ -494,21 +497,21 @@ def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
         assert folder == next((tmp_path / "to").rglob("package.json")).parent
         shutil.rmtree(tmp_path / "to")
     with pytest.raises(RegistryError, match="was not packaged by ray_app"):
-        download_version(place, resolve_version(place, "models:/fetched/2"), tmp_path)
+        download_version(tracking_uri, resolve_version(tracking_uri, "models:/fetched/2"), tmp_path)
     with pytest.raises(ConfigError, match="was not packaged by ray_app"):
-        fetch_package(place, "models:/fetched/2")
+        fetch_package(tracking_uri, "models:/fetched/2")
     for model in ("models:/fetched@nobody", "models:/fetched/9", "models:/nothing@champion"):
         with pytest.raises(ConfigError, match=f"MLflow has no {model}"):
-            resolve_version(place, model)
+            resolve_version(tracking_uri, model)
 
 
 @pytest.mark.parametrize("uri", [pytest.param("server", marks=pytest.mark.rest), "store"])
-def test_a_run_begins_with_a_version_that_is_looked_up_once(
+def test_a_run_resolves_its_initial_model_version_once(
     request: pytest.FixtureRequest, digits: Path, uri: str, tmp_path: Path
 ) -> None:
-    place, name = request.getfixturevalue(uri), f"begun-{uri}"
-    before = Finished(tmp_path, digits, place, tracking__registered_model=name)
-    register_best(before.job, name, place)
+    tracking_uri, name = request.getfixturevalue(uri), f"begun-{uri}"
+    before = Finished(tmp_path, digits, tracking_uri, tracking__registered_model=name)
+    register_best(before.job, name, tracking_uri)
     first, second = CheckpointStore(before.job.paths).commits()
     config = before.config.replace(
         run__name="on", tracking__registered_model=None, train__init_from=f"models:/{name}@champion"
@@ -519,10 +522,10 @@ def test_a_run_begins_with_a_version_that_is_looked_up_once(
     assert job.initial == str(tmp_path / "on" / "initial.safetensors")
     assert job.config.train.init_digest == params_digest(job.read_initial() or {}) == first.params_digest
     assert f"init_from: models:/{name}@champion" in job.paths.config.read_text()
-    gone = config.replace(tracking__uri="http://127.0.0.1:9")
-    assert prepare(gone).resumes, "nobody is asked again"
+    unreachable = config.replace(tracking__uri="http://127.0.0.1:9")
+    assert prepare(unreachable).resumes, "a resume must not ask MLflow again"
     with pytest.raises(ConfigError, match=r"cannot be had from http://127.0.0.1:9"):
-        prepare(gone.replace(run__name="other"))
+        prepare(unreachable.replace(run__name="other"))
     with pytest.raises(ConfigError, match=r"MLflow has no models:/begun-\w+/9"):
         prepare(config.replace(run__name="other", train__init_from=f"models:/{name}/9"))
     with pytest.raises(
@@ -539,7 +542,7 @@ def test_a_run_begins_with_a_version_that_is_looked_up_once(
         )
 
 
-def test_files_that_arrived_otherwise_make_no_version(server: str, packaged: Any, tmp_path: Path) -> None:
+def test_files_damaged_by_the_upload_make_no_version(server: str, copy_package: Any, tmp_path: Path) -> None:
     client = connect(server)
 
     class Damaging(FailingClient):
@@ -549,17 +552,17 @@ def test_files_that_arrived_otherwise_make_no_version(server: str, packaged: Any
             return folder
 
     with pytest.raises(RegistryError, match=r"stored other files .* MLmodel"):
-        register(Damaging(client, 0, False), "damaged", new_run(client), "uuid", "p" * 64, {}, packaged, "me")
+        register(Damaging(client, 0, False), "damaged", new_run(client), "uuid", "p" * 64, {}, copy_package, "me")
     assert champion_of(client, "damaged") is None
 
 
 @pytest.mark.rest
-def test_files_that_take_longer_than_a_call_may_and_a_server_that_comes_back(
-    packaged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_registering_survives_slow_uploads_and_a_server_restart(
+    copy_package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server is frozen for longer than other calls wait, then killed in the middle of an upload."""
+    """The server is frozen for longer than the timeout of other calls, then killed before a download."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    monkeypatch.setattr(upload_module, "_RETRY", Retry(0.1, factor=200.0, attempts=3))
+    monkeypatch.setattr(registry_module, "_RETRY", Retry(0.1, factor=200.0, attempts=3))
     server = Server(tmp_path)
     server.start()
     client = connect(server.uri)
@@ -582,7 +585,7 @@ def test_files_that_take_longer_than_a_call_may_and_a_server_that_comes_back(
 
     disturbed = Disturbed(client, 0, False)
     try:
-        done = register(disturbed, "patient", run_id, "uuid", "p" * 64, {}, packaged, "me")
+        done = register(disturbed, "patient", run_id, "uuid", "p" * 64, {}, copy_package, "me")
     finally:
         server.kill()
     assert done.version == "1"
@@ -604,13 +607,13 @@ def test_an_outage_at_the_end_of_a_run_is_a_warning(
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
         with caplog.at_level(logging.WARNING):
             assert try_to_register(job, limit_s=0.5) is None
-        assert time.monotonic() - began < 60, "it waited for an answer"
+        assert time.monotonic() - began < 60, "registering waited for an answer longer than its limit"
         assert "not done within 0.5 s" in caplog.text
     assert f"ray-app register --run {run.job.paths.root} --name late" in caplog.text
     assert "secret" not in caplog.text
 
 
-def test_the_command_refuses_what_is_no_finished_run(digits: Path, tmp_path: Path, store: str, capsys: Any) -> None:
+def test_the_command_refuses_runs_that_have_not_finished(digits: Path, tmp_path: Path, store: str, capsys: Any) -> None:
     run = Finished(tmp_path, digits, store, name="unfinished")
     put_json(run.job.paths.summary, {"status": "interrupted"})
     for arguments, message in (

@@ -1,4 +1,4 @@
-"""A run that is continued with another task says so, or does not start; its record has what was not given."""
+"""A run that continues with changed task code reports it, or does not start; its record includes default values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Changing(ImageClassification):
 """
 
 
-def test_a_changed_task_is_told_or_refused(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_task_is_reported_or_refused(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = tmp_path / "changing_task.py"
     task.write_text(TASK)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -42,18 +42,18 @@ def test_a_changed_task_is_told_or_refused(digits: Path, tmp_path: Path, monkeyp
         "train__max_steps": 1,
         "tracking__enabled": False,
     }
-    said = StringIO()
+    output = StringIO()
     config = load_config(ROOT / "conf" / "digits.yaml", **common, run__name="one")
-    run_training(config, Console(file=said, width=200))
-    assert "other code" not in said.getvalue()
+    run_training(config, Console(file=output, width=200))
+    assert "other code" not in output.getvalue()
 
     task.write_text(TASK.replace("0.0", "0.1"))
     with pytest.raises(RunExistsError, match="- changing_task has another content"):
-        run_training(config.replace(run__changed_code="refuse"), Console(file=said))
-    result = run_training(config, Console(file=said, width=200))
+        run_training(config.replace(run__changed_code="refuse"), Console(file=output))
+    result = run_training(config, Console(file=output, width=200))
     assert (
         "Warning: one goes on with other code than at its last start: changing_task has another content."
-        in said.getvalue()
+        in output.getvalue()
     )
     [event] = read_events(RunPaths(tmp_path / "runs" / "one"), "code_changed")
     assert event.details == {"changed": ["changing_task has another content"]}
@@ -61,13 +61,16 @@ def test_a_changed_task_is_told_or_refused(digits: Path, tmp_path: Path, monkeyp
         "went on with other code: changing_task has another content"
         in (tmp_path / "runs" / "one" / "report.html").read_text()
     )
-    run_training(config.replace(run__changed_code="refuse"), Console(file=said))  # as at its last start
+    # The code is the same as at the last start.
+    run_training(config.replace(run__changed_code="refuse"), Console(file=output))
 
     values = yaml.safe_load((tmp_path / "runs" / "one" / "config.yaml").read_text())
     assert values["optimizer"]["init_args"]["betas"] == [0.9, 0.999]
     assert values["task"]["init_args"]["label_smoothing"] == 0.0
     other = load_config(ROOT / "conf" / "digits.yaml", **common, run__name="two", optimizer__init_args__lr=0.001)
-    compared = compare_runs([result.path, run_training(other, Console(file=said)).path]).rows
+    compared = compare_runs([result.path, run_training(other, Console(file=output)).path]).rows
     assert [row["optimizer.init_args.lr"] for row in compared] == ["0.003", "0.001"]
-    assert other.optimizer.init_args == {"weight_decay": 0.0001}, "what was not given"
+    assert other.optimizer.init_args == {"weight_decay": 0.0001}, (
+        "comparing must not add default values to the configuration"
+    )
     sys.modules.pop("changing_task")

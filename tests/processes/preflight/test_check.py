@@ -1,5 +1,5 @@
-"""`check_task` and `ray-app check`: what a run would show much later is found on some rows, in processes
-without Ray.
+"""`check_task` and `ray-app check` find mistakes on a few rows that a run would show much later, in processes without
+Ray.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ pytestmark = pytest.mark.rest
 
 
 @pytest.fixture
-def checked(digits: Path, tmp_path: Path) -> Callable[[str], dict[str, tuple[str, str]]]:
-    """Checks a task with one mistake; level and text by topic."""
+def check_mistake(digits: Path, tmp_path: Path) -> Callable[[str], dict[str, tuple[str, str]]]:
+    """Checks a task with one mistake; returns level and text by topic."""
 
-    def check(what: str) -> dict[str, tuple[str, str]]:
+    def check(mistake: str) -> dict[str, tuple[str, str]]:
         config = load_config(
             ROOT / "conf" / "digits.yaml",
-            task={"class_path": "tests.support.impure_tasks.Impure", "init_args": {"what": what}},
+            task={"class_path": "tests.support.impure_tasks.Impure", "init_args": {"what": mistake}},
             data__path=str(digits / "train"),
             data__eval_path=str(digits / "eval"),
             run__storage_path=str(tmp_path / "runs"),
         )
-        found = check_task(config)
-        assert found.ok == all(finding.level in ("ok", "warning") for finding in found.findings)
-        return {finding.topic: (finding.level, finding.text) for finding in found.findings}
+        outcome = check_task(config)
+        assert outcome.ok == all(finding.level in ("ok", "warning") for finding in outcome.findings)
+        return {finding.topic: (finding.level, finding.text) for finding in outcome.findings}
 
     return check
 
 
-def test_nothing_is_wrong_with_the_digits(
+def test_the_digits_pass_every_check(
     digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "init", pytest.fail)
@@ -48,15 +48,15 @@ def test_nothing_is_wrong_with_the_digits(
         f"--run.storage_path={tmp_path}/runs",
     ]
     assert main([f"--config={ROOT}/conf/digits.yaml", *arguments]) == 0
-    shown = [line for line in capfd.readouterr().out.splitlines() if not line.startswith(" ")]
+    lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith(" ")]
     names = ["configuration", "data", "task", "plan", "code", "rows", "cache", "evaluation data", "model", "one row"]
     names += ["normalization", "rare rows", "metrics", "optimizer", "schedule", "data files", *TOPICS[1:]]
-    assert [re.split(r"  +", line)[:2] for line in shown] == [["ok", name] for name in names]
-    assert all(re.match(r"ok .*\d\.\d\d s  [A-Za-z0-9]", line) for line in shown), "each has its duration"
-    assert list(tmp_path.iterdir()) == [], "something was left behind"
+    assert [re.split(r"  +", line)[:2] for line in lines] == [["ok", name] for name in names]
+    assert all(re.match(r"ok .*\d\.\d\d s  [A-Za-z0-9]", line) for line in lines), "a line lacks its duration"
+    assert list(tmp_path.iterdir()) == [], "the check left files behind"
 
 
-def test_each_independent_refusal_is_said_and_what_needs_it_is_not_made(
+def test_independent_refusals_are_all_reported_and_dependent_checks_skipped(
     digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wrong = ["--data.path=nowhere", "--train.init_from=nothing", f"--run.storage_path={tmp_path}/runs"]
@@ -66,7 +66,7 @@ def test_each_independent_refusal_is_said_and_what_needs_it_is_not_made(
         *(["ok", "configuration"], ["refused", "initial"], ["refused", "data"], ["warning", "the"])
     ]
     assert not output.err
-    found = check_task(
+    outcome = check_task(
         load_config(
             ROOT / "conf" / "digits.yaml",
             data__path=str(digits / "train"),
@@ -75,15 +75,15 @@ def test_each_independent_refusal_is_said_and_what_needs_it_is_not_made(
             optimizer={"class_path": "tests.support.odd_optimizers.Locking"},
         )
     )
-    refused = [f.topic for f in found.findings if f.level == "refused"]
+    refused = [f.topic for f in outcome.findings if f.level == "refused"]
     assert refused == ["row lengths", "evaluation data", "optimizer", "schedule"]
-    assert (found.ok, found.exit_code) == (False, 2)
-    assert "model" in [f.topic for f in found.findings if f.level == "ok"]
-    assert found.findings[-1].topic == "the rest"
+    assert (outcome.ok, outcome.exit_code) == (False, 2)
+    assert "model" in [f.topic for f in outcome.findings if f.level == "ok"]
+    assert outcome.findings[-1].topic == "the rest"
 
 
 @pytest.mark.parametrize(
-    ("what", "topic", "expected"),
+    ("mistake", "topic", "expected"),
     [
         ("numpy", "randomness", "augment draws from NumPy's generator (numpy.random) (impure_tasks.py, line "),
         ("pid", "training", "6 steps on one worker, twice, give other parameters each time"),
@@ -93,18 +93,20 @@ def test_each_independent_refusal_is_said_and_what_needs_it_is_not_made(
         ("dies", "training", "Its process ended by exit status 9"),
     ],
 )
-def test_what_is_wrong_is_said(
-    what: str, topic: str, expected: str, checked: Callable[[str], dict[str, tuple[str, str]]]
+def test_a_failed_check_names_the_mistake(
+    mistake: str, topic: str, expected: str, check_mistake: Callable[[str], dict[str, tuple[str, str]]]
 ) -> None:
-    found = checked(what)
-    level, text = found[topic]
+    findings = check_mistake(mistake)
+    level, text = findings[topic]
     assert level == "failed"
     assert expected in text
 
 
-def test_a_mistake_in_the_code_is_a_failed_check(checked: Callable[[str], dict[str, tuple[str, str]]]) -> None:
-    found = checked("mistake")
-    assert [topic for topic, (level, _) in found.items() if level != "ok"] == ["one row", "the rest"]
-    level, text = found["one row"]
+def test_an_error_in_the_task_fails_a_check_and_skips_the_rest(
+    check_mistake: Callable[[str], dict[str, tuple[str, str]]],
+) -> None:
+    findings = check_mistake("mistake")
+    assert [topic for topic, (level, _) in findings.items() if level != "ok"] == ["one row", "the rest"]
+    level, text = findings["one row"]
     assert level == "failed"
     assert "KeyError: 'labels' (impure_tasks.py, line " in text

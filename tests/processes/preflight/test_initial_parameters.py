@@ -1,5 +1,5 @@
-"""A run that begins with the parameters of a file: the same bits for every worker, part of the digest, and what is
-refused.
+"""A run begins with the parameters of a file: they are the same for every worker, part of the digest, and refused if
+they do not fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.places import ROOT
 
 
 @pytest.fixture
-def given(digits: Path, tmp_path: Path) -> Config:
+def base_config(digits: Path, tmp_path: Path) -> Config:
     fields: dict[str, Any] = {
         "data__path": str(digits / "train"),
         "data__eval_path": None,
@@ -37,27 +37,31 @@ def given(digits: Path, tmp_path: Path) -> Config:
     return load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)
 
 
-def parameters(task: Task, place: Path, seed: int = 5) -> dict[str, torch.Tensor]:
+def write_parameters(task: Task, path: Path, seed: int = 5) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     state = {name: values.clone() for name, values in task.build_model().state_dict().items()}
-    place.write_bytes(safetensors.torch.save(state))
+    path.write_bytes(safetensors.torch.save(state))
     return state
 
 
-def test_every_worker_begins_with_the_parameters_of_the_file(given: Config, tmp_path: Path) -> None:
-    task = prepare(given).job.task
-    state = parameters(task, tmp_path / "first.safetensors")
-    config = given.replace(train__init_from=str(tmp_path / "first.safetensors"))
+def test_a_run_begins_with_the_parameters_of_the_file(base_config: Config, tmp_path: Path) -> None:
+    task = prepare(base_config).job.task
+    state = write_parameters(task, tmp_path / "first.safetensors")
+    config = base_config.replace(train__init_from=str(tmp_path / "first.safetensors"))
     job = prepare(config).job
     assert job.config.train.init_digest == params_digest(state)
     assert result_fields(job.config, "m")["train.init_digest"] == params_digest(state)
     assert "train.init_from" not in result_fields(job.config, "m")
-    made = TrainingState(job.config.replace(train__ema_decay=0.9), task, torch.device("cpu"), job.total_steps)
-    assert params_digest(made.model.state_dict()) != params_digest(state)
+    training_state = TrainingState(job.config.replace(train__ema_decay=0.9), task, torch.device("cpu"), job.total_steps)
+    assert params_digest(training_state.model.state_dict()) != params_digest(state)
     claim(prepare(config), 1)
-    made.initialize(job.read_initial())
-    assert made.step == 0
-    assert params_digest(made.model.state_dict()) == params_digest(made.snapshot().model) == params_digest(state)
+    training_state.initialize(job.read_initial())
+    assert training_state.step == 0
+    assert (
+        params_digest(training_state.model.state_dict())
+        == params_digest(training_state.snapshot().model)
+        == params_digest(state)
+    )
 
 
 @pytest.mark.rest
@@ -70,10 +74,12 @@ def test_every_worker_begins_with_the_parameters_of_the_file(given: Config, tmp_
     ],
     ids=str,
 )
-def test_workers_need_the_parameters_only_to_begin(pool: WorkerPool, tmp_path: Path, fields: dict[str, Any]) -> None:
-    task, place = TinyImages(), tmp_path / "first.safetensors"
-    parameters(task, place)
-    fields = {"train__init_from": str(place), "train__ema_decay": 0.9, "checkpoint__every_epochs": None, **fields}
+def test_a_resumed_run_does_not_read_the_initial_parameters(
+    pool: WorkerPool, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    task, path = TinyImages(), tmp_path / "first.safetensors"
+    write_parameters(task, path)
+    fields = {"train__init_from": str(path), "train__ema_decay": 0.9, "checkpoint__every_epochs": None, **fields}
     data = write_images(tmp_path / "data", [[20]])
     job = make_job(
         tmp_path / "run",
@@ -89,58 +95,58 @@ def test_workers_need_the_parameters_only_to_begin(pool: WorkerPool, tmp_path: P
     seeded = dataclasses.replace(job, initial=None)
     assert pool.train_new_run(seeded, 1, cache_windows).steps[0] != whole.steps[0]
     pool.train(job, 2, Hooks(after_step=DieAfter(5)), cache_windows)
-    place.unlink()
+    path.unlink()
     pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == whole.digests
 
 
-def test_a_run_that_has_begun_needs_the_file_no_more(given: Config, tmp_path: Path) -> None:
-    place = tmp_path / "first.safetensors"
-    state = parameters(prepare(given).job.task, place)
-    config = given.replace(train__init_from=str(place))
+def test_a_started_run_has_its_copy_of_the_initial_parameters(base_config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "first.safetensors"
+    state = write_parameters(prepare(base_config).job.task, path)
+    config = base_config.replace(train__init_from=str(path))
     claim(prepare(config), 1)
-    place.unlink()
+    path.unlink()
     again = claim(prepare(config), 2)
     assert again.resumes
     assert again.job.config.train.init_digest == params_digest(again.job.read_initial() or {}) == params_digest(state)
 
 
-def test_the_folder_of_an_export_stands_for_its_parameters(given: Config, tmp_path: Path) -> None:
+def test_the_folder_of_an_export_names_its_parameters(base_config: Config, tmp_path: Path) -> None:
     data = tmp_path / "model" / "data" / "model"
     data.mkdir(parents=True)
     (data / "package.json").write_text("{}")
-    state = parameters(prepare(given).job.task, data / "model.safetensors")
-    job = prepare(given.replace(train__init_from=str(tmp_path / "model"))).job
+    state = write_parameters(prepare(base_config).job.task, data / "model.safetensors")
+    job = prepare(base_config.replace(train__init_from=str(tmp_path / "model"))).job
     assert job.config.train.init_from == str(data / "model.safetensors")
     assert job.config.train.init_digest == params_digest(state)
 
 
-def test_a_run_goes_on_with_the_parameters_that_it_began_with(given: Config, tmp_path: Path) -> None:
-    place = tmp_path / "first.safetensors"
-    task = prepare(given).job.task
-    state = parameters(task, place)
-    config = given.replace(train__init_from=str(place))
+def test_a_run_continues_only_with_its_initial_parameters(base_config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "first.safetensors"
+    task = prepare(base_config).job.task
+    state = write_parameters(task, path)
+    config = base_config.replace(train__init_from=str(path))
     claim(prepare(config), 1)
-    place.rename(tmp_path / "moved.safetensors")
+    path.rename(tmp_path / "moved.safetensors")
     assert prepare(config.replace(train__init_from=str(tmp_path / "moved.safetensors"))).resumes
     with pytest.raises(RunExistsError, match=r"- train.init_digest: "):
-        prepare(given)
-    claim(prepare(given.replace(run__name="drawn")), 1)
+        prepare(base_config)
+    claim(prepare(base_config.replace(run__name="drawn")), 1)
     with pytest.raises(RunExistsError, match=r"\+ train.init_digest: "):
-        prepare(given.replace(run__name="drawn", train__init_from=str(tmp_path / "moved.safetensors")))
-    parameters(task, place, seed=6)
+        prepare(base_config.replace(run__name="drawn", train__init_from=str(tmp_path / "moved.safetensors")))
+    write_parameters(task, path, seed=6)
     job = prepare(config).job
-    assert params_digest(job.read_initial() or {}) == params_digest(state), "it keeps its own"
+    assert params_digest(job.read_initial() or {}) == params_digest(state), "the run must keep its own copy"
     with pytest.raises(ConfigError, match=rf"but the run begins with {params_digest(state)}"):
         prepare(config.replace(run__name="new", train__init_digest=params_digest(state)))
 
 
-def test_a_storage_that_does_not_answer_refuses_a_start_but_does_not_end_a_run(
-    monkeypatch: pytest.MonkeyPatch, given: Config, tmp_path: Path
+def test_unreadable_initial_parameters_refuse_a_start_but_not_a_running_job(
+    monkeypatch: pytest.MonkeyPatch, base_config: Config, tmp_path: Path
 ) -> None:
-    place = tmp_path / "first.safetensors"
-    parameters(prepare(given).job.task, place)
-    config = given.replace(train__init_from=str(place))
+    path = tmp_path / "first.safetensors"
+    write_parameters(prepare(base_config).job.task, path)
+    config = base_config.replace(train__init_from=str(path))
     job = claim(prepare(config), 1).job
 
     def fails(self: Path) -> bytes:
@@ -157,22 +163,22 @@ def test_a_storage_that_does_not_answer_refuses_a_start_but_does_not_end_a_run(
         job.read_initial()
 
 
-def test_parameters_that_are_not_the_models_are_refused_by_name(given: Config, tmp_path: Path) -> None:
-    place = tmp_path / "first.safetensors"
-    config = given.replace(train__init_from=str(place))
+def test_parameters_that_do_not_fit_the_model_are_refused_by_name(base_config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "first.safetensors"
+    config = base_config.replace(train__init_from=str(path))
     with pytest.raises(ConfigError, match=r"first.safetensors' cannot be read: .*Name a safetensors file"):
         prepare(config)
-    place.write_bytes(b"pickle")
+    path.write_bytes(b"pickle")
     with pytest.raises(ConfigError, match="is not a safetensors file"):
         prepare(config)
-    state = parameters(prepare(given).job.task, place)
+    state = write_parameters(prepare(base_config).job.task, path)
     state["extra"] = torch.zeros(1)
     state["9.bias"] = torch.zeros(3)
     del state["9.weight"]
-    place.write_bytes(safetensors.torch.save(state))
+    path.write_bytes(safetensors.torch.save(state))
     with pytest.raises(ConfigError) as refused:
         prepare(config)
     for text in ("missing: 9.weight", "unexpected: extra", "9.bias torch.float32 (3,), wanted torch.float32 (10,)"):
         assert text in str(refused.value)
     with pytest.raises(ConfigError, match=r"init_digest is given without train.init_from"):
-        prepare(given.replace(train__init_digest="d" * 64))
+        prepare(base_config.replace(train__init_digest="d" * 64))

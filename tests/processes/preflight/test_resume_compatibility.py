@@ -1,5 +1,5 @@
-"""A run that is told to go on for longer has the bits of one that was as long from the beginning, or is refused with
-the reason.
+"""A run that is extended is bit-identical to a run that was as long from the start, or the extension is refused with a
+reason.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def train(config: Config, **fields: Any) -> Result:
 
 
 @pytest.mark.rest
-def test_one_epoch_and_then_a_second_are_two_at_once(digits: Path, tmp_path: Path) -> None:
-    """As the guide's example of fault tolerance, which calls `run_training(epochs=1)` twice; then a third stretch by
+def test_an_extended_run_equals_a_run_that_was_as_long_from_the_start(digits: Path, tmp_path: Path) -> None:
+    """The run has one epoch, then two as in the guide's example of fault tolerance, then a third part bounded by
     `max_steps`.
     """
     config = config_of(digits, tmp_path)
-    grown = [
-        train(config, run__name="grown", train__epochs=epochs, train__max_steps=most)
-        for epochs, most in ((1, None), (2, None), (5, 8))
+    extended = [
+        train(config, run__name="grown", train__epochs=epochs, train__max_steps=max_steps)
+        for epochs, max_steps in ((1, None), (2, None), (5, 8))
     ]
-    at_once = [
-        train(config, run__name=f"{n}", train__epochs=epochs, train__max_steps=most)
-        for n, epochs, most in ((1, 2, None), (2, 5, 8))
+    uninterrupted = [
+        train(config, run__name=f"{n}", train__epochs=epochs, train__max_steps=max_steps)
+        for n, epochs, max_steps in ((1, 2, None), (2, 5, 8))
     ]
-    digests = [result.summary["params_digest"] for result in grown]
-    assert digests[1:] == [result.summary["params_digest"] for result in at_once]
+    digests = [result.summary["params_digest"] for result in extended]
+    assert digests[1:] == [result.summary["params_digest"] for result in uninterrupted]
     assert len(set(digests)) == 3
-    assert [result.summary["steps"] for result in grown] == [3, 6, 8]
-    assert [(r.step, r.loss, r.lr) for r in grown[-1].metrics()] == [
-        (r.step, r.loss, r.lr) for r in at_once[-1].metrics()
+    assert [result.summary["steps"] for result in extended] == [3, 6, 8]
+    assert [(r.step, r.loss, r.lr) for r in extended[-1].metrics()] == [
+        (r.step, r.loss, r.lr) for r in uninterrupted[-1].metrics()
     ]
     assert train(config, run__name="grown", train__epochs=5, train__max_steps=8).summary["params_digest"] == digests[-1]
 
@@ -84,17 +84,19 @@ DEFAULT = vars(Config().optimizer)
         },
     ],
 )
-def test_what_moves_the_parameters_is_stored_with_a_run(digits: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_optimizer_groups_and_schedules_are_restored_on_extension(
+    digits: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     config = config_of(digits, tmp_path, schedule=None).replace(**fields)
     train(config, run__name="grown", train__epochs=1)
-    grown, at_once = (
+    extended, uninterrupted = (
         train(config, run__name=name, train__epochs=2).summary["params_digest"] for name in ("grown", "at-once")
     )
-    assert grown == at_once
+    assert extended == uninterrupted
 
 
 @pytest.mark.parametrize(
-    ("fields", "more", "said"),
+    ("fields", "more", "message"),
     [
         ({"train__epochs": 3}, {"train__epochs": 2}, "longer, not shorter"),
         ({"train__epochs": 2, "train__max_steps": 5}, {"train__max_steps": 4}, "longer, not shorter"),
@@ -147,8 +149,8 @@ def test_what_moves_the_parameters_is_stored_with_a_run(digits: Path, tmp_path: 
     ],
     ids=["epochs", "max_steps", "one cycle", "in a chain", "too short a cycle", "round", "patience", "seed too"],
 )
-def test_what_would_be_another_run_is_refused(
-    digits: Path, tmp_path: Path, fields: dict[str, Any], more: dict[str, Any], said: str
+def test_an_extension_that_changes_earlier_steps_is_refused(
+    digits: Path, tmp_path: Path, fields: dict[str, Any], more: dict[str, Any], message: str
 ) -> None:
     with_data = {"data__eval_path": str(digits / "eval")} if "evaluate__patience" in fields else {}
     config = config_of(digits, tmp_path, run__name="run", **({"train__epochs": 1} | fields | with_data))
@@ -157,8 +159,8 @@ def test_what_would_be_another_run_is_refused(
         claim(prepared, lease.fence)
     with pytest.raises(ConfigError) as caught:
         prepare(config.replace(**(more or {"train__epochs": 2})))
-    assert said in str(caught.value)
-    assert isinstance(caught.value, RunExistsError) or "total_steps 5" in said
+    assert message in str(caught.value)
+    assert isinstance(caught.value, RunExistsError) or "total_steps 5" in message
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_what_would_be_another_run_is_refused(
         (None, {"train__epochs": 2, "train__max_steps": 4}),
     ],
 )
-def test_what_leaves_the_beginning_as_it_is_may_grow(
+def test_an_extension_that_keeps_earlier_steps_is_allowed(
     digits: Path, tmp_path: Path, schedule: dict[str, Any] | None, fields: dict[str, Any]
 ) -> None:
     config = config_of(digits, tmp_path, run__name="run", train__epochs=1, schedule=schedule)

@@ -1,4 +1,4 @@
-"""The processes of a trial."""
+"""The processes of a dry run."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from tests.support.waiting import until
 
 
 def flood(out: str) -> int:
-    """Prints until twice what may stay has been said and forgotten; returns how much was said."""
-    said = 0
+    """Prints until twice the limit was printed and the file was truncated; returns the number of bytes."""
+    printed_bytes = 0
 
-    def is_forgotten() -> bool:
-        nonlocal said
-        said += 50_000
+    def is_truncated() -> bool:
+        nonlocal printed_bytes
+        printed_bytes += 50_000
         print("x" * 49_999, flush=True)
-        return said > 2 * _MAX_OUTPUT_BYTES and Path(out).stat().st_size < _MAX_OUTPUT_BYTES
+        return printed_bytes > 2 * _MAX_OUTPUT_BYTES and Path(out).stat().st_size < _MAX_OUTPUT_BYTES
 
-    until(is_forgotten, "what was printed stays")
+    until(is_truncated, "the output file was not truncated")
     print("the end")
-    return said
+    return printed_bytes
 
 
 @pytest.mark.rest
-def test_a_flood_of_prints_does_not_fill_the_disk(tmp_path: Path) -> None:
-    processes = Sandbox(tmp_path / "trial")
+def test_the_output_of_a_process_is_bounded_on_disk(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path / "trial")
     try:
-        [ended] = processes.run([(flood, (str(tmp_path / "trial" / "0.out"),))], 60.0)
+        [ended] = sandbox.run([(flood, (str(tmp_path / "trial" / "0.out"),))], 60.0)
     finally:
-        processes.close()
+        sandbox.close()
     assert ended.error is None, ended.error
     assert ended.value > 2 * _MAX_OUTPUT_BYTES
     assert ended.output.splitlines()[-1] == "the end"
 
 
 @pytest.mark.rest
-def test_calls_after_one_that_took_too_long_run_in_a_new_server(tmp_path: Path) -> None:
+def test_calls_after_a_timeout_run_in_a_new_server(tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path / "trial")
     try:
         [late] = sandbox.run([(time.sleep, (600,))], 0.5)

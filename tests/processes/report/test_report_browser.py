@@ -1,5 +1,5 @@
-"""The report in a real headless Chromium: nothing is fetched, nothing runs, nothing sticks out, light and dark
-differ.
+"""The report in a real headless Chromium: it fetches and executes nothing, fits the screen, and has a light and a dark
+scheme.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ OVERLAPPING = """(() => {
 
 
 class Site:
-    """A folder on a loopback port, and what was asked of it."""
+    """Serves a folder on a loopback port and notes the requested paths."""
 
     def __init__(self, folder: Path) -> None:
-        self.asked: list[str] = []
-        asked = self.asked
+        self.requests: list[str] = []
+        requests = self.requests
 
         class Handler(SimpleHTTPRequestHandler):
             def log_message(self, format: str, *args: Any) -> None:
-                asked.append(self.path)
+                requests.append(self.path)
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -57,9 +57,9 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    yield made
-    made.close()
+    site = Site(tmp_path)
+    yield site
+    site.close()
 
 
 @pytest.fixture
@@ -73,13 +73,15 @@ def full(tmp_path: Path) -> MadeRun:
 @pytest.mark.parametrize(
     ("width", "scheme"), [(1200, "light"), (1200, "dark"), (800, "light"), (390, "light"), (390, "dark")]
 )
-def test_on_every_screen(browser: Browser, site: Site, full: MadeRun, width: int, scheme: str) -> None:
+def test_the_report_fits_every_screen_and_is_readable(
+    browser: Browser, site: Site, full: MadeRun, width: int, scheme: str
+) -> None:
     page = f"{site.address}/run/report.html"
     browser.show(page, width=width, scheme=scheme)
     assert browser.requested() == [page]
-    assert site.asked == ["/run/report.html"], "only the page itself was asked for"
+    assert site.requests == ["/run/report.html"], "the page requested other files"
     assert [event for event in browser.events if event.get("method") == "Log.entryAdded"] == [], (
-        "nothing was refused either"
+        "the browser blocked a request of the page"
     )
     for name in SECTIONS:
         assert browser.ask(f"document.getElementById({name!r}).getBoundingClientRect().height") > 40, name
@@ -87,29 +89,29 @@ def test_on_every_screen(browser: Browser, site: Site, full: MadeRun, width: int
     assert browser.ask("document.documentElement.scrollWidth") == width
     assert browser.ask(STICKING_OUT) == []
     assert browser.ask("[...document.images].every(image => image.complete && image.naturalWidth === 1)")
-    assert browser.ask(UNREADABLE) == [], "text has a contrast of at least 4.5 (WCAG AA)"
+    assert browser.ask(UNREADABLE) == [], "a text has a contrast below 4.5 (WCAG AA)"
     assert browser.ask(OVERLAPPING) == []
 
 
 def test_light_and_dark_differ_and_print_is_light(browser: Browser, site: Site, full: MadeRun, tmp_path: Path) -> None:
-    seen = {}
+    colors = {}
     for scheme in ("light", "dark"):
         browser.show(f"{site.address}/run/report.html", scheme=scheme)
-        seen[scheme] = browser.ask(BACKGROUND), browser.ask("getComputedStyle(document.body).color")
-    assert seen["light"][0] != seen["dark"][0]
-    assert seen["light"][1] != seen["dark"][1]
+        colors[scheme] = browser.ask(BACKGROUND), browser.ask("getComputedStyle(document.body).color")
+    assert colors["light"][0] != colors["dark"][0]
+    assert colors["light"][1] != colors["dark"][1]
     browser.call(
         "Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}]
     )
-    assert browser.ask("getComputedStyle(document.body).color") == seen["light"][1]
+    assert browser.ask("getComputedStyle(document.body).color") == colors["light"][1]
     assert browser.ask("document.querySelector('details .scroll').getBoundingClientRect().height") > 20, (
-        "what is folded is printed"
+        "folded sections are not printed"
     )
     browser.print(tmp_path / "page.pdf")
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_nothing_of_a_hostile_run_is_fetched_or_run(browser: Browser, site: Site, tmp_path: Path) -> None:
+def test_texts_of_a_hostile_run_are_neither_fetched_nor_executed(browser: Browser, site: Site, tmp_path: Path) -> None:
     text = (
         f"<script>document.title='run'</script><img src='{site.address}/stolen.png' onerror=\"document.title='run'\">"
     )
@@ -122,14 +124,14 @@ def test_nothing_of_a_hostile_run_is_fetched_or_run(browser: Browser, site: Site
     )
     write_report(run.paths)
     browser.show(f"{site.address}/run/report.html")
-    assert site.asked == ["/run/report.html"]
+    assert site.requests == ["/run/report.html"]
     assert browser.ask("document.title") == "run · finished"
     assert browser.ask("document.images.length") == 0
     assert browser.ask("document.scripts.length") == 0
 
 
-def test_the_policy_stops_what_escaping_would_miss(browser: Browser, site: Site, full: MadeRun) -> None:
-    """Should something ever slip through, the page's own policy still keeps it from fetching and running."""
+def test_the_content_policy_blocks_injected_markup(browser: Browser, site: Site, full: MadeRun) -> None:
+    """If escaping missed markup, the page's content security policy still blocks fetching and execution."""
     text = full.paths.report.read_text()
     slipped = (
         f"<script>document.title='run'</script><img src='{site.address}/stolen.png'><link rel=stylesheet"
@@ -137,13 +139,13 @@ def test_the_policy_stops_what_escaping_would_miss(browser: Browser, site: Site,
     )
     full.paths.report.write_text(text.replace("<main>", f"<main>{slipped}"))
     browser.show(f"{site.address}/run/report.html")
-    assert site.asked == ["/run/report.html"]
+    assert site.requests == ["/run/report.html"]
     assert browser.ask("document.title") == "run · finished"
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("kind", ["empty", "running", "failed"])
-def test_runs_that_are_not_finished(browser: Browser, site: Site, tmp_path: Path, kind: str) -> None:
+def test_the_report_of_an_unfinished_run_fits_a_phone(browser: Browser, site: Site, tmp_path: Path, kind: str) -> None:
     run = MadeRun(tmp_path, data__eval_path=None)
     if kind != "empty":
         run.start()

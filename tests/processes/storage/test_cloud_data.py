@@ -1,4 +1,4 @@
-"""Data on Google Cloud Storage and Azure Blob Storage, read from emulators of them, and the names of places there."""
+"""Data on Google Cloud Storage and Azure Blob Storage, read from emulators, and their URIs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cloud(request: pytest.FixtureRequest) -> Server:
 
 @pytest.fixture(scope="module")
 def rows(cloud: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same files on a disk and below `rows`, one of them below a folder in it."""
+    """The same files on a disk and below `rows`, one of them in a subfolder."""
     folder = tmp_path_factory.mktemp("rows")
     (folder / "more").mkdir()
     for number, name in enumerate(["a.parquet", "b.parquet", "more/c.parquet"]):
@@ -47,22 +47,22 @@ def rows(cloud: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(path: str) -> dict[str, np.ndarray]:
+def load_rows(path: str) -> dict[str, np.ndarray]:
     dataset = open_dataset(path)
     reader = Reader(dataset.root, ["x", "y"], dict, probe(dataset, ["x", "y"], dict))
     source = RowSource(reader, dataset.manifest, 300)
     return {name: np.asarray(values) for name, values in load_all(fetch_in_process, source).arrays.items()}
 
 
-def test_a_data_set_is_what_it_is_on_a_disk(cloud: Server, rows: Path) -> None:
-    there = str(cloud.path("rows"))
-    here, found = open_dataset(str(rows)), open_dataset(there)
-    assert (found.manifest.digest, found.manifest.paths) == (here.manifest.digest, here.manifest.paths)
-    assert to_location(found.root) == cloud.path("rows")
-    expected, read = loaded(str(rows)), loaded(there)
+def test_a_data_set_in_a_bucket_equals_the_one_on_a_disk(cloud: Server, rows: Path) -> None:
+    remote_path = str(cloud.path("rows"))
+    local, remote = open_dataset(str(rows)), open_dataset(remote_path)
+    assert (remote.manifest.digest, remote.manifest.paths) == (local.manifest.digest, local.manifest.paths)
+    assert to_location(remote.root) == cloud.path("rows")
+    expected, read = load_rows(str(rows)), load_rows(remote_path)
     assert read.keys() == expected.keys()
     assert all(np.array_equal(read[name], expected[name]) for name in expected)
-    paths = here.manifest.paths
+    paths = local.manifest.paths
     assert hash_files(cloud.path("rows"), paths) == hash_files(rows, paths)
 
 
@@ -74,21 +74,21 @@ def test_folders_of_keys_and_values_are_columns_in_a_bucket(cloud: Server, tmp_p
         (tmp_path / folder).mkdir(parents=True)
         pq.write_table(pa.table({"x": [float(x)] * 2}), tmp_path / folder / "a.parquet")
         cloud.put(f"hive/{folder}/a.parquet", (tmp_path / folder / "a.parquet").read_bytes())
-    here, there = open_dataset(str(tmp_path)), open_dataset(str(cloud.path("hive")))
-    assert (there.manifest.digest, there.manifest.partitions) == (
-        here.manifest.digest,
+    local, remote = open_dataset(str(tmp_path)), open_dataset(str(cloud.path("hive")))
+    assert (remote.manifest.digest, remote.manifest.partitions) == (
+        local.manifest.digest,
         {"kind": "string", "day": "string"},
     )
-    assert (there.facts.columns["day"].nulls, there.facts.columns["kind"].nulls) == (2, 0)
+    assert (remote.facts.columns["day"].nulls, remote.facts.columns["kind"].nulls) == (2, 0)
     values = {}
-    for path in there.manifest.paths:
-        with DataFile(there.root, path, there.manifest.partitions) as file:
+    for path in remote.manifest.paths:
+        with DataFile(remote.root, path, remote.manifest.partitions) as file:
             rows = file.read(["x", "kind", "day"])
         values[rows["x"][0].as_py()] = rows["kind"][0].as_py(), rows["day"][1].as_py()
     assert values == {1.0: ("a b", "2024-01-01"), 2.0: ("a/b", "2024-01-02"), 3.0: ("ü", None)}
 
 
-def test_files_of_other_formats_in_a_bucket_of_images_are_named(cloud: Server, tmp_path: Path) -> None:
+def test_files_of_other_formats_in_a_bucket_of_images_are_listed(cloud: Server, tmp_path: Path) -> None:
     for label in "ab":
         cloud.put(f"photos/{label}/1.jpg", encode(PHOTO, "jpeg"))
         cloud.put(f"photos/{label}/2", encode(PHOTO, "png"))
@@ -108,7 +108,7 @@ def test_a_changed_file_is_another_version(cloud: Server) -> None:
         file_versions(cloud.path("changing"), ["b.parquet"])
 
 
-def test_what_is_not_there_is_said(cloud: Server, rows: Path) -> None:
+def test_missing_data_sets_and_files_are_reported(cloud: Server, rows: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         open_dataset(str(cloud.path("nothing")))
     assert find_file(cloud.path("rows")) is None
@@ -121,38 +121,39 @@ def test_what_is_not_there_is_said(cloud: Server, rows: Path) -> None:
 
 
 @pytest.mark.rest
-def test_a_wrong_key_of_azure_and_a_server_that_is_gone_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_azure_key_and_a_stopped_server_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_KEY", KEY)
     server = AzureServer()
-    place = server.path("rows")
+    location = server.path("rows")
     monkeypatch.setenv("AZURE_STORAGE_KEY", KEY.replace("E", "F"))
-    other = replace(place, query="&".join(reversed(place.query.split("&"))))  # a client of its own
+    # Another order of the query makes another client.
+    other = replace(location, query="&".join(reversed(location.query.split("&"))))
     with pytest.raises(StorageError, match=r"access is refused \(403 Auth.*the credentials \(AZURE_STORAGE_KEY, "):
         open_dataset(str(other))
     server.close()
     with pytest.raises(StorageError, match=r"does not answer \(.*Connection refused\)\. Check the address"):
-        open_dataset(str(place))
+        open_dataset(str(location))
 
 
-def test_raw_data_is_ingested_from_there(cloud: Server, tmp_path: Path) -> None:
+def test_raw_data_is_ingested_from_a_bucket(cloud: Server, tmp_path: Path) -> None:
     cloud.put("raw/rows.csv", b"size,label\n" + b"".join(b"%d,%d\n" % (i, i % 2) for i in range(100)))
-    made = ingest(IngestOptions("csv", str(tmp_path / "out"), str(cloud.path("raw/rows.csv")), label="label"))
-    assert sum(part.rows for part in made.parts.values()) == 100
+    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(cloud.path("raw/rows.csv")), label="label"))
+    assert sum(part.rows for part in summary.parts.values()) == 100
     assert open_dataset(str(tmp_path / "out")).manifest.num_rows == 100
 
 
-def test_a_data_set_is_written_there(cloud: Server, tmp_path: Path) -> None:
+def test_a_data_set_is_written_to_a_bucket(cloud: Server, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_bytes(b"size,label\n" + b"".join(b"%d,%d\n" % (i, i % 2) for i in range(100)))
     folders = [str(tmp_path / "out"), str(cloud.path("out"))]
     options = [IngestOptions("csv", out, str(tmp_path / "rows.csv"), label="label", split_bytes=300) for out in folders]
     assert not any(ingest(option).reused for option in options)
-    here, there = map(open_dataset, folders)
-    assert here.manifest.digest == there.manifest.digest
+    local, remote = map(open_dataset, folders)
+    assert local.manifest.digest == remote.manifest.digest
     assert all(ingest(option).reused for option in options)
 
 
 @pytest.mark.parametrize(
-    ("uri", "said"),
+    ("uri", "message"),
     [
         ("gs://key@bucket/x", "must not hold credentials"),
         ("gs://bucket/x?region=eu", "'region' is unknown"),
@@ -160,19 +161,19 @@ def test_a_data_set_is_written_there(cloud: Server, tmp_path: Path) -> None:
         ("abfs://container/x", "is on abfs://"),
     ],
 )
-def test_other_names_are_refused(uri: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_uris_are_refused(uri: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         to_location(uri)
 
 
 def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
-    place = to_location("az://container/rows")
+    location = to_location("az://container/rows")
     with pytest.raises(StorageError, match="needs the name of the storage account"):
-        find_file(place)
+        find_file(location)
     assert (
         str(to_location("az://container/rows?account_name=mine") / "a.parquet")
         == "az://container/rows/a.parquet?account_name=mine"
     )
-    assert is_within(place / "a" / "b", place / "a")
-    assert not is_within(place / "a", to_location("gs://container/rows"))
+    assert is_within(location / "a" / "b", location / "a")
+    assert not is_within(location / "a", to_location("gs://container/rows"))

@@ -1,6 +1,4 @@
-"""A disk that is really full: the newest checkpoint stays usable, nothing half-written stays, and what follows
-works.
-"""
+"""A disk that is really full: the newest checkpoint stays usable, no incomplete file stays, and later writes work."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ from ray_app.retry import Retry
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_tree, put_atomic
-from ray_app.train.checkpointing import writer as saver_module
+from ray_app.train.checkpointing import writer as writer_module
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
 
 MIB = 1 << 20
 FLOATS = 3 * MIB // 8
-"""Of a checkpoint of 3 MiB; two of them fit, and half of a third one does."""
+"""Number of values of a checkpoint of 3 MiB; the disk holds two and a half of them."""
 
 
 @pytest.fixture
@@ -51,41 +49,41 @@ def free_bytes(disk: Path) -> int:
 def test_a_full_disk_leaves_the_newest_checkpoint(
     disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.001, attempts=6))
+    monkeypatch.setattr(writer_module, "_RETRY", Retry(0.001, attempts=6))
     paths = RunPaths(disk / "run")
-    store, saver = CheckpointStore(paths), CheckpointWriter(paths, CheckpointSection(keep_last=2), list)
+    store, writer = CheckpointStore(paths), CheckpointWriter(paths, CheckpointSection(keep_last=2), list)
     for step in (1, 2):
-        saver.save(lambda step=step: snapshot_of(step, FLOATS), commit_of(step))
-    saver.check()
+        writer.save(lambda step=step: snapshot_of(step, FLOATS), commit_of(step))
+    writer.check()
     before = free_bytes(disk)
     for step in (3, 4):
-        saver.save(lambda step=step: snapshot_of(step, FLOATS), commit_of(step))
+        writer.save(lambda step=step: snapshot_of(step, FLOATS), commit_of(step))
     with pytest.raises(CheckpointError, match="No space left on device"):
-        saver.check()
+        writer.check()
     assert caplog.text.count("attempt 6 of 6 failed") == 2
     failed = read_events(paths, "write_failed")
     assert [(e.details["step"], e.details["attempts"]) for e in failed] == [(3, 6), (4, 6)]
     assert all("No space left on device" in e.details["reason"] for e in failed)
-    assert before - free_bytes(disk) < MIB // 4, "something half-written fills the disk"
+    assert before - free_bytes(disk) < MIB // 4, "an incomplete file fills the disk"
     assert {name.split("/")[0] for name in list_tree(paths.checkpoints)} == {"step-00000001-0001", "step-00000002-0001"}
-    found = store.load_newest(lambda _: pytest.fail("it is damaged"))
-    assert found is not None
-    assert found[1].step == 2
+    loaded = store.load_newest(lambda _: pytest.fail("it is damaged"))
+    assert loaded is not None
+    assert loaded[1].step == 2
     for file in list_tree(paths.checkpoint(1, 1)).values():
         file.unlink()
-    saver.save(lambda: snapshot_of(5, FLOATS), commit_of(5))
-    saver.check()
+    writer.save(lambda: snapshot_of(5, FLOATS), commit_of(5))
+    writer.check()
     assert [c.step for c in store.commits()] == [2, 5]
 
 
-def test_a_disk_filled_to_the_last_byte(disk: Path) -> None:
-    """Not even the marker of a bad checkpoint can be written; falling back works, and so does going on."""
+def test_a_run_falls_back_and_continues_on_a_disk_without_a_free_byte(disk: Path) -> None:
+    """Even the marker of a bad checkpoint cannot be written; the run still falls back to the older checkpoint."""
     paths = RunPaths(disk / "run")
     store = CheckpointStore(paths)
     for step in (1, 2):
         store.write(pack(snapshot_of(step, FLOATS)), commit_of(step))
-    place = paths.checkpoint(2, 1) / "model.safetensors"
-    with place.open("r+b") as file:
+    path = paths.checkpoint(2, 1) / "model.safetensors"
+    with path.open("r+b") as file:
         file.seek(MIB)
         file.write(b"\x01")
     with (disk / "other").open("wb", buffering=0) as file, suppress(OSError):
@@ -94,6 +92,6 @@ def test_a_disk_filled_to_the_last_byte(disk: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         put_atomic(disk / "more", bytes(4096))
     fallbacks: list[str] = []
-    found = store.load_newest(lambda fallback: fallbacks.append(fallback.name))
-    assert found is not None
-    assert (found[1].step, fallbacks) == (1, ["step-00000002-0001"])
+    loaded = store.load_newest(lambda fallback: fallbacks.append(fallback.name))
+    assert loaded is not None
+    assert (loaded[1].step, fallbacks) == (1, ["step-00000002-0001"])

@@ -1,4 +1,4 @@
-"""The run directory on S3 (moto's server, with faults): the same promises as on a disk."""
+"""The run directory on object stores (for S3: moto's server, with faults) has the same guarantees as on a disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ray_app.checkpoint.format import MODEL, pack
 from ray_app.checkpoint.store import CheckpointStore, Fallback, Pin
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.sections import CheckpointSection
-from ray_app.data import dataset as contents
+from ray_app.data import dataset as dataset_module
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import decode_first_row
 from ray_app.errors import CheckpointError, ConfigError, RunHeldError
@@ -49,7 +49,7 @@ from ray_app.storage.files import (
     to_location,
 )
 from ray_app.storage.object_stores import ObjectPath
-from ray_app.train.checkpointing import writer as saver_module
+from ray_app.train.checkpointing import writer as writer_module
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of, store_of_three
 from tests.support.places import ROOT
@@ -66,20 +66,21 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_stores, "PART_BYTES", 5 * MIB)  # the least that S3 takes
+    # S3 takes no smaller parts.
+    monkeypatch.setattr(object_stores, "PART_BYTES", 5 * MIB)
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that wait for a second only."""
-    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.001, attempts=6))
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes clients wait for one second only."""
+    monkeypatch.setattr(writer_module, "_RETRY", Retry(0.001, attempts=6))
     monkeypatch.setattr(object_stores, "_TIMEOUT_S", 1)
 
 
 # --- files, on a disk and on S3
 
 
-def test_the_same_on_a_disk_and_on_s3(folder: Location) -> None:
+def test_files_behave_the_same_on_a_disk_and_on_object_stores(folder: Location) -> None:
     assert list_files(folder) == []
     assert list_tree(folder) == {}
     assert read_json(folder / "a.json") is None
@@ -93,14 +94,14 @@ def test_the_same_on_a_disk_and_on_s3(folder: Location) -> None:
     assert read_json(folder / "a.json") == {"b": 1}
     assert (folder / "sub" / "c").read_bytes() == b"2"
     assert sorted(list_files(folder)) == ["a.json", "empty"] + (["sub"] if isinstance(folder, Path) else [])
-    found = list_tree(folder)
-    assert list(found) == ["a.json", "empty", "sub/c"]
-    assert found["sub/c"].name == "c"
-    assert (found["sub/c"].parent, (folder / "sub").parent) == (folder / "sub", folder)
+    files = list_tree(folder)
+    assert list(files) == ["a.json", "empty", "sub/c"]
+    assert files["sub/c"].name == "c"
+    assert (files["sub/c"].parent, (folder / "sub").parent) == (folder / "sub", folder)
     assert (list_folders(folder), list_folders(folder / "sub"), list_folders(folder / "none")) == (["sub"], [], [])
-    assert [place.read_bytes() for place in found.values()][1:] == [b"", b"2"]
+    assert [location.read_bytes() for location in files.values()][1:] == [b"", b"2"]
     assert put_atomic(folder / "sub" / "c", b"4")
-    assert list_tree(folder)["sub/c"].read_bytes() == b"4", "an old version is remembered"
+    assert list_tree(folder)["sub/c"].read_bytes() == b"4", "an old version is cached"
     (folder / "empty").unlink()
     (folder / "empty").unlink(missing_ok=True)
     remove_tree(folder / "sub")
@@ -122,12 +123,12 @@ def test_folders_of_keys_and_values_are_columns_of_data(folder: Location) -> Non
     assert {name: values.tolist() for name, values in first.items()} == {"x": [1.0], "year": [2023], "length": [3]}
 
 
-def test_what_names_a_place() -> None:
+def test_a_path_or_uri_names_a_location() -> None:
     assert to_location("runs") == Path("runs").resolve()
     assert to_location("s3://bucket/") / "run" == ObjectPath("s3", "bucket", "run")
-    place = to_location("s3://bucket/a/b/?region=eu-west-1&endpoint_override=host:9000&scheme=http") / "run"
-    assert str(place) == "s3://bucket/a/b/run?region=eu-west-1&endpoint_override=host:9000&scheme=http"
-    assert (place.name, to_location(str(place))) == ("run", place)
+    location = to_location("s3://bucket/a/b/?region=eu-west-1&endpoint_override=host:9000&scheme=http") / "run"
+    assert str(location) == "s3://bucket/a/b/run?region=eu-west-1&endpoint_override=host:9000&scheme=http"
+    assert (location.name, to_location(str(location))) == ("run", location)
 
 
 @pytest.mark.parametrize(
@@ -140,24 +141,24 @@ def test_what_names_a_place() -> None:
         ("s3://key:secret@bucket/x", "must not hold credentials"),
     ],
 )
-def test_what_names_none_is_refused(text: str, message: str) -> None:
+def test_an_invalid_uri_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         to_location(text)
     assert message in str(caught.value)
     assert "secret" not in str(caught.value).replace("SECRET", "")
 
 
-def test_mlflow_needs_a_place_of_its_own_for_a_run_on_s3() -> None:
+def test_a_run_on_s3_needs_a_tracking_uri() -> None:
     config = Config().replace(run__storage_path="s3://bucket/runs")
     with pytest.raises(ConfigError, match=r"Set tracking\.uri to an MLflow server"):
         default_tracking_uri(config)
     assert default_tracking_uri(config.replace(tracking__uri="http://host:5000")) == "http://host:5000"
 
 
-def test_a_bucket_that_is_not_there_is_an_error_and_no_missing_file(s3_folder: ObjectPath) -> None:
-    place = replace(s3_folder, bucket="nothing-here") / "config.yaml"
+def test_a_missing_bucket_is_an_error_and_not_a_missing_file(s3_folder: ObjectPath) -> None:
+    location = replace(s3_folder, bucket="nothing-here") / "config.yaml"
     with pytest.raises(OSError, match="NoSuchBucket") as caught:
-        place.read_bytes()
+        location.read_bytes()
     assert not isinstance(caught.value, FileNotFoundError)
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), OSError)
 
@@ -165,13 +166,16 @@ def test_a_bucket_that_is_not_there_is_an_error_and_no_missing_file(s3_folder: O
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("repeats", [1, 2 * MIB], ids=["small", "large"])
 def test_one_of_two_racing_writers_wins(folder: Location, repeats: int) -> None:
-    """Also if S3 takes the content in parts."""
+    """One writer wins even if S3 takes the content in parts."""
     for i in range(20 if repeats == 1 else 4):
-        place, start, won = folder / str(i), threading.Barrier(2), []
+        location = folder / str(i)
+        start, won = threading.Barrier(2), []
 
-        def write(name: str, place: Location = place, start: threading.Barrier = start, won: list[str] = won) -> None:
+        def write(
+            name: str, location: Location = location, start: threading.Barrier = start, won: list[str] = won
+        ) -> None:
             start.wait()
-            if put_atomic(place, name.encode() * repeats, if_absent=True):
+            if put_atomic(location, name.encode() * repeats, if_absent=True):
                 won.append(name)
 
         threads = [threading.Thread(target=write, args=(name,)) for name in ("one", "two")]
@@ -180,14 +184,14 @@ def test_one_of_two_racing_writers_wins(folder: Location, repeats: int) -> None:
         for thread in threads:
             thread.join()
         assert len(won) == 1
-        assert place.read_bytes() == won[0].encode() * repeats
+        assert location.read_bytes() == won[0].encode() * repeats
 
 
-# --- what goes wrong on the way
+# --- failed requests
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_passing_error_of_the_server_is_not_seen(s3_server: S3Server, s3_folder: ObjectPath, status: int) -> None:
+def test_a_transient_server_error_is_retried(s3_server: S3Server, s3_folder: ObjectPath, status: int) -> None:
     s3_server.fail(f"PUT .*{s3_folder.key}", times=2, status=status)
     assert put_atomic(s3_folder / "a", b"1")
     s3_server.fail(f"GET .*{s3_folder.key}", times=2, status=status)
@@ -195,9 +199,9 @@ def test_a_passing_error_of_the_server_is_not_seen(s3_server: S3Server, s3_folde
     assert len(s3_server.requests("PUT|GET")) == 6, "the faults did not happen"
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeouts")
 @pytest.mark.rest
-def test_an_answer_that_does_not_come_is_asked_for_again(s3_server: S3Server, s3_folder: ObjectPath) -> None:
+def test_a_request_that_times_out_is_retried(s3_server: S3Server, s3_folder: ObjectPath) -> None:
     s3_server.fail("PUT", delay_s=3)
     assert put_atomic(s3_folder / "a", b"1")
     assert len(s3_server.requests("PUT")) >= 2
@@ -207,14 +211,14 @@ def test_an_answer_that_does_not_come_is_asked_for_again(s3_server: S3Server, s3
     assert (s3_folder / "a").read_bytes() == b"1"
 
 
-def test_a_lost_answer_does_not_lose_the_race(s3_server: S3Server, s3_folder: ObjectPath) -> None:
+def test_a_conditional_put_with_a_lost_answer_succeeds(s3_server: S3Server, s3_folder: ObjectPath) -> None:
     s3_server.fail("PUT", done=True)
     assert put_atomic(s3_folder / "fence", b"mine", if_absent=True)
     assert len(s3_server.requests("PUT")) == 2
     assert not put_atomic(s3_folder / "fence", b"another's", if_absent=True)
 
 
-def test_a_conditional_put_that_meets_another_one_is_tried_again(s3_server: S3Server, s3_folder: ObjectPath) -> None:
+def test_a_conflicting_conditional_put_is_retried(s3_server: S3Server, s3_folder: ObjectPath) -> None:
     s3_server.fail("PUT", times=2, status=409)
     assert put_atomic(s3_folder / "fence", b"mine", if_absent=True)
     s3_server.fail("PUT", times=2, status=409)
@@ -222,14 +226,14 @@ def test_a_conditional_put_that_meets_another_one_is_tried_again(s3_server: S3Se
     assert len(s3_server.requests("PUT")) == 4
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_marker_whose_put_is_not_answered_is_put_again(s3_server: S3Server, s3_folder: ObjectPath) -> None:
+@pytest.mark.usefixtures("short_timeouts")
+def test_a_conditional_put_without_an_answer_is_retried(s3_server: S3Server, s3_folder: ObjectPath) -> None:
     s3_server.fail("PUT", delay_s=3, status=0)
     assert put_atomic(s3_folder / "fence", b"mine", if_absent=True)
     assert len(s3_server.requests("PUT")) == 2
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(s3_server: S3Server, s3_folder: ObjectPath) -> None:
+def test_a_truncated_answer_is_requested_again(s3_server: S3Server, s3_folder: ObjectPath) -> None:
     put_atomic(s3_folder / "a", b"12345678")
     s3_server.fail("GET .*/a$", times=2, cut=True)
     assert (s3_folder / "a").read_bytes() == b"12345678"
@@ -237,27 +241,29 @@ def test_an_answer_that_breaks_off_is_asked_for_again(s3_server: S3Server, s3_fo
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_big_file_goes_in_parts_with_little_memory(s3_server: S3Server, s3_folder: ObjectPath) -> None:
+def test_a_big_file_is_uploaded_in_parts_with_bounded_memory(s3_server: S3Server, s3_folder: ObjectPath) -> None:
     data = os.urandom(60 * MIB + 1)
-    assert list_tree(s3_folder, temporary=True) == {}, "this loads botocore, which is not to be counted"
+    assert list_tree(s3_folder, temporary=True) == {}, (
+        "the folder must be empty; listing it loads botocore before memory is measured"
+    )
     tracemalloc.start()
     put_atomic(s3_folder / "big", data)
-    _, most = tracemalloc.get_traced_memory()
+    _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most < 30 * MIB, "four parts of 5 MiB and change"
+    assert peak_bytes < 30 * MIB, "the upload buffered more than a few parts of 5 MiB"
     assert (s3_folder / "big").read_bytes() == data
     assert len(s3_server.requests("PUT .*partNumber")) == 13
 
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("broken", ["PUT .*partNumber=2", "POST .*uploadId"])
-def test_an_upload_that_breaks_leaves_what_was_there(s3_server: S3Server, s3_folder: ObjectPath, broken: str) -> None:
+def test_a_failed_upload_leaves_the_old_object(s3_server: S3Server, s3_folder: ObjectPath, broken: str) -> None:
     put_atomic(s3_folder / "big", b"old")
     s3_server.fail(broken, times=-1)
     with pytest.raises(OSError, match="503"):
         put_atomic(s3_folder / "big", bytes(11 * MIB))
     assert (s3_folder / "big").read_bytes() == b"old"
-    assert list_tree(s3_folder, temporary=True) == {}, "parts stay"
+    assert list_tree(s3_folder, temporary=True) == {}, "temporary parts stay"
 
 
 # --- checkpoints
@@ -265,14 +271,14 @@ def test_an_upload_that_breaks_leaves_what_was_there(s3_server: S3Server, s3_fol
 
 def load(store: CheckpointStore) -> tuple[int, list[Fallback]]:
     fallbacks: list[Fallback] = []
-    found = store.load_newest(fallbacks.append)
-    assert found is not None
-    return found[1].step, fallbacks
+    loaded = store.load_newest(fallbacks.append)
+    assert loaded is not None
+    return loaded[1].step, fallbacks
 
 
 @pytest.fixture
 def paths(request: pytest.FixtureRequest, s3_folder: ObjectPath) -> RunPaths:
-    """A run on S3, or on another store that the test asks for."""
+    """A run on S3, or on another store that the test requests."""
     scheme = getattr(request, "param", "s3")
     return RunPaths((s3_folder if scheme == "s3" else request.getfixturevalue(f"{scheme}_folder")) / "run")
 
@@ -286,16 +292,16 @@ def store(paths: RunPaths) -> CheckpointStore:
 
 
 @EACH_STORE
-def test_damaged_objects_are_found_and_passed_over(store: CheckpointStore, paths: RunPaths) -> None:
-    place = paths.checkpoint(3, 1) / MODEL
-    data = bytearray(place.read_bytes())
+def test_damaged_checkpoints_are_detected_and_skipped(store: CheckpointStore, paths: RunPaths) -> None:
+    location = paths.checkpoint(3, 1) / MODEL
+    data = bytearray(location.read_bytes())
     data[-1] ^= 1
-    put_atomic(place, bytes(data))
+    put_atomic(location, bytes(data))
     step, [fallback] = load(store)
     assert (step, fallback.name) == (2, "step-00000003-0001")
     assert "differs from what was committed (SHA-256)" in fallback.reason
     assert [c.step for c in store.commits()] == [1, 2]
-    assert load(store) == (2, [fallback]), "who marked it may have told nobody"
+    assert load(store) == (2, [fallback]), "the fallback must be reported again, since the first reader may have died"
     (paths.checkpoint(2, 1) / MODEL).unlink()
     assert load(store)[0] == 1
     marker = paths.checkpoint(1, 1) / "COMMIT.json"
@@ -318,7 +324,7 @@ def test_retention_removes_the_marker_first(store: CheckpointStore, paths: RunPa
     assert [c.step for c in store.commits()] == [1, 3, 4]
 
 
-def test_the_last_valid_one_stays_when_newer_ones_are_bad(store: CheckpointStore) -> None:
+def test_the_last_valid_checkpoint_stays_when_newer_ones_are_bad(store: CheckpointStore) -> None:
     for step in (2, 3):
         store.mark_bad(commit_of(step), "test")
     assert store.retain(keep_last=1, best=[]) == []
@@ -326,15 +332,15 @@ def test_the_last_valid_one_stays_when_newer_ones_are_bad(store: CheckpointStore
     assert (step, [fallback.reason for fallback in fallbacks]) == (1, ["test", "test"])
 
 
-def test_looking_for_commits_is_one_listing(store: CheckpointStore, s3_server: S3Server) -> None:
+def test_reading_known_commits_costs_one_listing(store: CheckpointStore, s3_server: S3Server) -> None:
     assert len(store.commits()) == 3
     s3_server.reset()
     assert len(store.commits()) == 3
     [request] = s3_server.requests()
-    assert "list-type=2" in request, "what was read is remembered by its version"
+    assert "list-type=2" in request, "commits that were read before must be cached by their version"
 
 
-def test_a_whole_bucket_is_a_place_as_well(s3_server: S3Server, s3_folder: ObjectPath) -> None:
+def test_a_whole_bucket_is_a_location(s3_server: S3Server, s3_folder: ObjectPath) -> None:
     put_atomic(s3_folder / "a" / "x", b"1")
     whole = s3_server.path("")
     assert f"{s3_folder.key}/a/x" in list_tree(whole)
@@ -343,8 +349,8 @@ def test_a_whole_bucket_is_a_place_as_well(s3_server: S3Server, s3_folder: Objec
     assert not is_within(whole, s3_folder)
 
 
-def test_what_a_console_puts_for_a_folder_is_no_file(s3_folder: ObjectPath) -> None:
-    """An empty object that has the folder's name and a slash at its end."""
+def test_a_folder_object_of_a_console_is_not_a_file(s3_folder: ObjectPath) -> None:
+    """Consoles put an empty object with the folder's name and a trailing slash."""
     paths = RunPaths(s3_folder / "run")
     for folder in (paths.root, paths.fences, paths.pins, paths.root / "sub"):
         folder._s3.put_object(Bucket=folder.bucket, Key=folder.key + "/", Body=b"")
@@ -355,7 +361,7 @@ def test_what_a_console_puts_for_a_folder_is_no_file(s3_folder: ObjectPath) -> N
         assert len(CheckpointStore(paths).read_pins()) == 1
     remove_tree(paths.root)
     kept = paths.root._s3.list_objects_v2(Bucket=paths.root.bucket, Prefix=paths.root.key + "/")
-    assert not kept.get("Contents"), "remains"
+    assert not kept.get("Contents"), "objects remain after remove_tree"
 
 
 @EACH_STORE
@@ -369,7 +375,7 @@ def test_a_run_has_one_writer(paths: RunPaths) -> None:
 
 
 @EACH_STORE
-def test_what_is_not_committed_is_removed_by_a_later_start(store: CheckpointStore, paths: RunPaths) -> None:
+def test_uncommitted_files_are_removed_by_a_later_start(store: CheckpointStore, paths: RunPaths) -> None:
     put_atomic(paths.checkpoint(4, 1) / MODEL, b"half")
     store.clean(fence=2)
     assert list_tree(paths.checkpoint(4, 1)) == {}
@@ -378,12 +384,12 @@ def test_what_is_not_committed_is_removed_by_a_later_start(store: CheckpointStor
 
 
 @EACH_STORE
-def test_small_records(paths: RunPaths) -> None:
-    made = Evaluation(8, 0, "digest", {"accuracy": 0.5}, 10, 0.1, 1.0)
+def test_evaluations_and_events_are_stored_and_read(paths: RunPaths) -> None:
+    evaluation = Evaluation(8, 0, "digest", {"accuracy": 0.5}, 10, 0.1, 1.0)
     assert read_evaluations(paths) == []
-    assert put_evaluation(paths, made)
-    assert not put_evaluation(paths, replace(made, rows=11))
-    assert read_evaluations(paths) == [made]
+    assert put_evaluation(paths, evaluation)
+    assert not put_evaluation(paths, replace(evaluation, rows=11))
+    assert read_evaluations(paths) == [evaluation]
     assert evaluated_steps(paths) == {8}
     for kind in ("started", "checkpointed", "failed"):
         put_event(paths, kind, 1)
@@ -412,14 +418,14 @@ CheckpointStore(RunPaths(to_location(sys.argv[1]))).write(pack(snapshot_of(4, 3 
         "COMMIT.json",
     ],
 )
-def test_a_writer_that_is_killed_in_the_middle_commits_nothing(
+def test_a_writer_killed_midway_commits_nothing(
     store: CheckpointStore, paths: RunPaths, s3_server: S3Server, at: str
 ) -> None:
     at = f"PUT .*step-00000004.*{at}"
     s3_server.fail(at, times=-1, delay_s=60)
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(paths.root)], cwd=ROOT)
     try:
-        until(lambda: s3_server.requests(at), "the writer does not get there")
+        until(lambda: s3_server.requests(at), "the writer does not reach the request")
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
@@ -429,60 +435,63 @@ def test_a_writer_that_is_killed_in_the_middle_commits_nothing(
     assert left
     store.clean(fence=1)
     assert {**list_tree(paths.checkpoint(4, 1)), **list_tree(paths.checkpoint(4, 1), temporary=True)} == left, (
-        "may still be written"
+        "files that the writer may still write were removed"
     )
     store.clean(fence=2)
     assert list_tree(paths.checkpoint(4, 1)) == list_tree(paths.checkpoint(4, 1), temporary=True) == {}
     assert load(store) == (3, [])
 
 
-@pytest.mark.usefixtures("impatient")
-def test_an_outage_fails_a_checkpoint_and_not_the_next(
+@pytest.mark.usefixtures("short_timeouts")
+def test_an_outage_fails_one_checkpoint_and_not_the_next(
     paths: RunPaths, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver_module, "_RETRY", Retry(0.5, attempts=2))
-    saver = CheckpointWriter(paths, CheckpointSection(), list)
-    s3_server.fail("PUT .*step-00000001.*/training.pt", times=3)  # as often as a client tries
-    saver.save(lambda: snapshot_of(1), commit_of(1))
-    saver.wait()
+    monkeypatch.setattr(writer_module, "_RETRY", Retry(0.5, attempts=2))
+    writer = CheckpointWriter(paths, CheckpointSection(), list)
+    # A client makes three attempts.
+    s3_server.fail("PUT .*step-00000001.*/training.pt", times=3)
+    writer.save(lambda: snapshot_of(1), commit_of(1))
+    writer.wait()
     s3_server.fail(r"PUT .*step-00000002.*/training.pt|POST .*\?delete|PUT .*/events/", times=-1)
-    saver.save(lambda: snapshot_of(2), commit_of(2))
+    writer.save(lambda: snapshot_of(2), commit_of(2))
     with pytest.raises(CheckpointError, match="503"):
-        saver.check()
+        writer.check()
     assert [c.step for c in CheckpointStore(paths).commits()] == [1]
-    assert list(list_tree(paths.checkpoint(2, 1))) == [MODEL], "it could be removed at once"
+    assert list(list_tree(paths.checkpoint(2, 1))) == [MODEL], (
+        "the incomplete checkpoint was removed although deleting fails"
+    )
     s3_server.reset()
-    saver.save(lambda: snapshot_of(3), commit_of(3))
-    saver.check()
+    writer.save(lambda: snapshot_of(3), commit_of(3))
+    writer.check()
     assert [c.step for c in CheckpointStore(paths).commits()] == [1, 3]
     assert [(e.kind, e.details["step"]) for e in read_events(paths)] == [
         ("checkpointed", 1), ("write_retried", 1), ("checkpointed", 3), ("write_failed", 2),
     ]  # fmt: skip
-    assert list(list_tree(paths.checkpoint(2, 1))) == [], "half a checkpoint stays"
+    assert list(list_tree(paths.checkpoint(2, 1))) == [], "the incomplete checkpoint stays"
 
 
-def test_retraining_reads_its_data_on_s3(
+def test_retraining_reads_data_on_s3_like_data_on_a_disk(
     s3_folder: ObjectPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Digests, a profile, and new rows put together with some old ones: equal to those of the same files on a disk."""
+    """Digests, the profile, and the mixture of new and old rows equal those of the same files on a disk."""
     for kind in ("train", "eval"):
         (tmp_path / kind).mkdir()
         for name in ("a", "b"):
             table = pa.table({"x": [float(ord(name) + i) for i in range(40)], "label": [i % 2 for i in range(40)]})
             pq.write_table(table, tmp_path / kind / f"{name}.parquet", row_group_size=20)
             put_atomic(s3_folder / kind / f"{name}.parquet", (tmp_path / kind / f"{name}.parquet").read_bytes())
-    found = []
-    for place in (tmp_path, s3_folder):
-        config = Config().replace(data__path=str(place / "train"), data__eval_path=str(place / "eval"))
-        files = read_delivery(config, tmp_path / "memory" / str(len(found)))
+    results = []
+    for root in (tmp_path, s3_folder):
+        config = Config().replace(data__path=str(root / "train"), data__eval_path=str(root / "eval"))
+        files = read_delivery(config, tmp_path / "memory" / str(len(results)))
         dataset = open_dataset(config.data.path)
         old = {path for path in files.train if path.endswith("a.parquet")}
-        out = write_dataset(dataset, ["x", "label"], files.train, old, 0.3, tmp_path / f"out-{len(found)}")
-        found.append(
+        out = write_dataset(dataset, ["x", "label"], files.train, old, 0.3, tmp_path / f"out-{len(results)}")
+        results.append(
             (files, profile_dataset(dataset, ["x", "label"], "label")[0], open_dataset(str(out)).manifest.digest)
         )
-    assert found[0] == found[1]
+    assert results[0] == results[1]
     read: list[str] = []
-    monkeypatch.setattr(contents, "sha256", lambda file: read.append(str(file)))
-    assert read_delivery(config, tmp_path / "memory" / "1") == found[0][0]
-    assert not read, "nothing was changed"
+    monkeypatch.setattr(dataset_module, "sha256", lambda file: read.append(str(file)))
+    assert read_delivery(config, tmp_path / "memory" / "1") == results[0][0]
+    assert not read, "unchanged files were hashed again"

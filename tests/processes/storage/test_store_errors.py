@@ -1,4 +1,4 @@
-"""What is wrong with an object store is said by one clear message, soon: what, what came, what to do."""
+"""Errors of an object store are reported soon, in one clear message: the cause, the answer, and the remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @contextmanager
-def refused(kind: type[OSError], pattern: str) -> Iterator[None]:
+def expect_refusal(kind: type[OSError], pattern: str) -> Iterator[None]:
     start_s = time.monotonic()
     with pytest.raises(OSError, match=pattern) as caught:
         yield
@@ -46,68 +46,70 @@ def refused(kind: type[OSError], pattern: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
-def test_a_bucket_that_does_not_exist(folder: ObjectPath, request_: str) -> None:
-    with refused(OSError, r"//nothing-here/.*: there is no such bucket \(404 \w+ .*\)\. Create it, or correct"):
+def test_a_missing_bucket_is_reported(folder: ObjectPath, request_: str) -> None:
+    with expect_refusal(OSError, r"//nothing-here/.*: there is no such bucket \(404 \w+ .*\)\. Create it, or correct"):
         REQUESTS[request_](replace(folder, bucket="nothing-here"))
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
-def test_a_server_that_is_gone(folder: ObjectPath, request_: str) -> None:
-    gone = replace(folder, query=["endpoint_override=127.0.0.1:9&scheme=http", "_name=one"][0])
+def test_an_unreachable_server_is_reported(folder: ObjectPath, request_: str) -> None:
+    unreachable = replace(folder, query=["endpoint_override=127.0.0.1:9&scheme=http", "_name=one"][0])
     if folder.scheme == "az":
-        gone = replace(gone, query=f"{gone.query}&account_name=one")
-    with refused(TimeoutError, r"the server does not answer \(.*\)\. Check the address and the network"):
-        REQUESTS[request_](gone)
+        unreachable = replace(unreachable, query=f"{unreachable.query}&account_name=one")
+    with expect_refusal(TimeoutError, r"the server does not answer \(.*\)\. Check the address and the network"):
+        REQUESTS[request_](unreachable)
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
 @pytest.mark.parametrize("server", ["s3", "gs"])
-def test_a_server_that_does_not_answer_in_time(
+def test_a_server_that_times_out_is_reported(
     request: pytest.FixtureRequest, server: str, request_: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_stores, "_TIMEOUT_S", 1)
     process: S3Server | GoogleServer = request.getfixturevalue(f"{server}_server")
     process.fail(".*", times=-1, delay_s=4)
     try:
-        with refused(TimeoutError, r"the server does not answer \(.*time-out\)\. Check the address"):
+        with expect_refusal(TimeoutError, r"the server does not answer \(.*time-out\)\. Check the address"):
             REQUESTS[request_](process.path("folder"))
     finally:
         process.reset()
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
-def test_a_key_that_is_refused(s3_server: S3Server, s3_folder: ObjectPath, request_: str) -> None:
+def test_a_refused_key_is_reported(s3_server: S3Server, s3_folder: ObjectPath, request_: str) -> None:
     s3_server.fail(".*", times=-1, status=403)
-    with refused(PermissionError, r"access is refused \(403\)\. Check the credentials \(AWS_ACCESS_KEY_ID and"):
+    with expect_refusal(PermissionError, r"access is refused \(403\)\. Check the credentials \(AWS_ACCESS_KEY_ID and"):
         REQUESTS[request_](s3_folder)
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
-def test_a_wrong_key_of_azure(az_server: AzureServer, request_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_azure_key_is_reported(az_server: AzureServer, request_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_KEY", KEY.replace("E", "F"))
     object_stores._open_store.cache_clear()
-    with refused(PermissionError, r"access is refused \(403 AuthorizationFailure Server failed to authenticate"):
+    with expect_refusal(PermissionError, r"access is refused \(403 AuthorizationFailure Server failed to authenticate"):
         REQUESTS[request_](az_server.path("wrong"))
     object_stores._open_store.cache_clear()
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
-def test_no_credentials(folder: ObjectPath, request_: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing in the environment, no profile, and a machine whose role gives none."""
+def test_missing_credentials_are_reported(
+    folder: ObjectPath, request_: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither the environment nor a profile nor the machine's role provides credentials."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "GOOGLE_BEARER_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("AZURE_STORAGE_KEY", raising=False)
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with refused(PermissionError, r"no credentials (for s3:// )?were found.* (AWS_|GOOGLE_|AZURE_)"):
+    with expect_refusal(PermissionError, r"no credentials (for s3:// )?were found.* (AWS_|GOOGLE_|AZURE_)"):
         REQUESTS[request_](folder)
 
 
-def test_credentials_of_a_profile(
+def test_credentials_of_a_profile_are_used(
     s3_server: S3Server, s3_folder: ObjectPath, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also of a program, which botocore runs."""
+    """The profile may name a program, which botocore runs."""
     program = tmp_path / "keys.sh"
     program.write_text('#!/bin/sh\necho \'{"Version": 1, "AccessKeyId": "test", "SecretAccessKey": "test"}\'\n')
     program.chmod(0o755)
@@ -124,15 +126,17 @@ def test_credentials_of_a_profile(
     assert config["credential_provider"]()["access_key_id"] == "test"
 
 
-def test_a_profile_that_does_not_exist(s3_folder: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_profile_is_reported(s3_folder: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "absent")
     object_stores._open_store.cache_clear()
-    with refused(PermissionError, r"no credentials were found .*The config profile \(absent\) could not be found"):
+    with expect_refusal(
+        PermissionError, r"no credentials were found .*The config profile \(absent\) could not be found"
+    ):
         list_files(s3_folder)
 
 
 @pytest.mark.parametrize("scheme", STORES)
-def test_what_is_public_needs_no_credentials(
+def test_a_public_object_needs_no_credentials(
     request: pytest.FixtureRequest, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder: ObjectPath = request.getfixturevalue(f"{scheme}_folder")
@@ -143,7 +147,8 @@ def test_what_is_public_needs_no_credentials(
         monkeypatch.delenv(name, raising=False)
     public = replace(folder / "a", query=f"{folder.query}&anonymous=true")
     if scheme == "az":
-        with refused(PermissionError, "access is refused"):  # the container is not public
+        # The container is not public.
+        with expect_refusal(PermissionError, "access is refused"):
             public.read_bytes()
     else:
         assert public.read_bytes() == b"1"

@@ -1,6 +1,4 @@
-"""Tasks that leave most methods out: what these then do, and that such a task trains with the bits that are
-promised.
-"""
+"""Tasks that leave most methods out: the defaults of these methods, and bit-identical training of such a task."""
 
 from __future__ import annotations
 
@@ -26,20 +24,20 @@ from tests.support.task_checks import all_ok, levels
 
 
 class Sums(nn.Module):
-    """The sum of a number and of a list."""
+    """Adds a number and the sum of a list."""
 
     def forward(self, number: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
         return number + (values * (torch.arange(values.shape[1]) < lengths[:, None])).sum(1)
 
 
 class Adding(Task):
-    """Three methods and targets."""
+    """Defines three methods and the targets."""
 
-    asked: ClassVar[tuple[str, ...]] = ("number", "values")
+    input_columns: ClassVar[tuple[str, ...]] = ("number", "values")
     compared: ClassVar[tuple[str, ...]] = ("total",)
 
     def columns(self) -> list[str]:
-        return [*self.asked, *self.compared]
+        return [*self.input_columns, *self.compared]
 
     def targets(self) -> list[str]:
         return list(self.compared)
@@ -52,7 +50,7 @@ class Adding(Task):
 
 
 class Measured(Adding):
-    """Metrics, but no `update`."""
+    """Defines metrics, but no `update`."""
 
     def metrics(self) -> Any:
         import torchmetrics
@@ -69,7 +67,7 @@ ROWS: Rows = {
 
 @pytest.mark.rest
 def test_the_task_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One worker against four, a resume in the middle, evaluation, export."""
+    """`check_task` compares one worker with four, resumes midway, evaluates and exports."""
     page = next(block.text for block in blocks(ROOT / "docs" / "own-task.md") if "class Stars" in block.text)
     (tmp_path / "stars.py").write_text(page)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -85,8 +83,8 @@ def test_the_task_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyP
         run__storage_path=str(tmp_path / "runs"),
         scaling__max_workers=4,
     )
-    found = check_task(config)
-    assert levels(found) == all_ok(), found
+    check = check_task(config)
+    assert levels(check) == all_ok(), check
 
 
 @pytest.mark.parametrize(
@@ -99,17 +97,17 @@ def test_the_task_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (np.ones((2, 3)), np.ones((2, 3), np.float32)),
     ],
 )
-def test_columns_are_decoded_as_they_are(values: npt.NDArray, expected: npt.NDArray) -> None:
-    class One(Adding):
-        asked, compared = ("a",), ()
+def test_plain_columns_are_decoded_by_their_type(values: npt.NDArray, expected: npt.NDArray) -> None:
+    class OneColumn(Adding):
+        input_columns, compared = ("a",), ()
 
-    found = One().decode({"a": values, "other": values})
-    assert list(found) == ["a"]
-    assert found["a"].dtype == expected.dtype
-    assert np.array_equal(found["a"], expected)
+    decoded = OneColumn().decode({"a": values, "other": values})
+    assert list(decoded) == ["a"]
+    assert decoded["a"].dtype == expected.dtype
+    assert np.array_equal(decoded["a"], expected)
 
 
-def test_lists_stay_ragged_and_come_to_the_model_with_their_lengths() -> None:
+def test_lists_stay_ragged_and_reach_the_model_with_their_lengths() -> None:
     task = Adding()
     decoded = task.decode(ROWS)
     assert isinstance(decoded["values"], Ragged)
@@ -117,15 +115,15 @@ def test_lists_stay_ragged_and_come_to_the_model_with_their_lengths() -> None:
     assert task.forward(task.build_model(), to_batch(decoded)).tolist() == ROWS["total"].tolist()
 
 
-def test_without_metrics_the_loss_alone_is_evaluated() -> None:
-    found = combine(Adding(), score(Adding(), Sums(), Adding().decode(ROWS), 2, torch.device("cpu")))
-    assert found.values == {"loss": 0.0}
+def test_a_task_without_metrics_evaluates_the_loss() -> None:
+    evaluation = combine(Adding(), score(Adding(), Sums(), Adding().decode(ROWS), 2, torch.device("cpu")))
+    assert evaluation.values == {"loss": 0.0}
 
 
 def test_metrics_compare_the_outputs_with_the_target() -> None:
     rows = ROWS | {"total": ROWS["total"] + 2}
-    found = combine(Measured(), score(Measured(), Sums(), Measured().decode(rows), 2, torch.device("cpu")))
-    assert found.values == {"error": 2.0, "loss": 2.0}
+    evaluation = combine(Measured(), score(Measured(), Sums(), Measured().decode(rows), 2, torch.device("cpu")))
+    assert evaluation.values == {"error": 2.0, "loss": 2.0}
 
 
 @pytest.mark.parametrize("compared", [(), ("total", "number")])
@@ -146,7 +144,7 @@ def test_fields_of_other_names_need_a_forward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "message"),
     [
         (
             ColumnFacts("text"),
@@ -157,18 +155,18 @@ def test_fields_of_other_names_need_a_forward() -> None:
         (None, "has no column 'values'"),
     ],
 )
-def test_columns_that_need_a_decode_are_refused_before_the_start(facts: ColumnFacts | None, said: str) -> None:
+def test_columns_that_need_a_decode_method_are_refused_at_start(facts: ColumnFacts | None, message: str) -> None:
     columns = {"number": ColumnFacts("number", "float32"), "total": ColumnFacts("integer", "int64")}
     columns |= {"values": facts} if facts is not None else {}
-    with pytest.raises(DataError) as found:
+    with pytest.raises(DataError) as caught:
         Adding().prepare(DataFacts("data", 3, columns))
-    assert said in str(found.value)
+    assert message in str(caught.value)
 
 
-def test_a_task_that_decodes_for_itself_asks_nothing_of_the_columns() -> None:
-    class Own(Adding):
+def test_a_task_with_a_decode_method_may_read_any_column() -> None:
+    class DecodingTask(Adding):
         def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
             return {"number": np.zeros(len(rows["number"]))}
 
-    task = Own()
+    task = DecodingTask()
     assert task.prepare(DataFacts("data", 3, {})) is task

@@ -1,4 +1,4 @@
-"""The detector of docs/detection.md: no Python, few lines, and the bits that are promised."""
+"""The detector of docs/detection.md needs no Python and few lines, and trains bit-identically."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ def test_the_page_shows_the_shipped_configuration_in_twenty_lines() -> None:
 
 
 @pytest.mark.rest
-def test_a_detector_trains_with_the_same_bits_for_any_number_of_workers(tmp_path: Path) -> None:
-    """One worker against four, a resume in the middle of an epoch, mean average precision, and an export with the
-    task's code.
+def test_a_detector_trains_bit_identically_on_any_number_of_workers(tmp_path: Path) -> None:
+    """`check_task` compares one worker with four, resumes midway, evaluates mean average precision, and exports with
+    the task's code.
     """
     config = load_config(ROOT / "conf" / "detection.yaml", run__storage_path=str(tmp_path / "runs"))
-    # so small that torchvision's pooling finds other scales in other batches, which it must not keep
+    # In images this small, torchvision's pooling infers other scales for other batches; it must not keep them.
     small = {
         "class_path": "tests.support.small_models.detector",
         "init_args": {"num_classes": 3, "min_size": 64, "max_size": 96},
     }
     data = {f"data__{name}": value for name, value in write_shapes(tmp_path / "shapes").items()}
-    found = check_task(config.replace(task__init_args=config.task.init_args | {"detector": small}, **data))
-    assert levels(found) == all_ok() | {"export": "warning"}, found
-    said = {finding.topic: finding.text for finding in found.findings}
-    assert "map_50 " in said["evaluation"]
-    assert "loss" not in said["evaluation"]
-    assert said["export"].startswith("as safetensors with the task's code; not as a program of its own (torch.export: ")
+    check = check_task(config.replace(task__init_args=config.task.init_args | {"detector": small}, **data))
+    assert levels(check) == all_ok() | {"export": "warning"}, check
+    texts = {finding.topic: finding.text for finding in check.findings}
+    assert "map_50 " in texts["evaluation"]
+    assert "loss" not in texts["evaluation"]
+    assert texts["export"].startswith(
+        "as safetensors with the task's code; not as a program of its own (torch.export: "
+    )

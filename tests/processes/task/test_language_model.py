@@ -1,5 +1,5 @@
-"""Causal language models of `transformers`: the bits that are promised, adapters, shards, and folders that
-`transformers` loads.
+"""Causal language models of `transformers`: bit-identical training, adapters, shards, and folders that `transformers`
+loads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def spec(vocab_size: int = WORDS) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of different length that count up."""
+    """Texts of different lengths; each counts up."""
     root, random = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
     texts = [
         [int(t) % WORDS for t in range(first, first + random.integers(1, 24))]
@@ -55,23 +55,25 @@ def job_of(folder: Path, data: Path, task: CausalLanguageModel | None = None, **
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(("how", "precision"), [({}, "fp32"), ({"gradient_checkpointing": True, "lora": LORA}, "bf16")])
-def test_the_same_bits_for_every_number_of_workers_a_kill_and_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path, how: dict[str, Any], precision: str
+@pytest.mark.parametrize(
+    ("options", "precision"), [({}, "fp32"), ({"gradient_checkpointing": True, "lora": LORA}, "bf16")]
+)
+def test_training_is_bit_identical_for_any_worker_count_a_kill_and_a_resume(
+    pool: WorkerPool, data: Path, tmp_path: Path, options: dict[str, Any], precision: str
 ) -> None:
-    job = job_of(tmp_path / "run", data, CausalLanguageModel(spec(), **how), train__precision=precision)
+    job = job_of(tmp_path / "run", data, CausalLanguageModel(spec(), **options), train__precision=precision)
     first = pool.train_new_run(job, 1, cache_windows)
     for size in (2, 4):
-        found = pool.train_new_run(job, size, cache_windows)
-        assert (found.digests, found.steps) == (first.digests, first.steps)
-    assert how or first.steps[-1][1] < first.steps[0][1], "it learns"
+        trained = pool.train_new_run(job, size, cache_windows)
+        assert (trained.digests, trained.steps) == (first.digests, first.steps)
+    assert options or first.steps[-1][1] < first.steps[0][1], "the loss did not fall"
     outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(5)), cache_windows)
     assert all(isinstance(o.error, KilledError) for o in outcomes)
-    assert read_trained_run(job).commit.step == 3, "in the middle of an epoch"
+    assert read_trained_run(job).commit.step == 3, "the newest checkpoint must be in the middle of an epoch"
     pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == first.digests
     kill = KillOnce(tmp_path / "killed", step=5, rank=0)
-    lost = job_of(tmp_path / "lost", data, CausalLanguageModel(spec(), **how), train__precision=precision)
+    lost = job_of(tmp_path / "lost", data, CausalLanguageModel(spec(), **options), train__precision=precision)
     outcomes = train_shifting(pool, lost, [[0, 1], [1]], [], Hooks(after_step=kill))
     assert kill.proof.exists()
     assert outcomes[1].trace == ""
@@ -79,7 +81,7 @@ def test_the_same_bits_for_every_number_of_workers_a_kill_and_a_resume(
 
 
 @pytest.mark.rest
-def test_adapters_alone_are_trained(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_only_adapters_are_trained(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, CausalLanguageModel(spec(), lora=LORA), checkpoint__every_steps=1)
     pool.train_to_end(job, 1, cache_windows)
     last = read_trained_run(job).snapshot.model
@@ -97,28 +99,28 @@ def test_adapters_alone_are_trained(pool: WorkerPool, data: Path, tmp_path: Path
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("how", [{}, {"gradient_checkpointing": True, "lora": LORA}])
-def test_sharded_by_blocks_it_has_the_bits_of_ddp(
-    pool: WorkerPool, data: Path, tmp_path: Path, how: dict[str, Any]
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "lora": LORA}])
+def test_fsdp_by_blocks_is_bit_identical_to_ddp(
+    pool: WorkerPool, data: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05}}
-    task = CausalLanguageModel(spec(), **how)
+    task = CausalLanguageModel(spec(), **options)
     plain = pool.train_new_run(job_of(tmp_path / "plain", data, task, optimizer=sgd), 2, cache_windows)
-    found = pool.train_new_run(
+    sharded = pool.train_new_run(
         job_of(tmp_path / "run", data, task, optimizer=sgd, train__strategy="fsdp"), 2, cache_windows
     )
-    assert found.steps == plain.steps
-    assert found.digests == plain.digests
+    assert sharded.steps == plain.steps
+    assert sharded.digests == plain.digests
 
 
-def test_the_units_of_shards_are_the_blocks() -> None:
+def test_the_shard_units_are_the_transformer_blocks() -> None:
     for lora in (None, LORA):
         task = CausalLanguageModel(spec(), lora=lora)
         assert [type(unit).__name__ for unit in task.shard_units(task.build_model())] == ["GPT2Block"] * 2
 
 
-def test_a_token_counts_once_and_padding_not_at_all() -> None:
-    """The mean over tokens, and the perplexity, of rows alone, together, and in parts."""
+def test_the_loss_is_the_mean_over_tokens_without_padding() -> None:
+    """The mean over tokens and the perplexity do not depend on the batch size."""
     task = CausalLanguageModel(spec())
     model = task.build_model().eval()
     rows = [[1, 2, 3, 4, 5], [7], [9, 8, 7], []]
@@ -128,18 +130,18 @@ def test_a_token_counts_once_and_padding_not_at_all() -> None:
         logits = model(torch.tensor([row or [0]])).logits[0].log_softmax(-1)
         losses += [-logits[i, row[i + 1]].item() for i in range(len(row) - 1)]
     for size in (4, 1):
-        found = combine(task, score(task, model, arrays, size, CPU)).values
-        assert found["loss"] == pytest.approx(sum(losses) / 6, rel=1e-5)
-        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
+        values = combine(task, score(task, model, arrays, size, CPU)).values
+        assert values["loss"] == pytest.approx(sum(losses) / 6, rel=1e-5)
+        assert values["perplexity"] == pytest.approx(math.exp(values["loss"]), rel=1e-6)
     batch = to_batch(arrays)
     outputs = task.forward(model, batch)
     assert outputs["tokens"].tolist() == [4, 0, 2, 0]
-    said = task.predictions({name: value.detach() for name, value in outputs.items()}, batch)
-    assert said["loss"][0] == pytest.approx(sum(losses[:4]) / 4, rel=1e-5)
+    message = task.predictions({name: value.detach() for name, value in outputs.items()}, batch)
+    assert message["loss"][0] == pytest.approx(sum(losses[:4]) / 4, rel=1e-5)
 
 
-def test_gradient_checkpointing_changes_no_bit() -> None:
-    found = []
+def test_gradients_with_gradient_checkpointing_are_bit_identical() -> None:
+    gradients = []
     for checkpointing in (False, True):
         task = CausalLanguageModel(spec(), gradient_checkpointing=checkpointing)
         torch.manual_seed(1)
@@ -147,8 +149,8 @@ def test_gradient_checkpointing_changes_no_bit() -> None:
         batch = to_batch({"tokens": Ragged.of([[1, 2, 3, 4], [5, 6]], np.int32)})
         task.loss(task.forward(model, batch), batch).values.sum().backward()
         assert model.is_activation_checkpointing is checkpointing
-        found.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
@@ -160,18 +162,19 @@ def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, t
     model = task.build_model()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.01)  # adapters begin with zeros
+            # Adapters begin with zeros, so the test changes all parameters.
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
     rows = {"tokens": Ragged.of([[1, 2, 3], [4, 5]], np.int32)}
     source = {"run": "r", "step": 1, "params_digest": ""}
     described = write_export(task, model, rows, tmp_path / "export", source)  # type: ignore[arg-type]
     assert {"config.json", "model.safetensors"} <= described["files"].keys()
     batch = to_batch(rows)
     expected = task.forward(model.eval(), batch)["logits"]
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
-    assert torch.allclose(theirs(batch["tokens"].long()).logits, expected, atol=1e-5)
-    ours = load_model(tmp_path / "export").predict({name: values.numpy() for name, values in batch.items()})
-    assert np.allclose(ours["logits"], expected.detach().numpy(), atol=1e-5)
-    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    assert torch.allclose(reloaded(batch["tokens"].long()).logits, expected, atol=1e-5)
+    predicted = load_model(tmp_path / "export").predict({name: values.numpy() for name, values in batch.items()})
+    assert np.allclose(predicted["logits"], expected.detach().numpy(), atol=1e-5)
+    reloaded.to(torch.bfloat16).save_pretrained(tmp_path / "half")
     for folder, tolerance in (("export", 1e-5), ("half", 0.05)):
         init_args = {"pretrained_model_name_or_path": str(tmp_path / folder)}
         again = CausalLanguageModel(
@@ -183,7 +186,7 @@ def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, t
 
 
 @pytest.mark.parametrize(
-    ("task", "said"),
+    ("task", "message"),
     [
         (
             CausalLanguageModel(spec(40)),
@@ -201,6 +204,6 @@ def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, t
         (CausalLanguageModel(spec(), tokens="ids"), "has no column 'ids' for the tokens"),
     ],
 )
-def test_what_cannot_be_is_refused_with_words(task: CausalLanguageModel, said: str, data: Path) -> None:
-    with pytest.raises((ConfigError, DataError), match=said):
+def test_invalid_models_adapters_and_columns_are_refused(task: CausalLanguageModel, message: str, data: Path) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
         task.prepare(open_dataset(str(data)).facts).build_model()

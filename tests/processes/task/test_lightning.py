@@ -1,4 +1,4 @@
-"""Lightning modules: the bits that are promised, what their steps log, and what is refused with words."""
+"""Lightning modules: bit-identical training, values that their steps log, and refused modules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.places import ROOT
 from tests.support.task_checks import all_ok, levels
 
 MODULES = "tests.support.lightning_modules."
-OWN: dict[str, Any] = {"optimizer": {"class_path": TASK_OPTIMIZER}}
+MODULE_OPTIMIZER: dict[str, Any] = {"optimizer": {"class_path": TASK_OPTIMIZER}}
 
 
 @pytest.fixture(scope="session")
@@ -38,14 +38,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task_of(module: str = "Good", **init_args: Any) -> LightningTask:
-    made = {"class_path": MODULES + module, "init_args": init_args}
+    module_spec = {"class_path": MODULES + module, "init_args": init_args}
     return LightningTask(
-        made, {"images": "image", "labels": "label"} if module == "Unvalidated" else ["image", "label"], "label"
+        module_spec, {"images": "image", "labels": "label"} if module == "Unvalidated" else ["image", "label"], "label"
     )
 
 
 def job_of(folder: Path, data: Path, task: LightningTask, **fields: Any) -> Job:
-    return make_job(folder, data, logical_workers=4, batch=12, task=task, **(OWN | {"train__epochs": 2} | fields))
+    return make_job(
+        folder, data, logical_workers=4, batch=12, task=task, **(MODULE_OPTIMIZER | {"train__epochs": 2} | fields)
+    )
 
 
 def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
@@ -59,7 +61,7 @@ def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
 
     killed = replace(job, run_root=str(tmp_path / "killed"))
     ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
-    assert any(isinstance(each.error, KilledError) for each in ended), "the fault did not happen"
+    assert any(isinstance(outcome.error, KilledError) for outcome in ended), "no worker was killed"
     pool.train_to_end(replace(killed, fence=2), 1)
     assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
     assert job.plan.steps_per_epoch == 9
@@ -67,30 +69,30 @@ def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
 
 
 @pytest.mark.rest
-def test_what_a_step_logs_is_the_mean_over_the_rows_of_all_workers(
+def test_a_value_logged_in_a_step_is_the_mean_over_rows_of_all_workers(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "run", data, task_of(), train__max_steps=9)
     pool.train_to_end(job, 3)
     steps = read_trained_run(job).steps
     logged, rows = [dict(step[-1]) for step in steps], [sum(step[4]) for step in steps]
-    assert [set(each) for each in logged] == [{"train.accuracy"}] * 9
+    assert [set(value) for value in logged] == [{"train.accuracy"}] * 9
     assert rows == [12] * 8 + [1]
-    right = [each["train.accuracy"] * count for each, count in zip(logged, rows, strict=True)]
-    assert all(math.isclose(each, round(each), abs_tol=1e-5) for each in right), "a mean over rows counts rows"
-    assert 0 < sum(right) < sum(rows)
+    correct = [value["train.accuracy"] * count for value, count in zip(logged, rows, strict=True)]
+    assert all(math.isclose(value, round(value), abs_tol=1e-5) for value in correct), (
+        "a mean over rows times the number of rows must be a whole number"
+    )
+    assert 0 < sum(correct) < sum(rows)
 
 
-def test_the_optimizer_of_the_configuration_goes_before_the_modules(
-    pool: WorkerPool, data: Path, tmp_path: Path
-) -> None:
+def test_the_optimizer_of_the_configuration_replaces_the_modules(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
     trained = pool.train_new_run(job_of(tmp_path / "run", data, task_of(), train__epochs=1, **adam), 2)
     assert "betas" in trained.snapshot.optimizer["param_groups"][0]
     assert [step[2] for step in trained.steps] == [0.01] * 9
 
 
-def test_a_module_without_lightning_trains_by_the_optimizer_of_the_configuration(
+def test_a_module_without_an_optimizer_trains_with_the_configured_one(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
@@ -99,7 +101,7 @@ def test_a_module_without_lightning_trains_by_the_optimizer_of_the_configuration
     assert pool.train_new_run(job, 1).digests == pool.train_new_run(job, 3).digests
 
 
-def test_an_evaluation_is_the_mean_over_rows_of_what_is_logged(data: Path, tmp_path: Path) -> None:
+def test_an_evaluation_is_the_mean_over_rows_of_logged_values(data: Path, tmp_path: Path) -> None:
     task = job_of(tmp_path / "run", data, task_of(does="counts rows")).task
     torch.manual_seed(0)
     model = task.build_model()
@@ -111,12 +113,12 @@ def test_an_evaluation_is_the_mean_over_rows_of_what_is_logged(data: Path, tmp_p
     right = (model.eval()((images * 255).byte().float() / 255).argmax(1) == labels).float().mean().item()
     assert alone.values.keys() == {"accuracy", "rows", "loss"}
     assert math.isclose(alone.values["accuracy"], right, abs_tol=1e-6)
-    assert model.accuracy._update_count == 0, "torchmetrics of a module would grow from step to step"
+    assert model.accuracy._update_count == 0, "the metric of the module must not accumulate from step to step"
     assert alone.values["rows"] == (10 * 10 + 10 * 10 + 5 * 5) / 25
 
 
 @pytest.mark.parametrize(
-    ("how", "names"),
+    ("logging", "names"),
     [
         ("object", {"auroc", "f1"}),
         ("called, then the object", {"auroc", "f1"}),
@@ -128,25 +130,29 @@ def test_an_evaluation_is_the_mean_over_rows_of_what_is_logged(data: Path, tmp_p
         ("composed", {"auroc"}),
     ],
 )
-def test_metrics_of_a_module_are_those_of_all_rows_whatever_the_batch(how: str, names: set[str]) -> None:
-    task = LightningTask({"class_path": MODULES + "Measuring", "init_args": {"how": how}}, ["image", "label"], "label")
+def test_metrics_of_a_module_cover_all_rows_for_any_batch_size(logging: str, names: set[str]) -> None:
+    task = LightningTask(
+        {"class_path": MODULES + "Measuring", "init_args": {"how": logging}}, ["image", "label"], "label"
+    )
     task.kinds = {"image": "image", "label": "integer"}
     torch.manual_seed(0)
     model = task.build_model().eval()
     images, labels = torch.rand(25, 1, 8, 8), torch.arange(25) % 4
     arrays = {"image": (images * 255).byte().numpy(), "label": labels.numpy()}
     scores, target = model((images * 255).byte().float() / 255), (labels > 1).long()
-    auroc, f1 = (float(of(scores, target)) for of in (classification.binary_auroc, classification.binary_f1_score))
-    expected = {name: f1 if name.endswith("f1") else 1 - auroc if how == "composed" else auroc for name in names}
+    auroc, f1 = (
+        float(metric(scores, target)) for metric in (classification.binary_auroc, classification.binary_f1_score)
+    )
+    expected = {name: f1 if name.endswith("f1") else 1 - auroc if logging == "composed" else auroc for name in names}
     for size in (25, 10, 1):
-        found = combine(task, score(task, model, arrays, size, CPU)).values
-        assert found == pytest.approx({**expected, "loss": found["loss"]}, abs=1e-6)
+        values = combine(task, score(task, model, arrays, size, CPU)).values
+        assert values == pytest.approx({**expected, "loss": values["loss"]}, abs=1e-6)
         shared = [chunk for part in (2, 0, 1) for chunk in score(task, model, arrays, size, CPU, part, 3)]
-        assert combine(task, shared).values == found
+        assert combine(task, shared).values == values
 
 
 @pytest.mark.parametrize("how", ["of functions", "root"])
-def test_a_logged_number_that_is_no_mean_over_rows_is_refused(how: str, data: Path, tmp_path: Path) -> None:
+def test_a_logged_value_that_is_no_mean_over_rows_is_refused(how: str, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not a mean over rows.*self\.log\(name, self\.metric\)"):
         prepare(config_of(data, tmp_path, "Measuring", how=how))
 
@@ -164,12 +170,13 @@ def test_a_mean_metric_as_the_loss_is_the_mean_over_its_weights(data: Path, tmp_
     arrays = {"image": (images * 255).byte().numpy(), "label": labels.numpy()}
     squares = model((images * 255).byte().float() / 255).square()
     expected = float(squares[torch.arange(64) < labels[:, None]].mean().detach())
-    for size in (25, 10, 1):  # by ones there are batches without any token
-        found = combine(task, score(task, model, arrays, size, CPU)).values
-        assert found == pytest.approx({"loss": expected, "val_loss": expected}, rel=1e-6)
+    # Batches of one row include batches without any token.
+    for size in (25, 10, 1):
+        values = combine(task, score(task, model, arrays, size, CPU)).values
+        assert values == pytest.approx({"loss": expected, "val_loss": expected}, rel=1e-6)
 
 
-def test_a_metric_logged_in_training_is_that_of_the_micro_batches(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_metric_logged_in_training_is_computed_per_micro_batch(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, task_of(does="logs an object"), train__max_steps=2)
     pool.train_to_end(job, 2)
     for step in read_trained_run(job).steps:
@@ -178,14 +185,14 @@ def test_a_metric_logged_in_training_is_that_of_the_micro_batches(pool: WorkerPo
 
 
 @pytest.mark.parametrize("does", ["alone", "in a list"])
-def test_every_form_of_one_optimizer_is_taken(does: str) -> None:
+def test_every_form_of_a_single_optimizer_is_accepted(does: str) -> None:
     task = task_of(does=does)
     optimizer, schedule = task.configure_optimizers(task.build_model())
     assert (type(optimizer), schedule) == (torch.optim.SGD, None)
 
 
 @pytest.mark.parametrize(
-    ("does", "said"),
+    ("does", "message"),
     [
         ("returns nothing", "Good.training_step returned no loss"),
         ("returns rows", '"training_step\'s loss" is a Tensor of shape (2,); give one number'),
@@ -223,24 +230,26 @@ def test_every_form_of_one_optimizer_is_taken(does: str) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_start(does: str, said: str, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as found:
+def test_unsupported_steps_and_optimizers_are_refused_at_start(
+    does: str, message: str, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
         prepare(config_of(data, tmp_path, "Good", does=does))
-    assert said in str(found.value)
+    assert message in str(caught.value)
 
 
-def test_a_number_that_is_drawn_in_an_evaluation_is_said_and_taken(data: Path, tmp_path: Path) -> None:
-    said = [
-        each
-        for each in prepare(config_of(data, tmp_path, "Good", does="draws")).warnings
-        if "each time that the same rows" in each
+def test_a_random_evaluation_value_is_accepted_with_a_warning(data: Path, tmp_path: Path) -> None:
+    warnings = [
+        warning
+        for warning in prepare(config_of(data, tmp_path, "Good", does="draws")).warnings
+        if "each time that the same rows" in warning
     ]
-    assert len(said) == 1
-    assert said[0].startswith("'noise', as the evaluation of LightningTask gives it, is another number each time")
+    assert len(warnings) == 1
+    assert warnings[0].startswith("'noise', as the evaluation of LightningTask gives it, is another number each time")
 
 
 @pytest.mark.parametrize(
-    ("module", "fields", "said"),
+    ("module", "fields", "message"),
     [
         ("Hooked", {}, "Hooked has on_train_epoch_end, optimizer_step, which Lightning's trainer calls"),
         ("plain", {}, "makes a Flatten; it must make a module with training_step"),
@@ -248,12 +257,12 @@ def test_a_number_that_is_drawn_in_an_evaluation_is_said_and_taken(data: Path, t
         ("Good", {"train__strategy": "local_sgd"}, "and train.strategy local_sgd makes several"),
     ],
 )
-def test_modules_that_cannot_be_are_refused(
-    module: str, fields: dict[str, Any], said: str, data: Path, tmp_path: Path
+def test_unsupported_modules_are_refused(
+    module: str, fields: dict[str, Any], message: str, data: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as caught:
         prepare(config_of(data, tmp_path, module, fields))
-    assert said in str(found.value)
+    assert message in str(caught.value)
 
 
 def config_of(

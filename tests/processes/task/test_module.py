@@ -1,4 +1,4 @@
-"""Models without a class: what a configuration alone trains, with the bits that are promised."""
+"""Tasks without a class: a configuration alone trains a model, bit-identically."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def config_of(data: dict[str, Any], tmp_path: Path, **init_args: Any) -> Config:
     )
 
 
-def assert_trains(config: Config, but: str = "") -> None:
-    """One worker against four, a resume in the middle, evaluation and export; see `check_task`."""
-    found = check_task(config)
-    assert levels(found, but) == all_ok(but), found
+def assert_trains(config: Config, ignored_topic: str = "") -> None:
+    """Asserts that all checks pass: one worker equals four, a resume, evaluation and export; see `check_task`."""
+    check = check_task(config)
+    assert levels(check, ignored_topic) == all_ok(ignored_topic), check
 
 
 RESIZE = [{"class_path": V2 + "Resize", "init_args": {"size": [16, 16]}}]
@@ -56,7 +56,9 @@ TO_FLOAT = {
 
 
 @pytest.mark.rest
-def test_images_are_classified_with_random_crops_and_augmentations(pictures: dict[str, str], tmp_path: Path) -> None:
+def test_a_configuration_trains_a_classifier_with_random_augmentations(
+    pictures: dict[str, str], tmp_path: Path
+) -> None:
     config = config_of(
         pictures,
         tmp_path,
@@ -81,14 +83,14 @@ def test_images_are_classified_with_random_crops_and_augmentations(pictures: dic
 
 
 @pytest.mark.rest
-def test_the_page_classifies_pixels_and_crops_masks_with_their_images(pictures: dict[str, Any], tmp_path: Path) -> None:
+def test_the_configuration_of_the_page_segments_images(pictures: dict[str, Any], tmp_path: Path) -> None:
     page = (ROOT / "docs" / "module-task.md").read_text()
     config = yaml.safe_load(page.split("```yaml")[1].split("```")[0])
     assert_trains(config_of(pictures, tmp_path, **config["task"]["init_args"]))
 
 
 @pytest.mark.rest
-def test_a_number_is_predicted_from_an_image(pictures: dict[str, str], tmp_path: Path) -> None:
+def test_a_configuration_trains_a_regression_on_images(pictures: dict[str, str], tmp_path: Path) -> None:
     config = config_of(
         pictures,
         tmp_path,
@@ -103,7 +105,7 @@ def test_a_number_is_predicted_from_an_image(pictures: dict[str, str], tmp_path:
 
 
 @pytest.mark.rest
-def test_texts_are_classified_by_a_transformer(tmp_path: Path) -> None:
+def test_a_configuration_trains_a_transformer_on_texts(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     labels = random.integers(0, 2, 64)
     tokens = [random.integers(1 + 40 * label, 41 + 40 * label, random.integers(3, 30)).tolist() for label in labels]
@@ -138,7 +140,7 @@ def test_texts_are_classified_by_a_transformer(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-def test_the_trial_decodes_its_rows_as_training_does(pictures: dict[str, str], tmp_path: Path) -> None:
+def test_the_check_decodes_its_rows_as_training_does(pictures: dict[str, str], tmp_path: Path) -> None:
     config = config_of(
         pictures,
         tmp_path,
@@ -149,16 +151,16 @@ def test_the_trial_decodes_its_rows_as_training_does(pictures: dict[str, str], t
         transforms=[*RESIZE, {"class_path": "tests.support.small_models.EveryThird"}],
         evaluate_transforms=RESIZE,
     )
-    found = {finding.topic: (finding.level, finding.text) for finding in check_task(config).findings}
-    failed = {topic for topic, (level, _) in found.items() if level == "failed"}
-    assert failed & {"training", "workers"}, "the steps of the trial saw other rows than training sees"
-    level, text = found["randomness"]
+    findings = {finding.topic: (finding.level, finding.text) for finding in check_task(config).findings}
+    failed = {topic for topic, (level, _) in findings.items() if level == "failed"}
+    assert failed & {"training", "workers"}, "the steps of the check did not decode rows as training does"
+    level, text = findings["randomness"]
     assert level == "failed"
     assert text.startswith("decode_training gives something else when it is called again with the same rows, keys")
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         (
             {"model": {"class_path": "torchvision.models.resnet81"}},
@@ -195,8 +197,8 @@ def test_the_trial_decodes_its_rows_as_training_does(pictures: dict[str, str], t
         ({"transforms": [{"class_path": V2 + "RandomHorizontalFlip"}]}, "to train on to uint8 of shape (3, "),
     ],
 )
-def test_what_cannot_be_is_refused_with_words(
-    changed: dict[str, Any], said: str, pictures: dict[str, str], tmp_path: Path
+def test_invalid_arguments_are_refused_with_a_remedy(
+    changed: dict[str, Any], message: str, pictures: dict[str, str], tmp_path: Path
 ) -> None:
     arguments: dict[str, Any] = {
         "model": {"class_path": "tests.support.small_models.per_image", "init_args": {"outputs": 2}},
@@ -205,6 +207,6 @@ def test_what_cannot_be_is_refused_with_words(
         "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
         "evaluate_transforms": RESIZE,
     }
-    with pytest.raises((ConfigError, DataError)) as found:
+    with pytest.raises((ConfigError, DataError)) as caught:
         prepare(config_of(pictures, tmp_path, **(arguments | changed)))
-    assert said in str(found.value)
+    assert message in str(caught.value)

@@ -1,6 +1,4 @@
-"""A model of `transformers` from a folder of weights, by configuration: it begins with them, and trains to the promised
-bits.
-"""
+"""A configured model of `transformers` begins with the weights of a folder, and trains bit-identically."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ from tests.support.local_world import make_job
 from tests.support.pictures import table_data
 
 LABELS, ROWS = 3, 48
-STILL = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.0}}
+ZERO_LR = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.0}}
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small BERT with weights that no seed of a run draws."""
+    """Folder with a small BERT; its weights differ from those that a run draws."""
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {
@@ -81,22 +79,22 @@ def test_a_run_begins_with_the_weights_of_the_folder(
     from safetensors.torch import load_file
 
     stored = load_file(weights / "model.safetensors")
-    kept = pool.train_new_run(
-        job_of(tmp_path / "still", data, weights, train__epochs=1, optimizer=STILL), 2, cache_windows
+    parameters = pool.train_new_run(
+        job_of(tmp_path / "still", data, weights, train__epochs=1, optimizer=ZERO_LR), 2, cache_windows
     ).snapshot.model
-    trained = {name: values for name, values in kept.items() if name in stored}
+    trained = {name: values for name, values in parameters.items() if name in stored}
     assert trained.keys() == stored.keys()
     assert all(torch.equal(values, stored[name]) for name, values in trained.items())
 
 
 @pytest.mark.rest
-def test_it_trains_to_the_same_bits_on_one_worker_and_on_two(
+def test_training_is_bit_identical_on_one_worker_and_on_two(
     pool: WorkerPool, tmp_path: Path, data: dict[str, Any], weights: Path
 ) -> None:
     job = job_of(tmp_path / "run", data, weights, train__epochs=6)
     alone, two = pool.train_new_run(job, 1, cache_windows), pool.train_new_run(job, 2, cache_windows)
     assert (two.digests, two.steps) == (alone.digests, alone.steps)
-    assert alone.steps[-1][1] < alone.steps[0][1], "it learns"
+    assert alone.steps[-1][1] < alone.steps[0][1], "the loss did not fall"
 
 
 def test_a_folder_without_weights_is_refused_before_the_start(tmp_path: Path, data: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a task raises in mid-run: told with rank, logical worker, step and rows, whatever the strategy."""
+"""An error that a task raises during a run is reported with rank, logical worker, step and rows, for every strategy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.local_world import TinyImages, make_job, write_images
 
 
 class Raising(TinyImages):
-    """Does not like one row."""
+    """Raises an error for one row."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         if (batch["id"] == self.bad[0]).any():
@@ -27,8 +27,8 @@ class Raising(TinyImages):
         return super().loss(outputs, batch)
 
 
-def raised(pool: WorkerPool, job: Job) -> TaskError:
-    """What a run of a strategy ends with: on two workers, in this process, or on a parameter server."""
+def run_until_error(pool: WorkerPool, job: Job) -> TaskError:
+    """Returns the error of a run: on two workers, in this process, or on a parameter server."""
     strategy = job.config.train.strategy
     if strategy == "single":
         with pytest.raises(TaskError) as caught:
@@ -43,18 +43,23 @@ def raised(pool: WorkerPool, job: Job) -> TaskError:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "fsdp", "central_storage", "single", "parameter_server"])
-def test_a_step_tells_rank_logical_worker_step_and_rows(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
+def test_an_error_in_a_step_reports_rank_logical_worker_step_and_rows(
+    pool: WorkerPool, tmp_path: Path, strategy: str
+) -> None:
     data = write_images(tmp_path / "data", [[20, 12], [16]])
     job = make_job(
         tmp_path / "run", data, logical_workers=4, batch=16, task=Raising(bad=(25,)), train__strategy=strategy
     )
-    told = str(raised(pool, job))
-    assert "ValueError: not this one (test_task_errors.py, line " in told.splitlines()[0]
-    assert told.splitlines()[0].endswith("in loss)")
-    [line] = [line for line in told.splitlines() if line.startswith("  rank ")]
-    found = re.fullmatch(r"  rank (\d) after step (\d), logical worker (\d), 4 rows: (.*)", line)
-    assert found is not None, line
-    played = int(found[3])
-    ranks = {"fsdp": played % 2, "single": 0, "parameter_server": int(found[1])}  # of the last, whoever asked for it
-    assert int(found[1]) == ranks.get(strategy, played // 2)
-    assert re.search(r"part-0\.parquet, row group 1, rows? [\d, ]*\b5\b", found[4]), "the row at position 25"
+    message = str(run_until_error(pool, job))
+    assert "ValueError: not this one (test_task_errors.py, line " in message.splitlines()[0]
+    assert message.splitlines()[0].endswith("in loss)")
+    [line] = [line for line in message.splitlines() if line.startswith("  rank ")]
+    match = re.fullmatch(r"  rank (\d) after step (\d), logical worker (\d), 4 rows: (.*)", line)
+    assert match is not None, line
+    logical_worker = int(match[3])
+    # With a parameter server, any rank may request the logical worker.
+    ranks = {"fsdp": logical_worker % 2, "single": 0, "parameter_server": int(match[1])}
+    assert int(match[1]) == ranks.get(strategy, logical_worker // 2)
+    assert re.search(r"part-0\.parquet, row group 1, rows? [\d, ]*\b5\b", match[4]), (
+        "the message lacks the row at position 25"
+    )

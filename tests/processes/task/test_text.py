@@ -1,5 +1,5 @@
-"""docs/text.md and docs/language-model.md: texts become tokens, and configurations alone train on them, with the bits
-promised.
+"""docs/text.md and docs/language-model.md: ingest tokenizes texts, and configurations alone train on them
+bit-identically.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ PAGES = {"text": ROOT / "docs" / "text.md", "language_model": ROOT / "docs" / "l
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_shows_the_configuration_and_counts_its_lines(name: str) -> None:
-    shown = next(block.text for block in blocks(PAGES[name]) if block.language == "yaml")
+def test_a_page_shows_the_shipped_configuration_and_its_line_count(name: str) -> None:
+    yaml_block = next(block.text for block in blocks(PAGES[name]) if block.language == "yaml")
     shipped = (ROOT / "conf" / f"{name}.yaml").read_text().splitlines(True)
-    assert shown == "".join(line for line in shipped if not line.startswith("#"))
+    assert yaml_block == "".join(line for line in shipped if not line.startswith("#"))
     counted = re.search(r"(\d+) lines", PAGES[name].read_text())
     assert counted is not None
-    assert int(counted[1]) == len(shown.splitlines()) <= 25
+    assert int(counted[1]) == len(yaml_block.splitlines()) <= 25
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_trains_on_texts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One worker against four, a resume in the middle on two, evaluation and export, in bf16."""
+def test_the_configuration_of_a_page_trains_on_texts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check_task` compares one worker with four, resumes midway on two, evaluates and exports, in bf16."""
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path)
     [command] = [
@@ -43,5 +45,5 @@ def test_a_page_trains_on_texts(name: str, tmp_path: Path, monkeypatch: pytest.M
         if line.startswith("ray-app ingest") and "--tokenizer" in line
     ]
     assert main(shlex.split(command)[2:]) == 0
-    found = check_task(load_config(ROOT / "conf" / f"{name}.yaml", run__storage_path=str(tmp_path / "runs")))
-    assert levels(found) == all_ok(), found
+    check = check_task(load_config(ROOT / "conf" / f"{name}.yaml", run__storage_path=str(tmp_path / "runs")))
+    assert levels(check) == all_ok(), check

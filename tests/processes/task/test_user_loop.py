@@ -1,4 +1,4 @@
-"""A loop of the user's own: the bits that are promised, whoever is killed, and what is refused with words."""
+"""A training loop in user code: it is bit-identical after any kill, and misuse is refused with an explanation."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def arguments(evaluate: str = "measured", **settings: Any) -> dict[str, Any]:
     return {**named, "module": {"class_path": SCRIPTS + "net"}, "rows": ["image", "label"], "target": "label"}
 
 
-def job_of(folder: Path, data: Path, does: str = "", told: Path | None = None, **fields: Any) -> Job:
-    task = LoopTask(**arguments(does=does, told=str(told) if told else None))
+def job_of(folder: Path, data: Path, does: str = "", log_file: Path | None = None, **fields: Any) -> Job:
+    task = LoopTask(**arguments(does=does, told=str(log_file) if log_file else None))
     fields = {"optimizer": {"class_path": TASK_OPTIMIZER}, "train__epochs": 2, **fields}
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
 
@@ -47,33 +47,33 @@ def job_of(folder: Path, data: Path, does: str = "", told: Path | None = None, *
 def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    told = tmp_path / "told"
-    job = job_of(tmp_path / "one", data, told=told, checkpoint__every_epochs=None, checkpoint__every_steps=3)
+    log_file = tmp_path / "told"
+    job = job_of(tmp_path / "one", data, log_file=log_file, checkpoint__every_epochs=None, checkpoint__every_steps=3)
     one = pool.train_new_run(job, 1)
-    assert told.read_text() == "after the loop\n"
+    assert log_file.read_text() == "after the loop\n"
     two = pool.train_new_run(job, 2)
     assert (two.digests, two.steps) == (one.digests, one.steps)
-    assert told.read_text() == "after the loop\n" * 3
+    assert log_file.read_text() == "after the loop\n" * 3
     assert [step[2] for step in one.steps[:4]] == [0.1, 0.1, 0.1, 0.05], "the script's schedule moves after every step"
     assert [dict(step[-1]).keys() for step in one.steps] == [{"accuracy"}] * 18
 
     killed = replace(job, run_root=str(tmp_path / "killed"))
     ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
-    assert any(isinstance(each.error, KilledError) for each in ended), "the fault did not happen"
+    assert any(isinstance(outcome.error, KilledError) for outcome in ended), "no worker was killed"
     pool.train_to_end(replace(killed, fence=2), 1)
     assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
     assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
 
 
 @pytest.mark.rest
-def test_survivors_go_on_in_their_loops_whoever_is_killed_whenever(data: Path, tmp_path: Path) -> None:
+def test_survivors_continue_in_their_loops_after_kills_in_any_phase(data: Path, tmp_path: Path) -> None:
     fields = {"train__epochs": 8, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3}
     undisturbed = job_of(tmp_path / "undisturbed", data, **fields)
     Campaign(tmp_path / "none", 0, undisturbed, 3, cache_windows).run(0)
     disturbed = job_of(tmp_path / "disturbed", data, **fields)
     campaign = Campaign(tmp_path / "groups", 3, disturbed, 3, cache_windows)
     campaign.run(12)
-    assert campaign.fired.total() >= 6, "nothing happened"
+    assert campaign.fired.total() >= 6, "too few workers were killed"
     assert (read_trained_run(disturbed).digests, read_trained_run(disturbed).steps) == (
         read_trained_run(undisturbed).digests,
         read_trained_run(undisturbed).steps,
@@ -81,13 +81,13 @@ def test_survivors_go_on_in_their_loops_whoever_is_killed_whenever(data: Path, t
 
 
 @pytest.mark.parametrize("does", ["one for each", "as losses"])
-def test_a_loss_of_each_row_is_taken(does: str, pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_per_row_losses_are_accepted(does: str, pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, does, train__epochs=1)
     assert pool.train_new_run(job, 1).digests == pool.train_new_run(job, 3).digests
 
 
 @pytest.mark.parametrize(
-    ("does", "said"),
+    ("does", "message"),
     [
         ("breaks", "the script left `for step in loop` before it ended"),
         ("leaves the rows", "the script left the rows of a step before their end"),
@@ -97,17 +97,15 @@ def test_a_loss_of_each_row_is_taken(does: str, pool: WorkerPool, data: Path, tm
         pytest.param("moves the schedule", "the script moved the schedule that it keeps", marks=pytest.mark.rest),
     ],
 )
-def test_a_loop_that_does_not_fit_ends_the_run_with_words(
-    does: str, said: str, pool: WorkerPool, data: Path, tmp_path: Path
+def test_a_misused_loop_ends_the_run_with_an_explanation(
+    does: str, message: str, pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     [ended] = pool.train(job_of(tmp_path / "run", data, does), 1)
     assert isinstance(ended.error, TaskError)
-    assert said in str(ended.error)
+    assert message in str(ended.error)
 
 
-def test_the_script_computes_in_the_precision_of_the_configuration(
-    pool: WorkerPool, data: Path, tmp_path: Path
-) -> None:
+def test_the_script_runs_in_the_configured_precision(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     pool.train_to_end(job_of(tmp_path / "half", data, "needs bf16", train__max_steps=2, train__precision="bf16"), 2)
     [ended] = pool.train(job_of(tmp_path / "full", data, "needs bf16", train__max_steps=2), 1)
     assert "in another precision" in str(ended.error)
@@ -120,7 +118,7 @@ def test_an_optimizer_of_the_configuration_is_refused(pool: WorkerPool, data: Pa
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         (arguments(does="keeps nothing"), "the script keeps no optimizer; call loop.keep(optimizer)"),
         (arguments(does="has no loop"), "the script has no `for step in loop`"),
@@ -131,8 +129,8 @@ def test_an_optimizer_of_the_configuration_is_refused(pool: WorkerPool, data: Pa
         ({**arguments(), "target": "depth"}, "name those of which it is made"),
     ],
 )
-def test_what_can_be_known_before_the_start_is_refused_there(
-    changed: dict[str, Any], said: str, data: Path, tmp_path: Path
+def test_mistakes_in_the_script_are_refused_at_start(
+    changed: dict[str, Any], message: str, data: Path, tmp_path: Path
 ) -> None:
     before = threading.active_count()
     config = load_config(
@@ -141,15 +139,17 @@ def test_what_can_be_known_before_the_start_is_refused_there(
         data__eval_path=str(data),
         run__storage_path=str(tmp_path / "runs"),
     )
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as caught:
         prepare(config)
-    assert said in str(found.value)
+    assert message in str(caught.value)
     assert threading.active_count() == before, "a loop still waits"
 
 
-@pytest.mark.parametrize(("does", "said"), [("", 0), ("one for each", 0), ("as losses", 0), ("a loss between rows", 1)])
-def test_a_loss_that_is_no_mean_over_rows_is_said_at_the_start(
-    does: str, said: int, data: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("does", "num_warnings"), [("", 0), ("one for each", 0), ("as losses", 0), ("a loss between rows", 1)]
+)
+def test_a_loss_that_is_no_mean_over_rows_is_a_warning_at_start(
+    does: str, num_warnings: int, data: Path, tmp_path: Path
 ) -> None:
     config = load_config(
         task={"class_path": "ray_app.task.user_loop.LoopTask", "init_args": arguments(does=does)},
@@ -157,9 +157,11 @@ def test_a_loss_that_is_no_mean_over_rows_is_said_at_the_start(
         scaling__max_workers=2,
         run__storage_path=str(tmp_path / "runs"),
     )
-    doubts = [each for each in prepare(config).warnings if "is not a mean over rows" in each]
-    assert len(doubts) == said, doubts
-    assert all(each.startswith("The loss that the step of LoopTask gives is not a mean over rows") for each in doubts)
+    warnings = [warning for warning in prepare(config).warnings if "is not a mean over rows" in warning]
+    assert len(warnings) == num_warnings, warnings
+    assert all(
+        warning.startswith("The loss that the step of LoopTask gives is not a mean over rows") for warning in warnings
+    )
 
 
 @pytest.mark.rest
@@ -176,16 +178,14 @@ def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(
     config = load_config("train.yaml")
     assert read_code_versions(
         config.replace(task__init_args={**config.task.init_args, "module": {"class_path": "torch.nn.Flatten"}})
-    ).files.keys() == {"script"}, "the file of the functions is part of what the result depends on"
+    ).files.keys() == {"script"}, "the file of the functions must be part of the code versions"
     check = check_task(config)
     assert levels(check) == all_ok(), str(check)
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("page", ["loop", "lightning"])
-def test_a_run_of_the_page_goes_on_in_mid_epoch_when_it_is_started_again(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_the_page_resumes_in_mid_epoch(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in blocks(ROOT / "docs" / f"{page}.md"):
         if block.mark == "file":
             (tmp_path / block.told).write_text(block.text)

@@ -1,5 +1,5 @@
-"""The tracker against real MLflow: each point once, in order, from the record to the last bit, whatever happens to
-MLflow or the driver.
+"""The tracker with real MLflow: each point arrives once, in order and exactly as recorded, after any failure of MLflow
+or the driver.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def client_of(run: Run) -> Any:
 def only_mlflow_run(run: Run) -> Any:
     client = client_of(run)
     experiment = client.get_experiment_by_name(run.config.tracking.experiment)
-    (found,) = [r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name == run.paths.name]
-    return found
+    (mlflow_run,) = [r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name == run.paths.name]
+    return mlflow_run
 
 
 def histories(run: Run, run_id: str) -> dict[str, History]:
-    """Every point in MLflow as (step, time, value), in the order in which a reader gets them."""
+    """Returns every point in MLflow as (step, time, value), in the order in which a reader gets them."""
     client = client_of(run)
     names = client.get_run(run_id).data.metrics
     return {name: [(m.step, m.timestamp, m.value) for m in client.get_metric_history(run_id, name)] for name in names}
 
 
 def assert_tracked(run: Run, last: int, status: str) -> None:
-    found = only_mlflow_run(run)
-    assert found.info.status == status
-    got, expected = histories(run, found.info.run_id), run.expected(last)
-    assert got.keys() == expected.keys()
+    mlflow_run = only_mlflow_run(run)
+    assert mlflow_run.info.status == status
+    points_of, expected = histories(run, mlflow_run.info.run_id), run.expected(last)
+    assert points_of.keys() == expected.keys()
     for name, points in expected.items():
-        assert repr(sorted(got[name])) == repr([(step, at, float(value)) for step, at, value in points]), name
-        assert [step for step, _, _ in got[name]] == [step for step, _, _ in points], name
+        assert repr(sorted(points_of[name])) == repr([(step, at, float(value)) for step, at, value in points]), name
+        assert [step for step, _, _ in points_of[name]] == [step for step, _, _ in points], name
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def run(tmp_path: Path, store: str) -> Run:
     return Run(tmp_path / f"run-{tmp_path.name}", store)
 
 
-def test_a_run_from_start_to_end(run: Run) -> None:
+def test_a_run_is_tracked_from_start_to_end(run: Run) -> None:
     tracker = run.tracker({"kind": "test", "from": "http://me:secret@git/x"})
     put_event(run.paths, "failed", 1, number=1)
     run.record(1, 44, flush_s=0.02, losses={13: math.nan})
@@ -86,28 +86,28 @@ def test_a_run_from_start_to_end(run: Run) -> None:
     assert tracker.close("FINISHED", 20)
     assert tracker.close("FINISHED", 20)
     assert_tracked(run, 57, "FINISHED")
-    check_what_describes_it(run)
+    assert_described(run)
 
 
-def check_what_describes_it(run: Run) -> None:
-    found, client = only_mlflow_run(run), client_of(run)
-    data = found.data
+def assert_described(run: Run) -> None:
+    mlflow_run, client = only_mlflow_run(run), client_of(run)
+    data = mlflow_run.data
     assert data.params["scaling.max_workers"] == "2"
     assert data.params["task.init_args.source"] == "s3://***@bucket/x"
     assert data.params["task.init_args.token"] == "***"
     assert data.tags["kind"] == "test"
     assert data.tags["from"] == "http://***@git/x"
     assert data.tags["ray_app.run_root"] == str(run.paths.root)
-    assert [f.path for f in client.list_artifacts(found.info.run_id)] == [
+    assert [f.path for f in client.list_artifacts(mlflow_run.info.run_id)] == [
         "config.yaml",
         "evaluations",
         "report.html",
         "summary.json",
     ]
-    assert "secret" not in Path(client.download_artifacts(found.info.run_id, "config.yaml")).read_text()
+    assert "secret" not in Path(client.download_artifacts(mlflow_run.info.run_id, "config.yaml")).read_text()
 
 
-def test_every_evaluator_has_metrics_of_its_own(run: Run) -> None:
+def test_each_evaluator_has_its_own_metrics(run: Run) -> None:
     run.record(1, 20)
     run.evaluate(10)
     run.evaluate(10, "robust")
@@ -121,11 +121,12 @@ def test_every_evaluator_has_metrics_of_its_own(run: Run) -> None:
     assert evaluated_steps(run.paths, "robust") == {10, 20} != evaluated_steps(run.paths)
     assert [e.step for e in read_evaluations(run.paths, "robust")] == [10, 20]
     assert tracker.close("FINISHED", 20)
-    del run.evaluations[0]  # the older cursor says that MLflow has it
+    # The older cursor states that MLflow has this evaluation.
+    del run.evaluations[0]
     assert_tracked(run, 20, "FINISHED")
 
 
-def test_a_late_tracker_adds_what_is_missing_and_changes_nothing(run: Run) -> None:
+def test_a_late_tracker_adds_missing_entries_and_changes_none(run: Run) -> None:
     run.record(1, 12)
     assert run.tracker({"commit": "a"}).close("FAILED", 20)
     run.record(13, 20)
@@ -142,14 +143,18 @@ def test_a_late_tracker_adds_what_is_missing_and_changes_nothing(run: Run) -> No
         late.send_all("KILLED")
     assert (late.sent_points, late.sent_evaluations) == (0, 0)
     assert_tracked(run, 20, "KILLED")
-    found = only_mlflow_run(run)
-    assert (found.data.tags["commit"], found.data.tags["more"], found.data.params["scaling.max_workers"]) == (
+    mlflow_run = only_mlflow_run(run)
+    assert (
+        mlflow_run.data.tags["commit"],
+        mlflow_run.data.tags["more"],
+        mlflow_run.data.params["scaling.max_workers"],
+    ) == (
         "a",
         "c",
         "2",
     )
-    assert not [name for name in found.data.tags if "resumed_with" in name]
-    [logged] = found.inputs.dataset_inputs
+    assert not [name for name in mlflow_run.data.tags if "resumed_with" in name]
+    [logged] = mlflow_run.inputs.dataset_inputs
     assert (logged.dataset.name, logged.dataset.digest) == ("digits/train", "d" * 36)
     assert (logged.dataset.source, json.loads(logged.dataset.profile)) == (
         '{"uri": "s3://***@bucket/digits/train"}',
@@ -164,41 +169,43 @@ def test_the_newest_evaluation_of_each_evaluator_is_an_artifact(run: Run) -> Non
     run.evaluate(10, "robust")
     (run.paths.root / "report.html").write_text("<p>http://me:secret@host</p>")
     assert run.tracker().close("FINISHED", 20)
-    client, found = client_of(run), only_mlflow_run(run)
-    assert [f.path for f in client.list_artifacts(found.info.run_id, "evaluations")] == [
+    client, mlflow_run = client_of(run), only_mlflow_run(run)
+    assert [f.path for f in client.list_artifacts(mlflow_run.info.run_id, "evaluations")] == [
         "evaluations/robust",
         "evaluations/step-00000020.json",
     ]
-    assert [f.path for f in client.list_artifacts(found.info.run_id, "evaluations/robust")] == [
+    assert [f.path for f in client.list_artifacts(mlflow_run.info.run_id, "evaluations/robust")] == [
         "evaluations/robust/step-00000010.json"
     ]
-    assert Path(client.download_artifacts(found.info.run_id, "report.html")).read_text() == "<p>http://***@host</p>"
+    assert (
+        Path(client.download_artifacts(mlflow_run.info.run_id, "report.html")).read_text() == "<p>http://***@host</p>"
+    )
 
 
-def test_looks_at_the_nodes_arrive_once_also_after_a_crash_and_a_resume(run: Run) -> None:
+def test_node_samples_arrive_once_also_after_a_crash_and_a_resume(run: Run) -> None:
     run.record(1, 10)
-    looks = [
+    samples = [
         NodeSample(n, BASE_S + n / 7, {"10.0.0.1": {"cpu_percent": n / 3}, "10.0.0.2": {"cpu_percent": 1.0}})
         for n in range(30)
     ]
-    for n, look in enumerate(looks[:20]):
-        put_sample(run.paths, 1, n, look)
+    for n, sample in enumerate(samples[:20]):
+        put_sample(run.paths, 1, n, sample)
     assert run.tracker().close("KILLED", 20)
     older = read_json(run.paths.tracking)
-    for n, look in enumerate(looks[20:]):
-        put_sample(run.paths, 2, n, look)
+    for n, sample in enumerate(samples[20:]):
+        put_sample(run.paths, 2, n, sample)
     assert run.tracker().close("KILLED", 20)
     put_json(run.paths.tracking, older | {"look": "000001-000000007.json"})
     assert run.tracker().close("FINISHED", 20)
-    got = histories(run, only_mlflow_run(run).info.run_id)
-    assert got["system/10.0.0.1/cpu_percent"] == [
-        (x.step, int(x.time_s * 1e3), x.nodes["10.0.0.1"]["cpu_percent"]) for x in looks
+    points_of = histories(run, only_mlflow_run(run).info.run_id)
+    assert points_of["system/10.0.0.1/cpu_percent"] == [
+        (x.step, int(x.time_s * 1e3), x.nodes["10.0.0.1"]["cpu_percent"]) for x in samples
     ]
-    assert len(got["system/10.0.0.2/cpu_percent"]) == 30
+    assert len(points_of["system/10.0.0.2/cpu_percent"]) == 30
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
-def test_status_and_the_open_block(run: Run, status: Any) -> None:
+def test_an_unfinished_block_of_steps_is_sent_after_the_resume(run: Run, status: Any) -> None:
     run.record(1, 14)
     assert run.tracker().close(status, 20)
     assert_tracked(run, 10, status)
@@ -216,9 +223,9 @@ def test_the_next_driver_continues_the_same_run(run: Run) -> None:
     second = run.tracker({"commit": "b"}, scaling__max_workers=1)
     run.record(21, 60, fence=2)
     until(lambda: read_json(run.paths.tracking)["sent_step"] == 60)
-    found = only_mlflow_run(run)
-    assert found.info.run_id == first.run_id == second.run_id
-    assert found.info.status == "RUNNING"
+    mlflow_run = only_mlflow_run(run)
+    assert mlflow_run.info.run_id == first.run_id == second.run_id
+    assert mlflow_run.info.status == "RUNNING"
     assert second.close("FINISHED", 20)
     assert_tracked(run, 60, "FINISHED")
     third = run.tracker({"commit": "b"})
@@ -229,7 +236,7 @@ def test_the_next_driver_continues_the_same_run(run: Run) -> None:
     assert (data.tags["commit"], data.tags["ray_app.resumed_with.commit"]) == ("a", "b")
 
 
-def test_a_crash_before_the_cursor_is_stored_doubles_nothing(run: Run) -> None:
+def test_a_crash_before_the_cursor_is_stored_doubles_no_point(run: Run) -> None:
     run.record(1, 20, losses={3: math.nan})
     assert run.tracker().close("FAILED", 20)
     older = read_json(run.paths.tracking)
@@ -247,7 +254,7 @@ def test_a_crash_before_the_cursor_is_stored_doubles_nothing(run: Run) -> None:
     assert_tracked(run, 2600, "FINISHED")
 
 
-def test_a_run_that_mlflow_lost_is_sent_whole_to_a_new_one(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_deleted_in_mlflow_is_sent_completely_to_a_new_one(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     tracker = run.tracker()
     run.record(1, 20)
     until(lambda: (read_json(run.paths.tracking) or {}).get("sent_step") == 20)
@@ -261,7 +268,7 @@ def test_a_run_that_mlflow_lost_is_sent_whole_to_a_new_one(run: Run, caplog: pyt
 
 
 @pytest.mark.rest
-def test_defaults_make_the_database_in_the_storage_folder(
+def test_the_default_database_is_in_the_storage_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any
 ) -> None:
     run = Run(tmp_path / "not yet" / "first", "")
@@ -282,7 +289,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.rest
-def test_outages_of_a_server_lose_and_double_nothing(
+def test_outages_of_a_server_neither_lose_nor_double_points(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path / "run", server.uri.replace("//", "//user:secret@"))
@@ -309,15 +316,18 @@ def test_outages_of_a_server_lose_and_double_nothing(
     run.record(3334, 3345, fence=3)
     assert tracker.close("FINISHED", 20)
     assert_tracked(run, 3345, "FINISHED")
-    found = only_mlflow_run(run)
-    assert [f.path for f in client_of(run).list_artifacts(found.info.run_id)] == ["config.yaml", "evaluations"]
-    assert "secret" not in caplog.text + str(found.data.params) + str(found.data.tags) + run.paths.tracking.read_text()
+    mlflow_run = only_mlflow_run(run)
+    assert [f.path for f in client_of(run).list_artifacts(mlflow_run.info.run_id)] == ["config.yaml", "evaluations"]
+    assert (
+        "secret"
+        not in caplog.text + str(mlflow_run.data.params) + str(mlflow_run.data.tags) + run.paths.tracking.read_text()
+    )
 
 
-def test_a_server_that_never_answers_does_not_hold_up_the_end(
+def test_an_unresponsive_server_does_not_delay_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end comes while the request for the run still waits for an answer."""
+    """The run ends while the request that creates the MLflow run still waits for an answer."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -332,7 +342,7 @@ def test_a_server_that_never_answers_does_not_hold_up_the_end(
     assert "its status KILLED" in caplog.text
 
 
-def test_a_killed_writers_steps_do_not_stop_the_rest(run: Run) -> None:
+def test_missing_steps_of_a_killed_writer_do_not_block_later_steps(run: Run) -> None:
     backlog = Backlog(run.paths, EVERY)
     run.record(1, 7)
     run.record(9, 300)
@@ -346,10 +356,11 @@ def test_a_killed_writers_steps_do_not_stop_the_rest(run: Run) -> None:
     assert [point.step for point in backlog.points(SentState(640), finished=False)] == [650]
 
 
-def test_a_record_that_cannot_be_read_for_now_is_read_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transiently_unreadable_record_is_read_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.record(1, 10)
     run.record(11, 20)
-    backlog, read, failures = Backlog(run.paths, EVERY), Path.read_bytes, iter([None, OSError("away")])
+    backlog = Backlog(run.paths, EVERY)
+    read, failures = Path.read_bytes, iter([None, OSError("away")])
 
     def read_bytes(path: Path) -> bytes:
         if (error := next(failures, None)) is not None:
@@ -363,17 +374,17 @@ def test_a_record_that_cannot_be_read_for_now_is_read_again(run: Run, monkeypatc
     assert [point.step for point in backlog.points(SentState(), finished=False)] == [10, 20]
 
 
-def test_evaluations_and_failures_that_cannot_be_read_for_now_are_read_again(
+def test_transiently_unreadable_evaluations_and_events_are_read_again(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backlog, read = Backlog(run.paths, EVERY), Path.read_bytes
     run.record(1, 10)
     run.evaluate(10)
     put_json(run.paths.events / "1-failed-1.json", asdict(Event("failed", BASE_S, 1, {})))
-    for away in (run.paths.evaluations, run.paths.events):
+    for unreadable in (run.paths.evaluations, run.paths.events):
 
-        def read_bytes(path: Path, away: Path = away) -> bytes:
-            if path.parent == away:
+        def read_bytes(path: Path, unreadable: Path = unreadable) -> bytes:
+            if path.parent == unreadable:
                 raise OSError("away")
             return read(path)
 
@@ -410,7 +421,7 @@ def test_bad_uris_are_refused(uri: str) -> None:
 @pytest.mark.parametrize(
     "uri", [None, "http://localhost:5000", "sqlite:///mlflow.db", "postgresql+psycopg2://user:pw@host/db"]
 )
-def test_good_uris_pass(uri: str | None) -> None:
+def test_good_uris_are_accepted(uri: str | None) -> None:
     check_available(Config().replace(tracking__uri=uri))
 
 

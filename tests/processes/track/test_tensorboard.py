@@ -1,4 +1,4 @@
-"""TensorBoard's event files: the points that MLflow gets, each once, whatever happens to the driver or the storage."""
+"""TensorBoard's event files have the same points as MLflow, each once, after failures of the driver or the storage."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def full_files(paths: RunPaths) -> dict[str, bytes]:
     }
 
 
-def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Step, time and value of every point by name, as TensorBoard reads them."""
+def points_in(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
+    """Returns step, time and value of every point by name, as TensorBoard reads them."""
     if not folder.is_dir():
         return {}
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -79,28 +79,31 @@ def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
     return {name: [(p.step, p.wall_time, p.value) for p in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-def test_they_hold_the_points_that_mlflow_gets_and_no_secret(tmp_path: Path) -> None:
+def test_event_files_hold_the_points_of_mlflow_and_no_secret(tmp_path: Path) -> None:
     run = Run(tmp_path / "runs" / "run", "sqlite:///unused.db")
     run.record(1, 12)
-    board = EventFileWriter(run.paths, run.config)
-    board.start()
-    until(lambda: "loss" in shown(run.paths.root / "tensorboard"), "the first block is not shown while the run goes on")
+    event_writer = EventFileWriter(run.paths, run.config)
+    event_writer.start()
+    until(
+        lambda: "loss" in points_in(run.paths.root / "tensorboard"),
+        "the first block is not written while the run continues",
+    )
     run.evaluate(10)
     run.evaluate(10, "august", f1=0.5)
     run.record(13, 27)
-    assert board.close(finished=True, timeout_s=60)
-    found, expected = shown(run.paths.root / "tensorboard"), run.expected(27)
-    assert found.keys() == expected.keys()
+    assert event_writer.close(finished=True, timeout_s=60)
+    points_of, expected = points_in(run.paths.root / "tensorboard"), run.expected(27)
+    assert points_of.keys() == expected.keys()
     for name, points in expected.items():
-        assert [(step, round(1000 * at)) for step, at, _ in found[name]] == [(step, at) for step, at, _ in points]
-        assert [value for *_, value in found[name]] == [float(np.float32(value)) for *_, value in points]
+        assert [(step, round(1000 * at)) for step, at, _ in points_of[name]] == [(step, at) for step, at, _ in points]
+        assert [value for *_, value in points_of[name]] == [float(np.float32(value)) for *_, value in points]
     [data] = full_files(run.paths).values()
     assert b"experiment: ray_app" in data
     assert b"secret" not in data
 
 
 @pytest.mark.rest
-def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..., Config], tmp_path: Path) -> None:
+def test_each_step_appears_once_after_a_killed_driver(short_run: Callable[..., Config], tmp_path: Path) -> None:
     fields = {"train__strategy": "single", "scaling__min_workers": 1, "scaling__max_workers": 1}
     config = short_run(tracking__tensorboard=True, tracking__every_steps=5, **fields)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
@@ -117,26 +120,25 @@ def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..
     assert [point.step for point in stays_open.Scalars("loss")][:3] == [5, 10, 15]
     summary = run_training(config).summary
     assert summary["restarts"]["driver"] == 1
-    assert summary["redone_steps"] > 0, "no step was done again"
+    assert summary["redone_steps"] > 0, "no step was redone"
     assert (
         summary["params_digest"] == run_training(short_run(run__name="undisturbed", **fields)).summary["params_digest"]
     )
     backlog = Backlog(paths, 5)
     backlog.read(SentState())
-    blocks = [
-        point for point in backlog.points(SentState(), finished=True) if point.look is None
-    ]  # Ray, if up, adds looks
+    # If Ray is running, the backlog also has node samples.
+    blocks = [point for point in backlog.points(SentState(), finished=True) if point.look is None]
     expected = [(p.step, p.time_ms / 1e3, float(np.float32(p.metrics["loss"]))) for p in blocks]
     assert [step for step, *_ in expected] == [5, 10, 15, 20, 25, 30]
-    assert shown(folder)["loss"] == expected
+    assert points_in(folder)["loss"] == expected
     assert len(full_files(paths)) == 1
     stays_open.Reload()
     assert [(p.step, p.wall_time, p.value) for p in stays_open.Scalars("loss")] == expected, (
-        "an open TensorBoard shows something twice"
+        "an open TensorBoard shows a point twice"
     )
 
 
-def test_a_run_on_s3_gets_one_whole_file(s3_server: S3Server, s3_folder: ObjectPath, tmp_path: Path) -> None:
+def test_a_run_on_s3_gets_one_complete_event_file(s3_server: S3Server, s3_folder: ObjectPath, tmp_path: Path) -> None:
     paths = RunPaths(s3_folder / "run")
     local = Run(tmp_path / "run", "sqlite:///unused.db")
     local.record(1, 20)
@@ -146,34 +148,34 @@ def test_a_run_on_s3_gets_one_whole_file(s3_server: S3Server, s3_folder: ObjectP
     writer.close()
     s3_server.fail("PUT .*tensorboard", status=403, times=1)
     for _ in range(2):
-        board = EventFileWriter(paths, local.config)
-        board.start()
-        assert board.close(finished=True, timeout_s=60)
+        event_writer = EventFileWriter(paths, local.config)
+        event_writer.start()
+        assert event_writer.close(finished=True, timeout_s=60)
     [(name, data)] = full_files(paths).items()
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / name).write_bytes(data)
-    assert [step for step, *_ in shown(copy)["loss"]] == [10, 20]
+    assert [step for step, *_ in points_in(copy)["loss"]] == [10, 20]
 
 
-def test_a_storage_that_refuses_is_said_once_and_everything_is_there_later(
+def test_a_storage_error_is_logged_once_and_all_points_arrive_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path / "run", "sqlite:///unused.db")
     run.record(1, 20)
     (run.paths.root / "tensorboard").write_text("in the way")
     with caplog.at_level(logging.WARNING, logger="ray_app.track.tensorboard"):
-        board = EventFileWriter(run.paths, run.config)
-        board.start()
-        until(lambda: caplog.records, "nothing was said")
+        event_writer = EventFileWriter(run.paths, run.config)
+        event_writer.start()
+        until(lambda: caplog.records, "no warning was logged")
         (run.paths.root / "tensorboard").unlink()
-        assert board.close(finished=True, timeout_s=60)
+        assert event_writer.close(finished=True, timeout_s=60)
     assert [record.message for record in caplog.records if "training goes on" not in record.message] == []
     assert len(caplog.records) == 1
-    assert [step for step, *_ in shown(run.paths.root / "tensorboard")["lr"]] == [10, 20]
+    assert [step for step, *_ in points_in(run.paths.root / "tensorboard")["lr"]] == [10, 20]
 
 
-def test_without_tensorboard_the_run_is_refused_before_anything_is_written(
+def test_without_tensorboard_the_run_is_refused_before_any_write(
     short_run: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)

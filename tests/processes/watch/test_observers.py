@@ -1,4 +1,4 @@
-"""Who is told what happens to a run, and the trace of some of its steps."""
+"""Observers of the events of a run, and the trace of some of its steps."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from tests.support.receiver import receiver
 
 PAGE = next(block.text for block in blocks(ROOT / "docs" / "runs.md") if "class Evaluations" in block.text)
 exec(PAGE, globals())
-TOLD: list[tuple[Any, ...]] = []
+CALLS: list[tuple[Any, ...]] = []
 
 
 class Noted(Observer):
-    """Notes what it is told; raises in `raises`."""
+    """Notes its calls; raises an error in the call named `raises`."""
 
     def __init__(self, raises: str = "") -> None:
         self.raises = raises
 
     def _note(self, *facts: Any) -> None:
-        TOLD.append(facts)
+        CALLS.append(facts)
         if facts[0] == self.raises:
             raise RuntimeError("the receiver is away")
 
@@ -70,7 +70,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("observed") / "data", [[50, 1], [46]])
 
 
-def trained(folder: Path, data: Path, observers: list[dict[str, Any]], **fields: Any) -> Result:
+def train_observed(folder: Path, data: Path, observers: list[dict[str, Any]], **fields: Any) -> Result:
     config = load_config(
         task__class_path="ray_app.task.image.ImageClassification",
         task__init_args={"model_args": {"channels": 4}, "train_accuracy": True},
@@ -87,15 +87,15 @@ def trained(folder: Path, data: Path, observers: list[dict[str, Any]], **fields:
     return run_training(config, Console(quiet=True))
 
 
-def test_they_are_told_what_the_record_says_and_what_they_raise_ends_nothing(data: Path, tmp_path: Path) -> None:
-    TOLD.clear()
+def test_observers_get_the_recorded_events_and_their_errors_end_no_run(data: Path, tmp_path: Path) -> None:
+    CALLS.clear()
     spec = {"class_path": f"{__name__}.Noted", "init_args": {"raises": "epoch"}}
-    result = trained(tmp_path, data, [spec])
+    result = train_observed(tmp_path, data, [spec])
     assert result.status == "finished"
-    assert TOLD[0] == ("begun", str(result.path))
-    assert TOLD[-1] == ("ended", "finished", 8)
-    told = sorted(map(str, TOLD[1:-1]))
-    assert told == sorted(
+    assert CALLS[0] == ("begun", str(result.path))
+    assert CALLS[-1] == ("ended", "finished", 8)
+    calls = sorted(map(str, CALLS[1:-1]))
+    assert calls == sorted(
         map(
             str,
             [
@@ -113,67 +113,69 @@ def test_they_are_told_what_the_record_says_and_what_they_raise_ends_nothing(dat
     assert [event.details["reason"] for event in events] == [
         "Noted.epoch_ended: RuntimeError: the receiver is away"
     ] * 2
-    TOLD.clear()
-    trained(tmp_path, data, [spec], train__epochs=3)
-    assert [facts[1:3] for facts in TOLD if facts[0] in ("epoch", "ended")] == [(2, 12), ("finished", 12)], (
-        "of this start alone"
+    CALLS.clear()
+    train_observed(tmp_path, data, [spec], train__epochs=3)
+    assert [facts[1:3] for facts in CALLS if facts[0] in ("epoch", "ended")] == [(2, 12), ("finished", 12)], (
+        "the observer got events of an earlier start"
     )
 
 
 @pytest.mark.rest
-def test_the_page_posts_to_a_webhook(data: Path, tmp_path: Path) -> None:
-    with receiver() as (url, got):
+def test_the_observers_of_the_page_post_to_a_webhook(data: Path, tmp_path: Path) -> None:
+    with receiver() as (url, posts):
         both = [
             {"class_path": name, "init_args": {"url": url}} for name in ("ray_app.Webhook", f"{__name__}.Evaluations")
         ]
-        trained(tmp_path, data, both)
+        train_observed(tmp_path, data, both)
     run = "run: "
-    assert all(text.startswith(run) for text in got)
-    told = Counter(
-        text.removeprefix(run).partition(",")[0] for text in got if "accuracy 0" not in text.partition(",")[0]
+    assert all(text.startswith(run) for text in posts)
+    counts = Counter(
+        text.removeprefix(run).partition(",")[0] for text in posts if "accuracy 0" not in text.partition(",")[0]
     )
-    assert told == {"epoch 1": 2, "epoch 2": 2, "finished after 8 steps": 2}
-    assert sum(text.startswith(f"{run}accuracy ") for text in got) == 2, "the page's class is told of evaluations, too"
+    assert counts == {"epoch 1": 2, "epoch 2": 2, "finished after 8 steps": 2}
+    assert sum(text.startswith(f"{run}accuracy ") for text in posts) == 2, (
+        "the class of the page must also get evaluations"
+    )
 
 
 @pytest.mark.parametrize(
-    ("observers", "said"),
+    ("observers", "message"),
     [
         ([{"class_path": f"{__name__}.Nobody"}], "which cannot be made"),
         ([{"class_path": "collections.Counter"}], "not a subclass of ray_app.Observer"),
         ([{"init_args": {}}], "one has no class_path"),
     ],
 )
-def test_who_cannot_be_told_is_refused_before_the_start(
-    data: Path, tmp_path: Path, observers: list[dict[str, Any]], said: str
+def test_an_invalid_observer_is_refused_at_start(
+    data: Path, tmp_path: Path, observers: list[dict[str, Any]], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
-        trained(tmp_path, data, observers)
+    with pytest.raises(ConfigError, match=message):
+        train_observed(tmp_path, data, observers)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.rest
-def test_the_steps_that_are_asked_for_are_traced_by_rank_0(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_rank_0_traces_the_requested_steps(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=[3, 4])
     pool.train_to_end(job, 2, cache_windows)
     [trace] = job.paths.profile.glob("*")  # type: ignore[union-attr]
     assert trace.name == "steps-00000003-00000004.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-    assert any("aten::" in str(each) for each in names)
+    assert any("aten::" in str(name) for name in names)
     [event] = read_events(job.paths, "profiled")
     assert event.details["file"] == f"profile/{trace.name}"
     plain = pool.train_new_run(make_job(tmp_path / "plain", data, logical_workers=4, batch=12), 2, cache_windows)
     assert read_trained_run(job).digests == plain.digests
 
 
-@pytest.mark.parametrize("wanted", [[3], [0, 2], [5, 4], [-1, 2]])
-def test_steps_that_cannot_be_traced_are_refused(data: Path, tmp_path: Path, wanted: Any) -> None:
+@pytest.mark.parametrize("profile_steps", [[3], [0, 2], [5, 4], [-1, 2]])
+def test_steps_that_cannot_be_traced_are_refused(data: Path, tmp_path: Path, profile_steps: Any) -> None:
     with pytest.raises(ConfigError, match=r"train.profile_steps is .*; it must be \[first, last\], counted from 1"):
-        make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=wanted)
+        make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=profile_steps)
 
 
-def test_what_a_slower_clock_wrote_later_is_told_and_each_thing_once(tmp_path: Path) -> None:
-    TOLD.clear()
+def test_each_event_is_delivered_once_also_from_a_slower_clock(tmp_path: Path) -> None:
+    CALLS.clear()
     paths, now = RunPaths(tmp_path / "run"), time.time()
 
     def put(kind: str, time_s: float, **details: Any) -> None:
@@ -183,12 +185,12 @@ def test_what_a_slower_clock_wrote_later_is_told_and_each_thing_once(tmp_path: P
         )
 
     put("failed", now + 60, errors="before this start")
-    made: Any = SimpleNamespace(paths=paths, steps_per_epoch=10, fence=1)
-    observers = Observers(made, [Noted()])
+    job: Any = SimpleNamespace(paths=paths, steps_per_epoch=10, fence=1)
+    observers = Observers(job, [Noted()])
     with observers.watching():
         put("checkpointed", now + 5, step=10)
         observers._process_news()
         put("failed", now - 5, errors="rank 1 died", left=1)
         observers._process_news()
-    told = [facts for facts in TOLD if facts[0] != "begun"]
-    assert told == [("failed", "{'0': 'made up'}"), ("checkpointed", 10), ("failed", "rank 1 died")]
+    calls = [facts for facts in CALLS if facts[0] != "begun"]
+    assert calls == [("failed", "{'0': 'made up'}"), ("checkpointed", 10), ("failed", "rank 1 died")]

@@ -1,5 +1,5 @@
-"""What Ray keeps for a run: a start whose predecessor was killed takes over what that had asked for; and what is free
-before it asks.
+"""Ray's reservations for a run: a start takes over the reservation of its killed predecessor, and counts the free
+slots before it has one.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ray_app.cluster.ray_private import use_stable_run_id
 from ray_app.config.config import Config
 
 
-def started(run_root: str, config: Config, workers: int) -> Any:
-    """The policy of a start that has asked for all CPUs of the cluster."""
+def start_policy(run_root: str, config: Config, workers: int) -> Any:
+    """Returns the policy of a start that has requested all CPUs of the cluster."""
     scaling = ScalingConfig(num_workers=(1, workers))
-    made = (
+    policy = (
         ElasticPolicy(scaling, config, 0) if config.failure.recovery == "in_place" else create_scaling_policy(scaling)
     )
     trainer = TorchTrainer(lambda: None, scaling_config=scaling)
     use_stable_run_id(trainer, run_root)
-    made.after_controller_start(trainer.train_run_context)
-    return made
+    policy.after_controller_start(trainer.train_run_context)
+    return policy
 
 
-def possible(policy: Any) -> int:
-    """Workers that it finds room for."""
+def count_possible_workers(policy: Any) -> int:
+    """Returns the number of workers that the policy has capacity for."""
     return (
         policy.possible_workers()
         if isinstance(policy, ElasticPolicy)
@@ -40,7 +40,7 @@ def possible(policy: Any) -> int:
 
 
 @pytest.mark.parametrize("recovery", ["in_place", "restart"])
-def test_a_start_does_not_wait_for_what_its_killed_predecessor_asked_for(
+def test_a_start_takes_over_the_reservation_of_its_killed_predecessor(
     ray_cluster: None, short_run: Callable[..., Config], recovery: str
 ) -> None:
     workers = int(ray.cluster_resources()["CPU"])
@@ -50,20 +50,22 @@ def test_a_start_does_not_wait_for_what_its_killed_predecessor_asked_for(
         "data__global_batch_size": workers * 4,
     }
     config = short_run(**shape, failure__recovery=recovery)
-    killed = started("/runs/this", config, workers)
+    killed = start_policy("/runs/this", config, workers)
     try:
-        assert possible(killed) == workers
-        other = started("/runs/other", config, workers)
+        assert count_possible_workers(killed) == workers
+        other = start_policy("/runs/other", config, workers)
         try:
-            assert possible(other) == 0, "this cluster has room for both, so nothing is shown"
+            assert count_possible_workers(other) == 0, (
+                "the cluster has capacity for both runs, so the test shows nothing"
+            )
         finally:
             other._cancel_resource_request()
-        assert possible(started("/runs/this", config, workers)) == workers
+        assert count_possible_workers(start_policy("/runs/this", config, workers)) == workers
     finally:
         killed._cancel_resource_request()
 
 
-def test_a_start_begins_as_many_workers_as_are_sure_to_fit_before_it_asks(
+def test_free_slots_are_the_workers_that_fit_without_a_reservation(
     ray_cluster: None, short_run: Callable[..., Config]
 ) -> None:
     cpus = int(ray.cluster_resources()["CPU"])
@@ -74,9 +76,9 @@ def test_a_start_begins_as_many_workers_as_are_sure_to_fit_before_it_asks(
         data__global_batch_size=cpus * 4,
     )
 
-    def free(reading_cpus: float, least: int = 2) -> int:
-        scaling = ScalingConfig(num_workers=(least, cpus), resources_per_worker={"CPU": 1})
-        return ElasticPolicy(scaling, config.replace(scaling__min_workers=least), reading_cpus).free_slots()
+    def free_slots(reading_cpus: float, min_workers: int = 2) -> int:
+        scaling = ScalingConfig(num_workers=(min_workers, cpus), resources_per_worker={"CPU": 1})
+        return ElasticPolicy(scaling, config.replace(scaling__min_workers=min_workers), reading_cpus).free_slots()
 
-    assert (free(0), free(1), free(cpus - 2)) == (cpus, cpus - 1, 2)
-    assert free(cpus - 1) == 0, "the run could not start"
+    assert (free_slots(0), free_slots(1), free_slots(cpus - 2)) == (cpus, cpus - 1, 2)
+    assert free_slots(cpus - 1) == 0, "fewer slots than min_workers are free"

@@ -1,6 +1,4 @@
-"""What the driver imports, workers import, too: folders on its `PYTHONPATH`, on a cluster of its own and on one that it
-joins.
-"""
+"""Workers import from the folders on the driver's `PYTHONPATH`, on its own cluster and on one that it joins."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ with cluster(config) as own:
 
 
 @pytest.mark.parametrize("joins", [False, True], ids=["own", "joined"])
-def test_workers_import_from_where_the_driver_does(ray_cluster: None, tmp_path: Path, joins: bool) -> None:
+def test_workers_import_from_the_search_path_of_the_driver(ray_cluster: None, tmp_path: Path, joins: bool) -> None:
     libraries = tmp_path / "of-another" / "site-packages"
     libraries.mkdir(parents=True)
     (libraries / "mine.py").touch()

@@ -1,4 +1,4 @@
-"""Workers that are lost: the others go on with the same bits, no finished step is done again, and a new one joins."""
+"""Workers are lost: the others continue bit-identically, no finished step is redone, and a new worker joins."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ ShortRun = Callable[..., Config]
 
 
 def run_with(config: Config, reference: dict[str, Any], **hooks: Any) -> tuple[dict[str, Any], dict[str, list[Event]]]:
-    """Runs and checks that the result, and the record of every step, are those of the undisturbed run; returns summary
-    and events.
+    """Trains, asserts that the result and the record of every step equal those of the undisturbed run, and returns
+    summary and events.
     """
     watch = hooks.pop("watch", None)
     result = run_training(config, faults=Faults(train=Hooks(**hooks)), observe=watch)
-    found: dict[str, list[Event]] = {}
+    events: dict[str, list[Event]] = {}
     for event in read_events(RunPaths(result.path)):
-        found.setdefault(event.kind, []).append(event)
+        events.setdefault(event.kind, []).append(event)
     assert result.summary["status"] == "finished"
     assert result.summary["params_digest"] == reference["params_digest"]
     assert record_of(result.path) == reference["record"]
     assert [c.step for c in CheckpointStore(RunPaths(result.path)).commits() if c.why == "cadence"] == [8, 16, 24, 30]
-    return result.summary, found
+    return result.summary, events
 
 
 def sizes(events: dict[str, list[Event]]) -> list[int]:
-    """Workers of every generation."""
+    """Returns the number of workers of every generation."""
     return [e.details["workers"] for e in events["formed"]]
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.guarantee), 1])
-def test_the_others_go_on_and_a_new_worker_joins(
+def test_survivors_continue_and_a_new_worker_joins(
     short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, rank: int
 ) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2)
@@ -85,7 +85,7 @@ def test_the_others_go_on_and_a_new_worker_joins(
     assert " INFO ray_app.cluster.rendezvous.rendezvous: Generation 3 has formed with 2 workers at step 1" in log
 
 
-def test_a_spare_takes_the_place_of_a_killed_worker(
+def test_a_standby_worker_replaces_a_killed_worker(
     short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
 ) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, scaling__standby_workers=1)
@@ -94,14 +94,16 @@ def test_a_spare_takes_the_place_of_a_killed_worker(
     joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
     summary, events = run_with(config, reference, after_step=HookChain((ready, kill, joined)))
     assert kill.happened == 1
-    assert [event.details["ready"] for event in events["standbys"]][:2] == [1, 0], "it was there before, and joined"
+    assert [event.details["ready"] for event in events["standbys"]][:2] == [1, 0], (
+        "the standby worker must be ready before the kill, and then join"
+    )
     assert sizes(events) == [2, 1, 2]
     assert (summary["restarts"]["failures"], summary["redone_steps"]) == (1, 0)
     [replaced] = events["replaced"]
     assert (replaced.details["before"], replaced.details["after"]) == (1, 2)
 
 
-def test_all_are_killed_and_the_run_goes_on_with_the_spare(
+def test_the_standby_worker_continues_after_all_workers_were_killed(
     short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
 ) -> None:
     config = short_run(
@@ -117,7 +119,7 @@ def test_all_are_killed_and_the_run_goes_on_with_the_spare(
     assert summary["redone_steps"] <= 1
 
 
-def test_who_stays_slow_is_replaced_by_the_spare(short_run: ShortRun, tmp_path: Path) -> None:
+def test_a_straggler_is_replaced_by_the_standby_worker(short_run: ShortRun, tmp_path: Path) -> None:
     longer = {"train__epochs": 30, "train__max_steps": 500, "checkpoint__every_steps": 250}
     alone = run_training(short_run(run__name="alone", train__strategy="single", scaling__max_workers=1, **longer))
     scaling = {
@@ -135,16 +137,17 @@ def test_who_stays_slow_is_replaced_by_the_spare(short_run: ShortRun, tmp_path: 
     )
     assert result.summary["params_digest"] == alone.summary["params_digest"]
     paths = RunPaths(run)
-    retired = read_events(paths, "evicted")[0]  # on a busy machine the next one may be slow, too
+    # On a busy machine, the next worker may be a straggler, too.
+    eviction = read_events(paths, "evicted")[0]
     slow = int(Path(f"{drag.proof}-1").read_text())
-    assert retired.details["pid"] == slow == next(e.details["pid"] for e in read_events(paths, "straggler_detected"))
-    assert retired.details["reason"].endswith("another takes its place")
+    assert eviction.details["pid"] == slow == next(e.details["pid"] for e in read_events(paths, "straggler_detected"))
+    assert eviction.details["reason"].endswith("another takes its place")
     assert [e.details["workers"] for e in read_events(paths, "formed")][:3] == [2, 1, 2]
     assert (result.summary["restarts"]["failures"], result.summary["redone_steps"]) == (0, 0)
 
 
-class Deadly:
-    """Ends every process that it comes to."""
+class ExitOnUnpickling:
+    """Ends every process that unpickles it."""
 
     def __call__(self, rank: int, step: int) -> None: ...
 
@@ -152,32 +155,34 @@ class Deadly:
         return os._exit, (1,)
 
 
-def test_what_kills_workers_before_they_join_spends_the_budget(short_run: ShortRun) -> None:
+def test_failures_of_joining_workers_count_against_the_budget(short_run: ShortRun) -> None:
     config = short_run(scaling__min_workers=1, scaling__max_workers=1, failure__max_failures=1)
     with pytest.raises(BudgetSpentError, match="failed 2 times"):
-        run_training(config, faults=Faults(train=Hooks(after_step=Deadly())))
+        run_training(config, faults=Faults(train=Hooks(after_step=ExitOnUnpickling())))
 
 
-def test_the_actor_with_the_decoded_data_dies(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
-    """Those that have the data go on; the worker that joins gets what is decoded again."""
+def test_a_run_survives_the_death_of_its_memory_cache(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    """Workers that have the data continue; the worker that joins gets data that is decoded again."""
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, data__cache="memory", data__read_task_mb=0.001)
-    kill, run, again = (
-        Kill(str(tmp_path / "killed"), step=13, rank=1),
-        str(tmp_path / "runs" / "run"),
-        tmp_path / "again",
-    )
+    kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
+    run = str(tmp_path / "runs" / "run")
+    again = tmp_path / "again"
     pids: list[int] = []
 
     def watch(job: Job) -> None:
         ours = psutil.Process().children(recursive=True)
-        there = [process.pid for process in ours if "ray::MemoryCache" in process.name() and process.pid not in pids]
-        if not there or not _has_stepped(job):
+        cache_pids = [
+            process.pid for process in ours if "ray::MemoryCache" in process.name() and process.pid not in pids
+        ]
+        if not cache_pids or not _has_stepped(job):
             return
         if not pids:
-            os.kill(there[0], signal.SIGKILL)
+            os.kill(cache_pids[0], signal.SIGKILL)
         else:
             again.touch()
-        pids.extend(there)
+        pids.extend(cache_pids)
 
     acts = (
         WaitFor(str(again), 5),
@@ -186,7 +191,7 @@ def test_the_actor_with_the_decoded_data_dies(short_run: ShortRun, reference: di
         Linger(run, "formed", {"workers": 2, "generation": 3}, after=15),
     )
     summary, events = run_with(config, reference, after_step=HookChain(acts), watch=watch)
-    assert len(pids) == 2, "the actor died and was there again"
+    assert len(pids) == 2, "the actor must die once and be restarted"
     assert kill.happened == 1
     assert sizes(events) == [2, 1, 2]
     assert (summary["restarts"]["failures"], summary["redone_steps"]) == (1, 0)
@@ -198,8 +203,10 @@ def _has_stepped(job: Job) -> bool:
     return bool(reader.records)
 
 
-def test_deaths_in_every_phase_of_a_step(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
-    """One dies while it computes, one in the exchange, and one while the generation after that forms."""
+def test_survivors_continue_after_deaths_in_every_phase_of_a_step(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    """A worker dies while it computes, another in the reduction, and another while the next generation forms."""
     config = short_run(scaling__min_workers=1, scaling__max_workers=4)
     kills = [
         KillAt(str(tmp_path / "compute"), "compute", rank=3, step=5),
@@ -214,7 +221,9 @@ def test_deaths_in_every_phase_of_a_step(short_run: ShortRun, reference: dict[st
 
 
 @pytest.mark.rest
-def test_two_at_once(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+def test_survivors_continue_after_two_simultaneous_deaths(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
     config = short_run(scaling__min_workers=1, scaling__max_workers=3)
     kills = [Kill(str(tmp_path / f"killed{rank}"), step=13, rank=rank) for rank in (0, 1)]
     summary, events = run_with(config, reference, after_step=HookChain(tuple(kills)))
@@ -223,14 +232,17 @@ def test_two_at_once(short_run: ShortRun, reference: dict[str, Any], tmp_path: P
     assert sizes(events)[-1] == 1
 
 
-def test_a_new_worker_that_dies_while_it_joins(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_survives_a_worker_that_dies_while_it_joins(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2)
     kill, join = (
         Kill(str(tmp_path / "killed"), step=13, rank=1),
         KillAt(str(tmp_path / "joined"), "forming", rank=1, step=-1),
     )
     run = str(tmp_path / "runs" / "run")
-    Path(f"{join.proof}-1").touch()  # spares the first start
+    # With this file, the first start is not killed.
+    Path(f"{join.proof}-1").touch()
 
     acts = (Spare(join.proof), kill, AwaitNewcomer(run, 14), Linger(run, "failed", {"number": 2}, after=15))
     summary, events = run_with(config, reference, after_step=HookChain(acts), at=join)
@@ -240,23 +252,25 @@ def test_a_new_worker_that_dies_while_it_joins(short_run: ShortRun, reference: d
     assert set(sizes(events)) >= {1, 2}
 
 
-@pytest.mark.parametrize(("every", "most"), [pytest.param(1, 1, marks=pytest.mark.guarantee), (None, 5)])
-def test_the_loss_of_all_workers_redoes_little(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, every: int | None, most: int
+@pytest.mark.parametrize(("every", "max_redone"), [pytest.param(1, 1, marks=pytest.mark.guarantee), (None, 5)])
+def test_the_loss_of_all_workers_redoes_few_steps(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, every: int | None, max_redone: int
 ) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, checkpoint__snapshot_every_steps=every)
     kill = Kill(str(tmp_path / "killed"), step=13)
     committed = Linger(str(tmp_path / "runs" / "run"), "checkpointed", {"step": 8}, after=12, each_s=10)
     summary, events = run_with(config, reference, after_step=HookChain((committed, kill)))
     assert kill.happened == 2
-    assert summary["redone_steps"] <= most
+    assert summary["redone_steps"] <= max_redone
     [resumed] = events["resumed"]
     assert resumed.details["source"] == ("snapshot" if every else "checkpoint")
     assert resumed.details["step"] >= 12 if every else resumed.details["step"] == 8
 
 
 @pytest.mark.rest
-def test_a_frozen_worker_is_left_behind(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_continues_without_a_frozen_worker(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
     config = short_run(scaling__min_workers=1, scaling__max_workers=3, failure__heartbeat_timeout_s=5.0)
     freeze = Freeze(str(tmp_path / "frozen"), step=13, rank=1)
     summary, events = run_with(config, reference, after_step=freeze)
@@ -268,7 +282,7 @@ def test_a_frozen_worker_is_left_behind(short_run: ShortRun, reference: dict[str
         os.kill(pid, signal.SIGKILL)
 
 
-def test_what_holds_a_step_up_is_ended_and_its_stacks_are_kept(
+def test_a_stalled_worker_is_killed_and_its_stacks_are_recorded(
     short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
 ) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__step_timeout_s=6.0)
@@ -282,8 +296,8 @@ def test_what_holds_a_step_up_is_ended_and_its_stacks_are_kept(
     assert "injector.py" in stacks[1]["stacks"]
 
 
-def test_the_rendezvous_is_killed(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
-    """It comes back without a memory; a worker that dies after that is still survived."""
+def test_a_run_survives_a_killed_rendezvous(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """The new rendezvous has no state; the run still survives the death of a worker after it."""
     done = tmp_path / "rendezvous-killed"
 
     def watch(job: Job) -> None:
@@ -301,7 +315,7 @@ def test_the_rendezvous_is_killed(short_run: ShortRun, reference: dict[str, Any]
     assert sizes(events)[:2] == [2, 1]
 
 
-def test_all_workers_can_be_started_again_as_in_stock_ray_train(
+def test_recovery_by_restart_restarts_all_workers_like_stock_ray_train(
     short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
 ) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__recovery="restart")
@@ -312,7 +326,7 @@ def test_all_workers_can_be_started_again_as_in_stock_ray_train(
     assert summary["redone_steps"] == 13 - 8
 
 
-def test_the_same_failure_again_and_again_ends_the_run_early(short_run: ShortRun, tmp_path: Path) -> None:
+def test_a_repeated_failure_ends_the_run_early(short_run: ShortRun, tmp_path: Path) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__max_failures=-1)
     with pytest.raises(RepeatedFailureError, match=r"3 times in a row after step 13.*flaky"):
         run_training(config, faults=Faults(train=Hooks(after_step=Fail(13))))
@@ -321,7 +335,7 @@ def test_the_same_failure_again_and_again_ends_the_run_early(short_run: ShortRun
     assert summary["restarts"]["failures"] == 3
 
 
-def test_who_dies_while_it_commits_leaves_the_checkpoint_to_the_next(
+def test_the_next_rank_writes_the_checkpoint_of_a_rank_killed_in_its_commit(
     short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
 ) -> None:
     config = short_run(scaling__min_workers=1, scaling__max_workers=2)

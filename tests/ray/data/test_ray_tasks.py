@@ -1,6 +1,4 @@
-"""A process that dies of what it reads ends what waits for it, with the rows; one that dies by chance changes
-nothing.
-"""
+"""Rows that kill their reader end the read with an error that names them; a single death is survived."""
 
 from __future__ import annotations
 
@@ -27,14 +25,14 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @dataclass(frozen=True)
-class Deadly:
-    """Kills the process that decodes a row, some times.
+class KillingDecode:
+    """Kills the process that decodes a row, a number of times.
 
     Args:
-        row: Of which row.
-        times: How often.
-        folder: Where each death leaves a file.
-        signal: By which signal.
+        row: The row that kills.
+        times: Number of kills.
+        folder: Folder in which each death leaves a file.
+        signal: Signal that kills the process.
     """
 
     row: int
@@ -77,54 +75,58 @@ ROWS = "A process died 3 times while it read part-0.parquet, row group 3, rows 0
 SLICED = "A process died 3 times while it read part-0.parquet, row group 0, rows 30 to 39 "
 
 
-@pytest.mark.parametrize(("group", "said"), [(10, ROWS), (60, SLICED)], ids=["Ray Data", "slices"])
-def test_a_row_that_kills_its_reader_ends_the_reading_with_its_place(
-    tmp_path: Path, deaths: Path, group: int, said: str
+@pytest.mark.parametrize(("group", "message"), [(10, ROWS), (60, SLICED)], ids=["Ray Data", "slices"])
+def test_a_row_that_kills_its_reader_is_named_in_the_error(
+    tmp_path: Path, deaths: Path, group: int, message: str
 ) -> None:
     dataset = dataset_of(tmp_path, group=group)
     with pytest.raises(ProcessDiedError) as error:
-        list(fetch_ray(reader_of(dataset, Deadly(35, 99, deaths)), plan_all_reads(dataset.manifest, 10)))
-    assert str(error.value).startswith(said)
+        list(fetch_ray(reader_of(dataset, KillingDecode(35, 99, deaths)), plan_all_reads(dataset.manifest, 10)))
+    assert str(error.value).startswith(message)
     assert not error.value.retryable
-    assert 3 <= len(list(deaths.iterdir())) <= 4, "Ray Data does not say which task it lost"
+    assert 3 <= len(list(deaths.iterdir())) <= 4, (
+        "too many or too few deaths (Ray Data does not report the lost task, so a fourth is possible)"
+    )
 
 
 @pytest.mark.parametrize("group", [10, 60], ids=["Ray Data", "slices"])
-def test_readers_that_die_twice_change_nothing(tmp_path: Path, deaths: Path, group: int) -> None:
+def test_reads_succeed_after_two_deaths_of_the_reader(tmp_path: Path, deaths: Path, group: int) -> None:
     dataset = dataset_of(tmp_path, group=group)
     table = pa.concat_tables(
-        fetch_ray(reader_of(dataset, Deadly(35, 2, deaths, signal.SIGKILL)), plan_all_reads(dataset.manifest, 10))
+        fetch_ray(
+            reader_of(dataset, KillingDecode(35, 2, deaths, signal.SIGKILL)), plan_all_reads(dataset.manifest, 10)
+        )
     )
     assert numbers(table, "a") == numbers(table, POSITION) == list(range(60))
     assert len(list(deaths.iterdir())) == 2
 
 
-def test_the_actor_of_a_memory_cache_tells_of_what_its_readers_died(tmp_path: Path, deaths: Path) -> None:
+def test_a_memory_cache_names_the_rows_that_kill_its_readers(tmp_path: Path, deaths: Path) -> None:
     dataset = dataset_of(tmp_path)
-    cache = start_memory_cache(RowSource(reader_of(dataset, Deadly(35, 99, deaths)), dataset.manifest, 10))
+    cache = start_memory_cache(RowSource(reader_of(dataset, KillingDecode(35, 99, deaths)), dataset.manifest, 10))
     with pytest.raises(ProcessDiedError, match=r"part-0\.parquet, row group 3, rows 0 to 9"):
         cache.read()
     cache.end()
 
 
-def test_the_actor_of_a_memory_cache_that_dies_three_times_is_given_up(tmp_path: Path) -> None:
+def test_a_memory_cache_that_dies_three_times_is_an_error(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path)
 
     @dataclass(frozen=True)
-    class EndsItsActor:
+    class KillsItsActor:
         def __reduce__(self) -> Any:
-            return _end_of_an_actor, ()
+            return _kill_worker_process, ()
 
         def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
             return rows
 
-    cache = start_memory_cache(RowSource(reader_of(dataset, EndsItsActor()), dataset.manifest, 10))
+    cache = start_memory_cache(RowSource(reader_of(dataset, KillsItsActor()), dataset.manifest, 10))
     with pytest.raises(ProcessDiedError, match=r"died 3 times while it decoded the data set for data\.cache: memory"):
         cache.read()
 
 
-def _end_of_an_actor() -> Any:
-    """Ends the process that unpickles it, if that is no driver."""
+def _kill_worker_process() -> Any:
+    """Kills the process that unpickles the task, if it is a worker."""
     import ray
 
     if ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
@@ -134,41 +136,43 @@ def _end_of_an_actor() -> Any:
 
 @dataclass
 class Doubled:
-    """An actor's class: dies with a row, or doubles it."""
+    """An actor that dies with a row, or doubles the rows."""
 
-    deadly: Deadly | None = None
+    killing: KillingDecode | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        found = numbers(table, "a")
-        if self.deadly is not None and self.deadly.row in found:
-            self.deadly.die()
-        return pa.table({"first": [found[0]], "twice": [sum(2 * each for each in found)]})
+        values = numbers(table, "a")
+        if self.killing is not None and self.killing.row in values:
+            self.killing.die()
+        return pa.table({"first": [values[0]], "twice": [sum(2 * value for value in values)]})
 
 
-@pytest.mark.parametrize("dies", ["the reader", "the actor"])
+@pytest.mark.parametrize("victim", ["the reader", "the actor"])
 @pytest.mark.parametrize("times", [2, 99])
-def test_parts_that_kill_are_tried_three_times(tmp_path: Path, deaths: Path, dies: str, times: int) -> None:
+def test_a_part_that_kills_processes_is_tried_three_times(
+    tmp_path: Path, deaths: Path, victim: str, times: int
+) -> None:
     dataset = dataset_of(tmp_path)
-    deadly = Deadly(35, times, deaths)
-    reader = reader_of(dataset, deadly if dies == "the reader" else Deadly(-1, 0, deaths))
+    killing = KillingDecode(35, times, deaths)
+    reader = reader_of(dataset, killing if victim == "the reader" else KillingDecode(-1, 0, deaths))
     specs = plan_all_reads(dataset.manifest, 10)
-    pool = ActorPool(Doubled, (deadly,) if dies == "the actor" else (), 1, 1, 0)
-    flow = map_in_actors(pool, reader, specs, lambda found: specs[found["first"] // 10])
+    pool = ActorPool(Doubled, (killing,) if victim == "the actor" else (), 1, 1, 0)
+    results = map_in_actors(pool, reader, specs, lambda row: specs[row["first"] // 10])
     if times == 2:
-        assert sorted((found["first"], found["twice"]) for found in flow) == [(10 * i, 200 * i + 90) for i in range(6)]
+        assert sorted((row["first"], row["twice"]) for row in results) == [(10 * i, 200 * i + 90) for i in range(6)]
     else:
         with pytest.raises(ProcessDiedError) as error:
-            list(flow)
+            list(results)
         assert str(error.value).startswith(ROWS)
         assert len(list(deaths.iterdir())) <= 4
 
 
-def test_an_input_that_kills_its_ingest_is_named(deaths: Path) -> None:
-    deadly = Deadly(3, 99, deaths)
+def test_an_input_that_kills_its_ingest_is_named_in_the_error(deaths: Path) -> None:
+    killing = KillingDecode(3, 99, deaths)
 
     def work(number: int) -> int:
-        if number == deadly.row:
-            deadly.die()
+        if number == killing.row:
+            killing.die()
         return number
 
     with pytest.raises(ProcessDiedError, match="A process died 3 times while it ingested 3 "):
@@ -176,7 +180,7 @@ def test_an_input_that_kills_its_ingest_is_named(deaths: Path) -> None:
     assert len(list(deaths.iterdir())) == 3
 
 
-def test_rows_of_many_row_groups_are_named_in_brief(tmp_path: Path) -> None:
+def test_a_read_of_many_row_groups_is_described_briefly(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path)
     [spec] = plan_all_reads(dataset.manifest, 60)
     assert describe_spec(spec, 1) == "part-0.parquet, row group 0, rows 0 to 9; and 5 more row groups"

@@ -1,5 +1,5 @@
-"""Images of which some are damaged, and rare classes, on a real Ray cluster: skipped, listed, counted, and the same for
-any workers.
+"""Damaged images and rare classes on a real Ray cluster: bad rows are skipped, listed and counted, and the result is
+the same for any number of workers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.support.cluster import record_of
 from tests.support.encoded_images import png
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-DAMAGED = [0, 21]
-"""A file whose image data ends too early, which ends the process in some decoders, and one that is no image."""
+DAMAGED_ROWS = [0, 21]
+"""A file with truncated image data, which ends the process in some decoders, and a file that is not an image."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(random.integers(0, 255, (10, 12, 3), dtype=np.uint8)).save(file, "png")
         files.append(file.getvalue())
     short = png((12, 10, 8, 2, 0, 0, 0), zlib.compress(bytes(range(37)) * 4))
-    files[DAMAGED[0]], files[DAMAGED[1]] = short, b"no image"
+    files[DAMAGED_ROWS[0]], files[DAMAGED_ROWS[1]] = short, b"no image"
     table = pa.table({"image": pa.array(files, pa.binary()), "label": [int(i % 4 == 0) for i in range(40)]})
     for part in range(2):
         pq.write_table(table.slice(20 * part, 20), folder / f"part-{part}.parquet", row_group_size=10)
@@ -68,7 +68,7 @@ def test_damaged_images_are_skipped_listed_and_counted(
 ) -> None:
     with pytest.raises(BadRowError, match=r"part-0.parquet, row group 0, row 0: "):
         run_training(config_of(tmp_path, images, "refused", 1))
-    found = {}
+    results = {}
     for workers, cache in ((1, "memory"), (2, "none")):
         name = f"run-{workers}"
         summary = run_training(
@@ -77,7 +77,7 @@ def test_damaged_images_are_skipped_listed_and_counted(
         assert summary["status"] == "finished"
         assert summary["bad_rows"]["distinct"] == 2
         assert summary["rows"] + summary["bad_rows"]["skipped"] == 2 * 30, (
-            "both classes as often as the larger one has rows"
+            "each class must be used as often as the larger one has rows"
         )
         listed = [json.loads(file.read_bytes()) for file in sorted((tmp_path / "runs" / name / "bad_rows").iterdir())]
         assert [(entry["position"], entry["path"], entry["row_group"], entry["row"]) for entry in listed] == [
@@ -85,6 +85,6 @@ def test_damaged_images_are_skipped_listed_and_counted(
             (21, "part-1.parquet", 0, 1),
         ]
         assert all(entry["reason"] for entry in listed)
-        found[name] = summary["params_digest"], record_of(tmp_path / "runs" / name)
-    assert found["run-1"] == found["run-2"]
+        results[name] = summary["params_digest"], record_of(tmp_path / "runs" / name)
+    assert results["run-1"] == results["run-2"]
     assert capsys.readouterr().out.count("every one of 2 classes is used 30 times") == 2

@@ -1,4 +1,4 @@
-"""A drill on a cluster that is there."""
+"""A drill on a cluster that it joins."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ def arguments(digits: Path, out: Path, **drill: Any) -> list[str]:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_on_a_cluster_that_is_there(
+def test_a_drill_on_a_joined_cluster_touches_no_node(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No node is touched, and a fault that does not happen is no success."""
+    """The drill leaves scenarios of nodes out, and a fault that does not happen has failed."""
 
-    def quiet(ground: ScenarioContext) -> Scenario:
-        """Nothing happens, because no run gets that far."""
+    def never_happens(ground: ScenarioContext) -> Scenario:
+        """Makes a scenario that never happens, since no run has that many steps."""
         never = Kill(ground.evidence, ["killed-0"], step=10**6, ranks=[0])
         return Scenario([10**6], ["killed-0"], lambda run: [], Faults(train=Hooks(after_step=never)))
 
-    monkeypatch.setitem(SCENARIOS, "quiet", quiet)
+    monkeypatch.setitem(SCENARIOS, "quiet", never_happens)
     assert (
         main([*arguments(digits, tmp_path / "out", scenarios="node,quiet", max_steps=20), "--data.eval_path=null"]) == 1
     )
     assert ray.is_initialized()
     assert "FAILED: it did not happen: there is no evidence 'killed-0'" in capsys.readouterr().out
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
-    node, quiet_one = certificate["scenarios"]
-    assert (node["outcome"], quiet_one["outcome"]) == ("left out", "failed")
+    node, unconfirmed = certificate["scenarios"]
+    assert (node["outcome"], unconfirmed["outcome"]) == ("left out", "failed")
     assert "did not start" in node["reason"]
-    assert quiet_one["params_digest"] == certificate["undisturbed"]["params_digest"]
+    assert unconfirmed["params_digest"] == certificate["undisturbed"]["params_digest"]
     assert main(arguments(digits, tmp_path / "out", scenarios="quiet", max_steps=20)) == 2
     assert "holds the certificate of another drill" in capsys.readouterr().err
     assert main(arguments(digits, tmp_path / "other", scenarios="node,grow", max_steps=20)) == 2

@@ -1,4 +1,4 @@
-"""Whole runs on a real Ray cluster: the number of workers and what happens to them do not change the result."""
+"""Whole runs on a real Ray cluster: neither the number of workers nor their failures change the result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ShortRun = Callable[..., Config]
 
 
 def assert_tracked_once(config: Config, summary: dict[str, Any], steps: int) -> None:
-    """One finished MLflow run, with each step of the record as one point."""
+    """Asserts that there is one finished MLflow run, with one point for each recorded step."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(default_tracking_uri(config))
@@ -46,7 +46,7 @@ def assert_tracked_once(config: Config, summary: dict[str, Any], steps: int) -> 
     ("workers", "cache"),
     [(1, "none"), (2, "none"), pytest.param(3, "memory", marks=pytest.mark.guarantee), (4, "disk")],
 )
-def test_the_number_of_workers_does_not_matter(
+def test_results_are_bit_identical_for_any_number_of_workers(
     short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, workers: int, cache: str
 ) -> None:
     more = {"data__cache_dir": str(tmp_path / "cache")} if cache == "disk" else {}
@@ -59,13 +59,13 @@ def test_the_number_of_workers_does_not_matter(
     assert summary["rows"] == reference["rows"] == sum(sum(rows) for _, _, rows, _ in reference["record"])
     if cache == "disk":
         [sums] = (tmp_path / "cache").glob(f"*/{SUMS}")
-        assert np.fromfile(sums, np.uint64).all(), "not every row is held after the first epoch"
+        assert np.fromfile(sums, np.uint64).all(), "a row is not cached after the first epoch"
 
 
 @pytest.mark.parametrize(
     "shared", [{"data__cache": "memory"}, {"evaluate__where": "workers", "data__cache": "disk"}], ids=str
 )
-def test_decoded_data_that_does_not_fit_into_the_object_stores_is_refused(
+def test_decoded_data_larger_than_the_object_stores_is_refused(
     short_run: ShortRun, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: dict[str, str]
 ) -> None:
     nodes = [node | {"Resources": node["Resources"] | {"object_store_memory": 2000.0}} for node in ray.nodes()]
@@ -74,10 +74,12 @@ def test_decoded_data_that_does_not_fit_into_the_object_stores_is_refused(
         ConfigError, match=r"data\.cache: memory, evaluate\.where: workers\) needs 0\.\d MB .* has 0\.0 MB"
     ):
         run_training(short_run(data__eval_path=str(digits / "eval"), **shared))
-    assert not (tmp_path / "runs").exists(), "nothing was begun"
+    assert not (tmp_path / "runs").exists(), "the refused run wrote files"
 
 
-def test_a_killed_worker_changes_nothing(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+def test_a_killed_worker_does_not_change_the_result(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
     kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, tracking__enabled=True, tracking__every_steps=1)
     summary = run_training(config, faults=Faults(train=Hooks(after_step=kill))).summary
@@ -90,7 +92,7 @@ def test_a_killed_worker_changes_nothing(short_run: ShortRun, reference: dict[st
     assert record_of(tmp_path / "runs" / "run") == reference["record"]
 
 
-def test_a_damaged_last_checkpoint_is_made_again_by_starting_the_finished_run(short_run: ShortRun) -> None:
+def test_restarting_a_finished_run_repairs_a_damaged_last_checkpoint(short_run: ShortRun) -> None:
     config = short_run(train__strategy="single", scaling__min_workers=1, scaling__max_workers=1)
     finished = run_training(config)
     paths = RunPaths(finished.path)
@@ -114,7 +116,7 @@ def test_another_configuration_under_the_same_name_is_refused(short_run: ShortRu
 
 
 @pytest.mark.rest
-def test_a_killed_evaluator_changes_nothing(
+def test_a_killed_evaluator_does_not_change_the_result(
     short_run: ShortRun, reference: dict[str, Any], digits: Path, tmp_path: Path
 ) -> None:
     kill = KillEvaluator(str(tmp_path / "killed"), step=16)
@@ -139,21 +141,21 @@ def test_the_failure_budget_ends_a_run(short_run: ShortRun, tmp_path: Path) -> N
     assert kill.happened == 1
 
 
-def test_nobody_trains_on_when_the_driver_gives_a_run_up(short_run: ShortRun) -> None:
-    """As a second Ctrl+C does; the cluster lives on, and so does the driver's process, in which the controller is."""
+def test_no_process_trains_on_after_the_driver_abandons_a_run(short_run: ShortRun) -> None:
+    """A second Ctrl+C abandons a run; the cluster and the driver's process with the controller live on."""
 
     alive = set[str]()
 
-    def leave(job: Job) -> None:
+    def interrupt(job: Job) -> None:
         if read_steps(job.paths).records:
             alive.update(a["ActorClassName"] for a in ray._private.state.actors().values() if a["State"] == "ALIVE")
             raise KeyboardInterrupt
 
-    result = run_training(short_run(train__max_steps=20_000), observe=leave)
+    result = run_training(short_run(train__max_steps=20_000), observe=interrupt)
     assert result.status == "interrupted"
     assert "RayTrainWorker" in alive
     assert not {"ElasticController", "TrainController", "SynchronizationActor"} & alive, (
-        "a process that every start would wait for"
+        "processes that every start would wait for stay alive"
     )
     assert not [thread for thread in threading.enumerate() if thread.name == "fit"]
     until(

@@ -1,6 +1,4 @@
-"""Evaluation and training on real Ray: the verdict of early stopping, evaluation by the workers, side by side
-and late.
-"""
+"""Evaluation and training on real Ray: early stopping, evaluation by the workers, concurrent and late evaluation."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def evaluated_run(digits: Path, short_run: Callable[..., Config]) -> Callable[..
     return make
 
 
-def outcome(summary: dict[str, Any]) -> dict[str, Any]:
+def outcome_of(summary: dict[str, Any]) -> dict[str, Any]:
     return {
         name: summary[name] for name in ("status", "steps", "rows", "params_digest", "best", "stopped_early", "metrics")
     }
@@ -67,34 +65,36 @@ def test_the_result_of_early_stopping_depends_on_neither_lag_nor_workers(
         ),
         "killed": (evaluated_run(run__name="killed", **judged), Faults(train=Hooks(after_step=Kill(str(proof), 6, 0)))),
     }
-    found = {name: run_training(config, faults=faults) for name, (config, faults) in runs.items()}
-    expected = outcome(found["at once"].summary)
+    results = {name: run_training(config, faults=faults) for name, (config, faults) in runs.items()}
+    expected = outcome_of(results["at once"].summary)
     assert expected["status"] == "stopped_early"
     assert expected["stopped_early"] is not None
     assert expected["steps"] == expected["stopped_early"]["step"] < 40
-    for name, result in found.items():
-        assert outcome(result.summary) == expected, name
+    for name, result in results.items():
+        assert outcome_of(result.summary) == expected, name
         best = result.best_checkpoint
         assert best is not None
-        assert int(best.name.split("-")[1]) == expected["stopped_early"]["best_step"], "the result is there"
-    newest = {name: CheckpointStore(RunPaths(result.path)).commits()[-1].step for name, result in found.items()}
-    assert newest["at once"] < 80 < newest["late"] == 100, "training did run ahead, to its end"
+        assert int(best.name.split("-")[1]) == expected["stopped_early"]["best_step"], (
+            "the result must be the best checkpoint"
+        )
+    newest = {name: CheckpointStore(RunPaths(result.path)).commits()[-1].step for name, result in results.items()}
+    assert newest["at once"] < 80 < newest["late"] == 100, "training must run ahead of a late evaluation, to its end"
     assert proof.with_name("killed-0").exists()
     again = run_training(runs["late"][0])
-    assert outcome(again.summary) == expected, "starting it again trains no more"
+    assert outcome_of(again.summary) == expected, "a start of the stopped run must not train"
     assert [e.fence for e in read_events(RunPaths(again.path), "formed")] == [1]
 
 
-def values(evaluations: list[Evaluation]) -> list[tuple[Any, ...]]:
+def comparable_values(evaluations: list[Evaluation]) -> list[tuple[Any, ...]]:
     return [
         (e.step, e.epoch, e.params_digest, e.metrics, e.tables, e.rows, e.data_digest, e.examples) for e in evaluations
     ]
 
 
-def test_workers_and_evaluator_find_the_same_to_the_last_bit(
+def test_evaluations_of_workers_and_evaluator_are_bit_identical(
     ray_cluster: None, evaluated_run: Callable[..., Config], tmp_path: Path
 ) -> None:
-    """The run has two epochs' ends: step 23, and its end at step 30. The two workers get data that is too big for one
+    """The run has two ends of epochs: step 23, and its end at step 30. The two workers get data that is too big for one
     read task.
     """
     every = {"checkpoint__every_steps": None, "checkpoint__every_epochs": 1, "evaluate__batch_size": 16}
@@ -112,25 +112,25 @@ def test_workers_and_evaluator_find_the_same_to_the_last_bit(
             Faults(train=Hooks(at=proofs)),
         ),
     }
-    found = {name: run_training(config, faults=faults) for name, (config, faults) in runs.items()}
-    expected = values(read_evaluations(RunPaths(found["actor"].path)))
+    results = {name: run_training(config, faults=faults) for name, (config, faults) in runs.items()}
+    expected = comparable_values(read_evaluations(RunPaths(results["actor"].path)))
     assert [step for step, *_ in expected] == [23, 30]
-    for name, result in found.items():
-        assert values(read_evaluations(RunPaths(result.path))) == expected, name
-        assert result.summary["params_digest"] == found["actor"].summary["params_digest"], name
+    for name, result in results.items():
+        assert comparable_values(read_evaluations(RunPaths(result.path))) == expected, name
+        assert result.summary["params_digest"] == results["actor"].summary["params_digest"], name
     assert proofs.happened == 1
-    [first, *_] = read_evaluations(RunPaths(found["actor"].path))
+    [first, *_] = read_evaluations(RunPaths(results["actor"].path))
     assert first.rows == sum(map(sum, first.tables["confusion_matrix"]))
     assert len(first.tables["recall"]) == len(first.classes) == 10
-    assert first.examples, "some digits are wrong after one epoch"
+    assert first.examples, "there must be wrong digits after one epoch"
     assert first.examples[0]["image"].startswith("data:image/png;base64,")
 
 
 @pytest.mark.parametrize("ends", ["it is stopped", "the time is up"])
-def test_a_run_whose_last_evaluations_are_not_made_is_no_finished_one(
+def test_a_run_without_its_last_evaluations_is_not_finished(
     ray_cluster: None, evaluated_run: Callable[..., Config], tmp_path: Path, ends: str
 ) -> None:
-    """They may still say that an earlier checkpoint is the result; the next start makes them."""
+    """The missing evaluations may find that an earlier checkpoint is the best; the next start runs them."""
     fields = {} if ends == "it is stopped" else {"evaluate__patience": 5, "evaluate__drain_timeout_s": 0.5}
     config, go_on = evaluated_run(**fields), tmp_path / "go-on"
     store = CheckpointStore(RunPaths(tmp_path / "runs" / "run"))
@@ -151,10 +151,10 @@ def test_a_run_whose_last_evaluations_are_not_made_is_no_finished_one(
     assert read_evaluations(RunPaths(again.path))[-1].step == 30
     with open_run(config, Console(file=StringIO()), background=True) as run:
         run.stop()
-        assert run.run().summary["status"] == "finished", "there was nothing left to do"
+        assert run.run().summary["status"] == "finished", "a run without remaining work must be finished"
 
 
-def test_a_run_whose_evaluator_gave_up_says_so(
+def test_a_run_with_a_failed_evaluator_raises_its_error(
     ray_cluster: None, evaluated_run: Callable[..., Config], tmp_path: Path
 ) -> None:
     task = {"class_path": "tests.support.late_mistake.LateMistake", "init_args": {"where": "update"}}

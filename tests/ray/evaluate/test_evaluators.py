@@ -1,6 +1,4 @@
-"""Evaluators with a life of their own: one that outlives its driver, one that comes later from another job, several
-side by side.
-"""
+"""Independent evaluators: one that outlives its driver, one of a later job, and several concurrent ones."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ run_training(from_yaml(open(sys.argv[1]).read()), faults=faults)
 
 @contextmanager
 def driving(config: Config, folder: Path, go_on: Path, gate: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A driver in a process of its own on the session's cluster; its training waits at step 20, its evaluator before
-    each evaluation.
+    """Starts a driver process on the session's cluster; its training waits at step 20, its evaluator before each
+    evaluation.
     """
     path = folder / "config.yaml"
     path.write_text(config.to_yaml())
@@ -62,7 +60,7 @@ def has_committed(paths: RunPaths, step: int) -> Callable[[], bool]:
     return lambda: any(e.details["step"] == step for e in read_events(paths, "checkpointed"))
 
 
-def test_the_evaluator_outlives_its_driver(
+def test_the_evaluator_outlives_its_driver_and_closes_the_run(
     ray_cluster: None, short_run: Callable[..., Config], digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from mlflow.tracking import MlflowClient
@@ -97,7 +95,7 @@ def test_the_evaluator_outlives_its_driver(
     until(is_gone)
 
 
-def test_an_evaluator_follows_from_another_job_under_a_name_of_its_own(
+def test_a_named_evaluator_of_another_job_follows_a_run(
     ray_cluster: None,
     short_run: Callable[..., Config],
     digits: Path,
@@ -112,7 +110,9 @@ def test_an_evaluator_follows_from_another_job_under_a_name_of_its_own(
     with driving(config, tmp_path, go_on, tmp_path / "never") as driver:
         until(has_committed(paths, 16))
         assert main(arguments) == 0
-        assert evaluated_steps(paths, "fresh") == {8, 16}, "what is committed, of a run that trains"
+        assert evaluated_steps(paths, "fresh") == {8, 16}, (
+            "the committed checkpoints of a running run must be evaluated"
+        )
         assert driver.poll() is None
         go_on.touch()
         assert main([*arguments, "--follow"]) == 0
@@ -121,12 +121,12 @@ def test_an_evaluator_follows_from_another_job_under_a_name_of_its_own(
     assert evaluated_steps(paths) == set()
     assert "step 30: accuracy" in capsys.readouterr().out
     run_id = json.loads(paths.summary.read_text())["mlflow_run_id"]
-    found = MlflowClient(default_tracking_uri(config)).get_metric_history(run_id, "eval_fresh_accuracy")
-    assert sorted(m.step for m in found) == [8, 16, 24, 30], "each point once, whoever sent it"
-    assert list(paths.pins.iterdir()) == [], "nothing is held any more"
+    points = MlflowClient(default_tracking_uri(config)).get_metric_history(run_id, "eval_fresh_accuracy")
+    assert sorted(m.step for m in points) == [8, 16, 24, 30], "each point must arrive once, from either process"
+    assert list(paths.pins.iterdir()) == [], "a pin of the evaluator stays"
 
 
-def test_a_run_that_has_ended_is_evaluated_like_by_its_own_evaluator(
+def test_evaluating_an_ended_run_equals_its_own_evaluator(
     ray_cluster: None,
     short_run: Callable[..., Config],
     digits: Path,
@@ -135,11 +135,11 @@ def test_a_run_that_has_ended_is_evaluated_like_by_its_own_evaluator(
 ) -> None:
     result = run_training(short_run(data__eval_path=str(digits / "eval")))
     paths = RunPaths(result.path)
-    own = read_evaluations(paths)
+    evaluations = read_evaluations(paths)
     assert main(["--run", str(result.path), "--name", "again", "--data", str(digits / "eval")]) == 0
     again = read_evaluations(paths, "again")
     assert [(e.step, e.metrics, e.tables, e.data_digest) for e in again] == [
-        (e.step, e.metrics, e.tables, e.data_digest) for e in own
+        (e.step, e.metrics, e.tables, e.data_digest) for e in evaluations
     ]
     assert {c.step for c in CheckpointStore(paths).commits()} == {8, 16, 24, 30}
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""A run on real Ray whose best checkpoint becomes a version of a model."""
+"""A run on real Ray registers its best checkpoint as a version of a model."""
 
 from __future__ import annotations
 

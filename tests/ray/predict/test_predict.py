@@ -1,5 +1,5 @@
-"""Batch prediction on real Ray and MLflow: rows in = rows out, in order, what the model says, and the same bytes after
-a kill.
+"""Batch prediction on real Ray and MLflow: every row is predicted once, in order, with the outputs of the model, and
+with the same bytes after a kill.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Finished:
     return champion_run(tmp_path_factory.mktemp("storage"), digits)
 
 
-def whole_of(out: Path) -> pa.Table:
+def read_parts(out: Path) -> pa.Table:
     return pa.concat_tables(
         pq.read_table(path) for path in sorted(out.glob("part-*.parquet"))
     ).replace_schema_metadata()
@@ -74,34 +74,35 @@ def test_the_champion_predicts_every_row_once_in_order(
     assert main(predict_command(run, digits / "eval", out, *CHAMPION, "--predict.workers", "2")) == 0
     printed = capsys.readouterr().out
     ids, images = images_of(digits / "eval")
-    found = whole_of(out)
-    assert Counter(found.column("row_id").to_pylist()) == Counter(ids)
-    assert found.column("row_id").to_pylist() == ids
-    assert found.column("position").to_pylist() == list(range(len(ids)))
+    predictions = read_parts(out)
+    assert Counter(predictions.column("row_id").to_pylist()) == Counter(ids)
+    assert predictions.column("row_id").to_pylist() == ids
+    assert predictions.column("position").to_pylist() == list(range(len(ids)))
     scores = torch.from_numpy(run.predictions(images))
-    sure, index = scores.softmax(-1).max(-1)
-    assert found.column("predicted_index").to_pylist() == index.tolist()
-    assert found.column("predicted").to_pylist() == [str(i) for i in index.tolist()]
-    assert np.allclose(found.column("confidence").to_numpy(), sure.numpy(), rtol=1e-5, atol=0)
-    assert len(set(sure.tolist())) > 10, "the rows are not told apart"
+    confidence, index = scores.softmax(-1).max(-1)
+    assert predictions.column("predicted_index").to_pylist() == index.tolist()
+    assert predictions.column("predicted").to_pylist() == [str(i) for i in index.tolist()]
+    assert np.allclose(predictions.column("confidence").to_numpy(), confidence.numpy(), rtol=1e-5, atol=0)
+    assert len(set(confidence.tolist())) > 10, "the predictions do not differ between rows"
 
-    said = json.loads((out / "predictions.json").read_text())
-    assert (said["rows_in"], said["rows_out"], said["model"]) == (
+    facts = json.loads((out / "predictions.json").read_text())
+    assert (facts["rows_in"], facts["rows_out"], facts["model"]) == (
         len(ids),
         len(ids),
         {"name": "digits", "version": "1"},
     )
-    assert said["params_digest"] == CheckpointStore(run.job.paths).commits()[0].params_digest
-    assert said["counts"] == Counter(found.column("predicted").to_pylist())
-    assert said["means"]["confidence"] == pytest.approx(float(sure.mean()), rel=1e-5)
-    assert [part["rows"] for part in said["parts"]] == [50] * (len(ids) // 50) + [len(ids) % 50]
+    assert facts["params_digest"] == CheckpointStore(run.job.paths).commits()[0].params_digest
+    assert facts["counts"] == Counter(predictions.column("predicted").to_pylist())
+    assert facts["means"]["confidence"] == pytest.approx(float(confidence.mean()), rel=1e-5)
+    assert [part["rows"] for part in facts["parts"]] == [50] * (len(ids) // 50) + [len(ids) % 50]
     assert f"{len(ids)} in, {len(ids)} out" in printed
     assert "confidence 0." in printed
 
     before = state_of(out)
-    (out / "part-00001.parquet").write_bytes(before["part-00001.parquet"][0][:-100])  # cut short
+    # One part is truncated, one has a flipped bit in its values, and one is missing.
+    (out / "part-00001.parquet").write_bytes(before["part-00001.parquet"][0][:-100])
     page = bytearray(before["part-00003.parquet"][0])
-    page[60] ^= 1  # one bit of the values
+    page[60] ^= 1
     (out / "part-00003.parquet").write_bytes(page)
     (out / "part-00005.parquet").unlink()
     assert main(predict_command(run, digits / "eval", out, *CHAMPION)) == 0
@@ -128,17 +129,17 @@ def test_predictions_without_labels_are_bit_identical_with_and_without_a_cluster
         main(predict_command(run, digits / "eval", tmp_path / "labelled", "--predict.model", str(tmp_path / "model")))
         == 0
     )
-    found, labelled = whole_of(tmp_path / "out"), whole_of(tmp_path / "labelled")
-    assert found.column_names == ["image", "row_id", "position", "predicted", "predicted_index", "confidence"]
-    assert found.column("image").to_pylist() == table.column("image").to_pylist()
+    predictions, labelled = read_parts(tmp_path / "out"), read_parts(tmp_path / "labelled")
+    assert predictions.column_names == ["image", "row_id", "position", "predicted", "predicted_index", "confidence"]
+    assert predictions.column("image").to_pylist() == table.column("image").to_pylist()
     for name in ("row_id", "position", "predicted", "predicted_index"):
-        assert found.column(name).to_pylist() == labelled.column(name).to_pylist()
+        assert predictions.column(name).to_pylist() == labelled.column(name).to_pylist()
     assert np.allclose(
-        found.column("confidence").to_numpy(), labelled.column("confidence").to_numpy(), rtol=1e-5, atol=0
+        predictions.column("confidence").to_numpy(), labelled.column("confidence").to_numpy(), rtol=1e-5, atol=0
     )
-    said = json.loads((tmp_path / "out" / "predictions.json").read_text())
-    assert said["model"] == {"run": "run", "step": 8, "config_digest": "c" * 64}
-    assert [part["rows"] for part in said["parts"]] == [33] * 5 + [33 + 2, 50, 50, 20, 39]
+    facts = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    assert facts["model"] == {"run": "run", "step": 8, "config_digest": "c" * 64}
+    assert [part["rows"] for part in facts["parts"]] == [33] * 5 + [33 + 2, 50, 50, 20, 39]
     assert json.loads((tmp_path / "labelled" / "predictions.json").read_text())["model"] == {
         "run": "run",
         "step": exported["step"],
@@ -146,14 +147,15 @@ def test_predictions_without_labels_are_bit_identical_with_and_without_a_cluster
     torch.set_num_threads(1)
     predictor, images = load_model(tmp_path / "model"), images_of(digits / "eval")[1]
     scores = [torch.from_numpy(predictor.predict(images[first : first + 50])) for first in range(0, len(images), 50)]
-    sure = torch.cat([part.softmax(-1).max(-1).values for part in scores])
-    assert np.array_equal(labelled.column("confidence").to_numpy(), sure.numpy()), "other bits than the job's"
+    confidence = torch.cat([part.softmax(-1).max(-1).values for part in scores])
+    assert np.array_equal(labelled.column("confidence").to_numpy(), confidence.numpy()), (
+        "the exported model and the job differ in a bit"
+    )
 
 
-def test_interrupted_and_killed_in_the_middle_and_started_again(
-    ray_cluster: None, digits: Path, tmp_path: Path
-) -> None:
-    gate, out, undisturbed = tmp_path / "gate", tmp_path / "out", tmp_path / "undisturbed"
+def test_an_interrupted_or_killed_prediction_continues(ray_cluster: None, digits: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    out, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
     gate.mkdir()
     uri, task = database(tmp_path / "mlflow.db"), "tests.support.gated_task.GatedPrediction"
     settings = {"gate": str(gate), "wait_before": 4}
@@ -162,8 +164,8 @@ def test_interrupted_and_killed_in_the_middle_and_started_again(
     arguments = predict_command(run, digits / "eval", out, "--predict.run", str(run.job.paths.root), *more)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
-    def stopped_by(sent: signal.Signals) -> int:
-        """The exit code of a driver that gets a signal when three parts are there."""
+    def exit_code_after(sent: signal.Signals) -> int:
+        """Returns the exit code of a driver that gets a signal once three parts exist."""
         driver = subprocess.Popen([sys.executable, "jobs/predict.py", *arguments], cwd=ROOT, env=environment)
         try:
             until(lambda: (gate / "reached").exists() or driver.poll() is not None)
@@ -174,41 +176,41 @@ def test_interrupted_and_killed_in_the_middle_and_started_again(
             driver.wait(60)
         return driver.returncode
 
-    assert stopped_by(signal.SIGTERM) == 75, "Ray's own handler ended it"
+    assert exit_code_after(signal.SIGTERM) == 75, "Ray's own signal handler ended the driver"
     shutil.rmtree(out)
     (gate / "reached").unlink()
-    assert stopped_by(signal.SIGKILL) == -signal.SIGKILL
+    assert exit_code_after(signal.SIGKILL) == -signal.SIGKILL
     before = state_of(out)
-    assert len(before) == 3, "which ones is up to the read tasks, which end in any order on a busy machine"
+    assert len(before) == 3, "three parts must be finished (read tasks end in any order, so any three)"
     assert not (out / "predictions.json").exists()
     (gate / "open").touch()
     assert main(arguments) == 0
     assert {name: fact for name, fact in state_of(out).items() if name in before} == before, (
-        "finished parts were made again"
+        "finished parts were written again"
     )
     assert main([str(undisturbed) if argument == str(out) else argument for argument in arguments]) == 0
     assert {name: data for name, (data, _) in state_of(out).items()} == {
         name: data for name, (data, _) in state_of(undisturbed).items()
     }
     ids, _ = images_of(digits / "eval")
-    assert whole_of(out).column("row_id").to_pylist() == ids
+    assert read_parts(out).column("row_id").to_pylist() == ids
 
 
 def predictor_of(task: Task, data: Path, out: Path) -> tuple[PredictActor, list[pa.Table], Any]:
-    """An actor's code in this process, the tables that it would get, and its model."""
+    """Returns a prediction actor in this process, the tables that it would get, and its model."""
     dataset = open_dataset(str(data))
     reader = Reader(dataset.root, task.columns(), task.decode, probe(dataset, task.columns(), task.decode))
     model = task.build_model().eval()
     state = dict(model.state_dict())
     parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(cut_parts(dataset.manifest, 4))}
-    made = Model(task, safetensors.torch.save(state), None, params_digest(state))
+    packed_model = Model(task, safetensors.torch.save(state), None, params_digest(state))
     job = PredictJob(
-        made, dataset.root, reader.fields, [], {}, parts, str(out), "digest", 3, torch.get_num_threads(), "cpu"
+        packed_model, dataset.root, reader.fields, [], {}, parts, str(out), "digest", 3, torch.get_num_threads(), "cpu"
     )
     return PredictActor(ray.put(job)), list(fetch_in_process(reader, plan_all_reads(dataset.manifest, 4))), model
 
 
-def test_a_number_is_predicted_and_a_row_without_a_value_is_named(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_regression_is_predicted_and_a_row_without_a_value_is_named(ray_cluster: None, tmp_path: Path) -> None:
     features = np.arange(8, dtype=np.float64)
     for name, values in (("good", features), ("bad", np.where(features == 6, np.nan, features))):
         (tmp_path / name).mkdir()
@@ -221,7 +223,7 @@ def test_a_number_is_predicted_and_a_row_without_a_value_is_named(ray_cluster: N
         predictor(table)
     with torch.inference_mode():
         expected = model(torch.from_numpy(features.astype(np.float32))[:, None])[:, 0].numpy()
-    assert np.allclose(whole_of(tmp_path / "out").column("predicted").to_numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert np.allclose(read_parts(tmp_path / "out").column("predicted").to_numpy(), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(BadRowError, match=r"part-00000\.parquet, row group 1, row 2: column 'a' is NaN or infinite"):
         predictor_of(task, tmp_path / "bad", tmp_path / "out2")
 
@@ -246,12 +248,12 @@ def test_a_row_that_cannot_be_predicted_is_refused(
     task = ["--task.class_path", "ray_app.task.tabular.TabularRegression"]
     data = ["--data.path", str(tmp_path / "good"), "--data.global_batch_size", "4", "--train.epochs", "1"]
     assert train([*task, *data, *storage, "--run.name", "run"]) == 0
-    asked = ["--predict.run", str(tmp_path / "runs" / "run"), "--predict.data", str(tmp_path / "bad")]
+    predict_options = ["--predict.run", str(tmp_path / "runs" / "run"), "--predict.data", str(tmp_path / "bad")]
     capsys.readouterr()
-    assert main([*task, *data, *storage, *asked, "--predict.out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr()
-    assert "part-0.parquet, row" in said.err
-    assert "column 'a'" in said.err
+    assert main([*task, *data, *storage, *predict_options, "--predict.out", str(tmp_path / "out")]) == 2
+    output = capsys.readouterr()
+    assert "part-0.parquet, row" in output.err
+    assert "column 'a'" in output.err
     if value is not None:
-        assert "row group 1, row 3" in said.err
-        assert "Columns used: a\nColumns not used: 'note' (text), 'target' (number, not named)\n" in said.out
+        assert "row group 1, row 3" in output.err
+        assert "Columns used: a\nColumns not used: 'note' (text), 'target' (number, not named)\n" in output.out

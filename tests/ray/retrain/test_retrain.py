@@ -1,6 +1,4 @@
-"""Scheduled retraining from day to day on real Ray and MLflow, and the same with a scheduler that is killed in the
-middle of each stage.
-"""
+"""Scheduled retraining from day to day on real Ray and MLflow, also with a scheduler that is killed in each stage."""
 
 from __future__ import annotations
 
@@ -55,11 +53,11 @@ ARGUMENTS = [
 
 
 class Days:
-    """A model that is retrained on what is delivered day by day; day 1 has few rows.
+    """A model that is retrained on data delivered day by day; day 1 has few rows.
 
     Args:
-        folder: Where data and runs are.
-        digits: The ingested digits.
+        folder: Folder of data and runs.
+        digits: Folder of the ingested digits.
     """
 
     def __init__(self, folder: Path, digits: Path) -> None:
@@ -75,7 +73,7 @@ class Days:
     def deliver(
         self, name: str, low: int, high: int, change: Callable[[np.ndarray], np.ndarray] = lambda labels: labels
     ) -> None:
-        """Delivers rows [low, high) as a file, with other labels if asked for."""
+        """Delivers rows [low, high) as a file, with labels changed by `change`."""
         part = self.rows.slice(low, high - low)
         at = part.column_names.index("label")
         pq.write_table(
@@ -85,7 +83,7 @@ class Days:
 
     @property
     def arguments(self) -> list[str]:
-        """Of every start."""
+        """Arguments of every start."""
         data = [f"--data.path={self.train}", f"--data.eval_path={self.folder / 'data' / 'eval'}"]
         return [*ARGUMENTS, *data, f"--run.storage_path={self.folder / 'runs'}"]
 
@@ -98,8 +96,8 @@ class Days:
         return RetrainPaths(self.folder / "runs" / "retraining" / "digits")
 
     @property
-    def judged(self) -> int:
-        """Evaluation rows that the gate judges on."""
+    def num_gate_rows(self) -> int:
+        """Number of evaluation rows that the gate uses."""
         manifest = open_dataset(str(self.folder / "data" / "eval")).manifest
         files = [self.folder / "data" / "eval" / path for path in manifest.paths]
         judges = select_gate_rows(
@@ -108,30 +106,30 @@ class Days:
         assert 140 < judges.sum() < 359 - 140
         return int(judges.sum())
 
-    def serves(self) -> str | None:
+    def champion(self) -> str | None:
         return champion_of(connect(self.uri), "digits")
 
     def versions(self) -> list[Any]:
         return sorted(connect(self.uri).search_model_versions("name = 'digits'"), key=lambda v: int(v.version))
 
-    def what(self) -> list[str]:
+    def audit_kinds(self) -> list[str]:
         return [entry["what"] for entry in read_audit_entries(self.paths)]
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same whatever happened on the way."""
+        """Returns the facts that must not depend on disturbances."""
         versions, digest = self.versions(), "ray_app.params_digest"
         runs = sorted(path.name for path in (self.folder / "runs").iterdir() if (path / "config.yaml").exists())
         return {
             "versions": [
                 (v.version, v.tags[digest], v.tags["ray_app.gate"], v.tags["ray_app.retrain_key"]) for v in versions
             ],
-            "champion": self.serves(),
+            "champion": self.champion(),
             "replaces": versions[-1].tags["ray_app.replaces"],
             "audit": [(entry["key"], entry["what"], entry["figures"]) for entry in read_audit_entries(self.paths)],
             "runs": runs,
             "tracked": [len(mlflow_runs(self.uri, name)) for name in runs],
             "open": open_rounds(self.paths),
-            # The keys of rounds have the digest of the package: who edits it while this runs, for minutes, sees that
+            # The keys of rounds include the digest of the package; an edit of it during this test of minutes shows
             # here first.
             "code": digest_json({str(file): file.read_text() for file in sorted((ROOT / "ray_app").rglob("*.py"))}),
         }
@@ -143,15 +141,15 @@ def start(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
 
     def call(days: Days, *more: str) -> Ended:
         code = main([*days.arguments, *more])
-        shown = capsys.readouterr()
-        return Ended(code, shown.out, shown.err)
+        output = capsys.readouterr()
+        return Ended(code, output.out, output.err)
 
     return call
 
 
 @pytest.fixture(scope="module")
 def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Days, dict[str, Any]]:
-    """Days 1 and 3 without a disturbance, and what came of them."""
+    """Days 1 and 3 without a disturbance, and their facts."""
     days = Days(tmp_path_factory.mktemp("undisturbed"), digits)
     assert main(days.arguments) == 0
     days.deliver("third", 150, 1400)
@@ -159,11 +157,14 @@ def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return days, days.facts()
 
 
-def test_from_day_to_day(undisturbed: tuple[Days, dict[str, Any]], start: Callable[..., Ended]) -> None:
+def test_retraining_decides_correctly_from_day_to_day(
+    undisturbed: tuple[Days, dict[str, Any]], start: Callable[..., Ended]
+) -> None:
     days, facts = undisturbed
-    check_what_day_3_made(days, facts)
+    assert_day_3(days, facts)
 
-    assert "is what champion version 2 was trained on" in start(days).out  # nothing changed
+    # The data has not changed.
+    assert "is what champion version 2 was trained on" in start(days).out
     assert days.facts() == facts
 
     days.deliver("fourth", 1400, 1438)
@@ -173,72 +174,75 @@ def test_from_day_to_day(undisturbed: tuple[Days, dict[str, Any]], start: Callab
     assert (few.code, "38 new training rows, fewer than 100" in few.out) == (0, True)
     assert days.facts() == facts
 
-    days.deliver("fourth", 150, 1400, change=lambda labels: (labels + 1) % 10)  # the balance of the classes stays
+    # The change keeps the balance of the classes.
+    days.deliver("fourth", 150, 1400, change=lambda labels: (labels + 1) % 10)
     days.deliver("third", 150, 1400, change=lambda labels: (labels + 1) % 10)
-    for _ in range(2):  # the second time without a second entry
+    # The second start does not add a second audit entry.
+    for _ in range(2):
         corrupted = start(days)
-        assert (corrupted.code, days.serves(), len(days.versions())) == (2, "2", 2)
+        assert (corrupted.code, days.champion(), len(days.versions())) == (2, "2", 2)
         assert "labels of the training data: the champion's accuracy on them is 0." in corrupted.out
-        assert days.what() == ["promoted", "promoted", "data refused"]
+        assert days.audit_kinds() == ["promoted", "promoted", "data refused"]
     refused = read_audit_entries(days.paths)[-1]
     assert refused["validation"]["agreement"]["training"] < 0.3
     assert refused["validation"]["agreement"]["accepted"] > 0.8
-    told = connect(days.uri).get_registered_model("digits").tags
-    assert refused["why"] in told["ray_app.data_refused"]
-    assert told["ray_app.refused_data_digest"] == refused["inputs"]["data"]
+    tags = connect(days.uri).get_registered_model("digits").tags
+    assert refused["why"] in tags["ray_app.data_refused"]
+    assert tags["ray_app.refused_data_digest"] == refused["inputs"]["data"]
 
     (days.train / "fourth.parquet").unlink()
     days.deliver("third", 150, 700)
     truncated = start(days)
-    assert (truncated.code, days.serves()) == (2, "2")
+    assert (truncated.code, days.champion()) == (2, "2")
     assert "700 rows, 50% of the 1,400 of the champion's; allowed are 70%" in truncated.out
 
     days.deliver("third", 150, 1400)
     days.deliver("fourth", 1400, 1438)
     worse = start(days, "--retrain.min_new_rows=1", "--optimizer.lr=0.0000001")
-    assert (worse.code, days.serves()) == (0, "2"), worse.err
+    assert (worse.code, days.champion()) == (0, "2"), worse.err
     assert "so it may be no better" in worse.out
     gate = read_audit_entries(days.paths)[-1]
-    assert (gate["what"], gate["version"], gate["figures"]["rows"]) == ("gate refused", "3", days.judged)
+    assert (gate["what"], gate["version"], gate["figures"]["rows"]) == ("gate refused", "3", days.num_gate_rows)
     assert gate["figures"]["low"] <= 0 <= gate["figures"]["high"]
     assert days.versions()[2].tags["ray_app.gate"] == "gate refused"
     measured = connect(days.uri).get_run(days.versions()[2].run_id).data.metrics
     assert (measured["gate_gain"], measured["gate_low"]) == (gate["figures"]["gain"], gate["figures"]["low"])
     assert "already judged: gate refused" in start(days, "--retrain.min_new_rows=1", "--optimizer.lr=0.0000001").out
 
-    (days.train / "fourth.parquet").unlink()  # what version 2 was made of
+    # The remaining data is the data of version 2.
+    (days.train / "fourth.parquet").unlink()
     back = start(days, "--rollback=wrong on customer X")
-    assert (back.code, days.serves()) == (0, "1"), back.err
+    assert (back.code, days.champion()) == (0, "1"), back.err
     again = start(days)
-    assert (again.code, days.serves(), len(days.versions())) == (0, "1", 3)
+    assert (again.code, days.champion(), len(days.versions())) == (0, "1", 3)
     assert "but the same data, configuration and code were already judged: promoted" in again.out
     assert start(days, "--rollback=this one too").code == 2
-    assert days.serves() == "1"
-    shown = start(days, "--history").out
+    assert days.champion() == "1"
+    history = start(days, "--history").out
     for text in ("promoted", "data refused", "gate refused", "rolled back", "wrong on customer X"):
-        assert text in shown
-    assert days.what() == ["promoted", "promoted", "data refused", "data refused", "gate refused", "rolled back"]
+        assert text in history
+    assert days.audit_kinds() == ["promoted", "promoted", "data refused", "data refused", "gate refused", "rolled back"]
 
 
-def check_what_day_3_made(days: Days, facts: dict[str, Any]) -> None:
-    """Version 2 began with the parameters of version 1, saw the new rows and half of the old ones, and is better beyond
-    doubt.
+def assert_day_3(days: Days, facts: dict[str, Any]) -> None:
+    """Asserts that version 2 began with the parameters of version 1, trained on the new rows and half of the old ones,
+    and is significantly better.
     """
     first, second = days.versions()
     assert (facts["champion"], facts["replaces"], facts["tracked"]) == ("2", "1", [1, 1])
     assert [kind for _, kind, _ in facts["audit"]] == ["promoted", "promoted"]
     figures = facts["audit"][1][2]
-    assert (figures["metric"], figures["rows"]) == ("accuracy", days.judged)
+    assert (figures["metric"], figures["rows"]) == ("accuracy", days.num_gate_rows)
     assert figures["champion"] + 0.1 < figures["challenger"] > 0.9
     assert 0 < figures["low"] < figures["gain"] < figures["high"]
     assert second.tags["ray_app.promoted_because"].startswith("retraining: accuracy 0.9")
     assert second.tags["ray_app.trained_because"].startswith("new data: 1,250 of 1,400 training rows")
     config = from_yaml((days.folder / "runs" / second.tags["ray_app.run_name"] / "config.yaml").read_text())
     assert config.train.init_digest == first.tags["ray_app.params_digest"]
-    chose = [
-        open_dataset(str(place)).manifest.num_rows for place in (config.data.eval_path, days.folder / "data" / "eval")
+    sizes = [
+        open_dataset(str(folder)).manifest.num_rows for folder in (config.data.eval_path, days.folder / "data" / "eval")
     ]
-    assert chose[0] + figures["rows"] == chose[1]
+    assert sizes[0] + figures["rows"] == sizes[1]
     rows = open_dataset(config.data.path).manifest.num_rows
     assert 1250 + 40 < rows < 1250 + 110
 
@@ -288,10 +292,10 @@ print(json.dumps(ended))
 
 
 def schedule(folder: Path, starts: list[list[tuple[list[str], str | None]]]) -> list[list[int]]:
-    """Starts schedulers on the test's cluster, those of one group at once, each in a process of its own; returns their
-    exit codes.
+    """Starts schedulers on the test's cluster, concurrently within a group, each in its own process; returns their exit
+    codes.
 
-    A start is its arguments and the stage in the middle of which it kills itself.
+    A start consists of its arguments and the stage in which it kills itself.
     """
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", STARTS, address, str(ROOT), json.dumps(starts)]
@@ -314,14 +318,15 @@ def schedule(folder: Path, starts: list[list[tuple[list[str], str | None]]]) -> 
         pytest.param(["decided", "validated", "training", *STAGES[2:]], id="of all"),
     ],
 )
-def test_a_scheduler_killed_in_the_middle_of_each_stage_changes_nothing(
+def test_a_scheduler_killed_in_each_stage_does_not_change_the_result(
     undisturbed: tuple[Days, dict[str, Any]], digits: Path, tmp_path: Path, stages: list[str]
 ) -> None:
-    """The stages left to the slow case change nothing but their own record, whose writing is tested without Ray."""
+    """The stages in only the slow case change nothing but their own record; other tests write it without Ray."""
     days = Days(tmp_path, digits)
     [both] = schedule(tmp_path, [[(days.arguments, None)] * 2])
-    assert sorted(both) == [0, 75]  # two at once, one retraining
-    assert (days.serves(), len(days.versions()), days.what()) == ("1", 1, ["promoted"])
+    # Of two concurrent starts, one retrains.
+    assert sorted(both) == [0, 75]
+    assert (days.champion(), len(days.versions()), days.audit_kinds()) == ("1", 1, ["promoted"])
 
     days.deliver("third", 150, 1400)
     ended = schedule(tmp_path, [*([(days.arguments, stage)] for stage in stages), [(days.arguments, None)]])

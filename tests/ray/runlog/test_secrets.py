@@ -1,6 +1,4 @@
-"""Canaries in the configuration and in the environment of a run that fails with them in its error: nobody gets to see
-them.
-"""
+"""A run has canaries in its configuration, its environment and its error message; no output shows them."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tests.support.mlflow_server import mlflow_runs
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def test_nothing_secret_gets_out(
+def test_no_output_of_a_run_contains_a_secret(
     short_run: Callable[..., Config],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -41,7 +39,7 @@ def test_nothing_secret_gets_out(
     config = config.replace(task={"class_path": "tests.support.secret_task.SecretTask", "init_args": secrets})
     (tmp_path / "given.yaml").write_text(config.to_yaml())
     assert main(["--config", str(tmp_path / "given.yaml")]) == 1
-    shown = capfd.readouterr()
+    console = capfd.readouterr()
     root = tmp_path / "runs" / "run"
     events = "".join(file.read_text() for file in (root / "events").iterdir())
     [run] = mlflow_runs(default_tracking_uri(config), "run")
@@ -51,9 +49,9 @@ def test_nothing_secret_gets_out(
         for a in client.list_artifacts(run.info.run_id)
     }
     assert {"config.yaml", "summary.json"} <= artifacts.keys()
-    told = {
-        "console": shown.out,
-        "errors": shown.err,
+    outputs = {
+        "console": console.out,
+        "errors": console.err,
         "log": caplog.text,
         "events": events,
         "summary": (root / "summary.json").read_text(),
@@ -64,9 +62,9 @@ def test_nothing_secret_gets_out(
         "tracking": (root / "tracking.json").read_text(),
         **artifacts,
     }
-    assert [place for place, text in told.items() if "canary" in text.lower().replace("canary_api_key", "")] == []
-    for place in ("errors", "events"):
-        assert "no login at s3://***@bucket/x?token=*** with " in told[place], "the fault did not happen"
+    assert [name for name, text in outputs.items() if "canary" in text.lower().replace("canary_api_key", "")] == []
+    for name in ("errors", "events"):
+        assert "no login at s3://***@bucket/x?token=*** with " in outputs[name], "the run did not fail with the error"
     assert run.data.params["task.init_args.api_token"] == "***"
     assert run.info.status == "FAILED"
     kept = root / "config.yaml"

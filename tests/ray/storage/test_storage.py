@@ -36,7 +36,7 @@ ShortRun = Callable[..., Config]
 
 
 @pytest.mark.rest
-def test_a_run_on_s3_is_the_same(
+def test_a_run_on_s3_is_bit_identical_after_failures(
     short_run: ShortRun,
     reference: dict[str, Any],
     digits: Path,
@@ -44,8 +44,8 @@ def test_a_run_on_s3_is_the_same(
     s3_server: S3Server,
     tmp_path: Path,
 ) -> None:
-    """With its data there, an end, a damaged newest checkpoint, other workers afterwards, an evaluator, and a server
-    that fails.
+    """The data is on S3; the run fails, its newest checkpoint is damaged, it continues on other workers with an
+    evaluator, and requests to the server fail.
     """
     for name, file in list_tree(digits).items():
         put_atomic(s3_folder / "digits" / name, file.read_bytes())
@@ -64,10 +64,10 @@ def test_a_run_on_s3_is_the_same(
     paths = RunPaths(s3_folder / "run")
     assert stop.happened == 2
     assert read_json(paths.summary)["status"] == "failed"
-    place = paths.checkpoint(16, 1) / "model.safetensors"
-    data = bytearray(place.read_bytes())
+    model_file = paths.checkpoint(16, 1) / "model.safetensors"
+    data = bytearray(model_file.read_bytes())
     data[-1] ^= 1
-    place.put(bytes(data), if_absent=False)
+    model_file.put(bytes(data), if_absent=False)
     s3_server.fail("(PUT|POST|GET) .*/checkpoints/", times=2)
     result = run_training(config.replace(scaling__min_workers=1, scaling__max_workers=3))
     summary = result.summary
@@ -97,19 +97,21 @@ def test_a_run_on_s3_is_the_same(
 
 
 @pytest.mark.rest
-def test_a_second_driver_is_refused(short_run: ShortRun, tmp_path: Path) -> None:
-    """It says so with exit code 2 before it writes anything, while the first is left alone."""
+def test_a_second_driver_of_a_run_is_refused(short_run: ShortRun, tmp_path: Path) -> None:
+    """The second driver ends with exit code 2 before it writes, and the first continues."""
     config = short_run(train__max_steps=2)
     refusals: list[subprocess.CompletedProcess[str]] = []
-    told = threading.Event()
+    has_started = threading.Event()
 
     def start_another(job: Job) -> None:
-        if not told.is_set():
-            told.set()
+        if not has_started.is_set():
+            has_started.set()
             (tmp_path / "config.yaml").write_text(config.to_yaml())
             command = [sys.executable, str(ROOT / "jobs" / "train.py"), "--config", str(tmp_path / "config.yaml")]
-            here = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-            refusals.append(subprocess.run(command, env=here, capture_output=True, text=True, check=False, timeout=300))
+            environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+            refusals.append(
+                subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+            )
             with pytest.raises(RunHeldError):
                 run_training(config)
 

@@ -1,4 +1,4 @@
-"""Rows that are decoded another way in every epoch, read by real workers: the same parameters as without Ray, and as
+"""Rows that each epoch decodes differently, read by real workers: the parameters are the same as without Ray, and
 after a resume.
 """
 
@@ -39,7 +39,7 @@ def config_of(data: dict[str, Any], tmp_path: Path, name: str, **fields: Any) ->
     )
 
 
-def test_random_crops_are_the_same_for_any_workers_and_after_a_resume(tmp_path: Path) -> None:
+def test_random_crops_are_the_same_on_any_workers_and_after_a_resume(tmp_path: Path) -> None:
     data = write_pictures(tmp_path / "pictures")
     alone = run_training(config_of(data, tmp_path, "alone", train__strategy="single"))
     both = run_training(config_of(data, tmp_path, "both", scaling__min_workers=2, scaling__max_workers=2))

@@ -1,4 +1,4 @@
-"""Real runs while the MLflow server is frozen, killed, broken, silent or absent: no step waits, and each point arrives
+"""Real runs while the MLflow server is frozen, killed, failing, silent or absent: no step waits, and each point arrives
 once, in order.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ray_app import run_training
-from ray_app.cli.track import main as replay
+from ray_app.cli.track import main as track
 from ray_app.config.config import Config
 from ray_app.driver import run as run_module
 from ray_app.driver.run import Faults
@@ -30,21 +30,19 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 STEPS, PHASE = 60, 10
 _REQUEST_S = 6.0
-"""How long a call to MLflow waits for an answer; a step takes some ten milliseconds, also if the machine has other
-things to do.
-"""
+"""Timeout of a call to MLflow; a step takes some ten milliseconds, even on a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("server"))
-    made.start()
-    yield made
-    made.kill()
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{_REQUEST_S:g}")
 
 
@@ -55,7 +53,7 @@ def records_of(paths: RunPaths) -> dict[int, StepRecord]:
 
 
 def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
-    """MLflow has each point of the run's own record exactly once, with its time, in order."""
+    """Asserts that MLflow has each point of the run's own record exactly once, with its time, in order."""
     [run] = mlflow_runs(uri, paths.name)
     assert run.info.status == status
     run_id, records = run.info.run_id, records_of(paths)
@@ -65,12 +63,14 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
         ]
     assert [value for _, _, value in history(uri, run_id, "step_ms")] == [r.step_ms for r in records.values()]
     evaluations = read_evaluations(paths)
-    got = history(uri, run_id, "eval_accuracy") if evaluations else []
-    assert got == [(e.step, int(e.time_s * 1e3), e.metrics["accuracy"]) for e in evaluations]
-    looks = list(read_samples(paths, "").values())
-    for node in {name for look in looks for name in look.nodes}:
+    evaluation_points = history(uri, run_id, "eval_accuracy") if evaluations else []
+    assert evaluation_points == [(e.step, int(e.time_s * 1e3), e.metrics["accuracy"]) for e in evaluations]
+    samples = list(read_samples(paths, "").values())
+    for node in {name for sample in samples for name in sample.nodes}:
         expected = [
-            (look.step, int(look.time_s * 1e3), look.nodes[node]["memory_gb"]) for look in looks if node in look.nodes
+            (sample.step, int(sample.time_s * 1e3), sample.nodes[node]["memory_gb"])
+            for sample in samples
+            if node in sample.nodes
         ]
         assert history(uri, run_id, f"system/{node}/memory_gb") == expected
     sent = {name for name in run.data.metrics if not name.startswith(("eval_", "system/"))}
@@ -84,20 +84,22 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
         "workers",
         "restarts",
     }
-    known = [(n, r.imbalance) for n, r in records.items() if r.imbalance is not None]
-    assert [(step, value) for step, _, value in history(uri, run_id, "imbalance")] == known
+    imbalances = [(n, r.imbalance) for n, r in records.items() if r.imbalance is not None]
+    assert [(step, value) for step, _, value in history(uri, run_id, "imbalance")] == imbalances
     return run
 
 
-class Trouble:
-    """What happens to the server between the phases, told by the driver's own look at the run."""
+class Outages:
+    """Changes the state of the server between the phases, called by the driver when it observes the run."""
 
     def __init__(self, folder: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
-        self.folder, self.server, self.caplog = folder, server, caplog
+        self.folder = folder
+        self.server = server
+        self.caplog = caplog
         self.next = 1
         self.stub: Stub | None = None
-        self.asked: list[int] = []
-        self.troubles = 0
+        self.requests: list[int] = []
+        self.num_warnings = 0
 
     def __call__(self, job: Job) -> None:
         if self.next * PHASE in records_of(job.paths) and self.next * PHASE < STEPS:
@@ -113,13 +115,12 @@ class Trouble:
         until(lambda: "training goes on" in self.caplog.text)
         self.server.thaw()
         until(lambda: read_json(job.paths.tracking)["sent_step"] == 2 * PHASE)
-        self.troubles = self.caplog.text.count(
-            "training goes on"
-        )  # more than one where the machine is too busy to answer in time
+        # On a busy machine, answers can time out, so there may be several warnings.
+        self.num_warnings = self.caplog.text.count("training goes on")
         self.server.kill()
 
     def after_3(self, job: Job) -> None:
-        until(lambda: self.caplog.text.count("training goes on") > self.troubles)
+        until(lambda: self.caplog.text.count("training goes on") > self.num_warnings)
         self.stub = Stub(self.server.port, ERROR_500)
 
     def after_4(self, job: Job) -> None:
@@ -134,13 +135,13 @@ class Trouble:
         stub = self.stub
         assert stub is not None
         until(lambda: stub.asked > 0)
-        self.asked.append(stub.asked)
+        self.requests.append(stub.asked)
         stub.close()
         self.stub = None if answer is False else Stub(self.server.port, answer)  # type: ignore[arg-type]
 
 
 @pytest.mark.rest
-def test_no_step_waits_and_nothing_is_lost_or_doubled(
+def test_outages_delay_no_step_and_lose_or_double_no_point(
     short_run: Callable[..., Config], digits: Path, tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = short_run(
@@ -152,36 +153,35 @@ def test_no_step_waits_and_nothing_is_lost_or_doubled(
         train__max_steps=STEPS,
         data__eval_path=str(digits / "eval"),
     )
-    trouble = Trouble(tmp_path, server, caplog)
+    outages = Outages(tmp_path, server, caplog)
     summary = run_training(
-        config, faults=Faults(train=Hooks(after_step=Gates(str(tmp_path), PHASE, STEPS))), observe=trouble
+        config, faults=Faults(train=Hooks(after_step=Gates(str(tmp_path), PHASE, STEPS))), observe=outages
     ).summary
-    assert trouble.next * PHASE == STEPS
-    assert len(trouble.asked) == 2
+    assert outages.next * PHASE == STEPS
+    assert len(outages.requests) == 2
     paths = RunPaths(tmp_path / "runs" / "run")
     run = assert_all_sent(paths, server.uri)
     assert summary["mlflow_run_id"] == run.info.run_id
-    free = [
-        r.step_ms for n, r in records_of(paths).items() if n > 1 and n % PHASE != 1
-    ]  # those after a gate have waited for the test
-    assert max(free) < 1e3 * _REQUEST_S, "a step waited for a call to MLflow"
-    check_inputs(run, config)
+    # Steps after a gate have waited for the test.
+    step_times_ms = [r.step_ms for n, r in records_of(paths).items() if n > 1 and n % PHASE != 1]
+    assert max(step_times_ms) < 1e3 * _REQUEST_S, "a step waited for a call to MLflow"
+    assert_inputs(run, config)
 
 
-def check_inputs(run: Any, config: Config) -> None:
-    found = {
+def assert_inputs(run: Any, config: Config) -> None:
+    data_sets = {
         next(t.value for t in i.tags if t.key == "mlflow.data.context"): i.dataset for i in run.inputs.dataset_inputs
     }
-    assert found.keys() == {"training", "evaluation"}
+    assert data_sets.keys() == {"training", "evaluation"}
     whole = run.data.tags["ray_app.manifest_digest"]
-    assert found["training"].digest == whole[:36]
-    assert f'"manifest_digest": "{whole}"' in found["training"].profile
-    assert '"num_rows": 1438' in found["training"].profile
-    assert '"num_rows": 359' in found["evaluation"].profile
-    assert config.data.path in found["training"].source
+    assert data_sets["training"].digest == whole[:36]
+    assert f'"manifest_digest": "{whole}"' in data_sets["training"].profile
+    assert '"num_rows": 1438' in data_sets["training"].profile
+    assert '"num_rows": 359' in data_sets["evaluation"].profile
+    assert config.data.path in data_sets["training"].source
 
 
-def test_absent_to_the_end_and_replayed(
+def test_a_run_without_mlflow_is_replayed_later(
     short_run: Callable[..., Config],
     tmp_path: Path,
     server: Server,
@@ -203,18 +203,18 @@ def test_absent_to_the_end_and_replayed(
     [command] = re.findall(r"ray-app track --replay (\S+)", caplog.text)
     assert command == str(tmp_path / "runs" / "absent")
 
-    assert replay(["--replay", command]) == 1
+    assert track(["--replay", command]) == 1
     assert f"MLflow at {absent.uri} did not take everything" in capsys.readouterr().err
-    assert replay(["--replay", str(tmp_path)]) == 2
+    assert track(["--replay", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
 
     paths = RunPaths(tmp_path / "runs" / "absent")
     points = 30 + len(read_samples(paths, ""))
-    assert replay(["--replay", command, "--uri", server.uri, "--experiment", "second"]) == 0
+    assert track(["--replay", command, "--uri", server.uri, "--experiment", "second"]) == 0
     assert f"Sent {points} points, 0 of them evaluations" in capsys.readouterr().out
     run = assert_all_sent(paths, server.uri)
     assert read_json(paths.summary)["mlflow_run_id"] == run.info.run_id
-    assert replay(["--replay", command]) == 0, "it goes to where it went last"
+    assert track(["--replay", command]) == 0, "a replay must use the last server"
     assert "Sent 0 points" in capsys.readouterr().out
     assert_all_sent(paths, server.uri)
     assert read_json(paths.summary)["restarts"]["driver"] == 0

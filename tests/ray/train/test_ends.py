@@ -1,5 +1,5 @@
-"""What a run waits for has an end: a coordinator that does not answer, and whatever it waits for when it is asked to
-stop.
+"""Waits of a run are bounded: for a coordinator that does not answer, and for data or capacity when the run is
+interrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ShortRun = Callable[..., Config]
 
 @pytest.fixture
 def frozen_coordinator(ray_cluster: None) -> Iterator[None]:
-    """Ray's autoscaling coordinator, which neither answers nor dies."""
+    """Freezes Ray's autoscaling coordinator, which then neither answers nor dies."""
     start_shared_actors()
     actor = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
     pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
@@ -35,14 +35,14 @@ def frozen_coordinator(ray_cluster: None) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("frozen_coordinator")
-def test_a_run_starts_and_ends_without_an_answer_of_the_autoscaling_coordinator(short_run: ShortRun) -> None:
+def test_a_run_does_not_depend_on_the_autoscaling_coordinator(short_run: ShortRun) -> None:
     result = run_training(short_run(data__cache="memory"))
     assert result.status == "finished"
     assert result.summary["steps"] == 30
 
 
 def interrupt_when(happens: Callable[[Job], Any]) -> Callable[[Job], None]:
-    """Sends this process a SIGTERM, once."""
+    """Makes an observer that sends this process one SIGTERM when the condition holds."""
     sent: list[int] = []
 
     def observe(job: Job) -> None:
@@ -68,16 +68,16 @@ def test_sigterm_ends_a_run_that_waits_for_data(short_run: ShortRun, tmp_path: P
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_sigterm_ends_a_run_that_waits_for_capacity(short_run: ShortRun) -> None:
-    taken = [ray.remote(num_cpus=1)(Taken).remote() for _ in range(8)]
-    ray.get([each.ready.remote() for each in taken])
+    busy_actors = [ray.remote(num_cpus=1)(BusyActor).remote() for _ in range(8)]
+    ray.get([actor.ready.remote() for actor in busy_actors])
     result = run_training(short_run(data__cache="memory"), observe=interrupt_when(lambda _: True))
     assert (result.status, result.summary["steps"]) == ("interrupted", 0)
-    for each in taken:
-        ray.kill(each)
+    for actor in busy_actors:
+        ray.kill(actor)
 
 
-class Taken:
-    """A CPU that is taken."""
+class BusyActor:
+    """An actor that occupies a CPU."""
 
     def ready(self) -> None:
-        """It is."""
+        """Returns when the actor has started."""

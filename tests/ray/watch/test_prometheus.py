@@ -19,14 +19,15 @@ from tests.support.places import ROOT
 from tests.support.prometheus import find_prometheus, prometheus, shown
 
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "runs.json").read_text())
-RUN, EVERY, LAST = "a-run", 2, 10
+RUN = "a-run"
+EVERY, LAST = 2, 10
 _LOOKS = 6
-"""A second and a half of the driver's looks, one of which is the console's."""
-Shown = dict[tuple[str, str], float]
+"""Observations by the driver in one and a half seconds, at least one of them by the console."""
+MetricValues = dict[tuple[str, str], float]
 
 
-def asked() -> dict[str, str]:
-    """What the panels ask for, by title, of the run alone."""
+def panel_queries() -> dict[str, str]:
+    """Returns the queries of the panels by title, for the run alone."""
     return {
         panel["title"]: target["expr"].replace("$run", RUN)
         for panel in DASHBOARD["panels"]
@@ -34,12 +35,14 @@ def asked() -> dict[str, str]:
     }
 
 
-class Opener:
-    """Opens each gate when the console has looked at the run before it, and the last one when the agent shows that."""
+class GateOpener:
+    """Opens each gate after the console has read the run before it, and the last one when the agent exports that."""
 
     def __init__(self, folder: Path, evaluate: Path) -> None:
-        self._folder, self._evaluate, self._step, self._calls = folder, evaluate, EVERY, 0
-        self.seen: Shown = {}
+        self._folder = folder
+        self._evaluate = evaluate
+        self._step, self._calls = EVERY, 0
+        self.metrics: MetricValues = {}
 
     def __call__(self, job: Job) -> None:
         newest = newest_record(job.paths)
@@ -47,8 +50,8 @@ class Opener:
         if self._calls < _LOOKS:
             return
         if self._step == LAST:
-            self.seen = shown(job.paths.name)
-            if self.seen.get(("ray_app_steps", "")) != LAST:
+            self.metrics = shown(job.paths.name)
+            if self.metrics.get(("ray_app_steps", "")) != LAST:
                 return
             self._evaluate.touch()
         (self._folder / str(self._step)).touch()
@@ -56,10 +59,8 @@ class Opener:
 
 
 @pytest.fixture(scope="module")
-def during(ray_cluster: None, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    """What the agent shows of a run that stands at a step, whose worker was killed before, and whose evaluator is held
-    up.
-    """
+def metrics(ray_cluster: None, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> MetricValues:
+    """Metrics that the agent exports while a run waits at a step after a kill of a worker, and its evaluator waits."""
     folder = tmp_path_factory.mktemp("metrics")
     gates, evaluate = folder / "gates", folder / "evaluate"
     gates.mkdir()
@@ -75,47 +76,48 @@ def during(ray_cluster: None, digits: Path, tmp_path_factory: pytest.TempPathFac
         tracking__enabled=False,
     )
     kill = KillAt(str(folder / "killed"), "compute", 1, 5)
-    opener = Opener(gates, evaluate)
+    opener = GateOpener(gates, evaluate)
     hooks = Hooks(after_step=Gates(str(gates), EVERY, LAST + 1), at=kill)
     result = run_training(config, faults=Faults(hooks, Gate(str(evaluate))), observe=opener)
     assert (result.status, kill.happened) == ("finished", 1)
-    return opener.seen
+    return opener.metrics
 
 
-def test_the_agent_shows_how_a_run_gets_on(during: Shown) -> None:
-    assert {name.removeprefix("ray_app_") for name, _ in during} == set(METRICS)
-    assert {cause for _, cause in during if cause} == {"failures", "preemptions", "storage", "resizes", "driver"}
-    assert (during["ray_app_steps", ""], during["ray_app_workers", ""], during["ray_app_restarts", "failures"]) == (
+def test_the_agent_exports_the_metrics_of_a_run(metrics: MetricValues) -> None:
+    assert {name.removeprefix("ray_app_") for name, _ in metrics} == set(METRICS)
+    assert {cause for _, cause in metrics if cause} == {"failures", "preemptions", "storage", "resizes", "driver"}
+    assert (metrics["ray_app_steps", ""], metrics["ray_app_workers", ""], metrics["ray_app_restarts", "failures"]) == (
         LAST,
         1,
         1,
     )
-    assert 0 < during["ray_app_goodput", ""] <= 1
-    assert during["ray_app_rows_per_second", ""] > 0
-    assert during["ray_app_evaluator_lag_seconds", ""] > 0
+    assert 0 < metrics["ray_app_goodput", ""] <= 1
+    assert metrics["ray_app_rows_per_second", ""] > 0
+    assert metrics["ray_app_evaluator_lag_seconds", ""] > 0
 
 
-def test_every_panel_asks_for_what_the_agent_shows(during: Shown) -> None:
-    names = {name for expression in asked().values() for name in re.findall(r"\bray_app_\w+", expression)}
-    assert names == {name for name, _ in during}
+def test_every_panel_queries_exported_metrics(metrics: MetricValues) -> None:
+    names = {name for expression in panel_queries().values() for name in re.findall(r"\bray_app_\w+", expression)}
+    assert names == {name for name, _ in metrics}
     [run] = [variable for variable in DASHBOARD["templating"]["list"] if variable["name"] == "run"]
     assert run["definition"] == "label_values(ray_app_steps, run)"
 
 
-def test_prometheus_answers_every_panel(during: Shown, tmp_path: Path) -> None:
-    del during  # this process shows them as long as it lives
+def test_prometheus_answers_every_panel(metrics: MetricValues, tmp_path: Path) -> None:
+    # This process exports the metrics as long as it lives.
+    del metrics
     program = find_prometheus()
     if program is None:
         pytest.skip("Prometheus is not installed (apt-get install prometheus): the panels' queries were not asked")
     with prometheus(program, tmp_path) as server:
         assert server.get("label/run/values", **{"match[]": "ray_app_steps"}) == [RUN]
-        for title, expression in asked().items():
+        for title, expression in panel_queries().items():
             answers = server.query(expression)
             assert {series["metric"]["run"] for series in answers} == {RUN}, title
             assert len(answers) == (5 if "cause" in expression else 1), title
 
 
-def test_what_ray_refuses_is_said_once_and_harms_nothing(ray_cluster: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_ray_refuses_is_logged_once(ray_cluster: None, caplog: pytest.LogCaptureFixture) -> None:
     metrics = RunMetrics("refused")
     value: Any = "many"
     for _ in range(2):

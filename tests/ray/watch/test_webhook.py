@@ -1,4 +1,4 @@
-"""Observers of a run on a real cluster: they are told, and what they raise ends nothing."""
+"""Observers of a run on a real cluster get its events, and their errors do not end the run."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tests.support.receiver import receiver
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def test_posts_arrive_and_a_receiver_that_is_away_ends_nothing(
+def test_posts_arrive_and_an_unreachable_receiver_ends_no_run(
     short_run: Callable[..., Config], digits: Path, tmp_path: Path
 ) -> None:
-    with receiver() as (gone, _):
+    with receiver() as (closed_url, _):
         pass
-    with receiver() as (url, got):
-        observers = [{"class_path": "ray_app.Webhook", "init_args": {"url": each}} for each in (gone, url)]
+    with receiver() as (url, posts):
+        observers = [{"class_path": "ray_app.Webhook", "init_args": {"url": target}} for target in (closed_url, url)]
         config = short_run(
             observers=observers, data__eval_path=str(digits / "eval"), scaling__max_workers=2, scaling__min_workers=2
         )
         result = run_training(config, Console(quiet=True))
     assert result.status == "finished"
-    assert len(got) == 2, got
-    assert re.fullmatch(r"run: epoch 1, (accuracy [01]\.\d{4}, )?loss \d+\.\d{4}", got[0])
-    assert got[1] == "run: finished after 30 steps"
+    assert len(posts) == 2, posts
+    assert re.fullmatch(r"run: epoch 1, (accuracy [01]\.\d{4}, )?loss \d+\.\d{4}", posts[0])
+    assert posts[1] == "run: finished after 30 steps"
     failed = [event.details["reason"] for event in read_events(RunPaths(tmp_path / "runs" / "run"), "observer_failed")]
     assert [re.sub(": .*", "", reason) for reason in failed] == ["Webhook.epoch_ended", "Webhook.ended"]
     assert all("Connection refused" in reason for reason in failed)

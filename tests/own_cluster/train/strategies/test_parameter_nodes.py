@@ -1,6 +1,4 @@
-"""Parameter servers on several nodes: one that is announced to go away, with a worker, and one that is lost, with a
-server.
-"""
+"""Parameter servers on several nodes: a node with a worker is drained, and a node with a server is lost."""
 
 from __future__ import annotations
 
@@ -60,7 +58,9 @@ with open_drill_cluster(3, evaluates=False) as nodes:
 """  # noqa: E501
 
 
-def test_nodes_with_a_worker_and_with_a_server_go_away(short_run: Callable[..., Config], tmp_path: Path) -> None:
+def test_draining_a_worker_node_and_losing_a_server_node_keep_parameters(
+    short_run: Callable[..., Config], tmp_path: Path
+) -> None:
     alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
     train_in_process(alone, SingleProcessMembership(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
@@ -77,12 +77,12 @@ def test_nodes_with_a_worker_and_with_a_server_go_away(short_run: Callable[..., 
     paths = RunPaths(tmp_path / "runs" / "run")
     summary = read_json(paths.summary)
     assert (summary["status"], summary["restarts"]["preemptions"]) == ("finished", 1)
-    assert summary["restarts"]["failures"] == 0, "what is announced is no failure"
+    assert summary["restarts"]["failures"] == 0, "a preemption with notice counts as no failure"
     [lost] = read_events(paths, "server_lost")
     assert lost.details["back_to"] in (8, 16, 24)
     before = [e.details for e in read_events(paths, "formed") if e.time_s < lost.time_s]
-    assert [each["workers"] for each in before][-2:] == [2, 1]
-    assert not any("lost_s" in each for each in before), "who left with notice was taken for lost"
+    assert [details["workers"] for details in before][-2:] == [2, 1]
+    assert not any("lost_s" in details for details in before), "a worker that left with notice was declared lost"
     assert undisturbed is not None
     assert summary["params_digest"] == undisturbed.params_digest
     assert record_of(paths.root) == record_of(tmp_path / "runs" / "undisturbed")

@@ -1,4 +1,4 @@
-"""Parameter servers on a real Ray cluster: convergence, lost workers, lost servers, other numbers of both."""
+"""Parameter servers on a real Ray cluster: convergence, lost workers, lost servers, and changed numbers of both."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def rows_of(record: list[tuple[int, float, list[int], list[int]]]) -> list[tuple
     return [(step, rows, hashes) for step, _, rows, hashes in record]
 
 
-def test_digits_are_learnt_without_waiting_for_each_other(digits: Path, tmp_path: Path) -> None:
-    """A worker is killed on the way, and the run goes on with other numbers of workers and servers."""
+def test_asynchronous_workers_learn_the_digits(digits: Path, tmp_path: Path) -> None:
+    """A worker is killed during training, and the run continues with other numbers of workers and servers."""
     config = load_config(ROOT / "conf" / "digits.yaml").replace(
         **SERVERS,
         train__staleness=2,
@@ -64,22 +64,26 @@ def test_digits_are_learnt_without_waiting_for_each_other(digits: Path, tmp_path
     assert params_digest(dict(result.load_model().state_dict())) == best.params_digest
 
 
-def test_a_killed_worker_and_a_resume_on_others(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
-    """Synchronous, so even the bits are those of the undisturbed run of another strategy."""
+def test_a_kill_and_a_resume_on_other_workers_keep_the_result(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    """The run is synchronous, so it is bit-identical to the undisturbed run of another strategy."""
     stop, kill = Break(str(tmp_path / "stopped"), step=20, rank=0), Kill(str(tmp_path / "killed"), step=13, rank=1)
     with pytest.raises(NonFiniteError, match="injected"):
         run_training(short_run(**SERVERS), faults=Faults(train=Hooks(after_step=HookChain((kill, stop)))))
     assert (kill.happened, stop.happened) == (1, 1)
     paths = RunPaths(tmp_path / "runs" / "run")
-    assert len(read_events(paths, "resumed")) == 0, "a lost worker took the others back"
+    assert len(read_events(paths, "resumed")) == 0, "a lost worker reset the others to a checkpoint"
     summary = run_training(short_run(**SERVERS | {"train__servers": 1, "scaling__max_workers": 3})).summary
     assert [e.details["step"] for e in read_events(paths, "resumed")] == [16]
     assert summary["params_digest"] == reference["params_digest"]
     assert record_of(paths.root) == reference["record"]
 
 
-def killing(actor: str, proof: Path, sent: int = signal.SIGKILL) -> Callable[[Job], None]:
-    """Kills or stops the process of an actor once there is a checkpoint; the proof holds its pid."""
+def make_killer(actor: str, proof: Path, sent: int = signal.SIGKILL) -> Callable[[Job], None]:
+    """Makes an observer that kills or stops the process of an actor after the first checkpoint and writes its pid to
+    `proof`.
+    """
 
     def watch(job: Job) -> None:
         if proof.exists() or not read_events(job.paths, "checkpointed"):
@@ -99,7 +103,7 @@ def is_gone(proof: Path) -> bool:
 @pytest.mark.rest
 def test_a_killed_server_is_restored(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
     killed = tmp_path / "killed"
-    config, watch = short_run(**SERVERS, train__staleness=2), killing("server-{}-1", killed)
+    config, watch = short_run(**SERVERS, train__staleness=2), make_killer("server-{}-1", killed)
     result = run_training(config, faults=Faults(train=Hooks(after_step=WaitFor(str(killed), step=12))), observe=watch)
     assert is_gone(killed)
     [lost] = read_events(RunPaths(result.path), "server_lost")
@@ -109,38 +113,40 @@ def test_a_killed_server_is_restored(short_run: ShortRun, reference: dict[str, A
     assert rows_of(record_of(result.path)) == rows_of(reference["record"])
 
 
-def test_a_server_that_hangs_is_ended(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
-    """It hangs when a step's gradients are all there, since each logical worker has a worker: the coordinator waits for
-    it first.
+def test_a_server_that_hangs_is_killed_and_restored(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each logical worker has a worker, so the server hangs after all gradients of a step have arrived; the coordinator
+    waits for it first.
     """
     stopped = tmp_path / "stopped"
     fields = SERVERS | {"scaling__min_workers": 4, "scaling__max_workers": 4, "failure__step_timeout_s": 10.0}
-    config, watch = short_run(**fields), killing("server-{}-0", stopped, signal.SIGSTOP)
+    config, watch = short_run(**fields), make_killer("server-{}-0", stopped, signal.SIGSTOP)
     result = run_training(config, faults=Faults(train=Hooks(after_step=WaitFor(str(stopped), step=12))), observe=watch)
-    assert is_gone(stopped), "it still hangs"
+    assert is_gone(stopped), "the hanging server still lives"
     assert [e.details["back_to"] for e in read_events(RunPaths(result.path), "server_lost")] == [8]
-    assert result.summary["restarts"]["failures"] == 0, "workers were ended in its stead"
+    assert result.summary["restarts"]["failures"] == 0, "workers were killed instead of the server"
     assert result.summary["params_digest"] == reference["params_digest"]
     assert record_of(result.path) == reference["record"]
 
 
-def test_a_killed_coordinator_goes_on_from_the_newest_checkpoint(
+def test_a_killed_coordinator_resumes_from_the_newest_checkpoint(
     short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
 ) -> None:
     killed = tmp_path / "killed"
-    watch = killing("parameters-{}", killed)
+    watch = make_killer("parameters-{}", killed)
     result = run_training(
         short_run(**SERVERS), faults=Faults(train=Hooks(after_step=WaitFor(str(killed), step=12))), observe=watch
     )
     assert is_gone(killed)
     [resumed] = read_events(RunPaths(result.path), "resumed")
     assert resumed.details["step"] == 8
-    assert result.summary["restarts"]["failures"] == 0, "the workers noticed nothing"
+    assert result.summary["restarts"]["failures"] == 0, "a worker failed with the coordinator"
     assert result.summary["params_digest"] == reference["params_digest"]
     assert record_of(result.path) == reference["record"]
 
 
-def test_a_worker_that_hangs_is_ended(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+def test_a_worker_that_hangs_is_killed(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
     stall = Stall(str(tmp_path / "stalled"), "data", rank=1, step=13)
     result = run_training(short_run(**SERVERS, failure__step_timeout_s=6.0), faults=Faults(train=Hooks(at=stall)))
     assert (stall.happened, stall.gone) == (1, True)

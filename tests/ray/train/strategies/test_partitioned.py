@@ -1,5 +1,5 @@
-"""Strategies whose state no worker has alone, on a real cluster: a worker is killed, the other goes on from a copy in
-its memory.
+"""Strategies with partitioned state on a real cluster: a worker is killed, and the other continues from a peer replica
+in its memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.mark.parametrize("strategy", ["central_storage", "fsdp"])
-def test_a_killed_worker(
+def test_survivors_continue_from_a_peer_replica_after_a_kill(
     short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path, strategy: str
 ) -> None:
     fields = {
@@ -36,19 +36,19 @@ def test_a_killed_worker(
     result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))
     events = read_events(RunPaths(result.path), "formed", "resumed")
     assert (result.summary["status"], kill.happened) == ("finished", 1)
-    fewer = 2 if strategy == "fsdp" else 1  # who holds a part waits until there is memory for all again
-    assert [e.details["workers"] for e in events if e.kind == "formed"][:2] == [2, fewer]
-    resumed = [
-        e for e in events if e.kind == "resumed" and e.details["step"] < 30
-    ]  # a new worker may come when all is done
-    assert not resumed, "the survivor's memory is enough"
+    # With fsdp, the survivor waits for another worker, since the state does not fit into its memory.
+    workers_after = 2 if strategy == "fsdp" else 1
+    assert [e.details["workers"] for e in events if e.kind == "formed"][:2] == [2, workers_after]
+    # A new worker may join after the last step.
+    resumed = [e for e in events if e.kind == "resumed" and e.details["step"] < 30]
+    assert not resumed, "a worker resumed from a checkpoint instead of the peer replica"
     assert result.summary["redone_steps"] <= 2
     record = record_of(result.path)
     assert result.summary["params_digest"] == reference["params_digest"]
     assert record == reference["record"]
 
 
-def test_all_workers_start_again_as_in_stock_ray_train(
+def test_recovery_by_restart_restarts_all_workers_like_stock_ray_train(
     short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path
 ) -> None:
     fields = {

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @dataclass
-class Seen:
-    """A hook in the calling process: where the steps happen, and Ctrl-C after one of them."""
+class NotePids:
+    """A hook that notes the process ids of the steps, and sends Ctrl-C after one of them."""
 
     interrupt_after: int | None = None
 
@@ -43,37 +43,37 @@ class Seen:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_single_trains_in_the_calling_process_and_gives_the_same_bits(
+def test_single_trains_in_the_calling_process_bit_identically(
     short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path
 ) -> None:
     config = short_run(train__strategy="single", data__cache="memory", scaling__min_workers=1, scaling__max_workers=1)
-    stopping, seen = Seen(interrupt_after=11), Seen()
-    first = run_training(config, faults=Faults(train=Hooks(after_step=stopping)))
-    assert (first.status, first.summary["steps"]) == ("interrupted", 12), "the flag travels with the next step"
+    first_hook, second_hook = NotePids(interrupt_after=11), NotePids()
+    first = run_training(config, faults=Faults(train=Hooks(after_step=first_hook)))
+    assert (first.status, first.summary["steps"]) == ("interrupted", 12), "the stop flag is reduced with the next step"
     handler = signal.getsignal(signal.SIGINT)
-    second = run_training(config.replace(data__cache="none"), faults=Faults(train=Hooks(after_step=seen)))
+    second = run_training(config.replace(data__cache="none"), faults=Faults(train=Hooks(after_step=second_hook)))
     assert signal.getsignal(signal.SIGINT) is handler
     assert second.status == "finished"
-    assert stopping.pids == seen.pids == {os.getpid()}
+    assert first_hook.pids == second_hook.pids == {os.getpid()}
     assert second.summary["params_digest"] == reference["params_digest"]
     assert record_of(tmp_path / "runs" / "run") == reference["record"]
 
 
-def test_a_run_of_workers_is_continued_in_the_calling_process(
+def test_workers_continue_a_run_of_the_calling_process(
     short_run: Callable[..., Config], reference: dict[str, Any]
 ) -> None:
     config = short_run(scaling__min_workers=1, scaling__max_workers=1)
-    stopping = Seen(interrupt_after=5)
+    first_hook = NotePids(interrupt_after=5)
     assert (
-        run_training(config.replace(train__strategy="single"), faults=Faults(train=Hooks(after_step=stopping))).status
+        run_training(config.replace(train__strategy="single"), faults=Faults(train=Hooks(after_step=first_hook))).status
         == "interrupted"
     )
     assert run_training(config).summary["params_digest"] == reference["params_digest"]
 
 
-def test_a_worker_is_killed_in_the_middle_of_a_round(short_run: Callable[..., Config], tmp_path: Path) -> None:
-    """The others go back to the last average, also behind windows that they left, and take over its logical workers;
-    the bits are those of a run in one process.
+def test_a_kill_in_a_local_sgd_round_keeps_the_result(short_run: Callable[..., Config], tmp_path: Path) -> None:
+    """The survivor returns to the last average, even before a window that it left, and takes over the logical workers;
+    the result is bit-identical to a run in one process.
     """
     fields: dict[str, Any] = {
         "train__strategy": "local_sgd",
@@ -92,17 +92,19 @@ def test_a_worker_is_killed_in_the_middle_of_a_round(short_run: Callable[..., Co
     events = read_events(RunPaths(result.path), "formed", "failed", "resumed")
     assert [(e.details["workers"], e.details["step"]) for e in events if e.kind == "formed"][:2] == [(2, 0), (1, 12)]
     resumed = [e.details["step"] for e in events if e.kind == "resumed"]
-    assert set(resumed) <= {30}, "nobody went on from a checkpoint, but a replacement that came after the last step"
+    assert set(resumed) <= {30}, "only a replacement that joined after the last step may resume from a checkpoint"
     [failed] = [e for e in events if e.kind == "failed"]
     assert "died" in next(iter(failed.details["errors"].values()))
-    assert result.summary["redone_steps"] in (1, 2), "those of the round"
+    assert result.summary["redone_steps"] in (1, 2), "only steps of the round are redone"
     assert undisturbed is not None
     assert result.summary["params_digest"] == undisturbed.params_digest
     assert record_of(result.path) == record_of(tmp_path / "runs" / "undisturbed")
 
 
 @pytest.mark.parametrize("strategy", [{"train__strategy": "local_sgd", "train__local_steps": 23}])
-def test_the_digits_are_learned_although_a_worker_dies(digits: Path, tmp_path: Path, strategy: dict[str, Any]) -> None:
+def test_local_sgd_learns_the_digits_although_a_worker_dies(
+    digits: Path, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
     config = load_config(ROOT / "conf" / "digits.yaml").replace(
         data__path=str(digits / "train"),
         data__eval_path=str(digits / "eval"),

@@ -1,4 +1,4 @@
-"""That the memory of a strategy is what it must be."""
+"""The memory that a strategy uses equals the size of its state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.strategies import TINY, Measured
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_memory_of_a_strategy(tmp_path: Path) -> None:
+def test_workers_and_servers_use_the_expected_memory(tmp_path: Path) -> None:
     model = TINY[1]
     measured = Measured(tmp_path)
     sample = measured.run("parameter_server, 0", model)
@@ -22,8 +22,12 @@ def test_the_memory_of_a_strategy(tmp_path: Path) -> None:
     used = measured.memory[model.name, "parameter_server, 0"]
     assert sorted(used) == ["server 0", "server 1", "worker 0", "worker 1"]
     for name in ("worker 0", "worker 1"):
-        assert used[name].state == pytest.approx(2 * parameters_mb, rel=0.01), "parameters and gradients"
+        assert used[name].state == pytest.approx(2 * parameters_mb, rel=0.01), (
+            "a worker must hold parameters and gradients"
+        )
         assert used[name].tensors >= used[name].state
         assert used[name].peak > used[name].state
     servers = sum(used[name].state for name in ("server 0", "server 1"))
-    assert servers == pytest.approx(4 * parameters_mb, rel=0.02), "parameters, gradients and two moments"
+    assert servers == pytest.approx(4 * parameters_mb, rel=0.02), (
+        "servers must hold parameters, gradients and two moments"
+    )
