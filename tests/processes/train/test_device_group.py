@@ -513,7 +513,7 @@ def test_peers_notice_a_lost_worker_during_backward(pool: WorkerPool, tmp_path: 
     expected = pool.train_new_run(job, 2, cache_windows).commit.params_digest
     proof = tmp_path / "proof"
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, 2)), backend=backend)
-    assert proof.read_text() == "all_to_all_single", "the second bucket"
+    assert proof.read_text() == "all_to_all_single", "the worker was not lost in the reduction of the second bucket"
     assert [outcome.value for outcome in outcomes[:2]] == ["done", "done"], [outcome.trace for outcome in outcomes[:2]]
     assert read_trained_run(job).commit.params_digest == expected
 

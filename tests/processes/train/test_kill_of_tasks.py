@@ -91,6 +91,6 @@ def test_a_task_is_bit_identical_after_a_killed_worker_and_a_resume(
 
     outcomes = pool.train(resumed := job("again"), 2, Hooks(after_step=DieAfter(5)))
     assert all(isinstance(outcome.error, KilledError) for outcome in outcomes)
-    assert read_trained_run(resumed).commit.step == 4, "in the middle of an epoch"
+    assert read_trained_run(resumed).commit.step == 4, "the last checkpoint is not in the middle of an epoch"
     pool.train_to_end(resumed, 1)
     assert read_trained_run(resumed).digests == first.digests

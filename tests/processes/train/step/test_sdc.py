@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_detected_and_training_stays_bit_identical(
     assert (detected.details["rank"], detected.details["step"], detected.details["clean"]) == (rank, 5, 4)
     assert read_trained_run(job).commit.params_digest == undisturbed
     [suspect_event] = read_events(job.paths, "suspected")
-    assert suspect_event.details["steps"] == [], "the step before was correct"
+    assert suspect_event.details["steps"] == [], "checkpoints are suspect although the step before was correct"
 
 
 def test_checkpoints_after_the_last_correct_step_are_marked_as_suspect(pool: WorkerPool, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_checkpoints_after_the_last_correct_step_are_marked_as_suspect(pool: Wor
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
     [detected] = read_events(job.paths, "sdc_detected")
     [suspect_event] = read_events(job.paths, "suspected")
-    assert detected.details["clean"] < 2, "the flip came after step 1"
+    assert detected.details["clean"] < 2, "the last clean step is after the flip of step 1"
     assert (
         suspect_event.details["steps"] == [step for step in range(2, 13, 2) if step <= detected.details["step"]] != []
     )

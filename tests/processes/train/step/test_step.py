@@ -128,7 +128,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_the_updat
     ranks = pool.run(size, run_steps, job, size, 3)
     rows = [position_in(job, 2, 1)]
     for rank in ranks:
-        assert len(rank.results) == 1, "the step before succeeds"
+        assert len(rank.results) == 1, "not exactly the step before the bad one succeeded"
         assert isinstance(rank.error, NonFiniteError)
         assert rank.before == rank.after, "the failed step changed parameters or optimizer"
         assert str(rank.error) == str(ranks[0].error)

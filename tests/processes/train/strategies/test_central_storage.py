@@ -116,7 +116,7 @@ def test_the_holder_leaves_with_a_checkpoint_while_it_waits_for_a_lost_worker(
 
 
 class LateFailure:
-    """A hook that fails the next copy of the state on one rank after it succeeded on the others, as gloo may.
+    """A hook that fails the next copy of the state on one rank after its peers succeeded, as gloo may if a peer dies.
 
     Args:
         proof: File that exists after the failure.
@@ -236,7 +236,7 @@ def test_only_one_worker_holds_the_optimizer_state_outside_its_device(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     first, *others = pool.run(3, measure_state, central_job(tmp_path / "run", data, train__ema_decay=0.9), 3)
-    assert first["optimizer"] == 2 * first["parameters"] > 0, "Adam's two moments"
+    assert first["optimizer"] == 2 * first["parameters"] > 0, "the holder does not have the two moments of Adam"
     assert [o["optimizer"] for o in others] == [0, 0]
     assert {o["shared"] for o in (first, *others)} == {0}, (
         "parameters on the device share memory with those of the optimizer"

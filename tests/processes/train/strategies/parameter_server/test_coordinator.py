@@ -146,7 +146,7 @@ def test_the_summary_reports_the_variables_of_each_server(data: Path, tmp_path: 
     assert {name: (spans[0][0], spans[-1][1]) for name, spans in spans_by_name.items()} == {
         name: (0, shape[0]) for name, shape in shapes.items()
     }
-    assert len(spans_by_name["1.weight"]) == 3, "it was not split"
+    assert len(spans_by_name["1.weight"]) == 3, "the largest variable was not split into three parts"
     assert all(before[1] == after[0] for spans in spans_by_name.values() for before, after in pairwise(spans)), (
         "parts overlap or are missing"
     )
