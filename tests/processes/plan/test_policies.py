@@ -1,4 +1,4 @@
-"""Shard policies, balanced sampling and class weights: counted, pure, and the same bits for every number of workers."""
+"""Shard policies, balanced sampling and class weights: row counts, purity and bit-identical training on any workers."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def plans(draw: st.DrawFn, *shards: str, balanced: bool = False) -> Plan:
     )
 
 
-def used(plan: Plan, epoch: int) -> list[Counter[int]]:
-    """How often each logical worker uses each row in an epoch, with everything checked that holds for every plan."""
+def count_uses(plan: Plan, epoch: int) -> list[Counter[int]]:
+    """Counts how often each logical worker uses each row in an epoch, and checks the invariants of all plans."""
     order = plan.epoch(epoch)
     counted = [Counter[int]() for _ in range(plan.logical_workers)]
     for step in range(plan.steps_per_epoch):
@@ -73,7 +73,7 @@ def used(plan: Plan, epoch: int) -> list[Counter[int]]:
             sizes.append(len(rows))
         assert sizes == plan.rows_of_step(step)
         assert sum(sizes) == plan.global_rows(step)
-        assert sizes[0] == max(sizes) > 0, "logical worker 0 never has fewer rows than another"
+        assert sizes[0] == max(sizes) > 0, "logical worker 0 has fewer rows than another, or none"
     assert sum(counter.total() for counter in counted) == plan.rows_per_epoch
     return counted
 
@@ -83,23 +83,23 @@ def used(plan: Plan, epoch: int) -> list[Counter[int]]:
 
 @given(plans("file"))
 @settings(max_examples=60, deadline=None)
-def test_whole_files_every_row_once_and_the_same_files_in_every_epoch(plan: Plan) -> None:
+def test_shard_file_gives_each_logical_worker_whole_files_in_every_epoch(plan: Plan) -> None:
     manifest = plan.manifest
     owner = plan.owner[manifest.file_of].repeat(manifest.rows)
     for epoch in range(2):
-        for v, counter in enumerate(used(plan, epoch)):
-            own = Counter(np.flatnonzero(owner == v).tolist())
-            assert counter == own if plan.keep_last else counter <= own
-    held = [int((owner == v).sum()) for v in range(plan.logical_workers)]
+        for v, counter in enumerate(count_uses(plan, epoch)):
+            rows_of_worker = Counter(np.flatnonzero(owner == v).tolist())
+            assert counter == rows_of_worker if plan.keep_last else counter <= rows_of_worker
+    row_counts = [int((owner == v).sum()) for v in range(plan.logical_workers)]
     largest = max(int(manifest.rows[manifest.file_of == i].sum()) for i in range(len(manifest.paths)))
-    assert max(held) - min(held) <= largest, "the files are not spread evenly"
+    assert max(row_counts) - min(row_counts) <= largest, "the files are not spread evenly"
     other = Plan(manifest, plan.seed + 1, plan.logical_workers, plan.global_batch_size, 5, True, "file")
-    assert sorted(other.stream_rows(v) for v in range(plan.logical_workers)) == sorted(held), (
-        "equal files change places, no more"
+    assert sorted(other.stream_rows(v) for v in range(plan.logical_workers)) == sorted(row_counts), (
+        "another seed changes more than the owners of equal files"
     )
 
 
-def test_files_are_spread_by_their_rows() -> None:
+def test_shard_file_spreads_files_by_their_rows() -> None:
     plan = Plan(
         Manifest.from_files((f"part-{i}.parquet", [rows]) for i, rows in enumerate([3, 9, 4, 5, 3])),
         1,
@@ -114,13 +114,13 @@ def test_files_are_spread_by_their_rows() -> None:
 
 @given(plans("off"), st.integers(0, 2))
 @settings(max_examples=60, deadline=None)
-def test_off_gives_every_row_to_every_logical_worker(plan: Plan, epoch: int) -> None:
+def test_shard_off_gives_every_row_to_every_logical_worker(plan: Plan, epoch: int) -> None:
     everything = Counter(range(plan.manifest.num_rows))
-    for counter in used(plan, epoch):
+    for counter in count_uses(plan, epoch):
         assert counter == everything if plan.keep_last else counter <= everything
 
 
-def test_off_shuffles_for_each_logical_worker_differently() -> None:
+def test_shard_off_shuffles_each_logical_worker_differently() -> None:
     manifest = Manifest.from_files([("a", [10] * 8)])
     plan = Plan(manifest, 1, 2, 20, 10, True, "off")
     groups = [[int(plan.epoch(0).rows_at(v, step)[0]) // 10 for step in range(8)] for v in range(2)]
@@ -130,33 +130,33 @@ def test_off_shuffles_for_each_logical_worker_differently() -> None:
 
 @given(plans("row", "off", balanced=True))
 @settings(max_examples=60, deadline=None)
-def test_balanced_uses_all_classes_equally_often_and_all_their_rows(plan: Plan) -> None:
+def test_balancing_uses_all_classes_equally_often_and_all_their_rows(plan: Plan) -> None:
     assert plan.classes is not None
-    of_row, most = plan.classes.of_row, int(plan.classes.totals.max())
+    of_row, max_rows = plan.classes.of_row, int(plan.classes.totals.max())
     repeats = plan.logical_workers if plan.shard == "off" else 1
     total: Counter[int] = Counter()
     for epoch in range(3):
-        counted = sum(used(plan, epoch), Counter[int]())
+        counted = sum(count_uses(plan, epoch), Counter[int]())
         total.update(counted)
         if not plan.keep_last:
             return
         for c, rows in enumerate(plan.classes.totals.tolist()):
             uses = [counted[int(row)] for row in np.flatnonzero(of_row == c)]
-            assert sum(uses) == most * repeats
-            assert {n // repeats for n in uses} <= {most // rows, -(-most // rows)}
+            assert sum(uses) == max_rows * repeats
+            assert {n // repeats for n in uses} <= {max_rows // rows, -(-max_rows // rows)}
     for c in range(len(plan.classes.totals)):
         uses = [total[int(row)] for row in np.flatnonzero(of_row == c)]
-        assert max(uses) - min(uses) <= repeats, "the same rows are repeated more in every epoch"
+        assert max(uses) - min(uses) <= repeats, "some rows are repeated more often in all epochs"
 
 
 @given(plans("file", "off"), plans("row", balanced=True), st.integers(0, 2))
 @settings(max_examples=40, deadline=None)
-def test_no_position_depends_on_what_was_asked_before(one: Plan, other: Plan, epoch: int) -> None:
+def test_no_position_depends_on_earlier_lookups(one: Plan, other: Plan, epoch: int) -> None:
     for plan in (one, other):
-        places = [(v, step) for step in range(plan.steps_per_epoch) for v in range(plan.logical_workers)]
-        inorder = {place: plan.epoch(epoch).rows_at(*place).tolist() for place in places}
-        for place in reversed(places):
-            assert replace(plan).epoch(epoch).rows_at(*place).tolist() == inorder[place]
+        positions = [(v, step) for step in range(plan.steps_per_epoch) for v in range(plan.logical_workers)]
+        expected = {position: plan.epoch(epoch).rows_at(*position).tolist() for position in positions}
+        for position in reversed(positions):
+            assert replace(plan).epoch(epoch).rows_at(*position).tolist() == expected[position]
 
 
 GOLDEN: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
@@ -167,7 +167,7 @@ GOLDEN: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_order_is_the_same_for_ever(name: str) -> None:
+def test_the_order_matches_the_golden_one(name: str) -> None:
     fields, expected = GOLDEN[name]
     manifest = Manifest.from_files((f"part-{i}.parquet", groups) for i, groups in enumerate([[4, 3], [3], [5]]))
     classes = (
@@ -182,8 +182,8 @@ def test_the_order_is_the_same_for_ever(name: str) -> None:
 # --- the feed
 
 
-def skewed(folder: Path) -> Path:
-    """97 images in 5 files, of which class 0 has half."""
+def write_skewed_images(folder: Path) -> Path:
+    """Writes 97 images in 5 files, half of them of class 0."""
     write_images(folder, [[20, 1], [9], [30], [17, 3], [17]])
     for file in folder.glob("*.parquet"):
         table = pq.read_table(file)
@@ -196,7 +196,7 @@ def skewed(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return skewed(tmp_path_factory.mktemp("skewed") / "data")
+    return write_skewed_images(tmp_path_factory.mktemp("skewed") / "data")
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -219,24 +219,26 @@ def policy_job(folder: Path, data: Path, name: str, **fields: Any) -> Job:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_feed_meets_the_plan(tmp_path: Path, data: Path, name: str) -> None:
+def test_the_feed_follows_the_plan(tmp_path: Path, data: Path, name: str) -> None:
     job = policy_job(tmp_path / "run", data, name, data__shuffle_window_rows=12)
     keys: dict[tuple[int, int, int], list[int]] = {}
     for windows, size in ((stream_windows, 1), (cache_windows, 3)):
         for start in (Cursor(), Cursor(1, 2)):
             for rank in range(size):
-                played, cursor = logical_workers_of(rank, size, 4), start
-                feed = feed_of(job.plan, start, played, windows(job, start, played))
+                assigned, cursor = logical_workers_of(rank, size, 4), start
+                feed = feed_of(job.plan, start, assigned, windows(job, start, assigned))
                 while cursor < Cursor(2, 0):
                     for batch in feed.next():
-                        place = (cursor.epoch, cursor.step, batch.logical_worker)
+                        position = (cursor.epoch, cursor.step, batch.logical_worker)
                         planned = job.plan.epoch(cursor.epoch).rows_at(batch.logical_worker, cursor.step).tolist()
                         assert batch.fields["id"].tolist() == batch.positions.tolist() == planned
-                        assert keys.setdefault(place, batch.keys.tolist()) == batch.keys.tolist()
+                        assert keys.setdefault(position, batch.keys.tolist()) == batch.keys.tolist()
                     cursor = cursor.next(job.plan.steps_per_epoch)
                 feed.close()
-    every = [value for values in keys.values() for value in values]
-    assert len(every) == len(set(every)) == 2 * job.plan.rows_per_epoch, "two uses of a row are augmented alike"
+    all_keys = [value for values in keys.values() for value in values]
+    assert len(all_keys) == len(set(all_keys)) == 2 * job.plan.rows_per_epoch, (
+        "two uses of a row have the same augmentation key"
+    )
 
 
 # --- training
@@ -244,7 +246,7 @@ def test_the_feed_meets_the_plan(tmp_path: Path, data: Path, name: str) -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", ["file", "off", "balanced"])
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+def test_a_policy_is_bit_identical_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = policy_job(tmp_path / "run", data, name)
@@ -265,7 +267,7 @@ def test_a_bad_row_that_is_repeated_is_skipped_each_time(pool: WorkerPool, data:
     dataset = open_dataset(str(data))
     rare = np.flatnonzero(read_labels(dataset.root, dataset.manifest, "label")[1] == 2)[1:].tolist()
     job = job_of(tmp_path / "run", data, Picky(tuple(rare)), data__balance_by="label", train__epochs=1)
-    uses = sum(used(job.plan, 0), Counter[int]())
+    uses = sum(count_uses(job.plan, 0), Counter[int]())
     assert min(uses[row] for row in rare) > 1
     pool.train_to_end(job, 2, cache_windows)
     summary = summarize(job, "finished")
@@ -273,7 +275,7 @@ def test_a_bad_row_that_is_repeated_is_skipped_each_time(pool: WorkerPool, data:
     assert summary["rows"] + summary["bad_rows"]["skipped"] == job.plan.rows_per_epoch
 
 
-# --- what is refused, and what is stored
+# --- refused settings, and stored plans
 
 
 def test_too_few_files_are_refused(tmp_path: Path) -> None:
@@ -282,7 +284,7 @@ def test_too_few_files_are_refused(tmp_path: Path) -> None:
         policy_job(tmp_path / "run", folder, "file")
 
 
-def test_whole_files_cannot_be_balanced(tmp_path: Path, data: Path) -> None:
+def test_balancing_with_shard_file_is_refused(tmp_path: Path, data: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.balance_by is 'label' with data.shard: file"):
         policy_job(tmp_path / "run", data, "file", data__balance_by="label")
 
@@ -294,7 +296,7 @@ def test_a_column_without_classes_is_refused(tmp_path: Path, data: Path, column:
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()], ids=str)
-def test_classes_may_be_text(tmp_path: Path, kind: pa.DataType) -> None:
+def test_a_text_column_has_classes(tmp_path: Path, kind: pa.DataType) -> None:
     pq.write_table(pa.table({"kind": pa.array(["b", "a", "b", "c"], kind)}), tmp_path / "x.parquet")
     dataset = open_dataset(str(tmp_path))
     assert dataset.facts.columns["kind"].kind == "text"
@@ -302,18 +304,18 @@ def test_classes_may_be_text(tmp_path: Path, kind: pa.DataType) -> None:
     assert (names, of_row.tolist(), of_row.dtype) == (["a", "b", "c"], [1, 0, 1, 2], np.uint8)
 
 
-def test_a_balanced_run_is_known_without_its_data_and_refuses_other_classes(tmp_path: Path) -> None:
-    data = skewed(tmp_path / "data")
+def test_a_balanced_run_is_restored_without_data_and_refuses_other_classes(tmp_path: Path) -> None:
+    data = write_skewed_images(tmp_path / "data")
     config = policy_job(tmp_path / "x", data, "balanced").config.replace(
         run__storage_path=str(tmp_path), run__name="run"
     )
-    made = claim(prepare(config), 1).job
-    assert made.plan.classes is not None
+    claimed = claim(prepare(config), 1).job
+    assert claimed.plan.classes is not None
     assert prepare(config).resumes
     stored = stored_job(RunPaths(tmp_path / "run"))
-    assert stored.total_steps == made.total_steps
-    assert stored.plan.rows_per_epoch == made.plan.rows_per_epoch > made.plan.manifest.num_rows
-    assert json.loads(made.paths.classes.read_bytes())["rows"] == made.plan.classes.totals.tolist()
+    assert stored.total_steps == claimed.total_steps
+    assert stored.plan.rows_per_epoch == claimed.plan.rows_per_epoch > claimed.plan.manifest.num_rows
+    assert json.loads(claimed.paths.classes.read_bytes())["rows"] == claimed.plan.classes.totals.tolist()
     file = data / "part-2.parquet"
     table = pq.read_table(file)
     swapped = pa.array(table["label"].to_numpy()[::-1])
@@ -325,7 +327,7 @@ def test_a_balanced_run_is_known_without_its_data_and_refuses_other_classes(tmp_
 # --- class weights
 
 
-def test_balanced_weights_make_all_classes_count_the_same(data: Path) -> None:
+def test_balanced_weights_give_all_classes_the_same_total(data: Path) -> None:
     facts = open_dataset(str(data)).facts
     task = ImageClassification(num_classes=4, class_weights="balanced").prepare(facts)
     assert facts.count is not None
@@ -333,7 +335,7 @@ def test_balanced_weights_make_all_classes_count_the_same(data: Path) -> None:
     assert set(rows) == {0, 1, 2}
     assert task.weights is not None
     assert [task.weights[c] * rows[c] for c in rows] == pytest.approx([97 / 3] * 3)
-    assert task.weights[3] == 0.0, "a class without rows"
+    assert task.weights[3] == 0.0, "a class without rows has a weight"
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -356,7 +358,7 @@ def test_weights_count_in_training_and_not_in_evaluation(data: Path, mixed: bool
     )
 
 
-def test_tabular_weights(data: Path) -> None:
+def test_a_tabular_task_applies_class_weights(data: Path) -> None:
     facts = open_dataset(str(data)).facts
     task = TabularClassification(features=["image"], class_weights="balanced").prepare(facts)
     assert task.weights is not None
@@ -368,6 +370,6 @@ def test_tabular_weights(data: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, -1.0, 1.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 1.0], "even"])
-def test_wrong_weights_are_refused(data: Path, weights: Any) -> None:
+def test_invalid_class_weights_are_refused(data: Path, weights: Any) -> None:
     with pytest.raises(ConfigError, match="it must be balanced, or a list of 3 numbers"):
         ImageClassification(class_weights=weights).prepare(open_dataset(str(data)).facts)

@@ -1,4 +1,4 @@
-"""How gradients travel with `ddp`: the size of the buckets, compression, and the backend."""
+"""The gradient reduction of `ddp`: bucket size, compression, backend and aborts."""
 
 from __future__ import annotations
 
@@ -34,57 +34,56 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("ddp") / "data", [[50, 1], [46]])
 
 
-def test_the_bits_of_exact_do_not_depend_on_the_size_of_the_buckets(
-    pool: WorkerPool, data: Path, tmp_path: Path
-) -> None:
+def test_exact_reduction_is_bit_identical_for_all_bucket_sizes(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     parameters = list(TinyImages().build_model().parameters())
     assert (
         len(_split_into_buckets(parameters, 8 << 20))
         == 1
         < len(_split_into_buckets(parameters, int(SMALL_MB * (1 << 20))))
     )
-    found = [
+    runs = [
         pool.train_new_run(
             make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__bucket_mb=mb), size
         )
         for mb, size in ((8.0, 1), (SMALL_MB, 3))
     ]
-    assert found[0].digests == found[1].digests
-    assert found[0].steps == found[1].steps, "also the norm of the gradients"
+    assert runs[0].digests == runs[1].digests
+    assert runs[0].steps == runs[1].steps, "the records differ, for example the gradient norm"
 
 
 @dataclass(frozen=True)
-class Exchanged:
-    """What a rank has after an exchange.
+class ReducedGradients:
+    """The result of a gradient reduction on one rank.
 
     Args:
-        gradients: The sums.
-        sent_bytes: What left through its sockets meanwhile.
+        gradients: The summed gradients.
+        sent_bytes: Bytes that the process sent through its sockets during the reduction.
     """
 
     gradients: list[torch.Tensor]
     sent_bytes: int
 
 
-def exchange(rank: int, store: Path, size: int, train: TrainSection) -> Exchanged:
-    """Adds gradients of four logical workers that all ranks can make."""
+def reduce_gradients(rank: int, store: Path, size: int, train: TrainSection) -> ReducedGradients:
+    """Reduces gradients of four logical workers that each rank can compute."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(200, 500), nn.Linear(500, 200))
     inputs = torch.randn(4, 8, 200)
     with LocalMembership(World(rank, size, 4), store).generation(0, False) as (world, _):
         strategy = build_reducer(train, model, world)
-        before = sent_by_this_process()
+        before = count_sent_bytes()
         for v in world.assigned:
             strategy.backward(model(inputs[v]).square().mean(1), torch.full((8,), 1 / 32), v)
         strategy.launch()
         strategy.finish()
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        dist.barrier()  # a peer may still fetch
-        return Exchanged(gradients, sent_by_this_process() - before)
+        # A peer may still receive before this barrier.
+        dist.barrier()
+        return ReducedGradients(gradients, count_sent_bytes() - before)
 
 
-def exchange_shared(rank: int, store: Path, size: int, reentrant: bool) -> list[torch.Tensor]:
-    """The gradients of a layer that two checkpointed passes share."""
+def reduce_shared_layer(rank: int, store: Path, size: int, reentrant: bool) -> list[torch.Tensor]:
+    """Returns the gradients of a model with a layer that two checkpointed passes share."""
     torch.manual_seed(0)
     first, shared = nn.Linear(6, 6), nn.Linear(6, 6)
     model, inputs = nn.Sequential(first, shared), torch.randn(4, 8, 6)
@@ -104,9 +103,9 @@ def exchange_shared(rank: int, store: Path, size: int, reentrant: bool) -> list[
 
 
 @pytest.mark.rest
-def test_gradients_that_come_in_parts_are_refused_on_any_number_of_workers(pool: WorkerPool) -> None:
+def test_gradients_that_arrive_in_parts_are_refused_on_any_number_of_workers(pool: WorkerPool) -> None:
     for size in (1, 2):
-        for outcome in pool.call(size, exchange_shared, size, True):
+        for outcome in pool.call(size, reduce_shared_layer, size, True):
             assert isinstance(outcome.error, ConfigError), outcome.trace
             assert "The gradient of the parameter 1." in str(outcome.error)
             assert "use_reentrant=False" in str(outcome.error)
@@ -114,43 +113,43 @@ def test_gradients_that_come_in_parts_are_refused_on_any_number_of_workers(pool:
 
 @pytest.mark.rest
 def test_checkpointed_and_shared_layers_are_bit_identical_on_any_workers(pool: WorkerPool) -> None:
-    [alone] = pool.run(1, exchange_shared, 1, False)
-    for found in pool.run(2, exchange_shared, 2, False):
-        assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+    [alone] = pool.run(1, reduce_shared_layer, 1, False)
+    for gradients in pool.run(2, reduce_shared_layer, 2, False):
+        assert all(torch.equal(a, b) for a, b in zip(alone, gradients, strict=True))
 
 
-def sent_by_this_process() -> int:
-    """Bytes that were sent through the TCP connections that are open: `tcpi_bytes_acked` of Linux's `struct
-    tcp_info`.
-    """
+def count_sent_bytes() -> int:
+    """Returns the bytes sent through the open TCP connections: `tcpi_bytes_acked` of Linux's `struct tcp_info`."""
     total = 0
     for number, _ in _list_sockets():
-        with suppress(OSError), socket.socket(fileno=socket.dup(number)) as found:
-            if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
-                total += struct.unpack_from("Q", found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 120)[0]
+        with suppress(OSError), socket.socket(fileno=socket.dup(number)) as connection:
+            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                total += struct.unpack_from("Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 120)[
+                    0
+                ]
     return total
 
 
-def test_compression_halves_what_travels_and_changes_little(pool: WorkerPool) -> None:
+def test_compression_halves_the_sent_bytes_and_rounds_to_bfloat16(pool: WorkerPool) -> None:
     plain = TrainSection(reduction="overlapped", bucket_mb=0.3)
     packed = TrainSection(reduction="overlapped", bucket_mb=0.3, gradient_compression="bf16")
-    fp32, bf16 = (pool.run(2, exchange, 2, train) for train in (plain, packed))
+    fp32, bf16 = (pool.run(2, reduce_gradients, 2, train) for train in (plain, packed))
     for ranks in (fp32, bf16):
         assert all(torch.equal(a, b) for a, b in zip(ranks[0].gradients, ranks[1].gradients, strict=True)), (
-            "all ranks have the same"
+            "the ranks have different gradients"
         )
     numel = sum(g.numel() for g in fp32[0].gradients)
     for a, b in zip(fp32, bf16, strict=True):
-        assert a.sent_bytes >= 4 * numel, "what is counted is what travels"
+        assert a.sent_bytes >= 4 * numel, "the count lacks bytes of the gradients"
         assert 0.49 < b.sent_bytes / a.sent_bytes < 0.55
         for exact, rounded in zip(a.gradients, b.gradients, strict=True):
             assert rounded.dtype == torch.float32
             difference = (rounded - exact).norm() / exact.norm()
-            assert 1e-5 < difference < 2**-7, "rounded to eight bits, and not more"
+            assert 1e-5 < difference < 2**-7, "the gradients are not rounded to eight bits"
 
 
-def group_of(rank: int, store: Path, device: str, backend: str) -> str:
-    """The backend of a group of one; on a machine without GPUs."""
+def open_single_group(rank: int, store: Path, device: str, backend: str) -> str:
+    """Opens a group of one rank and returns its backend."""
     del store
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = ProcessGroup()
@@ -161,16 +160,16 @@ def group_of(rank: int, store: Path, device: str, backend: str) -> str:
         group.close()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is asked for is told by what fails without a GPU")
-def test_the_backend_is_the_one_that_is_asked_for(pool: WorkerPool) -> None:
-    [outcome] = pool.call(1, group_of, "cuda:0", "auto")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error without a GPU shows the requested backend")
+def test_the_group_has_the_configured_backend(pool: WorkerPool) -> None:
+    [outcome] = pool.call(1, open_single_group, "cuda:0", "auto")
     assert "device_id cuda:0" in str(outcome.error)
     for device, backend in (("cpu", "auto"), ("cpu", "gloo"), ("cuda", "gloo")):
-        assert pool.run(1, group_of, device, backend) == ["gloo"], (device, backend)
+        assert pool.run(1, open_single_group, device, backend) == ["gloo"], (device, backend)
 
 
-def formed_after_a_failure(rank: int, store: Path, port: int) -> float:
-    """Forms a group of two, which rank 0 alone has failed to form before."""
+def form_after_a_failure(rank: int, store: Path, port: int) -> float:
+    """Forms a group of two after rank 0 alone has failed to form one."""
     del store
     group = ProcessGroup()
     if rank == 0:
@@ -188,113 +187,110 @@ def formed_after_a_failure(rank: int, store: Path, port: int) -> float:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the failure is that there is no GPU")
-def test_a_rank_that_failed_to_form_a_group_meets_the_others_in_the_next(pool: WorkerPool) -> None:
+def test_a_rank_that_failed_to_form_a_group_joins_the_next_one(pool: WorkerPool) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert pool.run(2, formed_after_a_failure, server.port) == [3.0, 3.0]
+    assert pool.run(2, form_after_a_failure, server.port) == [3.0, 3.0]
 
 
-def bystanders_of_an_abort(rank: int, store: Path, port: int) -> list[bytes]:
-    """What goes through other connections of a process whose group, which never gets complete, is aborted before and
-    while it opens.
-    """
+def read_connections_after_an_abort(rank: int, store: Path, port: int) -> list[bytes]:
+    """Aborts an incomplete group before and while it opens; returns the data of other connections of the process."""
     del store
     server = socket.create_server(("127.0.0.1", 0))
 
-    def connection() -> tuple[socket.socket, socket.socket]:
-        mine = socket.create_connection(server.getsockname())
-        return mine, server.accept()[0]
+    def connect_pair() -> tuple[socket.socket, socket.socket]:
+        client = socket.create_connection(server.getsockname())
+        return client, server.accept()[0]
 
-    pairs = [connection()]
+    pairs = [connect_pair()]
     group = ProcessGroup()
     group.abort()
-    failed: list[BaseException] = []
+    errors: list[BaseException] = []
 
-    def opens() -> None:
+    def open_group() -> None:
         try:
             group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, "auto")
         except RuntimeError as error:
-            failed.append(error)
+            errors.append(error)
 
-    opening = threading.Thread(target=opens)
+    opening = threading.Thread(target=open_group)
     opening.start()
     until(lambda: any(group._is_store(number) for number, _ in _list_sockets()), "it has not begun to open")
-    pairs.append(connection())
-    until(lambda: group.abort() or not opening.is_alive(), "the abort does not break it")
-    assert isinstance(failed[0], dist.DistError), failed
-    for mine, _ in pairs:
-        mine.sendall(b"hello")
-    return [theirs.recv(5) for _, theirs in pairs]
+    pairs.append(connect_pair())
+    until(lambda: group.abort() or not opening.is_alive(), "the abort does not end the opening")
+    assert isinstance(errors[0], dist.DistError), errors
+    for client, _ in pairs:
+        client.sendall(b"hello")
+    return [accepted.recv(5) for _, accepted in pairs]
 
 
-def test_an_abort_while_a_group_forms_breaks_nothing_else(pool: WorkerPool) -> None:
-    """Other connections of a worker are Ray's."""
+def test_an_abort_while_a_group_forms_keeps_other_connections_open(pool: WorkerPool) -> None:
+    """The other connections of a worker belong to Ray."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert pool.run(1, bystanders_of_an_abort, server.port) == [[b"hello", b"hello"]]
+    assert pool.run(1, read_connections_after_an_abort, server.port) == [[b"hello", b"hello"]]
 
 
-def bystander_of_a_group(
+def read_connection_beside_a_group(
     rank: int, store: Path, port: int, size: int, aborts: tuple[int, ...]
 ) -> tuple[bytes, list[str]]:
-    """What goes through a connection that was made while a group opened, when that was aborted, and what its members
-    but rank 0 are told.
+    """Returns the data of a connection that opens while a group opens, and the errors of a collective of this rank.
 
-    They wait in an exchange for rank 0. The last rank opens when the others have made their connections.
+    All ranks but rank 0 wait for rank 0 in a collective. The last rank opens the group after its peers have connected.
     """
     del store
-    meeting, group, server = dist.TCPStore("127.0.0.1", port), ProcessGroup(), socket.create_server(("127.0.0.1", 0))
+    sync_store = dist.TCPStore("127.0.0.1", port)
+    group = ProcessGroup()
+    server = socket.create_server(("127.0.0.1", 0))
     opening = threading.Thread(target=group.open, args=(GenerationInfo(1, rank, size, "127.0.0.1", port), CPU, "auto"))
-    meeting.wait([f"made-{before}" for before in range(rank)])
+    sync_store.wait([f"made-{before}" for before in range(rank)])
     opening.start()
     until(
         lambda: any(group._is_store(number) for number, _ in _list_sockets()) or not opening.is_alive(),
         "it has not begun to open",
     )
-    assert group._sockets is None or rank == size - 1, "it opened without the others"
-    mine = socket.create_connection(server.getsockname())
-    meeting.set(f"made-{rank}", "")
+    assert group._sockets is None or rank == size - 1, "the group opened without its peers"
+    client = socket.create_connection(server.getsockname())
+    sync_store.set(f"made-{rank}", "")
     opening.join()
-    said: list[str] = []
+    results: list[str] = []
 
-    def exchanges() -> None:
+    def run_collective() -> None:
         try:
             with collective():
                 dist.all_reduce(torch.ones(4))
         except PeerLostError:
-            said.append("lost")
+            results.append("lost")
 
-    waiting = threading.Thread(target=exchanges)
+    collective_thread = threading.Thread(target=run_collective)
     if rank != 0:
-        waiting.start()
-        meeting.set(f"waits-{rank}", "")
-    meeting.wait([f"waits-{other}" for other in range(1, size)])
+        collective_thread.start()
+        sync_store.set(f"waits-{rank}", "")
+    sync_store.wait([f"waits-{other}" for other in range(1, size)])
     if rank in aborts:
         group.abort()
     if rank != 0:
-        waiting.join()
-        meeting.set(f"freed-{rank}", "")
-    meeting.wait([f"freed-{other}" for other in range(1, size)])
+        collective_thread.join()
+        sync_store.set(f"freed-{rank}", "")
+    sync_store.wait([f"freed-{other}" for other in range(1, size)])
     group.close()
     with suppress(BrokenPipeError):
-        mine.sendall(b"hello")
-    return server.accept()[0].recv(5), said
+        client.sendall(b"hello")
+    return server.accept()[0].recv(5), results
 
 
-@pytest.mark.parametrize(("size", "aborts"), [(2, (0,)), (3, (0, 1, 2))], ids=["by who is missing", "by all"])
-def test_an_abort_frees_those_who_wait_and_breaks_nothing_else(
+@pytest.mark.parametrize(("size", "aborts"), [(2, (0,)), (3, (0, 1, 2))], ids=["by the missing rank", "by all ranks"])
+def test_an_abort_frees_waiting_ranks_and_keeps_other_connections_open(
     pool: WorkerPool, size: int, aborts: tuple[int, ...]
 ) -> None:
-    """Not the connections either that came while the group formed."""
+    """Connections that open while the group forms stay open as well."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     expected = [(b"hello", [] if rank == 0 else ["lost"]) for rank in range(size)]
-    assert pool.run(size, bystander_of_a_group, server.port, size, aborts) == expected
+    assert pool.run(size, read_connection_beside_a_group, server.port, size, aborts) == expected
 
 
 @pytest.mark.parametrize("mb", [8.0, SMALL_MB, SMALL_MB / 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_every_gradient_is_aligned_whatever_lies_before_it(mb: float, dtype: torch.dtype) -> None:
-    """What a GPU adds up of memory that is not aligned, as a norm, it adds in another order; no CPU does, so the places
-    are looked at.
-    """
+def test_each_gradient_in_a_bucket_is_aligned(mb: float, dtype: torch.dtype) -> None:
+    """A GPU adds unaligned memory in another order, as in a norm; a CPU does not, so the test checks addresses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5), nn.Linear(5, 1)).to(dtype)
     reducer = BucketedReducer(model, World(0, 1, 3), "exact", mb, "none")
@@ -308,4 +304,5 @@ def test_every_gradient_is_aligned_whatever_lies_before_it(mb: float, dtype: tor
     assert [g.data_ptr() % 64 for g in gradients] == [0] * 6
     expected = torch.autograd.grad(torch.stack([model(x + v).mean() for v in range(3)]).sum(), list(model.parameters()))
     for gradient, value in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(gradient, value, rtol=0.05, atol=0.02)  # other gradients are far away
+        # The gradients of other parameters differ by more than this tolerance.
+        torch.testing.assert_close(gradient, value, rtol=0.05, atol=0.02)

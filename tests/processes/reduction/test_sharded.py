@@ -1,6 +1,4 @@
-"""Fully sharded training: the bits of `ddp`, or its rows and weights if the network adds; checkpoints that know nothing
-of shards.
-"""
+"""Fully sharded training is bit-identical to `ddp`, or close to it if the network adds; checkpoints have no shards."""
 
 from __future__ import annotations
 
@@ -41,50 +39,54 @@ __all__ = ["data"]
 
 
 class OwnUnits(OwnStep, Units):
-    """Both."""
+    """A task with its own training step and its own shard units."""
 
 
-def assert_close(found: TrainedRun, expected: TrainedRun, tolerance: float = 1e-3) -> None:
-    """The same rows in every step, and nearly the same losses and values."""
-    assert [step[4:] for step in found.steps] == [step[4:] for step in expected.steps]
-    assert [step[1] for step in found.steps] == pytest.approx([step[1] for step in expected.steps], abs=tolerance)
-    assert [step[3] for step in found.steps] == pytest.approx([step[3] for step in expected.steps], rel=100 * tolerance)
-    assert found.snapshot.model.keys() == expected.snapshot.model.keys()
+def assert_close(run: TrainedRun, expected: TrainedRun, tolerance: float = 1e-3) -> None:
+    """Asserts that two runs have the same rows in each step, and nearly the same losses and values."""
+    assert [step[4:] for step in run.steps] == [step[4:] for step in expected.steps]
+    assert [step[1] for step in run.steps] == pytest.approx([step[1] for step in expected.steps], abs=tolerance)
+    assert [step[3] for step in run.steps] == pytest.approx([step[3] for step in expected.steps], rel=100 * tolerance)
+    assert run.snapshot.model.keys() == expected.snapshot.model.keys()
     for name, value in expected.snapshot.model.items():
-        assert torch.allclose(found.snapshot.model[name].float(), value.float(), atol=tolerance), name
+        assert torch.allclose(run.snapshot.model[name].float(), value.float(), atol=tolerance), name
 
 
 @pytest.mark.rest
-def test_overlapped_values_are_close_to_ddp_on_any_workers_and_after_a_resume(
+def test_overlapped_reduction_is_close_to_ddp_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     fields = {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}
     job = fsdp_job(tmp_path / "run", data, **fields, train__reduction="overlapped")
     plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
     for size in (1, 2, 3):
-        found = pool.train_new_run(job, size, cache_windows)
-        assert_close(found, plain)
-    again = pool.train_new_run(job, 3, cache_windows)
-    assert again.digests == found.digests, "the same number of workers gives the same bits"
+        sharded = pool.train_new_run(job, size, cache_windows)
+        assert_close(sharded, plain)
+    repeated = pool.train_new_run(job, 3, cache_windows)
+    assert repeated.digests == sharded.digests, "two runs on the same number of workers differ"
     pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
-    at_six = read_trained_run(job)
-    assert at_six.commit.step == 6
+    partial_run = read_trained_run(job)
+    assert partial_run.commit.step == 6
     pool.train_to_end(job, 2, cache_windows)
     assert_close(read_trained_run(job), plain)
 
     state = TrainingState(
         fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields).config, job.task, CPU, job.total_steps
     )
-    state.sync.adopt(at_six.snapshot)
-    assert params_digest(state.snapshot().model) == at_six.commit.params_digest, (
-        "a checkpoint of shards is any strategy's"
+    state.sync.adopt(partial_run.snapshot)
+    assert params_digest(state.snapshot().model) == partial_run.commit.params_digest, (
+        "a checkpoint of shards differs after it is loaded with ddp"
     )
-    trained = [p for p in state.model.parameters() if p.requires_grad]
-    assert [state.optimizer.state[p]["momentum_buffer"].shape for p in trained] == [p.shape for p in trained]
+    trained_parameters = [p for p in state.model.parameters() if p.requires_grad]
+    assert [state.optimizer.state[p]["momentum_buffer"].shape for p in trained_parameters] == [
+        p.shape for p in trained_parameters
+    ]
 
 
 @pytest.mark.rest
-def test_adam_and_whole_layers_and_half_precision(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_fsdp_with_adam_is_bit_identical_to_ddp_and_close_in_half_precision(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     fields = {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}}, "train__max_steps": 9}
     plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
     assert_bits(
@@ -96,20 +98,22 @@ def test_adam_and_whole_layers_and_half_precision(pool: WorkerPool, data: Path, 
     assert half.commit.params_digest != plain.commit.params_digest
 
 
-def test_a_tasks_own_step(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_fsdp_with_a_custom_training_step_is_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     plain = pool.train_new_run(
         fsdp_job(tmp_path / "plain", data, OwnUnits(), train__strategy="ddp", train__max_steps=9), 2, cache_windows
     )
-    found = pool.train_new_run(fsdp_job(tmp_path / "run", data, OwnUnits(), train__max_steps=9), 3, cache_windows)
-    assert_bits(found, plain)
+    sharded = pool.train_new_run(fsdp_job(tmp_path / "run", data, OwnUnits(), train__max_steps=9), 3, cache_windows)
+    assert_bits(sharded, plain)
     assert (
-        max(float(v.abs().max()) for name, v in found.snapshot.model.items() if name.endswith("weight")) <= 0.2 + 1e-6
+        max(float(v.abs().max()) for name, v in sharded.snapshot.model.items() if name.endswith("weight")) <= 0.2 + 1e-6
     )
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_worker(pool: WorkerPool, data: Path, tmp_path: Path, lost: int) -> None:
-    """Shards are lost with their worker; the other has the whole copy of the last snapshot, and no storage is read."""
+def test_a_lost_worker_rolls_its_peers_back_to_the_last_snapshot(
+    pool: WorkerPool, data: Path, tmp_path: Path, lost: int
+) -> None:
+    """Shards are lost with their worker; the survivor restores the last snapshot from memory, not from storage."""
     job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None, checkpoint__snapshot_every_steps=3)
     plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=lost)
@@ -118,16 +122,14 @@ def test_a_lost_worker(pool: WorkerPool, data: Path, tmp_path: Path, lost: int) 
     assert outcomes[1 - lost].trace == ""
     sizes = sizes_by_step(job)
     assert [sizes[step] for step in range(9, 19)] == [{1}] * 10
-    assert all(1 in sizes[step] for step in (7, 8)), "redone"
+    assert all(1 in sizes[step] for step in (7, 8)), "a step after the snapshot was not repeated"
     assert not any(1 in sizes[step] for step in range(1, 7))
     assert_bits(read_trained_run(job), plain)
 
 
 @pytest.mark.rest
-def test_a_restart_after_a_worker_was_killed(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer
-    workers.
-    """
+def test_a_restart_after_a_killed_worker_is_bit_identical(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """As with `failure.recovery: restart`, all workers end and restart from the checkpoint, here on fewer workers."""
     job = fsdp_job(tmp_path / "run", data)
     plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(8, killed=0)), cache_windows)
@@ -139,79 +141,83 @@ def test_a_restart_after_a_worker_was_killed(pool: WorkerPool, data: Path, tmp_p
     assert_bits(read_trained_run(job), plain)
 
 
-def test_workers_leave_and_join_as_planned(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_workers_leave_and_join_without_repeating_steps(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None)
     plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     outcomes = train_shifting(pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
     assert [o.trace for o in outcomes] == [""] * 4
-    found = read_trained_run(job)
-    assert [set(workers) for workers in found.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "no step is done again"
-    assert_bits(found, plain)
+    run = read_trained_run(job)
+    assert [set(workers) for workers in run.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "a step was repeated"
+    assert_bits(run, plain)
 
 
 @contextmanager
-def after_a_step(rank: int, store: Path, job: Job, size: int, device: torch.device = CPU) -> Iterator[TrainingState]:
-    """A worker's state while it still has its shards."""
+def state_after_a_step(
+    rank: int, store: Path, job: Job, size: int, device: torch.device = CPU
+) -> Iterator[TrainingState]:
+    """Yields the state of a worker after a step, while it still has its shards."""
     set_up_torch(job.config, device)
     world = World(rank, size, job.plan.logical_workers)
     state = build_state(job.config, job.task, device, job.total_steps)
     with LocalMembership(world, store).generation(-1, False), state.sync.bind(world) as world:
         state.sync.share(world, lambda: state.initialize(None))
         step = build_step(job, state, world, device, lambda phase: None)
-        feed = Feed(job.plan, lambda cursor, played: cache_windows(job, cursor, played), device)
+        feed = Feed(job.plan, lambda cursor, assigned: cache_windows(job, cursor, assigned), device)
         feed.seek(Cursor(), world.assigned)
         step.run(Cursor.at(0, 9), feed.next(), 12, Flags(0))
         yield state
 
 
-def held_tensors(state: TrainingState) -> dict[str, list[Tensor]]:
-    """This worker's parameters, gradients and moments."""
+def local_tensors(state: TrainingState) -> dict[str, list[Tensor]]:
+    """Returns the parameters, gradients and moments of this worker, each as the local shard."""
     parameters = list(state.model.parameters())
-    held = {
+    tensors = {
         "parameters": parameters,
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "optimizer": [v for values in state.optimizer.state.values() for v in values.values() if v.ndim],
     }
-    return {kind: [v.to_local() if isinstance(v, DTensor) else v for v in values] for kind, values in held.items()}
+    return {kind: [v.to_local() if isinstance(v, DTensor) else v for v in values] for kind, values in tensors.items()}
 
 
-def held_bytes(rank: int, store: Path, job: Job, size: int) -> dict[str, int]:
-    """What a worker holds after a step, in bytes, and that its gradient is a shard, too, in memory of its own size."""
-    with after_a_step(rank, store, job, size) as state:
-        held = held_tensors(state)
+def measure_local_bytes(rank: int, store: Path, job: Job, size: int) -> dict[str, int]:
+    """Returns the bytes of the state of a worker after a step; asserts that gradients of `fsdp` use shard memory."""
+    with state_after_a_step(rank, store, job, size) as state:
+        tensors = local_tensors(state)
         if job.config.train.strategy == "fsdp":
-            assert all(v.untyped_storage().nbytes() == v.nbytes for v in held["gradients"])
-        return {kind: sum(v.nbytes for v in values) for kind, values in held.items()}
+            assert all(v.untyped_storage().nbytes() == v.nbytes for v in tensors["gradients"])
+        return {kind: sum(v.nbytes for v in values) for kind, values in tensors.items()}
 
 
-def test_each_worker_holds_its_share(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_each_worker_holds_only_its_shards(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}
-    [whole] = pool.run(1, held_bytes, fsdp_job(tmp_path / "plain", data, train__strategy="ddp", optimizer=adam), 1)
-    shares = pool.run(4, held_bytes, fsdp_job(tmp_path / "run", data, optimizer=adam), 4)
-    assert whole["optimizer"] == 2 * whole["parameters"] == 2 * whole["gradients"] > 0
-    for kind, held in whole.items():
-        assert sum(share[kind] for share in shares) == held
-        assert max(share[kind] for share in shares) < 0.3 * held, kind
-
-
-def test_offloaded_shards_are_in_host_memory_and_the_device_computes(data: Path, tmp_path: Path) -> None:
-    """Without a GPU the device is the CPU, too: then it is tested that offloading computes the same."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
-    task, offload = (
-        ImageClassification(model_args={"channels": 4, "dropout": 0.0}),
-        {"train__cpu_offload": True, "scaling__gpus_per_worker": 1},
+    [whole] = pool.run(
+        1, measure_local_bytes, fsdp_job(tmp_path / "plain", data, train__strategy="ddp", optimizer=adam), 1
     )
-    with after_a_step(0, tmp_path / "a", fsdp_job(tmp_path / "plain", data, task, train__strategy="ddp"), 1) as state:
-        plain = held_tensors(state)
-    with after_a_step(0, tmp_path / "b", fsdp_job(tmp_path / "run", data, task, **offload), 1, device) as state:
+    shares = pool.run(4, measure_local_bytes, fsdp_job(tmp_path / "run", data, optimizer=adam), 4)
+    assert whole["optimizer"] == 2 * whole["parameters"] == 2 * whole["gradients"] > 0
+    for kind, total_bytes in whole.items():
+        assert sum(share[kind] for share in shares) == total_bytes
+        assert max(share[kind] for share in shares) < 0.3 * total_bytes, kind
+
+
+def test_offloaded_shards_are_in_host_memory_and_compute_the_same_values(data: Path, tmp_path: Path) -> None:
+    """Without a GPU the device is the CPU, and the test only compares the values."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+    task = ImageClassification(model_args={"channels": 4, "dropout": 0.0})
+    offload = {"train__cpu_offload": True, "scaling__gpus_per_worker": 1}
+    with state_after_a_step(
+        0, tmp_path / "a", fsdp_job(tmp_path / "plain", data, task, train__strategy="ddp"), 1
+    ) as state:
+        plain = local_tensors(state)
+    with state_after_a_step(0, tmp_path / "b", fsdp_job(tmp_path / "run", data, task, **offload), 1, device) as state:
         assert {b.device.type for b in state.model.buffers()} == {device.type}
-        for kind, values in held_tensors(state).items():
+        for kind, values in local_tensors(state).items():
             assert {v.device.type for v in values} == {"cpu"}, kind
             for value, expected in zip(values, plain[kind], strict=True):
                 torch.testing.assert_close(value, expected, rtol=1e-2, atol=1e-3)
 
 
-def test_a_nan_is_refused_by_all_and_its_rows_are_named(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_all_ranks_refuse_a_nan_and_name_its_rows(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = fsdp_job(tmp_path / "run", data, TinyImages(bad=(5,)))
     outcomes = pool.train(job, 3, Hooks(), cache_windows)
     for outcome in outcomes:
@@ -225,7 +231,7 @@ def test_a_nan_is_refused_by_all_and_its_rows_are_named(pool: WorkerPool, data: 
 
 
 @pytest.mark.rest
-def test_what_uses_no_parameter_and_what_is_frozen(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_unused_and_frozen_parameters_are_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     for variant in ("unused", "frozen"):
         plain = pool.train_new_run(
             fsdp_job(tmp_path / "a", data, TinyImages(variant), train__strategy="ddp"), 2, cache_windows
@@ -234,7 +240,7 @@ def test_what_uses_no_parameter_and_what_is_frozen(pool: WorkerPool, data: Path,
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"train__precision": "fp16"}, "use bf16"),
         (
@@ -246,68 +252,68 @@ def test_what_uses_no_parameter_and_what_is_frozen(pool: WorkerPool, data: Path,
         ({"train__cpu_offload": True}, "host memory already"),
     ],
 )
-def test_what_does_not_fit_is_refused(data: Path, tmp_path: Path, fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_incompatible_fsdp_settings_are_refused(
+    data: Path, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         fsdp_job(tmp_path / "run", data, **fields)
 
 
 def sizes_by_step(job: Job) -> dict[int, set[int]]:
-    """The numbers of workers that did each step."""
+    """Returns the numbers of workers that ran each step."""
     reader = MetricsReader(job.paths)
     reader.poll()
-    found: dict[int, set[int]] = {}
+    sizes: dict[int, set[int]] = {}
     for record in [*reader.records.values(), *reader.repeated]:
-        found.setdefault(record.step, set()).add(record.workers)
+        sizes.setdefault(record.step, set()).add(record.workers)
         assert math.isfinite(record.loss)
-    return found
+    return sizes
 
 
 @pytest.mark.parametrize(
     ("device", "expected"),
     [(torch.device("cuda", 1), ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))), (CPU, ("gloo", None))],
 )
-def test_the_group_of_a_lone_worker_is_made_for_its_device(
+def test_the_group_of_a_single_worker_is_bound_to_its_device(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path, device: torch.device, expected: tuple[Any, ...]
 ) -> None:
-    """Without one, NCCL would take the first that it sees."""
-    job, made = fsdp_job(tmp_path / "run", data), list[tuple[Any, ...]]()
+    """Without a device, NCCL would take the first one that it sees."""
+    job, groups = fsdp_job(tmp_path / "run", data), list[tuple[Any, ...]]()
     for name in process_group._NCCL_SETTINGS:
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(dist, "init_process_group", lambda name, **options: made.append((name, options["device_id"])))
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **options: groups.append((name, options["device_id"])))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     state = build_state(job.config, job.task, device, job.total_steps)
     with pytest.raises(KilledError), state.sync.bind(World(0, 1, 2)):
         raise KilledError("made")
-    assert made == [expected]
+    assert groups == [expected]
 
 
-def is_held(lock: Any) -> bool:
-    """Whether another thread would have to wait for a lock."""
-    free = list[bool]()
-    other = threading.Thread(target=lambda: free.append(lock.acquire(blocking=False) and lock.release() is None))
+def is_locked(lock: Any) -> bool:
+    """Returns whether another thread would have to wait for a lock."""
+    acquired = list[bool]()
+    other = threading.Thread(target=lambda: acquired.append(lock.acquire(blocking=False) and lock.release() is None))
     other.start()
     other.join()
-    return free == [False]
+    return acquired == [False]
 
 
-def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]]:
-    """Whether aborts wait during each kind of exchange that FSDP gives a device in a step."""
-    held: dict[str, set[bool]] = {}
+def record_locks_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]]:
+    """Returns for each collective that FSDP launches in a step whether an abort would have to wait."""
+    lock_states: dict[str, set[bool]] = {}
 
-    def noting(name: str, exchange: Any) -> Any:
-        def noted(*args: Any, **options: Any) -> Any:
-            held.setdefault(name, set()).add(is_held(group_state.launch_lock))
-            return exchange(*args, **options)
+    def with_record(name: str, collective: Any) -> Any:
+        def record_and_call(*args: Any, **options: Any) -> Any:
+            lock_states.setdefault(name, set()).add(is_locked(group_state.launch_lock))
+            return collective(*args, **options)
 
-        return noted
+        return record_and_call
 
-    state, membership = (
-        build_state(job.config, job.task, CPU, job.total_steps),
-        LocalMembership(World(rank, 2, 4), store),
-    )
+    state = build_state(job.config, job.task, CPU, job.total_steps)
+    membership = LocalMembership(World(rank, 2, 4), store)
     with (
-        membership.generation(0, False) as (met, _),
-        state.sync.bind(replace(met, has_device_collectives=True)) as world,
+        membership.generation(0, False) as (new_world, _),
+        state.sync.bind(replace(new_world, has_device_collectives=True)) as world,
     ):
         state.sync.share(world, lambda: state.initialize(None))
         cursor = Cursor.at(0, job.plan.steps_per_epoch)
@@ -316,18 +322,18 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
             pytest.MonkeyPatch.context() as patch,
         ):
             for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
-                patch.setattr(dist, name, noting(name, getattr(dist, name)))
+                patch.setattr(dist, name, with_record(name, getattr(dist, name)))
             feed = feed_of(job.plan, cursor, world.assigned, cache_windows(job, cursor, world.assigned))
             step.run(cursor, feed.next(), job.plan.global_rows(cursor.step), Flags(0))
-    return held
+    return lock_states
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
     ("reduction", "scatters"), [("exact", "all_to_all_single"), ("overlapped", "reduce_scatter_single")]
 )
-def test_an_abort_waits_for_the_exchanges_that_fsdp_begins(
+def test_an_abort_waits_for_the_collectives_that_fsdp_launches(
     pool: WorkerPool, data: Path, tmp_path: Path, reduction: str, scatters: str
 ) -> None:
     job = fsdp_job(tmp_path / "run", data, train__reduction=reduction)
-    assert pool.run(2, exchanges_of_a_step, job) == [{"all_gather_single": {True}, scatters: {True}}] * 2
+    assert pool.run(2, record_locks_of_a_step, job) == [{"all_gather_single": {True}, scatters: {True}}] * 2

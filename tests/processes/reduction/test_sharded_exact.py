@@ -1,4 +1,4 @@
-"""Sharded training whose gradients are added in the tree: the bits of `ddp` for every number of workers."""
+"""Sharded training with the deterministic reduction tree is bit-identical to `ddp` on any number of workers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.support.shifting_world import KillOnce, train_shifting
 
 __all__ = ["data"]
 
-AVERAGED = {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}
+WITH_AVERAGE = {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}
 
 
 def optimizer(name: str, **args: Any) -> dict[str, Any]:
     return {"class_path": name if "." in name else f"torch.optim.{name}", "init_args": args}
 
 
-def assert_those_of_ddp(
+def assert_bit_identical_to_ddp(
     pool: WorkerPool, folder: Path, data: Path, sizes: tuple[int, ...], task: Any = None, **fields: Any
 ) -> None:
     plain = pool.train_new_run(
@@ -39,11 +39,11 @@ def assert_those_of_ddp(
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("fields", [{}, AVERAGED])
-def test_on_any_number_of_workers_and_across_a_resume(
+@pytest.mark.parametrize("fields", [{}, WITH_AVERAGE])
+def test_fsdp_is_bit_identical_to_ddp_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
-    """Shapes that no number divides; the last step of an epoch has a row for one logical worker."""
+    """No world size divides the shapes; in the last step of an epoch one logical worker has a row."""
     job = fsdp_job(tmp_path / "run", data, **fields)
     plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
     for size in (1, 3, 4):
@@ -55,7 +55,7 @@ def test_on_any_number_of_workers_and_across_a_resume(
 
 
 @pytest.mark.parametrize(
-    "chosen",
+    "spec",
     [
         optimizer("AdamW", lr=0.001),
         pytest.param(optimizer("Adam", lr=0.001, amsgrad=True, weight_decay=0.01), marks=pytest.mark.rest),
@@ -64,18 +64,20 @@ def test_on_any_number_of_workers_and_across_a_resume(
         pytest.param(optimizer("RMSprop", lr=0.001, momentum=0.9), marks=pytest.mark.rest),
         pytest.param(optimizer("NAdam", lr=0.001), marks=pytest.mark.rest),
         pytest.param(optimizer("ASGD", lr=0.01), marks=pytest.mark.rest),
-        pytest.param(optimizer("tests.processes.reduction.test_sharded_exact.Signs", lr=0.001), marks=pytest.mark.rest),
+        pytest.param(
+            optimizer("tests.processes.reduction.test_sharded_exact.MeanSign", lr=0.001), marks=pytest.mark.rest
+        ),
         pytest.param({**SGD, "groups": [{"norms_and_biases": True, "lr": 0.01}]}, marks=pytest.mark.rest),
     ],
 )
-def test_with_optimizers_that_treat_each_value_on_its_own(
-    pool: WorkerPool, data: Path, tmp_path: Path, chosen: dict[str, Any]
+def test_elementwise_optimizers_are_bit_identical_to_ddp(
+    pool: WorkerPool, data: Path, tmp_path: Path, spec: dict[str, Any]
 ) -> None:
-    assert_those_of_ddp(pool, tmp_path, data, (3,), optimizer=chosen, train__epochs=1, train__grad_clip_norm=0.5)
+    assert_bit_identical_to_ddp(pool, tmp_path, data, (3,), optimizer=spec, train__epochs=1, train__grad_clip_norm=0.5)
 
 
-class Signs(Optimizer):
-    """Of a user's own, with a state."""
+class MeanSign(Optimizer):
+    """An optimizer of a user, with a state."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -91,8 +93,8 @@ class Signs(Optimizer):
 
 
 class OddModel(nn.Module):
-    """Weights that are tied, an embedding with padding, a unit in a unit, one that is called twice, and parameters that
-    nobody uses, or only the rows of some logical workers.
+    """A model with tied weights, a padded embedding, a nested unit, a unit that is called twice, an unused parameter,
+    and a parameter that only some rows use.
     """
 
     def __init__(self, reentrant: bool | None) -> None:
@@ -132,18 +134,18 @@ class Odd(TinyImages):
 
 
 @pytest.mark.rest
-def test_of_an_odd_model(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    assert_those_of_ddp(pool, tmp_path, data, (1, 2, 3, 4), Odd(), train__epochs=1)
+def test_an_odd_model_is_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    assert_bit_identical_to_ddp(pool, tmp_path, data, (1, 2, 3, 4), Odd(), train__epochs=1)
 
 
 @pytest.mark.rest
-def test_of_checkpointed_activations(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    assert_those_of_ddp(pool, tmp_path, data, (1, 3), Odd(reentrant=False), train__epochs=1)
+def test_checkpointed_activations_are_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    assert_bit_identical_to_ddp(pool, tmp_path, data, (1, 3), Odd(reentrant=False), train__epochs=1)
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("size", [1, 2])
-def test_gradients_that_come_in_parts_are_refused(pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
+def test_gradients_that_arrive_in_parts_are_refused(pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
     outcomes = pool.train(fsdp_job(tmp_path / "run", data, Odd(reentrant=True)), size, Hooks(), cache_windows)
     for outcome in outcomes:
         assert isinstance(outcome.error, ConfigError), outcome.trace
@@ -152,7 +154,7 @@ def test_gradients_that_come_in_parts_are_refused(pool: WorkerPool, data: Path, 
 
 @pytest.mark.parametrize("logical_workers", [1, 6])
 @pytest.mark.rest
-def test_of_other_numbers_of_logical_workers(
+def test_other_numbers_of_logical_workers_are_bit_identical_to_ddp(
     pool: WorkerPool, data: Path, tmp_path: Path, logical_workers: int
 ) -> None:
     def job(strategy: str) -> Job:
@@ -165,8 +167,8 @@ def test_of_other_numbers_of_logical_workers(
 
 
 @pytest.mark.rest
-def test_half_precision_on_any_number_of_workers(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """Not the bits of `ddp`, whose autocast rounds elsewhere."""
+def test_half_precision_is_bit_identical_on_any_number_of_workers(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """The runs differ from `ddp`, since its autocast rounds in other places."""
     job = fsdp_job(tmp_path / "run", data, train__precision="bf16", train__epochs=1, train__grad_clip_norm=0.5)
     first = pool.train_new_run(job, 1, cache_windows)
     for size in (2, 3, 4):
@@ -174,7 +176,9 @@ def test_half_precision_on_any_number_of_workers(pool: WorkerPool, data: Path, t
 
 
 @pytest.mark.rest
-def test_whoever_is_killed_or_comes(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_and_a_joining_worker_keep_the_run_bit_identical(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None, checkpoint__snapshot_every_steps=3)
     plain = pool.train_new_run(
         fsdp_job(tmp_path / "plain", data, train__strategy="ddp", checkpoint__every_steps=None), 2, cache_windows

@@ -1,4 +1,4 @@
-"""How the buckets of `ddp` go from rank to rank: in which order, by which stages, through which memory."""
+"""The collectives, stages and memory with which `ddp` reduces its buckets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.support.local_world import LocalMembership
 SEND, GATHER = "all_to_all_single", "all_gather_into_tensor"
 
 
-class Operators(TorchDispatchMode):
-    """Their names."""
+class RecordOperators(TorchDispatchMode):
+    """Records the names of the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,45 +37,45 @@ class Operators(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class Summed:
-    """What a rank sees of a sum of values whose every order of additions gives other bits.
+class ReductionTrace:
+    """The trace of a sum of values on one rank; each order of additions of these values gives another result.
 
     Args:
-        order: The name of each collective, with how many take part.
-        peers: Ranks that it sends to directly.
-        found: The sum.
-        made: Operators of a second sum, which the first has made memory for.
+        order: The name of each collective, with the size of its group.
+        peers: Ranks that this rank sends to directly.
+        sums: The sums.
+        operators: Operators of a second sum, for which the first one has allocated memory.
     """
 
     order: list[tuple[str, int]]
     peers: set[int]
-    found: list[Tensor]
-    made: set[str]
+    sums: list[Tensor]
+    operators: set[str]
 
 
-def summed_on(
+def sum_and_trace(
     rank: int,
     store: Path,
     hosts: tuple[str, ...],
     logical_workers: int,
     backend: str = "gloo",
     train: TrainSection = TrainSection(),
-) -> Summed:
+) -> ReductionTrace:
     order: list[tuple[str, int]] = []
     peers: set[int] = set()
 
-    def noting_peer(value: Tensor, peer: int, *rest: Any) -> P2PWork:
+    def record_peer(value: Tensor, peer: int, *rest: Any) -> P2PWork:
         peers.add(peer)
         return start_send(value, peer, *rest)
 
-    def noting(name: str) -> Any:
+    def with_record(name: str) -> Any:
         call = getattr(dist, name)
 
-        def noted(*arguments: Any, group: Any = None, **options: Any) -> Any:
+        def record_and_call(*arguments: Any, group: Any = None, **options: Any) -> Any:
             order.append((name, dist.get_world_size(group)))
             return call(*arguments, group=group, **options)
 
-        return noted
+        return record_and_call
 
     world = World(rank, len(hosts), logical_workers)
     with (
@@ -83,28 +83,28 @@ def summed_on(
         pytest.MonkeyPatch.context() as patch,
     ):
         for name in (SEND, GATHER, "all_reduce"):
-            patch.setattr(dist, name, noting(name))
-        patch.setattr(transport, "start_send", noting_peer)
+            patch.setattr(dist, name, with_record(name))
+        patch.setattr(transport, "start_send", record_peer)
         model = torch.nn.Sequential(torch.nn.Linear(33, 7), torch.nn.Linear(7, 5))
         reducer = BucketedReducer(model, world, train.reduction, 1e-4, train.gradient_compression)
         values = {}
         for v in world.assigned:
             generator = torch.Generator().manual_seed(v)
             values[v] = [torch.randn(p.shape, generator=generator) * 10.0 ** (v % 5 - 2) for p in model.parameters()]
-        first, calls = reducer.sum(values), len(order)
-        with Operators() as second:
-            again = reducer.sum(values)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        first_sums, calls = reducer.sum(values), len(order)
+        with RecordOperators() as second_operators:
+            second_sums = reducer.sum(values)
+        assert all(torch.equal(a, b) for a, b in zip(first_sums, second_sums, strict=True))
         assert order[:calls] == order[calls:]
-        return Summed(order[:calls], peers, first, second.names)
+        return ReductionTrace(order[:calls], peers, first_sums, second_operators.names)
 
 
 @pytest.mark.parametrize("backend", ["gloo", BACKEND])
 @pytest.mark.parametrize("logical_workers", [4, 7])
-def test_hosts_add_among_themselves_first_and_the_bits_are_the_same(
+def test_hosts_reduce_among_themselves_first_bit_identically(
     pool: WorkerPool, logical_workers: int, backend: str
 ) -> None:
-    plain, staged = (pool.run(4, summed_on, tuple(hosts), logical_workers, backend) for hosts in ("abcd", "aabb"))
+    plain, staged = (pool.run(4, sum_and_trace, tuple(hosts), logical_workers, backend) for hosts in ("abcd", "aabb"))
     if backend == "gloo":
         assert [rank.peers for rank in plain] == [{1, 2, 3}, {0, 2, 3}, {0, 1, 3}, {0, 1, 2}]
         assert [rank.peers for rank in staged] == [{1, 2}, {0, 3}, {0, 3}, {1, 2}]
@@ -115,14 +115,14 @@ def test_hosts_add_among_themselves_first_and_the_bits_are_the_same(
             sizes = [size for name, size in rank.order if name == SEND]
             assert sizes == [2] * len(sizes)
             assert len(sizes) == 2 * len(sent[0])
-    [alone] = pool.run(1, summed_on, ("a",), logical_workers)
+    [alone] = pool.run(1, sum_and_trace, ("a",), logical_workers)
     for rank in [*plain, *staged]:
-        assert all(torch.equal(a, b) for a, b in zip(rank.found, alone.found, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(rank.sums, alone.sums, strict=True))
 
 
-def test_what_a_device_exchanges_of_a_bucket_comes_back_before_the_last_is_sent(pool: WorkerPool) -> None:
-    """Where waiting for it keeps only a stream waiting; for a host see `test_transport.py`."""
-    for rank in pool.run(2, summed_on, ("a", "b"), 4, BACKEND):
+def test_a_device_gathers_a_bucket_before_it_sends_the_last_one(pool: WorkerPool) -> None:
+    """On a device only a stream waits for the bucket; `test_transport.py` tests the host."""
+    for rank in pool.run(2, sum_and_trace, ("a", "b"), 4, BACKEND):
         assert [name for name, _ in rank.order] == [SEND, *[SEND, GATHER] * 3, GATHER]
 
 
@@ -132,13 +132,13 @@ def test_what_a_device_exchanges_of_a_bucket_comes_back_before_the_last_is_sent(
     ids=["exact", "overlapped"],
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abc"])
-def test_an_exchange_on_a_device_makes_its_memory_once(pool: WorkerPool, hosts: str, train: TrainSection) -> None:
-    for rank in pool.run(len(hosts), summed_on, tuple(hosts), 7, BACKEND, train):
-        assert "copy_" in rank.made or "cat.out" in rank.made, "what is counted is what is done"
-        assert not rank.made & {
+def test_a_reduction_on_a_device_allocates_its_memory_once(pool: WorkerPool, hosts: str, train: TrainSection) -> None:
+    for rank in pool.run(len(hosts), sum_and_trace, tuple(hosts), 7, BACKEND, train):
+        assert "copy_" in rank.operators or "cat.out" in rank.operators, "the second sum recorded no operators"
+        assert not rank.operators & {
             "empty.memory_format",
             "zeros.default",
             "zeros_like.default",
             "stack.default",
             "_to_copy.default",
-        }, rank.made
+        }, rank.operators

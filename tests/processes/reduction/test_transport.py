@@ -1,6 +1,4 @@
-"""What ranks send each other directly: beside backward, in whatever order, however late one of them is, and until one
-of them is lost.
-"""
+"""Point-to-point transport between ranks: during backward, in any order, with late ranks, and with a lost rank."""
 
 from __future__ import annotations
 
@@ -31,12 +29,12 @@ from tests.support.waiting import until
 
 CPU = torch.device("cpu")
 LAYERS, LOGICAL_WORKERS = 5, 4
-EACH_MB = 1e-6
-"""A bucket for every parameter."""
+TINY_MB = 1e-6
+"""A bucket size that gives each parameter its own bucket."""
 
 
 class Network(nn.Module):
-    """Layers, and what is done when backward comes to the first one."""
+    """Layers with a callback that runs when backward reaches the first one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,30 +54,34 @@ def inputs() -> Tensor:
     return torch.randn(LOGICAL_WORKERS, 6, 40, generator=torch.Generator().manual_seed(1))
 
 
-def begin(reducer: BucketedReducer, model: Network, world: World) -> None:
-    """A step until its last backward is done."""
+def run_step(reducer: BucketedReducer, model: Network, world: World) -> None:
+    """Runs a step until the end of its last backward and launches the reduction."""
     for v in world.assigned:
         reducer.backward(model(inputs()[v]).square().mean(1), torch.full((6,), 1 / 24), v)
     reducer.launch()
 
 
-def alone() -> list[Tensor]:
-    """The gradients on one worker."""
+def gradients_on_one_worker() -> list[Tensor]:
+    """Returns the gradients on one worker."""
     model, world = Network(), World(0, 1, LOGICAL_WORKERS)
-    reducer = BucketedReducer(model, world, "exact", EACH_MB, "none")
-    begin(reducer, model, world)
+    reducer = BucketedReducer(model, world, "exact", TINY_MB, "none")
+    run_step(reducer, model, world)
     reducer.finish()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def gathered_beside(rank: int, store: Path, size: int, hosts: tuple[str, ...], waits: tuple[int, ...]) -> int:
-    """How many parameters had their sums before backward came to the first layer, on ranks that wait for them there."""
-    expected, model, found = alone(), Network(), list[int]()
+def count_sums_during_backward(
+    rank: int, store: Path, size: int, hosts: tuple[str, ...], waits: tuple[int, ...]
+) -> int:
+    """Returns how many sums a rank has when backward reaches the first layer; 0 for ranks that do not wait there."""
+    expected = gradients_on_one_worker()
+    model = Network()
+    counts = list[int]()
     assert len(expected) == 2 * LAYERS
     with LocalMembership(World(rank, size, LOGICAL_WORKERS), store, hosts=hosts).generation(0, False) as (world, _):
-        reducer = BucketedReducer(model, world, "exact", EACH_MB, "none")
+        reducer = BucketedReducer(model, world, "exact", TINY_MB, "none")
 
-        def there() -> int:
+        def count_sums() -> int:
             views = {
                 p: view for bucket in reducer._buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)
             }
@@ -87,12 +89,12 @@ def gathered_beside(rank: int, store: Path, size: int, hosts: tuple[str, ...], w
 
         def before_first() -> None:
             if reducer._listening:
-                until(lambda: there() >= 4, "no sum is there before the end of backward", 20)
-                found.append(there())
+                until(lambda: count_sums() >= 4, "no sum arrives before the end of backward", 20)
+                counts.append(count_sums())
 
         if rank in waits:
             model.before_first = before_first
-        begin(reducer, model, world)
+        run_step(reducer, model, world)
         reducer.finish()
         assert all(
             torch.equal(p.grad, value)
@@ -102,7 +104,7 @@ def gathered_beside(rank: int, store: Path, size: int, hosts: tuple[str, ...], w
         assert all(p.grad is not None for p in model.parameters())
         reducer.close()
         dist.barrier()
-        return found[0] if found else 0
+        return counts[0] if counts else 0
 
 
 @pytest.mark.parametrize(
@@ -110,44 +112,44 @@ def gathered_beside(rank: int, store: Path, size: int, hosts: tuple[str, ...], w
     [(2, (), (0, 1)), (2, (), (1,)), (3, (), (0, 1, 2)), (4, ("a", "a", "b", "b"), (0, 1, 2, 3))],
     ids=["both wait", "one waits", "uneven", "two stages"],
 )
-def test_sums_are_there_while_backward_is_not_done(
+def test_sums_arrive_before_the_end_of_backward(
     pool: WorkerPool, size: int, hosts: tuple[str, ...], waits: tuple[int, ...]
 ) -> None:
-    """So the ranks come to the buckets in different orders, where not all of them wait."""
-    found = pool.run(size, gathered_beside, size, hosts, waits)
-    assert all((number >= 4) == (rank in waits) for rank, number in enumerate(found)), found
+    """If only some ranks wait, the ranks reach the buckets in different orders."""
+    counts = pool.run(size, count_sums_during_backward, size, hosts, waits)
+    assert all((count >= 4) == (rank in waits) for rank, count in enumerate(counts)), counts
 
 
-def late_in_forward(rank: int, store: Path, size: int) -> None:
-    """A step, of which the last rank begins its part when all others are done with backward."""
+def run_step_with_a_late_rank(rank: int, store: Path, size: int) -> None:
+    """Runs a step that the last rank starts only after all peers have finished backward."""
     model, world = Network(), World(rank, size, LOGICAL_WORKERS)
     with LocalMembership(world, store).generation(0, False) as (world, _):
-        reducer = BucketedReducer(model, world, "exact", EACH_MB, "none")
+        reducer = BucketedReducer(model, world, "exact", TINY_MB, "none")
         done = store.parent / f"{store.name}-done"
         done.mkdir(exist_ok=True)
         if rank == size - 1:
             until(lambda: len(list(done.iterdir())) == size - 1, "the others wait for this rank in backward", 20)
-        begin(reducer, model, world)
+        run_step(reducer, model, world)
         (done / str(rank)).touch()
         reducer.finish()
         reducer.close()
         dist.barrier()
 
 
-def test_nobody_waits_in_backward_for_a_rank_that_is_late(pool: WorkerPool) -> None:
-    """It would count as computing: whoever looks for the rank that holds up all, or hangs, would find every one."""
-    pool.run(3, late_in_forward, 3)
+def test_no_rank_waits_in_backward_for_a_late_rank(pool: WorkerPool) -> None:
+    """Such a wait would count as computing, so straggler and hang detection would report every rank."""
+    pool.run(3, run_step_with_a_late_rank, 3)
 
 
-def empty_among_them(rank: int, store: Path, size: int) -> list[Tensor]:
-    """Gradients of a model that has parameters of no size, in buckets of their own."""
+def reduce_with_empty_parameters(rank: int, store: Path, size: int) -> list[Tensor]:
+    """Returns the gradients of a model with empty parameters, which have their own buckets."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for number, dtype in enumerate((torch.float64, torch.float32)):
         model.register_parameter(f"empty_{number}", nn.Parameter(torch.empty(0, dtype=dtype)))
     world = World(rank, size, 3)
     with LocalMembership(world, store).generation(0, False) as (world, _):
-        reducer = BucketedReducer(model, world, "exact", EACH_MB, "none")
+        reducer = BucketedReducer(model, world, "exact", TINY_MB, "none")
         for v in world.assigned:
             x = torch.randn(2, 4, generator=torch.Generator().manual_seed(v))
             reducer.backward(model(x).square().mean(1), torch.full((2,), 1 / 6), v)
@@ -160,34 +162,34 @@ def empty_among_them(rank: int, store: Path, size: int) -> list[Tensor]:
         return gradients
 
 
-def test_parameters_of_no_size_travel_too(pool: WorkerPool) -> None:
-    """Also from a rank that holds two nodes of the tree, as one of two does of three."""
-    [alone] = pool.run(1, empty_among_them, 1)
-    assert len(alone) == 6
-    for found in pool.run(2, empty_among_them, 2):
-        assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+def test_empty_parameters_are_reduced_too(pool: WorkerPool) -> None:
+    """One of the two ranks has two of three nodes of the reduction tree."""
+    [gradients_on_one_worker] = pool.run(1, reduce_with_empty_parameters, 1)
+    assert len(gradients_on_one_worker) == 6
+    for gradients in pool.run(2, reduce_with_empty_parameters, 2):
+        assert all(torch.equal(a, b) for a, b in zip(gradients_on_one_worker, gradients, strict=True))
 
 
-def test_what_a_bucket_held_is_free_without_the_garbage_collector() -> None:
-    reducer = BucketedReducer(Network(), World(0, 1, LOGICAL_WORKERS), "exact", EACH_MB, "none")
-    held = [weakref.ref(bucket) for bucket in reducer._buckets]
+def test_buckets_are_freed_without_the_garbage_collector() -> None:
+    reducer = BucketedReducer(Network(), World(0, 1, LOGICAL_WORKERS), "exact", TINY_MB, "none")
+    references = [weakref.ref(bucket) for bucket in reducer._buckets]
     reducer.close()
     gc.disable()
     try:
         del reducer
-        assert [ref() for ref in held] == [None] * 2 * LAYERS
+        assert [reference() for reference in references] == [None] * 2 * LAYERS
     finally:
         gc.enable()
 
 
-def lost_beside(rank: int, store: Path, port: int) -> list[str]:
-    """What rank 0 is told, whose thread waits for a rank that is given up; and the threads that are left of it."""
+def read_error_of_a_lost_rank(rank: int, store: Path, port: int) -> list[str]:
+    """Returns the error of rank 0, which waits in a thread for rank 1; rank 1 aborts its group."""
     del store
     group, model = ProcessGroup(), Network()
-    meeting = TCPStore("127.0.0.1", port)
+    sync_store = TCPStore("127.0.0.1", port)
     group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, "auto")
     if rank == 1:
-        meeting.wait(["waits"])
+        sync_store.wait(["waits"])
         group.abort()
         group.close(broken=True)
         return []
@@ -197,38 +199,39 @@ def lost_beside(rank: int, store: Path, port: int) -> list[str]:
             any(thread.name.startswith("reduction") for thread in threading.enumerate()) and reducer._thread is not None
         )
 
-    reducer = BucketedReducer(model, World(rank, 2, LOGICAL_WORKERS), "exact", EACH_MB, "none")
+    reducer = BucketedReducer(model, World(rank, 2, LOGICAL_WORKERS), "exact", TINY_MB, "none")
 
     def before_first() -> None:
         if reducer._listening:
-            until(thread_waits, "no thread waits")
-            meeting.set("waits", "")
+            until(thread_waits, "the reduction thread does not wait")
+            sync_store.set("waits", "")
 
     model.before_first = before_first
 
     def step() -> None:
-        begin(reducer, model, World(rank, 2, LOGICAL_WORKERS))
+        run_step(reducer, model, World(rank, 2, LOGICAL_WORKERS))
         reducer.finish()
 
-    with pytest.raises(PeerLostError) as told:
+    with pytest.raises(PeerLostError) as caught:
         step()
     reducer.close()
     group.close(broken=True)
     until(
-        lambda: not any(thread.name.startswith("reduction") for thread in threading.enumerate()), "the thread is left"
+        lambda: not any(thread.name.startswith("reduction") for thread in threading.enumerate()),
+        "the reduction thread is still alive",
     )
-    return [str(told.value)]
+    return [str(caught.value)]
 
 
-def test_who_waits_for_a_lost_rank_in_a_thread_is_told_and_leaves_no_thread(pool: WorkerPool) -> None:
+def test_a_thread_that_waits_for_a_lost_rank_raises_and_ends(pool: WorkerPool) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    [said], none = pool.run(2, lost_beside, server.port)
-    assert "a collective failed" in said
-    assert none == []
+    [message], no_messages = pool.run(2, read_error_of_a_lost_rank, server.port)
+    assert "a collective failed" in message
+    assert no_messages == []
 
 
-def late(rank: int, store: Path, port: int) -> float:
-    """Waits for a rank that is later than a group may take to form."""
+def wait_for_a_late_rank(rank: int, store: Path, port: int) -> float:
+    """Receives from a rank that is later than the timeout for forming a group."""
     del store
     group, value = ProcessGroup(), torch.tensor([rank + 1.0])
     with pytest.MonkeyPatch.context() as patch:
@@ -246,7 +249,7 @@ def late(rank: int, store: Path, port: int) -> float:
         group.close()
 
 
-def test_a_rank_that_is_later_than_a_group_may_form_is_waited_for(pool: WorkerPool) -> None:
-    """PyTorch's own receive gives up: "Timed out waiting 2000ms for recv operation to complete"."""
+def test_a_receive_waits_longer_than_the_timeout_for_forming_a_group(pool: WorkerPool) -> None:
+    """PyTorch's own receive fails with "Timed out waiting 2000ms for recv operation to complete"."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert pool.run(2, late, server.port) == [2.0, 2.0]
+    assert pool.run(2, wait_for_a_late_rank, server.port) == [2.0, 2.0]

@@ -1,4 +1,4 @@
-"""What a device's process group does, shown on a CPU, and what training makes of it."""
+"""The process group of a device, simulated on a CPU, and how training handles its errors."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from tests.support.local_world import CPU, LocalMembership, TinyImages, make_job
 from tests.support.shifting_world import train_shifting
 from tests.support.waiting import until
 
-STEP = ("all_to_all_single", "broadcast", "all_gather_single", "allreduce")
-"""The exchanges of a step: of gradients, of buffers, of sums; the last is the host's, the table."""
-OOM = [
+STEP_COLLECTIVES = ("all_to_all_single", "broadcast", "all_gather_single", "allreduce")
+"""The collectives of a step: gradients, buffers and sums on the device, then the table of statistics on the host."""
+LOCAL_ERRORS = [
     torch.OutOfMemoryError(OUT_OF_MEMORY),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     dist.DistBackendError(
@@ -62,7 +62,7 @@ OOM = [
     torch.OutOfMemoryError("no memory for a buffer of gloo"),
     dist.DistBackendError("NCCL error, invalid usage (run with NCCL_DEBUG=WARN for details): Duplicate GPU detected"),
 ]
-PEERS = [
+PEER_ERRORS = [
     RuntimeError(
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"
     ),
@@ -87,22 +87,22 @@ PEERS = [
 ]
 
 
-@pytest.mark.parametrize("error", OOM, ids=lambda error: str(error)[:20])
-def test_what_is_no_matter_of_lost_peers_keeps_its_words(error: RuntimeError) -> None:
+@pytest.mark.parametrize("error", LOCAL_ERRORS, ids=lambda error: str(error)[:20])
+def test_an_error_unrelated_to_peers_is_raised_unchanged(error: RuntimeError) -> None:
     with pytest.raises(RuntimeError) as caught, collective():
         raise error
     assert caught.value is error
 
 
-@pytest.mark.parametrize("error", PEERS, ids=lambda error: str(error)[:20])
-def test_what_a_peer_is_to_blame_for_is_a_lost_peer(error: RuntimeError) -> None:
+@pytest.mark.parametrize("error", PEER_ERRORS, ids=lambda error: str(error)[:20])
+def test_an_error_caused_by_a_peer_becomes_peer_lost_error(error: RuntimeError) -> None:
     with pytest.raises(PeerLostError, match="a collective failed"), collective():
         raise error
 
 
 @dataclasses.dataclass
-class State:
-    """A group of which this is known."""
+class StubGroup:
+    """A process group with a fixed state."""
 
     is_aborted: bool = False
     failed: bool = False
@@ -111,70 +111,72 @@ class State:
         return self.failed
 
     def check_device_errors(self) -> None:
-        """Knows of no error of the device."""
+        """Raises nothing: the device has no error."""
 
 
 @contextmanager
-def watched(state: State) -> Iterator[None]:
-    """Makes a group the one of this process for a context."""
-    group_state.set_group(state)
+def current_group(group: StubGroup) -> Iterator[None]:
+    """Makes a group the process group of this process within a context."""
+    group_state.set_group(group)
     try:
         yield
     finally:
-        group_state.clear_group(state)
+        group_state.clear_group(group)
 
 
-def refused_collective(error: Exception) -> Exception:
-    """What an error becomes that a collective raises."""
+def error_of_collective(error: Exception) -> Exception:
+    """Returns the error that `collective` raises for an error of its body."""
     with pytest.raises((PeerLostError, type(error))) as caught, collective():
         raise error
     return caught.value
 
 
-def raised(error: Exception) -> Exception:
-    """What an error becomes that a task's own code raises in a generation."""
+def error_of_user_code(error: Exception) -> Exception:
+    """Returns the error that a generation raises for an error of user code."""
     with pytest.raises((PeerLostError, TaskError)) as caught, translate_peer_errors(), user_code(lambda: "the update"):
         raise error
     return caught.value
 
 
-STRANGE = RuntimeError("words of no version that is known")
+UNKNOWN_ERROR = RuntimeError("words of no version that is known")
 
 
-def test_whatever_a_collective_raises_after_the_backend_failed_is_a_lost_peer() -> None:
-    with watched(State()):
-        assert refused_collective(STRANGE) is STRANGE
-    with watched(State(failed=True)):
-        assert isinstance(refused_collective(STRANGE), PeerLostError)
-    assert refused_collective(STRANGE) is STRANGE, "no group is watched any more"
+def test_any_error_of_a_collective_after_a_backend_failure_is_a_lost_peer() -> None:
+    with current_group(StubGroup()):
+        assert error_of_collective(UNKNOWN_ERROR) is UNKNOWN_ERROR
+    with current_group(StubGroup(failed=True)):
+        assert isinstance(error_of_collective(UNKNOWN_ERROR), PeerLostError)
+    assert error_of_collective(UNKNOWN_ERROR) is UNKNOWN_ERROR, "there is no current group any more"
 
 
-def test_a_group_that_was_given_up_is_given_no_more_to_exchange() -> None:
-    begun = []
-    with watched(State(is_aborted=True)), pytest.raises(PeerLostError, match="process group is aborted"), collective():
-        begun.append("a launch on a communicator that another thread aborts")
-    assert not begun
+def test_an_aborted_group_starts_no_collective() -> None:
+    launches = []
+    with (
+        current_group(StubGroup(is_aborted=True)),
+        pytest.raises(PeerLostError, match="process group is aborted"),
+        collective(),
+    ):
+        launches.append("a launch on a communicator that another thread aborts")
+    assert not launches
 
 
-@pytest.mark.parametrize("error", [STRANGE, ValueError("not in range")], ids=["RuntimeError", "ValueError"])
-def test_what_user_code_raises_is_a_lost_peer_in_a_broken_group_alone(error: Exception) -> None:
-    with watched(State()):
-        assert isinstance(raised(error), TaskError)
-    with watched(State(failed=True)):
-        assert isinstance(raised(error), PeerLostError)
-    with watched(State(is_aborted=True)):
-        assert isinstance(raised(error), PeerLostError)
+@pytest.mark.parametrize("error", [UNKNOWN_ERROR, ValueError("not in range")], ids=["RuntimeError", "ValueError"])
+def test_an_error_of_user_code_is_a_lost_peer_only_in_a_broken_group(error: Exception) -> None:
+    with current_group(StubGroup()):
+        assert isinstance(error_of_user_code(error), TaskError)
+    with current_group(StubGroup(failed=True)):
+        assert isinstance(error_of_user_code(error), PeerLostError)
+    with current_group(StubGroup(is_aborted=True)):
+        assert isinstance(error_of_user_code(error), PeerLostError)
 
 
-@pytest.mark.parametrize("error", PEERS, ids=lambda error: str(error)[:20])
-def test_user_code_that_says_what_a_peer_would_keeps_its_words(error: RuntimeError) -> None:
-    assert isinstance(raised(error), TaskError)
+@pytest.mark.parametrize("error", PEER_ERRORS, ids=lambda error: str(error)[:20])
+def test_user_code_that_raises_the_text_of_a_peer_error_gets_a_task_error(error: RuntimeError) -> None:
+    assert isinstance(error_of_user_code(error), TaskError)
 
 
-def exchanged_by_user_code(rank: int, store: Path) -> str:
-    """What rank 0 meets in a collective of user code, as an optimizer of sharded parameters has some, when rank 1 is
-    killed.
-    """
+def all_reduce_in_user_code(rank: int, store: Path) -> str:
+    """Returns the error of rank 0 in a collective of user code, as of a sharded optimizer, after rank 1 is killed."""
     with LocalMembership(World(rank, 2, 2), store).generation(0, False):
         dist.barrier()
         if rank == 1:
@@ -188,13 +190,13 @@ def exchanged_by_user_code(rank: int, store: Path) -> str:
 
 
 @pytest.mark.rest
-def test_a_lost_peer_is_one_in_a_collective_of_user_code_too(pool: WorkerPool) -> None:
-    first, second = pool.call(2, exchanged_by_user_code)
+def test_a_peer_lost_in_a_collective_of_user_code_is_reported_as_lost(pool: WorkerPool) -> None:
+    first, second = pool.call(2, all_reduce_in_user_code)
     assert isinstance(second.error, KilledError)
     assert first.value.startswith("a peer was lost meanwhile: RuntimeError: "), first.trace
 
 
-def test_training_has_the_bits_of_gloo(pool: WorkerPool, tmp_path: Path) -> None:
+def test_training_on_a_device_group_is_bit_identical_to_gloo(pool: WorkerPool, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     for backend in ("gloo", BACKEND):
         (tmp_path / backend).mkdir()
@@ -205,13 +207,13 @@ def test_training_has_the_bits_of_gloo(pool: WorkerPool, tmp_path: Path) -> None
     for job, backend in zip(jobs, ("gloo", BACKEND), strict=True):
         for outcome in pool.train(job, 2, Hooks(at=FullAt(9, 0)), membership=partial(LocalMembership, backend=backend)):
             assert outcome.error is None, outcome.trace
-    digests = [path.read_text() for path in sorted(tmp_path.glob("*/checkpoints/*/COMMIT.json"))]
-    assert len({text.split('"params_digest": "')[1][:64] for text in digests}) == 1
-    assert len(digests) == 2
+    commits = [path.read_text() for path in sorted(tmp_path.glob("*/checkpoints/*/COMMIT.json"))]
+    assert len({text.split('"params_digest": "')[1][:64] for text in commits}) == 1
+    assert len(commits) == 2
 
 
-def test_a_device_without_memory_is_no_lost_peer(pool: WorkerPool, tmp_path: Path) -> None:
-    """In the exchange of the second step: the error comes out of the loop in its own words, and at once."""
+def test_a_device_out_of_memory_is_not_reported_as_a_lost_peer(pool: WorkerPool, tmp_path: Path) -> None:
+    """The reduction of the second step runs out of memory; the loop raises the original error at once."""
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=TinyImages())
     first, second = pool.train(job, 2, Hooks(at=FullAt(0, 5)), membership=partial(LocalMembership, backend=BACKEND))
@@ -221,9 +223,9 @@ def test_a_device_without_memory_is_no_lost_peer(pool: WorkerPool, tmp_path: Pat
     assert isinstance(second.error, PeerLostError), second.trace
 
 
-def exchanged(rank: int, store: Path) -> list[str]:
-    """What rank 0 sees of an exchange in which rank 1 is killed."""
-    seen = []
+def all_reduce_with_a_lost_peer(rank: int, store: Path) -> list[str]:
+    """Returns the results of the collectives of rank 0 after rank 1 is killed."""
+    results = []
     with LocalMembership(World(rank, 2, 2), store, backend=BACKEND).generation(0, False):
         values = torch.ones(1000)
         dist.all_reduce(values)
@@ -231,46 +233,45 @@ def exchanged(rank: int, store: Path) -> list[str]:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         assert dist.all_reduce(values, async_op=True).wait()
-        seen.append("garbage" if values.eq(GARBAGE).all() else "values")
+        results.append("garbage" if values.eq(GARBAGE).all() else "values")
         try:
             with collective():
                 dist.all_reduce(values)
         except PeerLostError as error:
-            seen.append("aborted" if "was aborted" in str(error) else str(error))
+            results.append("aborted" if "was aborted" in str(error) else str(error))
         try:
             with collective():
                 dist.all_reduce(torch.ones(3, dtype=torch.int64))
         except PeerLostError:
-            seen.append("lost on the host")
+            results.append("lost on the host")
         dist.group.WORLD.abort()  # type: ignore[union-attr]
-    return seen
+    return results
 
 
-def test_a_broken_exchange_leaves_finite_garbage_and_says_so_later(pool: WorkerPool) -> None:
-    first, second = pool.call(2, exchanged)
+def test_a_broken_collective_leaves_finite_garbage_and_the_next_raises(pool: WorkerPool) -> None:
+    first, second = pool.call(2, all_reduce_with_a_lost_peer)
     assert isinstance(second.error, KilledError)
     assert first.value == ["garbage", "aborted", "lost on the host"], first.trace
 
 
-def opened(rank: int, port: int) -> ProcessGroup:
+def open_group(rank: int, port: int) -> ProcessGroup:
     group = SpinningGroup()
     group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
-    dist.barrier()  # nobody leaves while another still connects
+    # No rank may leave while another one still connects.
+    dist.barrier()
     return group
 
 
 @pytest.fixture
 def store() -> TCPStore:
-    """Where to meet."""
+    """The store at which the ranks of a group meet."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def survived(rank: int, store: Path, port: int, heartbeat: bool) -> tuple[str, bool]:
-    """What rank 0 is told of an exchange in which rank 1 is killed, and whether it is still in a group when it has
-    closed it.
-    """
+def close_after_a_lost_peer(rank: int, store: Path, port: int, heartbeat: bool) -> tuple[str, bool]:
+    """Returns the error of rank 0 after rank 1 is killed, and whether rank 0 has a group after closing its own."""
     del store
-    group = opened(rank, port)
+    group = open_group(rank, port)
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
     values = torch.ones(1000)
     dist.all_reduce(values)
@@ -278,25 +279,25 @@ def survived(rank: int, store: Path, port: int, heartbeat: bool) -> tuple[str, b
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     assert dist.all_reduce(values, async_op=True).wait()
-    said = ""
+    error_text = ""
     if heartbeat:
         threading.Thread(target=lambda: device.waited_for.wait() and group.abort()).start()
         try:
             group.check_device_errors()
         except PeerLostError as error:
-            said = str(error)
+            error_text = str(error)
     group.close(broken=True)
     assert device.aborted.is_set()
-    return said, dist.is_initialized()
+    return error_text, dist.is_initialized()
 
 
 @pytest.mark.parametrize(
     "heartbeat", [True, False], ids=["aborted while the device spins", "left with an error of its own"]
 )
-def test_a_group_whose_kernels_spin_is_aborted_before_it_is_destroyed(
+def test_a_group_with_spinning_kernels_is_aborted_before_it_is_destroyed(
     pool: WorkerPool, store: TCPStore, heartbeat: bool
 ) -> None:
-    first, second = pool.call(2, survived, store.port, heartbeat)
+    first, second = pool.call(2, close_after_a_lost_peer, store.port, heartbeat)
     assert isinstance(second.error, KilledError)
     assert first.error is None, first.trace
     assert first.value == (
@@ -305,10 +306,10 @@ def test_a_group_whose_kernels_spin_is_aborted_before_it_is_destroyed(
     )
 
 
-def told(rank: int, store: Path, port: int) -> None:
-    """The backend has an error that no call has raised."""
+def check_backend_error(rank: int, store: Path, port: int) -> None:
+    """Checks a group after its backend has an error that no call has raised."""
     del store
-    group = opened(rank, port)
+    group = open_group(rank, port)
     try:
         group.check_device_errors()
         dist.group.WORLD.error = ErrorType.COMM_ERROR  # type: ignore[union-attr]
@@ -318,27 +319,28 @@ def told(rank: int, store: Path, port: int) -> None:
         group.close(broken=True)
 
 
-def test_an_error_that_only_the_backend_knows_is_found(pool: WorkerPool, store: TCPStore) -> None:
-    pool.run(2, told, store.port)
+def test_an_error_that_only_the_backend_reports_is_raised(pool: WorkerPool, store: TCPStore) -> None:
+    pool.run(2, check_backend_error, store.port)
 
 
-def asked_meanwhile(rank: int, store: Path, port: int) -> list[str]:
-    """What happens when an abort is ordered while the backend is asked for its error, and what the next step is
-    told.
-    """
+def abort_during_error_query(rank: int, store: Path, port: int) -> list[str]:
+    """Returns the order of events when an abort is requested while the backend is asked for its error."""
     del store
-    group, happened, begun = opened(rank, port), list[str](), threading.Event()
+    group = open_group(rank, port)
+    events = list[str]()
+    abort_started = threading.Event()
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
 
     def abort() -> None:
-        begun.set()
-        happened.append("abort")
+        abort_started.set()
+        events.append("abort")
         DeviceGroup.abort(device)
 
     def get_error() -> ErrorType:
         group.abort()
-        begun.wait(0.2)  # an abort that did not wait would begin now
-        happened.append("asked")
+        # An abort that does not wait would start within this time.
+        abort_started.wait(0.2)
+        events.append("asked")
         return ErrorType.SUCCESS
 
     device.abort, device.get_error = abort, get_error  # type: ignore[method-assign]
@@ -346,121 +348,125 @@ def asked_meanwhile(rank: int, store: Path, port: int) -> list[str]:
         for _ in range(2):
             with pytest.raises(PeerLostError, match="was aborted while the device ran its collectives"):
                 group.check_device_errors()
-            begun.wait()
+            abort_started.wait()
     finally:
         group.close(broken=True)
-    return happened
+    return events
 
 
 def test_an_abort_waits_while_the_backend_is_asked_for_its_error(pool: WorkerPool, store: TCPStore) -> None:
-    """It frees what the question reads; afterwards the backend is not asked any more."""
-    assert pool.run(2, asked_meanwhile, store.port) == [["asked", "abort"]] * 2
+    """The abort frees memory that the query reads; after it, the backend is not asked again."""
+    assert pool.run(2, abort_during_error_query, store.port) == [["asked", "abort"]] * 2
 
 
-def given_up(rank: int, store: Path, port: int) -> tuple[str, bool]:
-    """The order to abort comes when the store has done its part and torch does not know the group yet."""
+def abort_while_forming(rank: int, store: Path, port: int) -> tuple[str, bool]:
+    """Aborts a group before torch knows it, its store being ready; returns the error and whether a group is left."""
     del store
-    group, said = SpinningGroup(), ""
+    group, error_text = SpinningGroup(), ""
     DeviceGroup.when_made = group.abort
     try:
         group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
     except PeerLostError as error:
-        said = str(error)
+        error_text = str(error)
     finally:
         DeviceGroup.when_made = None
         group.close(broken=True)
-    return said, dist.is_initialized()
+    return error_text, dist.is_initialized()
 
 
-def test_a_group_that_is_given_up_while_it_forms_exchanges_nothing(pool: WorkerPool, store: TCPStore) -> None:
-    assert pool.run(2, given_up, store.port) == [("the process group was aborted while it formed", False)] * 2
+def test_a_group_aborted_while_it_forms_runs_no_collective(pool: WorkerPool, store: TCPStore) -> None:
+    assert (
+        pool.run(2, abort_while_forming, store.port) == [("the process group was aborted while it formed", False)] * 2
+    )
 
 
-def open_given_up(group: ProcessGroup, formed: GenerationInfo) -> None:
+def open_aborted_group(group: ProcessGroup, info: GenerationInfo) -> None:
     with pytest.raises(PeerLostError), collective():
-        group.open(formed, CPU, BACKEND_2)  # type: ignore[arg-type]
+        group.open(info, CPU, BACKEND_2)  # type: ignore[arg-type]
 
 
-def stuck(rank: int, store: Path, port: int) -> list[bool]:
-    """Whether a group is stuck that waits for a peer's connection, which no time-out bounds: before, in and after the
-    wait.
+def read_stuck_states(rank: int, store: Path, port: int) -> list[bool]:
+    """Returns whether a group counts as stuck before, during and after it waits for a peer that does not connect.
+
+    No time-out bounds that wait.
     """
     del store
-    group, listens, seen = SpinningGroup(), socket.create_server(("127.0.0.1", 0)), list[bool]()
-    DeviceGroup2.connects_to, process_group._STUCK_S = listens, 0.0
+    group = SpinningGroup()
+    listener = socket.create_server(("127.0.0.1", 0))
+    states = list[bool]()
+    DeviceGroup2.connects_to, process_group._STUCK_S = listener, 0.0
 
     try:
-        seen.append(group.is_stuck)
-        opening = threading.Thread(target=open_given_up, args=(group, GenerationInfo(1, rank, 1, "127.0.0.1", port)))
+        states.append(group.is_stuck)
+        opening = threading.Thread(
+            target=open_aborted_group, args=(group, GenerationInfo(1, rank, 1, "127.0.0.1", port))
+        )
         opening.start()
         until(lambda: group._is_forming, "it has not begun to form")
-        seen.append(group.is_stuck)
+        states.append(group.is_stuck)
         group.abort()
         until(lambda: group.is_stuck, "it is not known to be stuck")
-        listens.shutdown(socket.SHUT_RDWR)  # what NCCL cannot do
+        # NCCL has no way to end this wait.
+        listener.shutdown(socket.SHUT_RDWR)
         opening.join()
-        seen.append(group.is_stuck)
+        states.append(group.is_stuck)
     finally:
         DeviceGroup2.connects_to, process_group._STUCK_S = None, 60.0
         group.close(broken=True)
-    return seen
+    return states
 
 
-def test_a_group_that_waits_for_a_lost_peer_while_it_forms_is_known_to_be_stuck(
-    pool: WorkerPool, store: TCPStore
-) -> None:
-    """What `ncclCommInitRank` does; the error that ends it here is a lost peer."""
-    assert pool.run(1, stuck, store.port) == [[False, False, False]]
+def test_a_group_that_waits_for_a_lost_peer_while_it_forms_is_reported_stuck(pool: WorkerPool, store: TCPStore) -> None:
+    """`ncclCommInitRank` waits like this; the error that ends the wait here is a lost peer."""
+    assert pool.run(1, read_stuck_states, store.port) == [[False, False, False]]
 
 
-def launched(rank: int, store: Path, port: int) -> list[str]:
-    """What happens when an abort is ordered in the middle of a launch: first the end of the launch, then the abort,
-    then no launch.
-    """
+def abort_during_a_launch(rank: int, store: Path, port: int) -> list[str]:
+    """Returns the order of events when an abort is requested in the middle of a launch."""
     del store
-    group, happened = opened(rank, port), list[str]()
+    group, events = open_group(rank, port), list[str]()
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
     world = World(rank, 2, 2, has_device_collectives=True)
-    abort, device.abort = device.abort, lambda: (happened.append("abort"), abort())[1]  # type: ignore[method-assign]
+    abort, device.abort = device.abort, lambda: (events.append("abort"), abort())[1]  # type: ignore[method-assign]
     try:
         with launch_guard(world)():
             group.abort()
-            until(lambda: bool(group._abort_threads), "nobody has begun to abort")
-            happened.append("launch")
+            until(lambda: bool(group._abort_threads), "no abort thread has started")
+            events.append("launch")
         with pytest.raises(PeerLostError, match="process group is aborted"), launch_guard(world)():
-            happened.append("another launch")
+            events.append("another launch")
     finally:
         group.close(broken=True)
-    return happened
+    return events
 
 
-def test_an_abort_comes_between_launches_and_ends_them(pool: WorkerPool, store: TCPStore) -> None:
-    assert pool.run(2, launched, store.port) == [["launch", "abort"]] * 2
+def test_an_abort_waits_for_a_running_launch_and_refuses_the_next(pool: WorkerPool, store: TCPStore) -> None:
+    assert pool.run(2, abort_during_a_launch, store.port) == [["launch", "abort"]] * 2
 
 
-def blocked(rank: int, store: Path, port: int) -> list[str]:
-    """What a launch that waits for a lost peer is ended by."""
+def abort_during_a_blocked_launch(rank: int, store: Path, port: int) -> list[str]:
+    """Returns the event that ends a launch which waits for a lost peer."""
     del store
-    group, happened = opened(rank, port), list[str]()
+    group, events = open_group(rank, port), list[str]()
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
     world, process_group._LAUNCH_S = World(rank, 2, 2, has_device_collectives=True), 0.1
     try:
         with launch_guard(world)():
             group.abort()
             device.aborted.wait()
-            happened.append("abort")
+            events.append("abort")
     finally:
         process_group._LAUNCH_S = 2.0
         group.close(broken=True)
-    return happened
+    return events
 
 
-def test_an_abort_does_not_wait_for_ever_for_the_end_of_a_launch(pool: WorkerPool, store: TCPStore) -> None:
-    assert pool.run(2, blocked, store.port) == [["abort"]] * 2
+def test_an_abort_waits_only_a_limited_time_for_a_launch(pool: WorkerPool, store: TCPStore) -> None:
+    assert pool.run(2, abort_during_a_blocked_launch, store.port) == [["abort"]] * 2
 
 
-def test_a_group_that_was_given_up_before_it_forms_does_not_form(store: TCPStore) -> None:
-    """NCCL would wait for the peer that was lost."""
+def test_a_group_aborted_before_it_forms_does_not_form(store: TCPStore) -> None:
+    """NCCL would wait for the lost peer."""
     group = SpinningGroup()
     group.abort()
     try:
@@ -479,33 +485,27 @@ def undisturbed(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> t
 
 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
-@pytest.mark.parametrize(("exchange", "name"), list(enumerate(STEP, 1)), ids=STEP)
-def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
-    pool: WorkerPool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str, backend: str
+@pytest.mark.parametrize(("number", "name"), list(enumerate(STEP_COLLECTIVES, 1)), ids=STEP_COLLECTIVES)
+def test_garbage_of_a_lost_worker_enters_no_step(
+    pool: WorkerPool, undisturbed: tuple[Job, str], tmp_path: Path, number: int, name: str, backend: str
 ) -> None:
-    """It is lost at every exchange of a step in turn. What the device has of it then is garbage, and not all others
-    know.
-    """
+    """The worker is lost at each collective of a step in turn; the devices then have garbage, unknown to some peers."""
     job, expected = undisturbed
     job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
     proof = tmp_path / "proof"
     outcomes = train_shifting(
-        pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, exchange)), backend=backend
+        pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, number)), backend=backend
     )
     assert isinstance(outcomes[2].error, KilledError)
     assert proof.read_text() == name
-    assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
+    assert [outcome.value for outcome in outcomes[:2]] == ["done", "done"], [outcome.trace for outcome in outcomes[:2]]
     assert read_trained_run(job).commit.params_digest == expected
-    assert not read_events(job.paths, "params_diverged"), "nobody had garbage, not for a step either"
+    assert not read_events(job.paths, "params_diverged"), "a rank had garbage in its parameters after some step"
 
 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
-def test_a_worker_that_is_lost_during_backward_is_met_there_by_the_others(
-    pool: WorkerPool, tmp_path: Path, backend: str
-) -> None:
-    """With a bucket for each parameter: the error is raised in a hook of backward, by the exchange after the one that
-    broke.
-    """
+def test_peers_notice_a_lost_worker_during_backward(pool: WorkerPool, tmp_path: Path, backend: str) -> None:
+    """Each parameter has its own bucket: the collective after the broken one raises the error in a hook of backward."""
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(
         tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2, train__bucket_mb=1e-5
@@ -513,39 +513,39 @@ def test_a_worker_that_is_lost_during_backward_is_met_there_by_the_others(
     expected = pool.train_new_run(job, 2, cache_windows).commit.params_digest
     proof = tmp_path / "proof"
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, 2)), backend=backend)
-    assert proof.read_text() == "all_to_all_single", "the second bucket"
-    assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
+    assert proof.read_text() == "all_to_all_single", "the worker was not lost in the reduction of the second bucket"
+    assert [outcome.value for outcome in outcomes[:2]] == ["done", "done"], [outcome.trace for outcome in outcomes[:2]]
     assert read_trained_run(job).commit.params_digest == expected
 
 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
-@pytest.mark.parametrize(("exchange", "name"), list(enumerate(STEP[:3], 1)), ids=STEP[:3])
-def test_what_is_broken_on_a_device_alone_is_in_no_step(
-    pool: WorkerPool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str, backend: str
+@pytest.mark.parametrize(("number", "name"), list(enumerate(STEP_COLLECTIVES[:3], 1)), ids=STEP_COLLECTIVES[:3])
+def test_garbage_of_a_collective_that_fails_on_one_device_enters_no_step(
+    pool: WorkerPool, undisturbed: tuple[Job, str], tmp_path: Path, number: int, name: str, backend: str
 ) -> None:
-    """The hosts lack nobody, and the garbage is finite."""
+    """The hosts lose no peer, and the garbage is finite."""
     job, expected = undisturbed
     job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
     proof = tmp_path / "proof"
     outcomes = train_shifting(
-        pool, job, [[0, 1, 2], [0, 1, 2]], [], Hooks(at=FailsAt(proof, 1, 2, exchange)), backend=backend
+        pool, job, [[0, 1, 2], [0, 1, 2]], [], Hooks(at=FailsAt(proof, 1, 2, number)), backend=backend
     )
     assert proof.exists(), name
-    assert [each.value for each in outcomes] == ["done"] * 3, [each.trace for each in outcomes]
+    assert [outcome.value for outcome in outcomes] == ["done"] * 3, [outcome.trace for outcome in outcomes]
     assert read_trained_run(job).commit.params_digest == expected
-    assert not read_events(job.paths, "params_diverged"), "nobody had garbage, not for a step either"
+    assert not read_events(job.paths, "params_diverged"), "a rank had garbage in its parameters after some step"
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
-    ("strategy", "exchange"),
-    [("central_storage", 1), ("central_storage", 9), *(("local_sgd", exchange) for exchange in (1, 5, 7, 8))],
+    ("strategy", "number"),
+    [("central_storage", 1), ("central_storage", 9), *(("local_sgd", number) for number in (1, 5, 7, 8))],
 )
-def test_with_other_strategies_neither(
-    pool: WorkerPool, tmp_path: Path, strategy: str, exchange: int, rank: int
+def test_garbage_of_a_lost_worker_enters_no_step_of_other_strategies(
+    pool: WorkerPool, tmp_path: Path, strategy: str, number: int, rank: int
 ) -> None:
-    """A worker is lost after two steps; the eighth exchange of `local_sgd` is the last of an average.
+    """A worker is lost after two steps; the eighth collective of `local_sgd` is the last one of an average.
 
     `fsdp` gathers whole parameters by functional collectives, which call no group that is made in Python.
     """
@@ -555,12 +555,14 @@ def test_with_other_strategies_neither(
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), **fields)
     expected = pool.train_new_run(job, 2, cache_windows).commit.params_digest
     proof = tmp_path / "proof"
-    stay = [each for each in (0, 1, 2) if each != rank]
+    survivors = [survivor for survivor in (0, 1, 2) if survivor != rank]
     outcomes = train_shifting(
-        pool, job, [[0, 1, 2], stay], [], Hooks(at=DiesAt(proof, rank, 2, exchange)), backend=BACKEND
+        pool, job, [[0, 1, 2], survivors], [], Hooks(at=DiesAt(proof, rank, 2, number)), backend=BACKEND
     )
     assert proof.exists()
     assert isinstance(outcomes[rank].error, KilledError)
-    assert [outcomes[each].value for each in stay] == ["done", "done"], [each.trace for each in outcomes]
+    assert [outcomes[survivor].value for survivor in survivors] == ["done", "done"], [
+        outcome.trace for outcome in outcomes
+    ]
     assert read_trained_run(job).commit.params_digest == expected
     assert not read_events(job.paths, "params_diverged")

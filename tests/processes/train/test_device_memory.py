@@ -1,4 +1,4 @@
-"""That the benchmark of a device's memory runs, and what its figures must be."""
+"""The benchmark of device memory runs, and its measurements have the expected order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from tests.support.places import ROOT
 
 
-def printed(*command: str) -> str:
-    """What a benchmark prints, in a process of its own as by hand."""
+def run_script(*command: str) -> str:
+    """Runs a benchmark in its own process, as a user does, and returns its output."""
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
     )
@@ -21,8 +21,10 @@ def printed(*command: str) -> str:
 
 
 @pytest.mark.rest
-def test_the_memory_of_a_device_is_measured() -> None:
-    lines = [json.loads(line) for line in printed("benchmarks/device_memory.py").splitlines() if line.startswith("{")]
+def test_the_benchmark_measures_the_device_memory_of_the_strategies() -> None:
+    lines = [
+        json.loads(line) for line in run_script("benchmarks/device_memory.py").splitlines() if line.startswith("{")
+    ]
     used = {line["strategy"]: line["device_mb"] for line in lines}
     assert used.keys() >= {"ddp", "central_storage", "fsdp"}
-    assert 0 < used["central_storage"] < 0.9 * used["ddp"], "the moments are elsewhere"
+    assert 0 < used["central_storage"] < 0.9 * used["ddp"], "the moments are not outside the device"

@@ -1,4 +1,4 @@
-"""All nodes with workers get a notice at once: the state is saved, all end, and new workers go on from there."""
+"""All nodes with workers drain at once: the workers save the state and end, and new workers resume from it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.local_world import CPU, LocalMembership, TinyImages, make_job
 STEP = 5
 
 
-class Drained(LocalMembership):
-    """Everybody is to leave after a step, as `Rendezvous.answer` says it when nobody stays."""
+class DrainedMembership(LocalMembership):
+    """All workers leave after a step, as `Rendezvous.answer` orders when no worker stays."""
 
     def flags(self) -> Flags:
         self._num_steps += 1
@@ -28,10 +28,10 @@ class Drained(LocalMembership):
 
 
 def _train(rank: int, store: Path, job: Job) -> None:
-    train(job, Drained(World(rank, 2, job.plan.logical_workers), store), cache_windows, CPU)
+    train(job, DrainedMembership(World(rank, 2, job.plan.logical_workers), store), cache_windows, CPU)
 
 
-def test_all_leave_with_a_checkpoint_and_others_go_on_from_it(pool: WorkerPool, tmp_path: Path) -> None:
+def test_draining_workers_leave_a_checkpoint_and_new_workers_resume_from_it(pool: WorkerPool, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[50, 1], [46]])
     fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 8}
     job, plain = (
@@ -46,4 +46,4 @@ def test_all_leave_with_a_checkpoint_and_others_go_on_from_it(pool: WorkerPool, 
     pool.train_to_end(job, 3, cache_windows)
     assert read_trained_run(job).digests == read_trained_run(plain).digests
     assert read_trained_run(job).steps == read_trained_run(plain).steps
-    assert [len(workers) for workers in read_trained_run(job).workers] == [1] * job.total_steps, "a step was done again"
+    assert [len(workers) for workers in read_trained_run(job).workers] == [1] * job.total_steps, "a step was repeated"

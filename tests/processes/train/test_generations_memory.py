@@ -1,6 +1,4 @@
-"""What a generation leaves behind is gone before the next one makes the same again: a device need not have room for
-both.
-"""
+"""The memory of a generation is freed before the next one allocates its own, so a device need not hold both."""
 
 from __future__ import annotations
 
@@ -31,25 +29,25 @@ from tests.support.shifting_world import KillOnce, train_shifting
 
 
 @dataclasses.dataclass(frozen=True)
-class CountsAlive:
-    """A hook that writes what of a step is alive while a generation forms, in a file for each process, once for each
-    generation.
-    """
+class CountAliveObjects:
+    """A hook that writes the objects of a step that are alive while a generation forms, to one file per process."""
 
     folder: Path
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
         if phase == "forming":
             kinds = (Step, GradientReducer, Bucket, TrainingState)
-            alive = Counter(kind.__name__ for each in gc.get_objects() for kind in kinds if isinstance(each, kind))
+            alive = Counter(
+                kind.__name__ for alive_object in gc.get_objects() for kind in kinds if isinstance(alive_object, kind)
+            )
             with (self.folder / f"{rank}.txt").open("a") as file:
                 print(step, dict(sorted(alive.items())), file=file)
 
 
-AVERAGED = {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.9}}
+DECAY = {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.9}}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "ddp, averages": {"train__ema_decay": 0.9, "schedule": AVERAGED},
+    "ddp, averages": {"train__ema_decay": 0.9, "schedule": DECAY},
     "central_storage": {"train__strategy": "central_storage", "train__peer_replica": True},
     "local_sgd": {"train__strategy": "local_sgd", "train__local_steps": 2},
 }
@@ -58,21 +56,21 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 @pytest.mark.rest
 @pytest.mark.parametrize("fields", STRATEGIES.values(), ids=STRATEGIES)
 @pytest.mark.parametrize("loss", [True, False], ids=["lost peer", "planned"])
-def test_nothing_of_a_step_is_left_when_the_next_generation_forms(
+def test_the_objects_of_a_step_are_freed_before_the_next_generation_forms(
     pool: WorkerPool, tmp_path: Path, fields: dict[str, Any], loss: bool
 ) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2, **fields)
-    hooks = Hooks(at=CountsAlive(tmp_path), after_step=KillOnce(tmp_path / "proof", 2, 2) if loss else None)
+    hooks = Hooks(at=CountAliveObjects(tmp_path), after_step=KillOnce(tmp_path / "proof", 2, 2) if loss else None)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [] if loss else [2], hooks)
     assert isinstance(outcomes[2].error, KilledError) == loss
     assert outcomes[0].value == "done", outcomes[0].trace
     lines = [line.partition(" ")[2] for line in (tmp_path / "0.txt").read_text().splitlines()]
-    assert lines == ["{}"] * 2, "but for what lives through all generations, which the collector was told to leave out"
+    assert lines == ["{}"] * 2, "an object of the former generation is alive"
 
 
 def step_once(job: Job, state: TrainingState, world: World) -> list[Any]:
-    """Makes a step; returns weak references to the shards of parameters and of the optimizer's state."""
+    """Runs a step; returns weak references to the shards of parameters and of the optimizer state."""
     cursor = Cursor.at(0, job.plan.steps_per_epoch)
     with closing(build_step(job, state, world, CPU, lambda phase: None)) as step:
         feed = feed_of(job.plan, cursor, world.assigned, cache_windows(job, cursor, world.assigned))
@@ -82,21 +80,23 @@ def step_once(job: Job, state: TrainingState, world: World) -> list[Any]:
     ]
     shards = [p._local_tensor for p in state.model.parameters()]  # type: ignore[attr-defined]
     assert len(moments) == 2 * len(shards)
-    return [weakref.ref(each) for each in (*moments, *shards)]
+    return [weakref.ref(tensor) for tensor in (*moments, *shards)]
 
 
-def shards_left(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
-    """How many shards are alive when each of two generations begins to make its own."""
+def count_alive_shards(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
+    """Returns how many shards of the former generation are alive when each of two generations allocates its own."""
     del rank, store
     state = build_state(job.config, job.task, CPU, job.total_steps)
     assert isinstance(state._placement, ShardedPlacement)
-    shards, left, make = list[Any](), list[int](), state._build_model
+    shards = list[Any]()
+    alive_counts = list[int]()
+    build_model = state._build_model
 
-    def made() -> nn.Module:
-        left.append(sum(each() is not None for each in shards))
-        return make()
+    def count_and_build() -> nn.Module:
+        alive_counts.append(sum(reference() is not None for reference in shards))
+        return build_model()
 
-    state._build_model = made  # type: ignore[method-assign]
+    state._build_model = count_and_build  # type: ignore[method-assign]
     for breaks_now in (breaks, False):
         try:
             with state.sync.bind(World(0, 1, 2)) as world:
@@ -106,14 +106,14 @@ def shards_left(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
                     raise PeerLostError("a peer left in the middle of a step")
         except PeerLostError:
             assert breaks_now
-    return left
+    return alive_counts
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("breaks", [True, False], ids=["lost peer", "planned"])
-def test_shards_of_a_generation_are_gone_before_those_of_the_next_are_made(
+def test_the_shards_of_a_generation_are_freed_before_the_next_allocates(
     pool: WorkerPool, tmp_path: Path, breaks: bool
 ) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, train__strategy="fsdp", train__epochs=1)
-    assert pool.run(1, shards_left, job, breaks) == [[0, 0]]
+    assert pool.run(1, count_alive_shards, job, breaks) == [[0, 0]]

@@ -1,4 +1,4 @@
-"""The digest that README's picture shows: of conf/digits.yaml, on the kinds of machines that it is known of."""
+"""The digest of conf/digits.yaml, which README's picture shows, on machines with a recorded digest."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ray_app.train.job import Hooks
 from ray_app.train.membership import SingleProcessMembership
 from tests.support.places import ROOT
 
-KNOWN = {
+RECORDED_DIGESTS = {
     ("2.15.0", "cpu x86_64", "AVX512", "1"): "eeebf144a7c5a872da737b44c51b5fbc310ed200818d04be9618aac53ae02186",
 }
-"""By torch (whatever its build), device, instruction set and threads."""
+"""Digests by version of torch (without build), device, instruction set and number of threads."""
 
 
 @pytest.mark.rest
-def test_the_digits_have_the_digest_of_the_picture(
+def test_the_digits_run_has_the_digest_of_the_picture(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = {
@@ -37,15 +37,16 @@ def test_the_digits_have_the_digest_of_the_picture(
     commit = newest_commit(job)
     assert commit is not None
     torch, *rest = (commit.environment[name] for name in ("torch", "device", "cpu_capability", "threads"))
-    here = (torch.partition("+")[0], *rest)
-    if here in KNOWN:
-        assert commit.params_digest == KNOWN[here]
+    machine = (torch.partition("+")[0], *rest)
+    if machine in RECORDED_DIGESTS:
+        assert commit.params_digest == RECORDED_DIGESTS[machine]
     else:
         with capsys.disabled():
-            print(f"\n{here} is not known: {commit.params_digest}")
+            print(f"\n{machine} has no recorded digest: {commit.params_digest}")
         warnings.warn(
-            f"the digest of conf/digits.yaml on {here} is in no table; add it to KNOWN: {commit.params_digest}",
+            f"the digest of conf/digits.yaml on {machine} is not recorded; add it to RECORDED_DIGESTS:"
+            f" {commit.params_digest}",
             stacklevel=1,
         )
-    [shown] = set(re.findall(r"[0-9a-f]{64}", (ROOT / "docs" / "pictures" / "terminal.svg").read_text()))
-    assert shown in KNOWN.values(), "the picture shows another run"
+    [picture_digest] = set(re.findall(r"[0-9a-f]{64}", (ROOT / "docs" / "pictures" / "terminal.svg").read_text()))
+    assert picture_digest in RECORDED_DIGESTS.values(), "the picture shows another run"

@@ -1,6 +1,4 @@
-"""Tasks that are there, texts, objects and pixels: a worker that is killed costs no bit, and a killed run goes on in
-mid-epoch.
-"""
+"""Built-in tasks on texts, objects, pixels and images are bit-identical after a killed worker and a resume."""
 
 from __future__ import annotations
 
@@ -25,10 +23,10 @@ from tests.support.shifting_world import KillOnce, train_shifting
 pytestmark = pytest.mark.rest
 LOSS = {"class_path": "torch.nn.CrossEntropyLoss"}
 CROPS = [{"class_path": "torchvision.transforms.v2.RandomResizedCrop", "init_args": {"size": [16, 16]}}]
-Made = tuple[str, Task, dict[str, Any]]
+TaskSetup = tuple[str, Task, dict[str, Any]]
 
 
-def texts(folder: Path) -> Made:
+def texts(folder: Path) -> TaskSetup:
     random = np.random.default_rng(1)
     labels = random.integers(0, 2, 48)
     tokens = [random.integers(1 + 40 * label, 41 + 40 * label, random.integers(3, 30)).tolist() for label in labels]
@@ -46,7 +44,7 @@ def texts(folder: Path) -> Made:
     return data["path"], task, {"data__by_length": "tokens", "train__precision": "bf16"}
 
 
-def objects(folder: Path) -> Made:
+def objects(folder: Path) -> TaskSetup:
     small = {
         "class_path": "tests.support.small_models.detector",
         "init_args": {"num_classes": 3, "min_size": 64, "max_size": 96},
@@ -55,7 +53,7 @@ def objects(folder: Path) -> Made:
     return write_shapes(folder, 48)["path"], ObjectDetection(small, transforms=flip), {}
 
 
-def pixels(folder: Path) -> Made:
+def pixels(folder: Path) -> TaskSetup:
     model = {
         "class_path": "torch.nn.Conv2d",
         "init_args": {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "padding": 1},
@@ -65,7 +63,7 @@ def pixels(folder: Path) -> Made:
     return write_pictures(folder)["path"], task, {}
 
 
-def images(folder: Path) -> Made:
+def images(folder: Path) -> TaskSetup:
     model = {"class_path": "tests.support.small_models.per_image", "init_args": {"outputs": 2}}
     resize = [{"class_path": "torchvision.transforms.v2.Resize", "init_args": {"size": [16, 16]}}]
     random = [*CROPS, {"class_path": "torchvision.transforms.v2.RandAugment"}]
@@ -73,26 +71,26 @@ def images(folder: Path) -> Made:
     return write_pictures(folder)["path"], task, {}
 
 
-@pytest.mark.parametrize("make", [texts, objects, pixels, images])
-def test_a_killed_worker_costs_no_bit_and_a_killed_run_goes_on(
-    pool: WorkerPool, tmp_path: Path, make: Callable[[Path], Made]
+@pytest.mark.parametrize("make_setup", [texts, objects, pixels, images])
+def test_a_task_is_bit_identical_after_a_killed_worker_and_a_resume(
+    pool: WorkerPool, tmp_path: Path, make_setup: Callable[[Path], TaskSetup]
 ) -> None:
-    path, task, fields = make(tmp_path / "data")
+    path, task, fields = make_setup(tmp_path / "data")
 
     def job(name: str) -> Job:
-        every = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 2}
-        return make_job(tmp_path / name, Path(path), logical_workers=2, batch=16, task=task, **every, **fields)
+        settings = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 2}
+        return make_job(tmp_path / name, Path(path), logical_workers=2, batch=16, task=task, **settings, **fields)
 
     first = pool.train_new_run(job("whole"), 1)
     assert pool.train_new_run(job("two"), 2).digests == first.digests
 
     kill = KillOnce(tmp_path / "killed", step=4, rank=0)
-    train_shifting(pool, lost := job("lost"), [[0, 1], [1]], [], Hooks(after_step=kill), windows=stream_windows)
+    train_shifting(pool, shrunk := job("lost"), [[0, 1], [1]], [], Hooks(after_step=kill), windows=stream_windows)
     assert kill.proof.exists()
-    assert read_trained_run(lost).digests == first.digests
+    assert read_trained_run(shrunk).digests == first.digests
 
-    outcomes = pool.train(again := job("again"), 2, Hooks(after_step=DieAfter(5)))
+    outcomes = pool.train(resumed := job("again"), 2, Hooks(after_step=DieAfter(5)))
     assert all(isinstance(outcome.error, KilledError) for outcome in outcomes)
-    assert read_trained_run(again).commit.step == 4, "in the middle of an epoch"
-    pool.train_to_end(again, 1)
-    assert read_trained_run(again).digests == first.digests
+    assert read_trained_run(resumed).commit.step == 4, "the last checkpoint is not in the middle of an epoch"
+    pool.train_to_end(resumed, 1)
+    assert read_trained_run(resumed).digests == first.digests

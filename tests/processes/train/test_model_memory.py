@@ -1,4 +1,4 @@
-"""Models whose tensors are not as most are: the same bits after a resume, or a refusal, never other numbers."""
+"""Models with unusual tensors are bit-identical after a resume, or are refused; they never train to other values."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tests.support.local_world import CLASSES, CPU, TinyImages, make_job, write_
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}
 
 
-class Turned(TinyImages):
-    """Has a weight that lies in memory as its transpose, or one that a fused optimizer cannot mistake."""
+class TransposedWeight(TinyImages):
+    """A task with a weight that is a transposed view, or, for comparison, contiguous."""
 
-    def __init__(self, is_turned: bool = True) -> None:
+    def __init__(self, is_transposed: bool = True) -> None:
         super().__init__()
-        self.is_turned = is_turned
+        self.is_transposed = is_transposed
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
-        if self.is_turned:
+        if self.is_transposed:
             model[1].weight = nn.Parameter(model[1].weight.detach().t().contiguous().t())
         return model
 
 
-class Forgetful(nn.Module):
-    """Gives itself another tensor for a buffer, from its fourth pass on."""
+class ReplacesBuffer(nn.Module):
+    """A model that assigns a new tensor to a buffer, from its fourth pass on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Forgetful(nn.Module):
 
 class LateRebinding(TinyImages):
     def build_model(self) -> nn.Module:
-        return Forgetful()
+        return ReplacesBuffer()
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +62,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["SGD", "Adam"]
 )
-def test_a_transposed_weight_is_trained_as_any_other_and_after_a_resume(
+def test_a_transposed_weight_is_bit_identical_to_a_contiguous_one(
     pool: WorkerPool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
-    def run(name: str, is_turned: bool, dies: int | None = None) -> Any:
+    def run(name: str, is_transposed: bool, dies_after: int | None = None) -> Any:
         fields: dict[str, Any] = {"optimizer": optimizer, "train__epochs": 2, "checkpoint__every_steps": 3}
-        job = make_job(tmp_path / name, data, logical_workers=3, batch=12, task=Turned(is_turned), **fields)
-        if dies is not None:
+        job = make_job(
+            tmp_path / name, data, logical_workers=3, batch=12, task=TransposedWeight(is_transposed), **fields
+        )
+        if dies_after is not None:
             assert [
-                outcome.error for outcome in pool.train(job, 1, Hooks(after_step=DieAfter(dies)), cache_windows)
-            ] != [None], "nobody died"
+                outcome.error for outcome in pool.train(job, 1, Hooks(after_step=DieAfter(dies_after)), cache_windows)
+            ] != [None], "the worker did not die"
         pool.train_to_end(job, 1)
         return read_trained_run(job).digests
 
@@ -80,25 +82,23 @@ def test_a_transposed_weight_is_trained_as_any_other_and_after_a_resume(
     assert run("resumed", True, 3) == plain
 
 
-def test_a_model_that_replaces_a_buffer_in_mid_training_ends_the_run_with_words(
-    pool: WorkerPool, data: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_replaces_a_buffer_in_training_is_refused(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=LateRebinding())
     for workers in (1, 2):
-        refused = [
-            str(each.error)
-            for each in pool.train(job, workers, Hooks(), cache_windows)
-            if isinstance(each.error, ConfigError)
+        messages = [
+            str(outcome.error)
+            for outcome in pool.train(job, workers, Hooks(), cache_windows)
+            if isinstance(outcome.error, ConfigError)
         ]
-        assert refused, "those who lose a peer by it may say so, who finds it says what it is"
-        assert all("another tensor for mean" in said for said in refused)
+        assert messages, "no rank refuses the buffer; ranks that only lose a peer may report that"
+        assert all("another tensor for mean" in message for message in messages)
 
 
 def test_the_state_of_an_optimizer_keeps_its_dtype(data: Path, tmp_path: Path) -> None:
     nadam = {"class_path": "torch.optim.NAdam", "init_args": {"lr": 0.01}}
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=9, task=TinyImages(), optimizer=nadam)
 
-    def after(steps: int, state: TrainingState | None = None) -> TrainingState:
+    def advance(steps: int, state: TrainingState | None = None) -> TrainingState:
         if state is None:
             state = TrainingState(job.config, job.task, CPU, 6)
             state.initialize(None)
@@ -109,10 +109,10 @@ def test_the_state_of_an_optimizer_keeps_its_dtype(data: Path, tmp_path: Path) -
             state.optimizer_step()
         return state
 
-    undisturbed, half = after(6), after(3).snapshot()
-    going_on = after(0)
-    going_on.load(half)
-    resumed = after(3, going_on)
+    undisturbed, half = advance(6), advance(3).snapshot()
+    restored = advance(0)
+    restored.load(half)
+    resumed = advance(3, restored)
     for one, other in zip(undisturbed.optimizer.state.values(), resumed.optimizer.state.values(), strict=True):
         assert one["mu_product"].dtype == other["mu_product"].dtype == torch.float32
         assert one["mu_product"].equal(other["mu_product"])

@@ -1,6 +1,4 @@
-"""Models, losses and optimizers as users write them: the same bits for every number of workers, and those of `ddp` with
-every strategy.
-"""
+"""Unusual models, losses and optimizers of users are bit-identical on any number of workers and with all strategies."""
 
 from __future__ import annotations
 
@@ -27,32 +25,32 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
 
 
-def layers(*more: nn.Module) -> nn.Sequential:
+def make_layers(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), *more, nn.Linear(12, CLASSES))
 
 
-def pixels(batch: Batch) -> Tensor:
+def flat_pixels(batch: Batch) -> Tensor:
     return batch["image"].float().div(255).flatten(1)
 
 
-class Plain(TinyImages):
+class DenseImages(TinyImages):
     def build_model(self) -> nn.Module:
-        return layers()
+        return make_layers()
 
 
-class Adversarial(Plain):
-    """Takes the gradient of its rows by `backward`, as tutorials do, which leaves those of the parameters, too."""
+class Adversarial(DenseImages):
+    """Calls `backward` for the gradient of its rows, as tutorials do, which leaves gradients of the parameters, too."""
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        x = pixels(batch).requires_grad_(True)
+        x = flat_pixels(batch).requires_grad_(True)
         functional.cross_entropy(model(x), batch["label"]).backward()
         assert x.grad is not None
         moved = (x + 0.1 * x.grad.sign()).detach()
         return functional.cross_entropy(model(moved), batch["label"], reduction="none")
 
 
-class Cleaning(Adversarial):
-    """Likewise, and puts all gradients away."""
+class ClearingGradients(Adversarial):
+    """Calls `backward` in its loss and then clears all gradients."""
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         losses = super().training_loss(model, batch)
@@ -60,33 +58,35 @@ class Cleaning(Adversarial):
         return losses
 
 
-class Forgetful(TinyImages):
+class LeavesEvalMode(TinyImages):
     """Leaves the model in evaluation mode."""
 
     def build_model(self) -> nn.Module:
-        return layers(nn.BatchNorm1d(12), nn.Dropout(0.3))
+        return make_layers(nn.BatchNorm1d(12), nn.Dropout(0.3))
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        losses = functional.cross_entropy(model(pixels(batch)), batch["label"], reduction="none")
+        losses = functional.cross_entropy(model(flat_pixels(batch)), batch["label"], reduction="none")
         model.eval()
-        return losses + (model(pixels(batch)) - model(pixels(batch) + 0.01)).square().sum(1)
+        return losses + (model(flat_pixels(batch)) - model(flat_pixels(batch) + 0.01)).square().sum(1)
 
 
-class HalfForgetful(Forgetful):
-    """Leaves a part of it so."""
+class LeavesPartInEvalMode(LeavesEvalMode):
+    """Leaves a part of the model in evaluation mode."""
 
     def training_loss(self, model: Any, batch: Batch) -> Tensor:
-        losses = functional.cross_entropy(model(pixels(batch)), batch["label"], reduction="none")
+        losses = functional.cross_entropy(model(flat_pixels(batch)), batch["label"], reduction="none")
         model[3].eval()
-        return losses + (model(pixels(batch)) - model(pixels(batch) + 0.01)).square().sum(1)
+        return losses + (model(flat_pixels(batch)) - model(flat_pixels(batch) + 0.01)).square().sum(1)
 
 
 class Experts(nn.Module):
-    """Of four layers the rows decide which one is used."""
+    """A mixture of four layers; the rows decide which one is used."""
 
     def __init__(self, by_row: bool) -> None:
         super().__init__()
-        self.first, self.head, self.by_row = nn.Linear(64, 12), nn.Linear(12, CLASSES), by_row
+        self.first = nn.Linear(64, 12)
+        self.head = nn.Linear(12, CLASSES)
+        self.by_row = by_row
         self.experts = nn.ModuleList([nn.Linear(12, 12) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,11 +94,11 @@ class Experts(nn.Module):
         chosen = (h.detach().sum(1) * 1000).long() % 4
         if not self.by_row:
             return self.head(self.experts[int(chosen[0])](h))
-        found = torch.zeros_like(h)
+        outputs = torch.zeros_like(h)
         for number, expert in enumerate(self.experts):
             if (chosen == number).any():
-                found[chosen == number] = expert(h[chosen == number])
-        return self.head(found)
+                outputs[chosen == number] = expert(h[chosen == number])
+        return self.head(outputs)
 
 
 class Routed(TinyImages):
@@ -113,7 +113,7 @@ class RoutedByRow(Routed):
 
 
 class Block(nn.Module):
-    """Four layers, of which the rows decide which one is used."""
+    """A block of four layers; the rows decide which one is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,14 +128,16 @@ class Checkpointed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.block, self.head = nn.Linear(64, 12), Block(), nn.Linear(12, CLASSES)
+        self.first = nn.Linear(64, 12)
+        self.block = Block()
+        self.head = nn.Linear(12, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.first(x.flatten(1)))
         return self.head(checkpoint(self.block, h, use_reentrant=False))
 
 
-class RoutedAgain(TinyImages):
+class CheckpointedRouting(TinyImages):
     def build_model(self) -> nn.Module:
         return Checkpointed()
 
@@ -144,7 +146,7 @@ class RoutedAgain(TinyImages):
 
 
 class Tied(nn.Module):
-    """Its head has the embedding's weights, which are enough for a unit of shards of their own."""
+    """A model with a head tied to its embedding; the shared weight is large enough for its own shard unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,12 +164,12 @@ class TiedWords(TinyImages):
         return Tied()
 
 
-class Target(nn.Module):
-    """Predicts with an average of its weights, too, which is a buffer."""
+class AveragedHead(nn.Module):
+    """A model that also predicts with an average of its weights, which is a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.online = layers(nn.BatchNorm1d(12))
+        self.online = make_layers(nn.BatchNorm1d(12))
         last = self.online[-1]
         assert isinstance(last, nn.Linear)
         self.register_buffer("average", last.weight.detach().clone())
@@ -179,7 +181,7 @@ class Target(nn.Module):
 
 class Averaging(TinyImages):
     def build_model(self) -> nn.Module:
-        return Target()
+        return AveragedHead()
 
     def apply_gradients(self, model: Any, optimizer: Optimizer) -> None:
         optimizer.step()
@@ -188,17 +190,17 @@ class Averaging(TinyImages):
             model.average.mul_(0.9).add_(weight.full_tensor() if hasattr(weight, "full_tensor") else weight, alpha=0.1)
 
 
-class Uncopied(TinyImages):
-    """Cannot be copied."""
+class Uncopyable(TinyImages):
+    """A task with a model that cannot be copied."""
 
     def build_model(self) -> nn.Module:
-        model = layers()
+        model = make_layers()
         model.lock = threading.Lock()  # type: ignore[assignment]
         return model
 
 
 class ChannelsLast(TinyImages):
-    """Of a size of 1 PyTorch says that it is contiguous either way."""
+    """A model in channels-last layout; PyTorch reports a tensor with a size of 1 as contiguous in both layouts."""
 
     def build_model(self) -> nn.Module:
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, CLASSES))
@@ -209,24 +211,24 @@ class Unfreezing(TinyImages):
     """Trains its first layer from the fifth step on."""
 
     def build_model(self) -> nn.Module:
-        model = layers()
+        model = make_layers()
         model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         return model
 
     def training_loss(self, model: Any, batch: Batch) -> Tensor:
         model.steps += 1
         model[1].requires_grad_(bool(model.steps > 4))
-        return functional.cross_entropy(model(pixels(batch)), batch["label"], reduction="none")
+        return functional.cross_entropy(model(flat_pixels(batch)), batch["label"], reduction="none")
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
         del model
         return []
 
 
-class WholeNumbers(nn.Module):
+class IntegerParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = layers()
+        self.layers = make_layers()
         self.base = nn.Parameter(torch.ones(CLASSES, dtype=torch.int8), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -235,7 +237,7 @@ class WholeNumbers(nn.Module):
 
 class Quantized(TinyImages):
     def build_model(self) -> nn.Module:
-        return WholeNumbers()
+        return IntegerParameter()
 
 
 @pytest.fixture(scope="session")
@@ -253,7 +255,9 @@ def job_of(folder: Path, data: Path, task: TinyImages, **fields: Any) -> Job:
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
 
 
-def trained(pool: WorkerPool, folder: Path, data: Path, task: TinyImages, workers: int, **fields: Any) -> TrainedRun:
+def train_new_run(
+    pool: WorkerPool, folder: Path, data: Path, task: TinyImages, workers: int, **fields: Any
+) -> TrainedRun:
     return pool.train_new_run(job_of(folder, data, task, **fields), workers, cache_windows)
 
 
@@ -264,59 +268,57 @@ LOCAL = {"train__strategy": "local_sgd", "train__local_steps": 3}
 
 
 @pytest.mark.parametrize(
-    ("task", "fields", "sides"),
+    ("task", "fields", "variants"),
     [
         (Adversarial(), {}, [(3, {})]),
-        (Cleaning(), {}, [(3, {})]),
-        (Forgetful(), {}, [(3, {}), (2, FSDP)]),
-        (HalfForgetful(), {}, [(3, {})]),
-        (HalfForgetful(), LOCAL | {"checkpoint__every_steps": 3}, [(3, {})]),
+        (ClearingGradients(), {}, [(3, {})]),
+        (LeavesEvalMode(), {}, [(3, {}), (2, FSDP)]),
+        (LeavesPartInEvalMode(), {}, [(3, {})]),
+        (LeavesPartInEvalMode(), LOCAL | {"checkpoint__every_steps": 3}, [(3, {})]),
         (Routed(), {"optimizer": SGD}, [(3, {}), (3, FSDP)]),
         (RoutedByRow(), {"optimizer": SGD}, [(3, FSDP)]),
-        (RoutedAgain(), {"optimizer": SGD}, [(1, FSDP), (3, FSDP)]),
+        (CheckpointedRouting(), {"optimizer": SGD}, [(1, FSDP), (3, FSDP)]),
         (TiedWords(), {}, [(1, FSDP), (3, FSDP)]),
         (Averaging(), {}, [(2, {}), (1, CENTRAL), (3, CENTRAL), (2, CENTRAL | {"train__peer_replica": True})]),
-        (Uncopied(), {}, [(2, CENTRAL)]),
+        (Uncopyable(), {}, [(2, CENTRAL)]),
         (ChannelsLast(), {}, [(2, FSDP)]),
         (Quantized(), {"train__ema_decay": 0.9}, [(2, {})]),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, TinyImages) else "",
 )
-def test_the_bits_are_those_of_one_worker(
+def test_an_unusual_model_is_bit_identical_to_one_worker(
     pool: WorkerPool,
     data: Path,
     tmp_path: Path,
     task: TinyImages,
     fields: dict[str, Any],
-    sides: list[tuple[int, dict[str, Any]]],
+    variants: list[tuple[int, dict[str, Any]]],
 ) -> None:
-    alone = trained(pool, tmp_path / "one", data, task, 1, **fields)
-    for number, (workers, side) in enumerate(sides):
-        found = trained(pool, tmp_path / f"{number}", data, task, workers, **(fields | side))
-        assert (found.digests, [loss for _, loss, *_ in found.steps]) == (
+    alone = train_new_run(pool, tmp_path / "one", data, task, 1, **fields)
+    for number, (workers, variant) in enumerate(variants):
+        run = train_new_run(pool, tmp_path / f"{number}", data, task, workers, **(fields | variant))
+        assert (run.digests, [loss for _, loss, *_ in run.steps]) == (
             alone.digests,
             [loss for _, loss, *_ in alone.steps],
-        ), side
+        ), variant
 
 
-@pytest.mark.parametrize("again", [0, 2])
-def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(
-    data: Path, tmp_path: Path, again: int
-) -> None:
-    """A generation that ends as planned lies between an update and the next step."""
+@pytest.mark.parametrize("resize_at", [0, 2])
+def test_buffers_of_an_update_and_of_a_forward_survive_a_resize(data: Path, tmp_path: Path, resize_at: int) -> None:
+    """A generation ends as planned between an update and the next step."""
     job = job_of(tmp_path / "run", data, Averaging(), **CENTRAL)
     state = build_state(job.config, job.task, torch.device("cpu"), job.total_steps)
     sync: Any = state.sync
-    alone = World(0, 1, 1)
-    sync.share(alone, lambda: state.initialize(None))
+    world = World(0, 1, 1)
+    sync.share(world, lambda: state.initialize(None))
     plain = job.task.build_model()
     plain.load_state_dict(state.master.state_dict())
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
     for step in range(4):
-        if again and step == again:
+        if resize_at and step == resize_at:
             sync._whole = None
             sync.collect()
-            sync.share(alone, lambda: None)
+            sync.share(world, lambda: None)
         sync.broadcast_parameters()
         torch.manual_seed(step)
         images = torch.rand(6, 1, 8, 8)
@@ -328,37 +330,39 @@ def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(
         job.task.apply_gradients(plain, optimizer)
     sync._whole = None
     sync.collect()
-    found = state.snapshot().model
-    assert all(found[name].equal(value) for name, value in plain.state_dict().items())
+    trained = state.snapshot().model
+    assert all(trained[name].equal(value) for name, value in plain.state_dict().items())
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("task", [Routed(), RoutedByRow(), RoutedAgain()], ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize("task", [Routed(), RoutedByRow(), CheckpointedRouting()], ids=lambda task: type(task).__name__)
 def test_overlapped_shards_count_a_missing_gradient_as_zeros(
     pool: WorkerPool, data: Path, tmp_path: Path, task: TinyImages
 ) -> None:
-    alone = trained(pool, tmp_path / "one", data, task, 1, optimizer=SGD)
+    alone = train_new_run(pool, tmp_path / "one", data, task, 1, optimizer=SGD)
     for workers in (1, 2, 3):
-        found = trained(pool, tmp_path / f"{workers}", data, task, workers, optimizer=SGD, **OVERLAPPED)
-        assert [loss for _, loss, *_ in found.steps] == pytest.approx([loss for _, loss, *_ in alone.steps], abs=1e-5)
+        run = train_new_run(pool, tmp_path / f"{workers}", data, task, workers, optimizer=SGD, **OVERLAPPED)
+        assert [loss for _, loss, *_ in run.steps] == pytest.approx([loss for _, loss, *_ in alone.steps], abs=1e-5)
 
 
-def test_what_an_optimizer_finds_is_the_same_for_all_replicas(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    finding = {"optimizer": {"class_path": "tests.support.odd_optimizers.Finding"}}
-    fields = {**LOCAL, **finding, "checkpoint__every_steps": 3}
-    runs = [trained(pool, tmp_path / f"{workers}", data, Plain(), workers, **fields) for workers in (1, 3)]
+def test_a_value_that_an_optimizer_computes_is_the_same_in_all_replicas(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    optimizer = {"optimizer": {"class_path": "tests.support.odd_optimizers.Finding"}}
+    fields = {**LOCAL, **optimizer, "checkpoint__every_steps": 3}
+    runs = [train_new_run(pool, tmp_path / f"{workers}", data, DenseImages(), workers, **fields) for workers in (1, 3)]
     assert runs[0].digests == runs[1].digests
     assert runs[0].snapshot.optimizer["param_groups"] == runs[1].snapshot.optimizer["param_groups"]
     assert runs[0].snapshot.optimizer["param_groups"][0]["size"] != 0.1
 
 
-def test_a_learning_rate_of_numpys_is_kept_and_read(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_learning_rate_of_a_numpy_type_survives_a_resume(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     schedule = {
         "class_path": "torch.optim.lr_scheduler.LambdaLR",
         "init_args": {"lr_lambda": "tests.support.odd_optimizers.cosine"},
     }
-    undisturbed = trained(pool, tmp_path / "undisturbed", data, Plain(), 1, schedule=schedule)
-    job = job_of(tmp_path / "run", data, Plain(), schedule=schedule)
+    undisturbed = train_new_run(pool, tmp_path / "undisturbed", data, DenseImages(), 1, schedule=schedule)
+    job = job_of(tmp_path / "run", data, DenseImages(), schedule=schedule)
     assert {type(outcome.error) for outcome in pool.train(job, 3, Hooks(after_step=DieAfter(5)), cache_windows)} == {
         KilledError
     }
@@ -368,17 +372,17 @@ def test_a_learning_rate_of_numpys_is_kept_and_read(pool: WorkerPool, data: Path
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("task", "fields", "said"),
+    ("task", "fields", "message"),
     [
-        (Cleaning(), OVERLAPPED, "changes the gradients of the parameters"),
+        (ClearingGradients(), OVERLAPPED, "changes the gradients of the parameters"),
         (Unfreezing(), FSDP, "changes requires_grad of a parameter"),
     ],
     ids=["gradients", "requires_grad"],
 )
-def test_what_shards_cannot_do_is_refused_when_it_happens(
-    pool: WorkerPool, data: Path, tmp_path: Path, task: TinyImages, fields: dict[str, Any], said: str
+def test_a_model_that_fsdp_cannot_shard_is_refused_in_training(
+    pool: WorkerPool, data: Path, tmp_path: Path, task: TinyImages, fields: dict[str, Any], message: str
 ) -> None:
     for workers in (1, 3):
         job = job_of(tmp_path / f"{workers}", data, task, **fields)
         errors = [outcome.error for outcome in pool.train(job, workers, Hooks(), cache_windows)]
-        assert any(isinstance(error, ConfigError) and said in str(error) for error in errors), errors
+        assert any(isinstance(error, ConfigError) and message in str(error) for error in errors), errors

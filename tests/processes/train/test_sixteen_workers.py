@@ -1,4 +1,4 @@
-"""README's sentence to the letter: the same parameters on one worker or on sixteen."""
+"""The claim of README holds literally: one worker and sixteen workers train the same parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.local_world import TinyImages, make_job, write_images
 
 
 @pytest.mark.rest
-def test_one_worker_and_sixteen_have_the_same_bits(tmp_path: Path) -> None:
+def test_one_worker_and_sixteen_are_bit_identical(tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[50, 1], [46]])
     job = make_job(tmp_path / "run", data, logical_workers=16, batch=32, task=TinyImages(), train__epochs=2)
     (tmp_path / "groups").mkdir()

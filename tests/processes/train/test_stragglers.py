@@ -1,4 +1,4 @@
-"""One of several workers is slow: it is named, logical workers move away from it, and the bits stay what they are."""
+"""A straggler among several workers is reported, logical workers move away, and training stays bit-identical."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from ray_app.train.job import OpenWindows
 from ray_app.train.stragglers import StragglerReporter
 from tests.support.local_world import CPU, TinyImages, make_job, write_images
 
-L, STEPS, UNIT_S = 16, 70, 0.002
+L = 16
+STEPS = 70
+UNIT_S = 0.002
 
 
-class Waiting(TinyImages):
-    """What it computes takes long enough to be seen; in the process that comes to it first three times as long.
+class SlowLoss(TinyImages):
+    """Sleeps in its loss; the first process that computes one sleeps three times as long.
 
     Args:
-        folder: Where the processes meet.
+        folder: Folder that the processes share; empty for no straggler.
     """
 
     def __init__(self, folder: str = "") -> None:
@@ -46,7 +48,7 @@ class Waiting(TinyImages):
         return super().loss(outputs, batch)
 
 
-def trained(
+def train_with_straggler(
     pool: WorkerPool, folder: Path, data: Path, workers: int, windows: OpenWindows, balance: str, slow: bool
 ) -> tuple[TrainedRun, RunPaths]:
     meet = folder / "meet"
@@ -57,19 +59,21 @@ def trained(
         "scaling__load_balancing": balance,
         "data__shuffle_window_rows": 64,
     }
-    job = make_job(folder / "run", data, logical_workers=L, batch=32, task=Waiting(str(meet) if slow else ""), **fields)
+    job = make_job(
+        folder / "run", data, logical_workers=L, batch=32, task=SlowLoss(str(meet) if slow else ""), **fields
+    )
     for outcome in pool.train(job, workers, windows=windows):
         assert outcome.error is None, outcome.trace
     return read_trained_run(job), job.paths
 
 
 @pytest.mark.parametrize("windows", [cache_windows, pytest.param(stream_windows, marks=pytest.mark.rest)])
-def test_logical_workers_move_away_from_a_slow_worker_and_the_bits_stay(
+def test_logical_workers_move_away_from_a_straggler_bit_identically(
     pool: WorkerPool, tmp_path: Path, windows: OpenWindows
 ) -> None:
     data = write_images(tmp_path / "data", [[160]])
-    alone, _ = trained(pool, tmp_path / "alone", data, 1, windows, "none", slow=False)
-    moved, paths = trained(pool, tmp_path / "moved", data, 3, windows, "speed", slow=True)
+    alone, _ = train_with_straggler(pool, tmp_path / "alone", data, 1, windows, "none", slow=False)
+    moved, paths = train_with_straggler(pool, tmp_path / "moved", data, 3, windows, "speed", slow=True)
     assert moved.commit.params_digest == alone.commit.params_digest
     assert moved.steps == alone.steps
     [first, *_] = read_events(paths, "rebalanced")
@@ -79,25 +83,25 @@ def test_logical_workers_move_away_from_a_slow_worker_and_the_bits_stay(
 
 
 @pytest.mark.rest
-def test_what_a_slow_worker_costs_is_recorded(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_time_that_a_straggler_costs_is_recorded(pool: WorkerPool, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[160]])
-    _, paths = trained(pool, tmp_path / "run", data, 3, cache_windows, "none", slow=True)
+    _, paths = train_with_straggler(pool, tmp_path / "run", data, 3, cache_windows, "none", slow=True)
     assert not read_events(paths, "rebalanced")
-    [slowed] = read_events(paths, "straggler_detected")
-    rank = slowed.details["rank"]
-    assert slowed.details["pid"] == int((tmp_path / "run" / "meet" / "pid").read_text())
-    assert slowed.details["cause"] == "compute"
-    [spent] = read_events(paths, "time_breakdown")
-    by_rank = {each["rank"]: each for each in spent.details["workers"]}
-    assert max(by_rank, key=lambda each: by_rank[each]["compute"]) == rank
-    assert all(each["waits"] > 0.3 for other, each in by_rank.items() if other != rank)
+    [detected] = read_events(paths, "straggler_detected")
+    rank = detected.details["rank"]
+    assert detected.details["pid"] == int((tmp_path / "run" / "meet" / "pid").read_text())
+    assert detected.details["cause"] == "compute"
+    [breakdown] = read_events(paths, "time_breakdown")
+    by_rank = {worker["rank"]: worker for worker in breakdown.details["workers"]}
+    assert max(by_rank, key=lambda other: by_rank[other]["compute"]) == rank
+    assert all(times["waits"] > 0.3 for other, times in by_rank.items() if other != rank)
     newest = read_steps(paths).records[-1]
     assert newest.imbalance is not None
     assert newest.imbalance > 1.3
 
 
 @pytest.mark.parametrize("field", ["train__strategy=fsdp", "train__strategy=local_sgd", "train__reduction=overlapped"])
-def test_balance_is_refused_where_logical_workers_cannot_move(tmp_path: Path, field: str) -> None:
+def test_load_balancing_is_refused_where_logical_workers_cannot_move(tmp_path: Path, field: str) -> None:
     data = write_images(tmp_path / "data", [[16]])
     with pytest.raises(ConfigError, match=r"scaling\.load_balancing is speed .*ddp or central_storage and exact only"):
         make_job(
@@ -111,8 +115,8 @@ def test_balance_is_refused_where_logical_workers_cannot_move(tmp_path: Path, fi
 
 
 @pytest.mark.parametrize("reduction", ["exact", "overlapped"])
-def test_with_fsdp_no_straggler_is_looked_for(tmp_path: Path, reduction: str) -> None:
-    """Its workers wait for each other while they compute."""
+def test_straggler_detection_is_off_with_fsdp(tmp_path: Path, reduction: str) -> None:
+    """Workers of `fsdp` wait for each other while they compute, so their times show no straggler."""
     data = write_images(tmp_path / "data", [[16]])
     job = make_job(
         tmp_path / "run", data, logical_workers=4, batch=8, train__strategy="fsdp", train__reduction=reduction

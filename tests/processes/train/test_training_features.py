@@ -1,6 +1,4 @@
-"""What `train.*` and the image task offer besides plain training: the same bits for every number of workers, also
-across a resume.
-"""
+"""The options of `train.*` and of the image task are bit-identical on any number of workers and after a resume."""
 
 from __future__ import annotations
 
@@ -48,8 +46,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("features") / "data", ROWS)
 
 
-class Steep(ImageClassification):
-    """Its gradients are too large for float16 until the scale of the loss has been halved several times."""
+class SteepLoss(ImageClassification):
+    """A task with gradients too large for float16 until the loss scale has been halved several times."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         return super().loss(outputs, batch) * 2000
@@ -80,7 +78,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cutmix": ({}, {"cutmix": 1.0}),
     "both": ({"train__ema_decay": 0.9}, {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1}),
     "own step": ({}, {"task": OwnStep}),
-    "overflow": ({"train__precision": "fp16"}, {"task": Steep}),
+    "overflow": ({"train__precision": "fp16"}, {"task": SteepLoss}),
     "warm-up": ({"schedule": WARM_UP}, {}),
 }
 
@@ -99,13 +97,13 @@ def plain_digest(pool: WorkerPool, data: Path, tmp_path_factory: pytest.TempPath
     return pool.train_new_run(job, 2, cache_windows).commit.params_digest
 
 
-QUICK = ("own step",)
+QUICK_FEATURES = ("own step",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in FEATURES]
+    "name", [pytest.param(name, marks=() if name in QUICK_FEATURES else pytest.mark.rest) for name in FEATURES]
 )
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+def test_a_feature_is_bit_identical_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, name: str, plain_digest: str
 ) -> None:
     job = job_of(name, tmp_path / "run", data)
@@ -118,10 +116,13 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     assert "dies after step 7" in str(outcomes[0].error)
     pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == alone.digests
-    overflowed = [step[3] for step in alone.steps].count(None)  # JSON has no infinity
-    assert (overflowed > 4) == (name == "overflow"), "more than until the checkpoint that the resume went on from"
+    # A norm that overflowed is recorded as null, since JSON has no infinity.
+    overflowed = [step[3] for step in alone.steps].count(None)
+    assert (overflowed > 4) == (name == "overflow"), (
+        "the scale does not overflow beyond the checkpoint of the resume, or it does without reason"
+    )
     if name not in ("plain", "channels last"):
-        assert alone.commit.params_digest != plain_digest, "the feature changes nothing"
+        assert alone.commit.params_digest != plain_digest, "the feature has no effect"
 
 
 # --- half precision
@@ -135,7 +136,7 @@ def state_of(job: Job) -> TrainingState:
 
 
 def run_steps(job: Job, state: TrainingState, store: Path, steps: int) -> list[float]:
-    """The gradient norms of some steps on one worker."""
+    """Runs some steps on one worker; returns their gradient norms."""
     with LocalMembership(World(0, 1, job.plan.logical_workers), store).generation(0, False) as (world, _):
         step = build_step(job, state, world, CPU)
         feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
@@ -146,7 +147,7 @@ def run_steps(job: Job, state: TrainingState, store: Path, steps: int) -> list[f
         ]
 
 
-def test_an_overflow_halves_the_scale_and_moves_nothing_else(data: Path, tmp_path: Path) -> None:
+def test_an_overflow_halves_the_scale_and_changes_nothing_else(data: Path, tmp_path: Path) -> None:
     job = job_of("fp16", tmp_path / "run", data)
     state = state_of(job)
     assert state.scale is not None
@@ -155,7 +156,7 @@ def test_an_overflow_halves_the_scale_and_moves_nothing_else(data: Path, tmp_pat
     [norm] = run_steps(job, state, tmp_path / "store", 1)
     assert not math.isfinite(norm)
     assert state.scale.value == 2.0**39
-    assert params_digest(state.model.state_dict()) == before, "also batch-norm's statistics"
+    assert params_digest(state.model.state_dict()) == before, "parameters or batch-norm statistics changed"
     assert state.step == 1
     state.step = 0
     state.scale.value = 1024.0
@@ -165,23 +166,23 @@ def test_an_overflow_halves_the_scale_and_moves_nothing_else(data: Path, tmp_pat
     assert state.scale.value == 1024.0
 
 
-def test_the_scale_grows_after_many_good_steps_and_is_kept() -> None:
+def test_the_scale_doubles_after_2000_finite_steps_and_survives_a_resume() -> None:
     from ray_app.train.state.state import LossScale
 
     scale = LossScale()
     for _ in range(1999):
         scale.update(True)
-    kept = LossScale()
-    kept.load(scale.state())
-    assert scale.value == kept.value == FIRST_SCALE
-    kept.update(True)
-    assert kept.value == 2 * FIRST_SCALE
-    kept.update(False)
-    assert kept.value == FIRST_SCALE
+    loaded = LossScale()
+    loaded.load(scale.state())
+    assert scale.value == loaded.value == FIRST_SCALE
+    loaded.update(True)
+    assert loaded.value == 2 * FIRST_SCALE
+    loaded.update(False)
+    assert loaded.value == FIRST_SCALE
     assert FIRST_SCALE == 2.0**16
 
 
-def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale(data: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_not_taken_for_an_overflow(data: Path, tmp_path: Path) -> None:
     job = make_job(
         tmp_path / "run",
         data,
@@ -194,7 +195,7 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale(data: Path, tmp_pat
         run_steps(job, state_of(job), tmp_path / "store", 1)
 
 
-def test_half_precision_is_close_to_full(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_half_precision_is_close_to_full_precision(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     full = pool.train_new_run(job_of("plain", tmp_path / "a", data), 1, cache_windows)
     half = pool.train_new_run(job_of("fp16", tmp_path / "b", data), 1, cache_windows)
     for theirs, ours in zip(full.steps[:6], half.steps[:6], strict=True):
@@ -204,7 +205,7 @@ def test_half_precision_is_close_to_full(pool: WorkerPool, data: Path, tmp_path:
 # --- the average
 
 
-def test_the_average_is_what_is_returned_and_the_parameters_go_on(data: Path, tmp_path: Path) -> None:
+def test_a_snapshot_has_the_average_and_training_keeps_the_parameters(data: Path, tmp_path: Path) -> None:
     job = job_of("average", tmp_path / "run", data)
     state = state_of(job)
     expected = {name: p.detach().clone() for name, p in state.model.named_parameters()}
@@ -217,10 +218,10 @@ def test_the_average_is_what_is_returned_and_the_parameters_go_on(data: Path, tm
     trained = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     snapshot = state.snapshot()
     with state.eval_model() as model:
-        shown = {name: p.detach().clone() for name, p in model.named_parameters()}
+        evaluated = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, value in expected.items():
         assert torch.equal(snapshot.model[name], value)
-        assert torch.equal(shown[name], value)
+        assert torch.equal(evaluated[name], value)
         assert torch.equal(snapshot.extra_state["parameters"][name], trained[name])
         assert torch.equal(dict(state.model.named_parameters())[name], trained[name])
     other = state_of(job)
@@ -232,25 +233,30 @@ def test_the_average_is_what_is_returned_and_the_parameters_go_on(data: Path, tm
 # --- freezing
 
 
-def test_what_is_frozen_stays_and_the_rest_moves(data: Path, tmp_path: Path) -> None:
+def test_frozen_layers_stay_and_other_layers_are_updated(data: Path, tmp_path: Path) -> None:
     job = job_of("frozen", tmp_path / "run", data)
     state = state_of(job)
     before = {name: value.clone() for name, value in state.model.state_dict().items()}
+    # An evaluation must not unfreeze anything.
     with state.eval_model():
-        pass  # evaluates
+        pass
     run_steps(job, state, tmp_path / "store", 3)
-    moved = {name for name, value in state.model.state_dict().items() if not torch.equal(value, before[name])}
-    assert not any(name.startswith(("0.", "1.")) for name in moved), "with the statistics of its batch-norm"
-    assert {"3.weight", "4.running_mean", "9.weight", "9.bias"} <= moved
+    changed = {name for name, value in state.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert not any(name.startswith(("0.", "1.")) for name in changed), (
+        "a frozen layer or its batch-norm statistics changed"
+    )
+    assert {"3.weight", "4.running_mean", "9.weight", "9.bias"} <= changed
 
 
 @pytest.mark.parametrize(
-    ("patterns", "said"),
+    ("patterns", "message"),
     [(["head.*"], "'head.*', which matches no parameter; the model has 0.weight"), (["*"], "nothing")],
 )
-def test_freezing_nothing_or_all_is_refused(data: Path, tmp_path: Path, patterns: list[str], said: str) -> None:
+def test_freezing_no_parameter_or_all_parameters_is_refused(
+    data: Path, tmp_path: Path, patterns: list[str], message: str
+) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, train__freeze=patterns)
-    with pytest.raises(ConfigError, match=said.replace("*", r"\*")):
+    with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
         TrainingState(job.config, job.task, CPU, 10)
 
 
@@ -262,8 +268,8 @@ def test_batch_norm_without_parameters_is_not_frozen_by_the_name_of_another() ->
 # --- channels last
 
 
-class Coloured(ImageClassification):
-    """Of three channels: with one, the first and the last channel are the same."""
+class ThreeChannels(ImageClassification):
+    """A task with three channels; with one channel both memory formats are the same."""
 
     def build_model(self) -> nn.Module:
         return small_cnn(3, CLASSES, channels=4)
@@ -272,24 +278,24 @@ class Coloured(ImageClassification):
         return {**batch, "image": batch["image"].repeat(1, 3, 1, 1)}
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_model_gets_images_with_their_channels_last(data: Path, tmp_path: Path, wanted: bool) -> None:
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=Coloured(), train__channels_last=wanted)
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_the_model_gets_images_with_their_channels_last(data: Path, tmp_path: Path, channels_last: bool) -> None:
+    job = make_job(
+        tmp_path / "run", data, logical_workers=4, batch=12, task=ThreeChannels(), train__channels_last=channels_last
+    )
     state, images = state_of(job), []
     state.model.register_forward_pre_hook(lambda _, args: images.append(args[0]))
     run_steps(job, state, tmp_path / "store", 2)
-    assert [x.is_contiguous(memory_format=torch.channels_last) for x in images] == [wanted] * 8
+    assert [x.is_contiguous(memory_format=torch.channels_last) for x in images] == [channels_last] * 8
     assert all(p.is_contiguous() for p in state.model.parameters()), (
-        "fused optimizers take its gradient's values for ones in its layout"
+        "a parameter is not contiguous; fused optimizers read its gradient in the wrong layout"
     )
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", ["ddp", "central_storage", "fsdp", "local_sgd"])
-def test_channels_last_changes_nothing_but_rounding(
-    pool: WorkerPool, data: Path, tmp_path: Path, strategy: str
-) -> None:
-    """As it would where a parameter has another layout than its gradient or its moments."""
+def test_channels_last_changes_only_rounding(pool: WorkerPool, data: Path, tmp_path: Path, strategy: str) -> None:
+    """Values would differ if a parameter had another layout than its gradient or its moments."""
     fields: dict[str, Any] = {
         "task": ImageClassification(model_args={"channels": 4, "dropout": 0.0}),
         "train__strategy": strategy,
@@ -302,39 +308,44 @@ def test_channels_last_changes_nothing_but_rounding(
     assert [step[1] for step in last.steps] == pytest.approx([step[1] for step in plain.steps], rel=1e-3)
 
 
-# --- epochs of so many steps
+# --- epochs with a number of steps
 
 
-def test_an_epoch_of_some_steps_goes_on_where_the_last_one_ended(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_an_epoch_of_some_steps_continues_where_the_last_one_ended(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     job = job_of("steps per epoch", tmp_path / "run", data)
     assert (job.plan.steps_per_epoch, job.total_steps, job.passes) == (9, 20, 3)
-    found = pool.train_new_run(job, 2, cache_windows)
-    passes = [step[0] for step in found.steps]
+    run = pool.train_new_run(job, 2, cache_windows)
+    passes = [step[0] for step in run.steps]
     assert passes == [0] * 9 + [1] * 9 + [2] * 2
-    assert sum(sum(step[4]) for step in found.steps[:9]) == 97, "every row once in a pass"
+    assert sum(sum(step[4]) for step in run.steps[:9]) == 97, "a pass does not use every row once"
 
 
-# --- truths that are no longer one class
+# --- soft targets
 
 
-def test_smoothed_truths_add_up() -> None:
+def test_smoothed_targets_sum_to_one() -> None:
     target = smooth_targets(torch.tensor([0, 2]), 4, 0.2)
     assert target.tolist() == [pytest.approx([0.85, 0.05, 0.05, 0.05]), pytest.approx([0.05, 0.05, 0.85, 0.05])]
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)])
-def test_images_and_truths_are_mixed_in_the_same_proportion(mixup: float, cutmix: float) -> None:
+def test_images_and_targets_are_mixed_in_the_same_proportion(mixup: float, cutmix: float) -> None:
     rows = 200
     keys = torch.arange(rows, dtype=torch.int64) * 7919
-    own = torch.zeros(rows, 1, 8, 8)
-    own[::2] = 1.0  # every image is another colour than the one before
+    originals = torch.zeros(rows, 1, 8, 8)
+    # Each image has another colour than the one before.
+    originals[::2] = 1.0
     target = torch.eye(2)[torch.arange(rows) % 2]
-    images, mixed = mix_images(own, target, keys, mixup, cutmix)
+    images, mixed = mix_images(originals, target, keys, mixup, cutmix)
     assert torch.allclose(mixed.sum(1), torch.ones(rows))
-    light = images.mean((1, 2, 3))
-    assert torch.allclose(light, mixed[:, 0], atol=1e-5), "the share of light is the share of its class"
+    brightness = images.mean((1, 2, 3))
+    assert torch.allclose(brightness, mixed[:, 0], atol=1e-5), (
+        "the brightness of an image is not the share of the bright class"
+    )
     assert 0.1 < mixed.std() < 0.6
-    again, _ = mix_images(own, target, keys, mixup, cutmix)
+    again, _ = mix_images(originals, target, keys, mixup, cutmix)
     assert torch.equal(images, again)
     pasted = ((images == 0) | (images == 1)).flatten(1).all(1)
     assert pasted.all() if not mixup else (~pasted).any()
@@ -345,7 +356,8 @@ def test_images_and_truths_are_mixed_in_the_same_proportion(mixup: float, cutmix
 # --- compiled
 
 
-@pytest.mark.rest  # compiling takes half a minute
+# Compiling takes half a minute.
+@pytest.mark.rest
 def test_a_compiled_model_is_bit_identical_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
@@ -362,14 +374,12 @@ def test_a_compiled_model_is_bit_identical_on_any_workers_and_after_a_resume(
     plain = pool.train_new_run(
         make_job(tmp_path / "plain", data, logical_workers=4, batch=12, **fields), 1, cache_windows
     )
-    assert plain.commit.params_digest != alone.commit.params_digest, "nothing was compiled"
+    assert plain.commit.params_digest != alone.commit.params_digest, "the model was not compiled"
 
 
 @pytest.mark.rest
 def test_every_size_of_a_micro_batch_is_compiled(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's limit is 8; a size that is not compiled has other bits, and which one that is depends on what came
-    before.
-    """
+    """PyTorch's default limit is 8 sizes; a size above it runs eagerly, with other results, depending on the order."""
     from torch._dynamo.testing import CompileCounter
 
     counter, sizes = CompileCounter(), range(2, 15)
@@ -384,10 +394,11 @@ def test_every_size_of_a_micro_batch_is_compiled(data: Path, tmp_path: Path, mon
     assert counter.frame_count == len(sizes)
 
 
-def test_no_compiler_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpp_builder
 
-    cpp_builder.cpp_compiler_search.cache_clear()  # tests before this one may have found it
+    # An earlier test may have cached a compiler.
+    cpp_builder.cpp_compiler_search.cache_clear()
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, train__compile=True)
@@ -399,8 +410,8 @@ def test_no_compiler_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
 # --- in the calling process
 
 
-def test_alone_on_a_gpu_it_takes_the_first_one(data: Path, tmp_path: Path) -> None:
-    """Where there is none, PyTorch says so when it is asked for that one."""
+def test_the_strategy_single_uses_the_first_gpu(data: Path, tmp_path: Path) -> None:
+    """Without a GPU, PyTorch raises an error for the first one."""
     fields = {"train__strategy": "single", "scaling__gpus_per_worker": 1, "train__max_steps": 1}
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **fields)
     if torch.cuda.is_available():

@@ -1,6 +1,4 @@
-"""The number of workers is not a hyperparameter: one result for every world size and every history of stops, on plain
-processes.
-"""
+"""The number of workers is not a hyperparameter: training is bit-identical for all world sizes and all stops."""
 
 from __future__ import annotations
 
@@ -25,7 +23,8 @@ from ray_app.testing import (
 from ray_app.train.job import Hooks, Job, OpenWindows
 from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
 
-SHAPES = {  # rows of every row group of every file
+# The rows of each row group of each file.
+SHAPES = {
     "103 rows": [[40, 1, 13], [], [29, 0], [20]],
     "last step of 1, 1, 0, 0 rows": [[50, 1], [47]],
     "last step of 1, 0, 0, 0 rows": [[97]],
@@ -39,32 +38,32 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_images(root / str(i), files) for i, (name, files) in enumerate(SHAPES.items())}
 
 
-def same(runs: list[TrainedRun]) -> None:
-    """Every run has the bits, the record and the number of steps of the first."""
+def assert_bit_identical(runs: list[TrainedRun]) -> None:
+    """Asserts that the runs have the same digests and the same records of steps."""
     for run in runs[1:]:
         assert run.digests == runs[0].digests
         assert run.steps == runs[0].steps
 
 
 @pytest.mark.parametrize("windows", [stream_windows, cache_windows])
-def test_one_result_for_every_world_size(
+def test_training_is_bit_identical_for_all_world_sizes(
     pool: WorkerPool, data: dict[str, Path], tmp_path: Path, windows: OpenWindows
 ) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], logical_workers=4, batch=12, train__epochs=2, schedule=STEPLR)
     runs = [pool.train_new_run(job, size, windows) for size in (1, 2, 3, 4)]
-    same(runs)
+    assert_bit_identical(runs)
     assert len(runs[0].steps) == job.total_steps == 18
     assert [sum(rows) for *_, rows, _ in runs[0].steps[:9]] == [12] * 8 + [7]
     assert [run.workers[0] for run in runs] == [[1], [2], [3], [4]]
-    assert runs[0].steps[-1][1] < runs[0].steps[0][1], "the model learns"
+    assert runs[0].steps[-1][1] < runs[0].steps[0][1], "the loss did not fall"
 
 
 @pytest.mark.parametrize(("logical_workers", "sizes"), [(3, (1, 2, 3)), (5, (1, 2, 3, 4)), (6, (1, 3, 4))])
-def test_trees_that_do_not_split_evenly(
+def test_uneven_reduction_trees_are_bit_identical(
     pool: WorkerPool, data: dict[str, Path], tmp_path: Path, logical_workers: int, sizes: tuple[int, ...]
 ) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], logical_workers=logical_workers, batch=30, train__epochs=2)
-    same([pool.train_new_run(job, size) for size in sizes])
+    assert_bit_identical([pool.train_new_run(job, size) for size in sizes])
 
 
 def test_logical_workers_are_a_hyperparameter(pool: WorkerPool, data: dict[str, Path], tmp_path: Path) -> None:
@@ -77,14 +76,14 @@ def test_logical_workers_are_a_hyperparameter(pool: WorkerPool, data: dict[str, 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name.startswith("last step")])
 @pytest.mark.parametrize("tiny", [True, pytest.param(False, marks=pytest.mark.rest)])
-def test_a_last_step_with_one_row_or_none(
+def test_a_last_step_with_one_row_or_none_per_worker_is_bit_identical(
     pool: WorkerPool, data: dict[str, Path], tmp_path: Path, shape: str, tiny: bool
 ) -> None:
-    """The dense network has batch-norm over one value per channel in that step."""
+    """The dense network has a batch-norm over one value per channel in that step."""
     task = TinyImages() if tiny else None
     job = make_job(tmp_path / "run", data[shape], logical_workers=4, batch=12, task=task, train__epochs=2)
     runs = [pool.train_new_run(job, size) for size in (1, 2, 3, 4)]
-    same(runs)
+    assert_bit_identical(runs)
     assert [sorted(rows, reverse=True) for *_, rows, _ in runs[0].steps[8::9]] == [
         [1, 1, 0, 0] if "1, 1" in shape else [1, 0, 0, 0]
     ] * 2
@@ -108,22 +107,24 @@ def test_a_last_step_with_one_row_or_none(
     ],
     ids=str,
 )
-def test_settings_keep_the_bits(
+def test_settings_are_bit_identical_for_all_world_sizes(
     pool: WorkerPool, data: dict[str, Path], tmp_path: Path, fields: dict[str, object]
 ) -> None:
-    make = dict(logical_workers=4, batch=12, train__max_steps=11, train__epochs=2)
-    job = make_job(tmp_path / "run", data["103 rows"], **make, **fields)
+    settings = dict(logical_workers=4, batch=12, train__max_steps=11, train__epochs=2)
+    job = make_job(tmp_path / "run", data["103 rows"], **settings, **fields)
     runs = [pool.train_new_run(job, size) for size in (1, 2, 4)]
-    same(runs)
-    plain = pool.train_new_run(make_job(tmp_path / "plain", data["103 rows"], **make), 1)
+    assert_bit_identical(runs)
+    plain = pool.train_new_run(make_job(tmp_path / "plain", data["103 rows"], **settings), 1)
     assert runs[0].commit.params_digest != plain.commit.params_digest, "the setting has no effect"
 
 
 @pytest.mark.parametrize("variant", ["unused", "frozen"])
-def test_parameters_without_gradients(pool: WorkerPool, data: dict[str, Path], tmp_path: Path, variant: str) -> None:
+def test_parameters_without_gradients_stay_and_training_is_bit_identical(
+    pool: WorkerPool, data: dict[str, Path], tmp_path: Path, variant: str
+) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], logical_workers=4, batch=12, task=TinyImages(variant))
     runs = [pool.train_new_run(job, size) for size in (1, 3, 4)]
-    same(runs)
+    assert_bit_identical(runs)
     short = pool.train_new_run(
         make_job(
             tmp_path / "short",
@@ -136,7 +137,9 @@ def test_parameters_without_gradients(pool: WorkerPool, data: dict[str, Path], t
         1,
     )
     name = {"unused": "unused", "frozen": "1.weight"}[variant]
-    assert torch.equal(runs[0].snapshot.model[name], short.snapshot.model[name]), "it moved"
+    assert torch.equal(runs[0].snapshot.model[name], short.snapshot.model[name]), (
+        "a parameter without gradients was updated"
+    )
     assert not torch.equal(runs[0].snapshot.model["5.weight"], short.snapshot.model["5.weight"])
 
 
@@ -144,19 +147,19 @@ def test_overlapped_has_the_same_rows_and_nearly_the_same_parameters(
     pool: WorkerPool, data: dict[str, Path], tmp_path: Path
 ) -> None:
     fields = {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}, "train__epochs": 2}
-    make = dict(logical_workers=5, batch=20, **fields)
-    exact = pool.train_new_run(make_job(tmp_path / "exact", data["103 rows"], **make), 2)
-    job = make_job(tmp_path / "run", data["103 rows"], **make, train__reduction="overlapped")
+    settings = dict(logical_workers=5, batch=20, **fields)
+    exact = pool.train_new_run(make_job(tmp_path / "exact", data["103 rows"], **settings), 2)
+    job = make_job(tmp_path / "run", data["103 rows"], **settings, train__reduction="overlapped")
     for size in (1, 2, 3, 4):
         run = pool.train_new_run(job, size)
-        assert [step[4:] for step in run.steps] == [step[4:] for step in exact.steps], "other rows"
+        assert [step[4:] for step in run.steps] == [step[4:] for step in exact.steps], "the steps have other rows"
         assert [step[1] for step in run.steps] == pytest.approx([step[1] for step in exact.steps], rel=1e-4)
         for name, value in run.snapshot.model.items():
             torch.testing.assert_close(value, exact.snapshot.model[name], rtol=1e-3, atol=1e-5)
 
 
-def resumed(pool: WorkerPool, job: Job, deaths: list[int], sizes: list[int], new_fence: bool) -> TrainedRun:
-    """Trains, dying after each of the steps `deaths`, each time with the next world size."""
+def train_with_deaths(pool: WorkerPool, job: Job, deaths: list[int], sizes: list[int], new_fence: bool) -> TrainedRun:
+    """Trains and dies after each step of `deaths`, each time with the next world size; returns the finished run."""
     for i, step in enumerate(deaths):
         job = dataclasses.replace(job, fence=1 + i * new_fence)
         outcomes = pool.train(job, sizes[i], Hooks(after_step=DieAfter(step)))
@@ -188,11 +191,12 @@ def undisturbed(
             marks=pytest.mark.rest,
         ),
         ([5], [1, 4], False),
-        ([6], [4, 3], False),  # at the end of the epoch
+        # Step 6 is the last one of an epoch.
+        ([6], [4, 3], False),
         ([9], [3, 2], True),
     ],
 )
-def test_a_resume_on_other_workers_changes_nothing(
+def test_a_resume_on_other_workers_is_bit_identical(
     pool: WorkerPool,
     undisturbed: tuple[Job, TrainedRun],
     tmp_path: Path,
@@ -201,16 +205,16 @@ def test_a_resume_on_other_workers_changes_nothing(
     new_fence: bool,
 ) -> None:
     job, expected = undisturbed
-    run = resumed(pool, dataclasses.replace(job, run_root=str(tmp_path / "run")), deaths, sizes, new_fence)
-    same([expected, run])
+    run = train_with_deaths(pool, dataclasses.replace(job, run_root=str(tmp_path / "run")), deaths, sizes, new_fence)
+    assert_bit_identical([expected, run])
     resumes = [
         e.details["step"]
         for e in read_events(dataclasses.replace(job, run_root=str(tmp_path / "run")).paths, "resumed")
     ]
-    assert resumes == [death // 2 * 2 for death in deaths if death > 1], "it resumed from elsewhere"
+    assert resumes == [death // 2 * 2 for death in deaths if death > 1], "a resume started from another checkpoint"
 
 
-def test_the_death_of_one_worker_is_a_lost_peer_for_the_others(
+def test_the_death_of_one_worker_is_a_lost_peer_for_its_peers(
     pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path
 ) -> None:
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
@@ -218,11 +222,11 @@ def test_the_death_of_one_worker_is_a_lost_peer_for_the_others(
     assert [type(o.error) for o in outcomes] == [PeerLostError, PeerLostError, KilledError]
     assert PeerLostError.retryable
     pool.train_to_end(job, 4)
-    same([undisturbed[1], read_trained_run(job)])
+    assert_bit_identical([undisturbed[1], read_trained_run(job)])
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_one_worker_asks_to_stop_and_all_do_after_the_same_step(
+def test_a_stop_of_one_worker_stops_all_workers_after_the_same_step(
     pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path, rank: int
 ) -> None:
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
@@ -232,15 +236,15 @@ def test_one_worker_asks_to_stop_and_all_do_after_the_same_step(
     assert (stopped.commit.step, stopped.commit.why, len(stopped.steps)) == (3, "extra", 3)
     pool.train_to_end(job, 2)
     finished = read_trained_run(job)
-    same([undisturbed[1], finished])
-    assert max(map(len, finished.workers)) == 1, "a step was done again"
+    assert_bit_identical([undisturbed[1], finished])
+    assert max(map(len, finished.workers)) == 1, "a step was repeated"
 
 
-def test_a_finished_run_started_again_does_nothing(
+def test_a_finished_run_that_is_started_again_trains_no_step(
     pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path
 ) -> None:
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
     pool.train_to_end(job, 1)
     pool.train_to_end(job, 2)
-    same([undisturbed[1], read_trained_run(job)])
+    assert_bit_identical([undisturbed[1], read_trained_run(job)])
     assert read_trained_run(job).workers == [[1]] * job.total_steps

@@ -1,6 +1,4 @@
-"""Every step of a run is one that can be gone on from, on another number of workers, with every strategy and every
-cache.
-"""
+"""A run resumes from each of its checkpoints on another number of workers, with all strategies and all caches."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 CACHES: dict[str, OpenWindows] = {"none": stream_windows, "memory": cache_windows, "disk": disk_cached}
 
 
-def restored_at_every_step(pool: WorkerPool, folder: Path, strategy: str, cache: str, stride: int = 1) -> list[int]:
-    """Trains once, keeping every checkpoint, and goes on from each; returns from which."""
+def resume_from_checkpoints(pool: WorkerPool, folder: Path, strategy: str, cache: str, stride: int = 1) -> list[int]:
+    """Trains once with all checkpoints kept and resumes from every `stride`-th one; returns the steps of these."""
     data = write_images(folder / "data", [[50, 1], [46]])
     every = STRATEGIES[strategy].get("train__local_steps", 1)
     fields = {"checkpoint__every_epochs": None, "checkpoint__every_steps": every, "checkpoint__keep_last": 100}
@@ -43,16 +41,16 @@ def restored_at_every_step(pool: WorkerPool, folder: Path, strategy: str, cache:
         fields |= {"data__cache": "disk", "data__cache_dir": str(folder / "cache")}
     whole = make_job(folder / "whole", data, logical_workers=4, batch=12, task=TinyImages(), **fields)
 
-    def go(job: Job, size: int) -> None:
+    def train(job: Job, size: int) -> None:
         if strategy == "parameter_server":
             World(job, size, CACHES[cache]).run()
         else:
             pool.train_to_end(job, 1 if strategy == "single" else size, CACHES[cache])
 
-    go(whole, 2)
-    commits, tried = CheckpointStore(whole.paths).commits(), []
+    train(whole, 2)
+    commits, resumed_steps = CheckpointStore(whole.paths).commits(), []
     assert [c.step for c in commits] == list(range(every, whole.total_steps + 1, every)), (
-        "a checkpoint at every step that can have one"
+        "a step that can have a checkpoint has none"
     )
     for commit in commits[:-1:stride]:
         job = dataclasses.replace(whole, run_root=str(folder / f"from-{commit.step}"), fence=2)
@@ -60,40 +58,42 @@ def restored_at_every_step(pool: WorkerPool, folder: Path, strategy: str, cache:
         for later in commits:
             if later.step > commit.step:
                 shutil.rmtree(str(job.paths.checkpoint(later.step, later.fence)))
-        go(job, 1 + 2 * (commit.step % 2))  # 1 or 3
+        # The number of workers is 1 or 3; the first run had 2.
+        train(job, 1 + 2 * (commit.step % 2))
         assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [commit.step]
         assert rows_of(job) == rows_of(whole)
         assert read_trained_run(job).digests == read_trained_run(whole).digests, f"from step {commit.step}"
         assert read_trained_run(job).steps == read_trained_run(whole).steps, f"from step {commit.step}"
-        tried.append(commit.step)
+        resumed_steps.append(commit.step)
         shutil.rmtree(job.run_root)
-    return tried
+    return resumed_steps
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_goes_on_from_every_step(pool: WorkerPool, tmp_path: Path, strategy: str, cache: str) -> None:
-    tried = restored_at_every_step(pool, tmp_path, strategy, cache)
+def test_a_run_resumes_from_every_step(pool: WorkerPool, tmp_path: Path, strategy: str, cache: str) -> None:
+    resumed_steps = resume_from_checkpoints(pool, tmp_path, strategy, cache)
     every = STRATEGIES[strategy].get("train__local_steps", 1)
-    assert tried == list(range(every, 18, every)), "two epochs of nine steps"
+    assert resumed_steps == list(range(every, 18, every)), "a resume is missing; the run has two epochs of nine steps"
 
 
 @pytest.mark.parametrize(("strategy", "cache"), [("ddp", "none"), ("parameter_server", "memory")])
-def test_a_run_goes_on_from_some_steps(pool: WorkerPool, tmp_path: Path, strategy: str, cache: str) -> None:
-    assert restored_at_every_step(pool, tmp_path, strategy, cache, stride=6) == [1, 7, 13]
+def test_a_run_resumes_from_some_steps(pool: WorkerPool, tmp_path: Path, strategy: str, cache: str) -> None:
+    assert resume_from_checkpoints(pool, tmp_path, strategy, cache, stride=6) == [1, 7, 13]
 
 
-def test_threads_that_read_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, decode, readers = write_images(tmp_path / "data", [[50, 1], [46], [200]]), TinyImages.decode, set[str]()
+def test_reader_threads_keep_the_run_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_images(tmp_path / "data", [[50, 1], [46], [200]])
+    decode, readers = TinyImages.decode, set[str]()
 
-    def noted(task: TinyImages, rows: dict[str, Any]) -> dict[str, Any]:
+    def record_reader(task: TinyImages, rows: dict[str, Any]) -> dict[str, Any]:
         readers.add(threading.current_thread().name.partition("_")[0])
         return decode(task, rows)
 
-    monkeypatch.setattr(TinyImages, "decode", noted)
-    bits = []
-    for name, more in {
+    monkeypatch.setattr(TinyImages, "decode", record_reader)
+    results = []
+    for name, reader_settings in {
         "0": {},
         "3": {"data__reader_threads": 3},
         "disk": {"data__reader_threads": 2, "data__cache": "disk"},
@@ -103,7 +103,7 @@ def test_threads_that_read_change_no_bit(tmp_path: Path, monkeypatch: pytest.Mon
             "train__epochs": 2,
             "data__read_task_mb": 0.002,
             "data__shuffle_window_rows": 24,
-            **more,
+            **reader_settings,
         }
         if name == "disk":
             fields["data__cache_dir"] = str(tmp_path / "cache")
@@ -111,5 +111,5 @@ def test_threads_that_read_change_no_bit(tmp_path: Path, monkeypatch: pytest.Mon
         readers.clear()
         train_in_process(job, SingleProcessMembership(4, lambda: False), Hooks())
         assert ("reader" in readers) == (name != "0"), readers
-        bits.append((read_trained_run(job).digests, read_trained_run(job).steps))
-    assert bits[1:] == [bits[0]] * 2
+        results.append((read_trained_run(job).digests, read_trained_run(job).steps))
+    assert results[1:] == [results[0]] * 2

@@ -1,5 +1,5 @@
-"""Survivors whose states are not the same: they notice when the next generation begins, and the result is that of an
-undisturbed run.
+"""Divergent ranks: survivors with different states are detected at the next generation, and training stays
+bit-identical to an undisturbed run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.support.shifting_world import train_shifting
 from tests.support.waiting import until
 
 
-class Tampered(TinyImages):
-    """After one of its updates rank 1 has a parameter that is not that of the others; the file `proof` says so.
+class DivergesAfterUpdate(TinyImages):
+    """Changes a parameter of rank 1 after one of its updates.
 
     Args:
-        proof: The file.
-        update: Which, counted from 1 in the process.
+        proof: File that exists after the change.
+        update: Number of the update, counted from 1 in the process.
     """
 
     def __init__(self, proof: Path, update: int, **args: Any) -> None:
@@ -51,7 +51,7 @@ class Tampered(TinyImages):
 
 @dataclasses.dataclass(frozen=True)
 class KillLast:
-    """A hook: the worker of a rank is killed after a step, once so many checkpoints are there."""
+    """A hook that kills the worker of a rank after a step, once `checkpoints` checkpoints are committed."""
 
     job: Job
     rank: int
@@ -65,27 +65,27 @@ class KillLast:
 
 
 def job_in(folder: Path, update: int = 0) -> Job:
-    """Six steps, with a checkpoint after every third."""
+    """Returns a job of six steps, with a checkpoint after every third one."""
     data = folder / "data"
     if not data.exists():
         write_images(data, [[20, 13]])
-    task = Tampered(folder / "proof", update) if update else TinyImages()
+    task = DivergesAfterUpdate(folder / "proof", update) if update else TinyImages()
     return make_job(folder / f"run-{update}", data, logical_workers=4, batch=12, task=task, train__epochs=2)
 
 
-def differed(job: Job) -> list[tuple[list[int], int]]:
-    """The ranks that did, and the step that was gone on from."""
+def read_divergences(job: Job) -> list[tuple[list[int], int]]:
+    """Returns the divergent ranks and the step that training continued from, for each event."""
     return [(event.details["ranks"], event.details["step"]) for event in read_events(job.paths, "params_diverged")]
 
 
-def test_the_one_that_differs_gets_the_state_of_the_others(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_divergent_rank_gets_the_state_of_the_majority(pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, update=4)
     hook = KillLast(job, 3, 4, 1)
     outcomes = train_shifting(pool, job, [[0, 1, 2, 3], [0, 1, 2]], [], Hooks(after_step=hook))
     assert isinstance(outcomes[3].error, KilledError)
     assert (tmp_path / "proof").exists()
-    assert [each.value for each in outcomes[:3]] == ["done"] * 3, [each.trace for each in outcomes[:3]]
-    assert differed(job) == [([1], 4)]
+    assert [outcome.value for outcome in outcomes[:3]] == ["done"] * 3, [outcome.trace for outcome in outcomes[:3]]
+    assert read_divergences(job) == [([1], 4)]
     assert (
         read_trained_run(job).commit.params_digest
         == pool.train_new_run(job_in(tmp_path), 2, cache_windows).commit.params_digest
@@ -93,17 +93,17 @@ def test_the_one_that_differs_gets_the_state_of_the_others(pool: WorkerPool, tmp
 
 
 @pytest.mark.rest
-def test_a_copy_of_a_checkpoint_that_diverged_is_not_written(pool: WorkerPool, tmp_path: Path) -> None:
-    """Rank 0 dies before it commits, and rank 1, which would write its own copy in its place, has other parameters."""
+def test_a_divergent_copy_of_a_checkpoint_is_not_committed(pool: WorkerPool, tmp_path: Path) -> None:
+    """Rank 0 dies before it commits; rank 1, which would write its own copy instead, has other parameters."""
     undisturbed, job = job_in(tmp_path), job_in(tmp_path, update=3)
     pool.train_to_end(undisturbed, 2, cache_windows)
     kill = KillSaving(str(tmp_path / "killed"), step=3)
     outcomes = train_shifting(pool, job, [[0, 1, 2, 3], [1, 2, 3]], [], Hooks(before_commit=kill))
     assert kill.happened == 1
     assert (tmp_path / "proof").exists()
-    assert [each.trace for each in outcomes[1:4]] == [""] * 3
-    [(ranks, _)] = differed(job)
-    assert ranks == [0], "the divergent rank is the one that writes"
+    assert [outcome.trace for outcome in outcomes[1:4]] == [""] * 3
+    [(ranks, _)] = read_divergences(job)
+    assert ranks == [0], "the divergent rank is not the one that commits"
     expected, commits = (
         {commit.step: commit.params_digest for commit in CheckpointStore(run.paths).commits()}
         for run in (undisturbed, job)
@@ -112,21 +112,21 @@ def test_a_copy_of_a_checkpoint_that_diverged_is_not_written(pool: WorkerPool, t
     assert commits.get(3, expected[3]) == expected[3]
 
 
-def test_without_a_majority_the_newest_checkpoint_decides(pool: WorkerPool, tmp_path: Path) -> None:
+def test_ranks_without_a_majority_restore_the_newest_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, update=4)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=KillLast(job, 2, 4, 1)))
     assert (tmp_path / "proof").exists()
-    assert [each.value for each in outcomes[:2]] == ["done"] * 2, [each.trace for each in outcomes[:2]]
-    assert differed(job) == [([0, 1], 3)]
-    found = read_trained_run(job)
-    assert found.commit.params_digest == pool.train_new_run(job_in(tmp_path), 2, cache_windows).commit.params_digest
-    assert [len(workers) for workers in found.workers] == [1, 1, 1, 2, 1, 1], (
-        "step 4 is done again, and its record says so"
+    assert [outcome.value for outcome in outcomes[:2]] == ["done"] * 2, [outcome.trace for outcome in outcomes[:2]]
+    assert read_divergences(job) == [([0, 1], 3)]
+    run = read_trained_run(job)
+    assert run.commit.params_digest == pool.train_new_run(job_in(tmp_path), 2, cache_windows).commit.params_digest
+    assert [len(workers) for workers in run.workers] == [1, 1, 1, 2, 1, 1], (
+        "the records do not show that step 4 was repeated"
     )
 
 
 @pytest.mark.rest
-def test_without_a_checkpoint_either_the_run_ends(pool: WorkerPool, tmp_path: Path) -> None:
+def test_ranks_without_a_majority_and_a_checkpoint_end_the_run(pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, update=2)
     first, second, _ = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=KillLast(job, 2, 2, 0)))
     assert isinstance(first.error, CheckpointError), first.trace
@@ -137,7 +137,7 @@ def test_without_a_checkpoint_either_the_run_ends(pool: WorkerPool, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("steps", "digests", "odd"),
+    ("steps", "digests", "divergent"),
     [
         ([7, 7, 7], "aaa", []),
         ([7, 7, 7], "aba", [1]),
@@ -148,5 +148,7 @@ def test_without_a_checkpoint_either_the_run_ends(pool: WorkerPool, tmp_path: Pa
         ([6, 7, -1], "-a-", []),
     ],
 )
-def test_more_than_half_of_those_with_the_newest_step_are_right(steps: list[int], digests: str, odd: list[int]) -> None:
-    assert divergent_ranks(steps, list(digests)) == odd
+def test_ranks_at_the_newest_step_with_a_minority_digest_are_divergent(
+    steps: list[int], digests: str, divergent: list[int]
+) -> None:
+    assert divergent_ranks(steps, list(digests)) == divergent

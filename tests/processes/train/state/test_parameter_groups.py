@@ -1,6 +1,4 @@
-"""Groups of parameters by names: options of their own, for every strategy, with the same bits for any number of
-workers.
-"""
+"""Groups of parameters have their own options with all strategies and are bit-identical on any number of workers."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+def test_groups_are_bit_identical_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = job_of(tmp_path / "run", data, **STRATEGIES[name])
@@ -71,15 +69,15 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == alone.digests
     decays = [group["weight_decay"] for group in alone.snapshot.optimizer["param_groups"]]
-    assert decays == [0.1, 0.0, 0.1], "the rest, norms and biases, what is left of the last layer"
+    assert decays == [0.1, 0.0, 0.1], "the groups are not: the rest, norms and biases, the weight of the last layer"
     fields = STRATEGIES[name] | {"optimizer": job.config.replace(optimizer__groups=None).to_dict()["optimizer"]}
     fields["schedule"] = None
-    without = pool.train_new_run(job_of(tmp_path / "without", data, **fields), 1, cache_windows)
-    assert without.commit.params_digest != alone.commit.params_digest
+    ungrouped = pool.train_new_run(job_of(tmp_path / "without", data, **fields), 1, cache_windows)
+    assert ungrouped.commit.params_digest != alone.commit.params_digest
 
 
-def test_a_group_is_that_of_plain_torch(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """The groups of the strategies' shared state, against an optimizer that is made by hand with the same gradients."""
+def test_groups_equal_those_of_plain_torch(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """The groups of the training state match an optimizer that is built by hand and gets the same gradients."""
     job = job_of(tmp_path / "run", data)
     state, twin = (TrainingState(job.config, job.task, CPU, 10) for _ in range(2))
     layers = dict(twin.model.named_parameters())
@@ -96,24 +94,26 @@ def test_a_group_is_that_of_plain_torch(pool: WorkerPool, data: Path, tmp_path: 
         plain.step()
     for ours, theirs in zip(state.model.parameters(), twin.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    assert state.lr == 0.01, "that of the rest"
+    assert state.lr == 0.01, "the reported rate is not that of the first group"
 
 
 @pytest.mark.parametrize(
     "fields", [{}, {"optimizer": optimizer("SGD", momentum=0.9), "schedule": ONE_CYCLE, "train__grad_clip_norm": 0.5}]
 )
-def test_parameter_servers_have_the_bits_of_ddp(
+def test_parameter_servers_with_groups_are_bit_identical_to_ddp(
     pool: WorkerPool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    """With so many servers that some have nothing of some group, and a resume on fewer."""
+    """Some of the servers have no parameter of some group, and one server is lost."""
     plain = pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
     monkeypatch.setattr("ray_app.train.strategies.parameter_server.layout._MIN_PART_BYTES", 1 << 10)
-    served = {"train__strategy": "parameter_server", **fields}
-    world = server_world.World(job_of(tmp_path / "servers", data, train__servers=3, **served), 2)
+    settings = {"train__strategy": "parameter_server", **fields}
+    world = server_world.World(job_of(tmp_path / "servers", data, train__servers=3, **settings), 2)
     world.run(turns=1)
     groups = [server._state.optimizer.param_groups for server in world.servers.servers]
-    assert [len(each) for each in groups] == [3, 3, 3]
-    assert any(not group["params"] for each in groups for group in each), "every server has something of every group"
+    assert [len(server_groups) for server_groups in groups] == [3, 3, 3]
+    assert any(not group["params"] for server_groups in groups for group in server_groups), (
+        "each server has a parameter of each group"
+    )
     while world.coordinator._units.complete < 8:
         world.run(turns=1)
     world.servers.lose(1)
@@ -122,7 +122,7 @@ def test_parameter_servers_have_the_bits_of_ddp(
     assert (run.digests, run.steps) == (plain.digests, plain.steps)
 
 
-def test_sharded_it_is_the_same(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_fsdp_with_groups_is_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {
         "task": TinyImages(),
         "optimizer": optimizer("SGD", [{"names": ["5.*"], "lr": 0.05}, {"norms_and_biases": True, "lr": 0.0}]),
@@ -132,11 +132,13 @@ def test_sharded_it_is_the_same(pool: WorkerPool, data: Path, tmp_path: Path) ->
         for strategy in ("ddp", "fsdp")
     )
     assert (sharded.steps, sharded.digests) == (plain.steps, plain.digests)
-    begun = job_of(tmp_path / "x", data, **fields)
-    before = TrainingState(begun.config, begun.task, CPU, 10).snapshot().model
+    initial_job = job_of(tmp_path / "x", data, **fields)
+    before = TrainingState(initial_job.config, initial_job.task, CPU, 10).snapshot().model
     after = sharded.snapshot.model
-    assert torch.equal(after["1.bias"], before["1.bias"]), "no rate"
-    assert not torch.equal(after["5.bias"], before["5.bias"]), "the first group that names it wins"
+    assert torch.equal(after["1.bias"], before["1.bias"]), "a parameter with rate 0 was updated"
+    assert not torch.equal(after["5.bias"], before["5.bias"]), (
+        "the first group that matches a parameter does not take it"
+    )
 
 
 def test_frozen_parameters_are_in_no_group(data: Path, tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_frozen_parameters_are_in_no_group(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "said"),
+    ("groups", "message"),
     [
         (
             [{"names": ["9.wieght"], "lr": 0.1}],
@@ -165,17 +167,17 @@ def test_frozen_parameters_are_in_no_group(data: Path, tmp_path: Path) -> None:
         ([{"names": "*.bias", "lr": 0.1}], r"by names, a list"),
     ],
 )
-def test_what_cannot_be_is_refused(data: Path, tmp_path: Path, groups: list[dict[str, Any]], said: str) -> None:
+def test_invalid_groups_are_refused(data: Path, tmp_path: Path, groups: list[dict[str, Any]], message: str) -> None:
     def make_state() -> TrainingState:
-        """The configuration's check refuses some groups, the optimizer the others."""
+        """Runs both checks: the configuration refuses some groups, the optimizer the others."""
         job = job_of(tmp_path / "run", data, optimizer=optimizer(groups=groups))
         return TrainingState(job.config, job.task, CPU, 10)
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         make_state()
 
 
-def test_a_schedule_that_would_replace_the_rates_is_refused(data: Path, tmp_path: Path) -> None:
+def test_a_schedule_that_would_override_the_rates_of_groups_is_refused(data: Path, tmp_path: Path) -> None:
     schedule = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.1}}
     job = job_of(tmp_path / "run", data, schedule=schedule)
     with pytest.raises(
@@ -184,7 +186,7 @@ def test_a_schedule_that_would_replace_the_rates_is_refused(data: Path, tmp_path
         TrainingState(job.config, job.task, CPU, 10)
 
 
-def test_yaml_has_them_beside_class_path_and_only_then_the_digest(tmp_path: Path) -> None:
+def test_groups_are_in_yaml_and_in_the_digest_of_the_configuration(tmp_path: Path) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(
         "task: {class_path: ray_app.task.image.ImageClassification}\ndata: {path: x}\n"
@@ -196,8 +198,8 @@ def test_yaml_has_them_beside_class_path_and_only_then_the_digest(tmp_path: Path
     assert from_yaml(config.to_yaml()) == config
     (tmp_path / "again.yaml").write_text(config.to_yaml())
     assert load_config(tmp_path / "again.yaml") == config
-    other = load_config(file, optimizer__groups=[{"norms_and_biases": True, "lr": 0.5}])
-    assert other.optimizer.groups == [{"norms_and_biases": True, "lr": 0.5}]
-    without = Config().replace(task__class_path="x", data__path="x")
-    assert not any("groups" in name for name in result_fields(without, "m"))
-    assert digest(without, "m") != digest(without.replace(optimizer__groups=[{"names": ["*"]}]), "m")
+    overridden = load_config(file, optimizer__groups=[{"norms_and_biases": True, "lr": 0.5}])
+    assert overridden.optimizer.groups == [{"norms_and_biases": True, "lr": 0.5}]
+    ungrouped = Config().replace(task__class_path="x", data__path="x")
+    assert not any("groups" in name for name in result_fields(ungrouped, "m"))
+    assert digest(ungrouped, "m") != digest(ungrouped.replace(optimizer__groups=[{"names": ["*"]}]), "m")

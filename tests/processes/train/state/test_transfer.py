@@ -1,4 +1,4 @@
-"""How a state gets to newcomers: whole, to nobody else, and so that signs of life go on meanwhile."""
+"""The transfer of a state to joining workers: it is complete, reaches no other rank, and does not delay heartbeats."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.support.local_world import CPU, LocalMembership
 _MB = 1 << 20
 
 
-def everything() -> Snapshot:
-    """Tensors of all kinds, some larger than a piece."""
+def make_snapshot() -> Snapshot:
+    """Returns a snapshot with tensors of all kinds, some of them larger than a chunk of the transfer."""
     torch.manual_seed(0)
     values = torch.randn(3000, 2000)
     model = {
@@ -50,28 +50,28 @@ def everything() -> Snapshot:
     return Snapshot(5, model, optimizer, {"last_epoch": 4, "milestones": {3: 1}}, {"scale": [1.0, 2.0]})
 
 
-def passed_on(rank: int, store: Path, size: int, source: int, to: list[int], backend: str) -> Any:
-    given = everything() if rank == source else None
+def transfer_and_digest(rank: int, store: Path, size: int, source: int, to: list[int], backend: str) -> Any:
+    snapshot = make_snapshot() if rank == source else None
     with LocalMembership(World(rank, size, size), store, backend=backend).generation(0, False):
-        got = transfer_snapshot(given, rank, source, to)
+        received = transfer_snapshot(snapshot, rank, source, to)
     if rank == source:
-        assert got is given
-    return got and digest_tensors(got)
+        assert received is snapshot
+    return received and digest_tensors(received)
 
 
 @pytest.mark.parametrize(
     ("size", "source", "to", "backend"), [(4, 0, [1, 2, 3], "gloo"), (4, 2, [3], "gloo"), (3, 1, [2, 0], BACKEND)]
 )
-def test_those_who_lack_a_state_get_it_and_nobody_else_does_anything(
+def test_only_ranks_without_a_state_receive_it(
     pool: WorkerPool, size: int, source: int, to: list[int], backend: str
 ) -> None:
-    expected = digest_tensors(everything())
-    found = pool.run(size, passed_on, size, source, to, backend)
-    assert found == [expected if rank in [source, *to] else None for rank in range(size)]
+    expected = digest_tensors(make_snapshot())
+    digests = pool.run(size, transfer_and_digest, size, source, to, backend)
+    assert digests == [expected if rank in [source, *to] else None for rank in range(size)]
 
 
-class Wide:
-    """A task whose model has so many megabytes of parameters, one of them half of all."""
+class LargeModel:
+    """A task with `megabytes` MB of parameters, half of them in one tensor."""
 
     def __init__(self, megabytes: int) -> None:
         self.megabytes = megabytes
@@ -85,28 +85,28 @@ class Wide:
 
 
 @contextmanager
-def longest_silence(found: list[float]) -> Iterator[None]:
-    """Puts the longest time for which another thread of this process did not get to run into `found`."""
-    over = threading.Event()
+def longest_silence(silence: list[float]) -> Iterator[None]:
+    """Stores in `silence[0]` the longest time in seconds for which another thread of this process did not run."""
+    is_over = threading.Event()
 
-    def beat() -> None:
-        last = time.monotonic()
-        while not over.is_set():
+    def measure() -> None:
+        last_s = time.monotonic()
+        while not is_over.is_set():
             time.sleep(0.005)
-            now = time.monotonic()
-            found[0], last = max(found[0], now - last), now
+            now_s = time.monotonic()
+            silence[0], last_s = max(silence[0], now_s - last_s), now_s
 
-    thread = threading.Thread(target=beat)
+    thread = threading.Thread(target=measure)
     thread.start()
     yield
-    over.set()
+    is_over.set()
     thread.join()
 
 
-def joined(rank: int, store: Path, megabytes: int) -> float:
-    """Rank 1 joins rank 0, which has a state; returns the longest silence."""
+def share_with_joining_rank(rank: int, store: Path, megabytes: int) -> float:
+    """Shares the state of rank 0 with rank 1, which joins; returns the longest silence in seconds."""
     config = Config().replace(optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})
-    state = TrainingState(config, Wide(megabytes), CPU, 10)
+    state = TrainingState(config, LargeModel(megabytes), CPU, 10)
     if rank == 0:
         state.initialize(None)
         with torch.no_grad():
@@ -123,27 +123,24 @@ def joined(rank: int, store: Path, megabytes: int) -> float:
 
 
 @pytest.mark.rest
-def test_signs_of_life_go_on_while_a_gigabyte_is_shared(pool: WorkerPool) -> None:
-    """Nothing depends on how many tensors there are, so four times as many take four times as long, with the same
-    silences.
-    """
-    silences = pool.run(2, joined, 1024)
-    assert max(silences) < 0.5, "pickled as a whole it is above a second"
+def test_heartbeats_continue_while_a_gigabyte_is_shared(pool: WorkerPool) -> None:
+    """A silence does not depend on the number of tensors: four times as many take longer, with the same silences."""
+    silences = pool.run(2, share_with_joining_rank, 1024)
+    assert max(silences) < 0.5, "a thread was blocked, as when a state is pickled as a whole"
 
 
-def four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
-    """Rank 1 gets tensors of 4 GB that take no memory on either side; returns the longest silence and how many bytes it
-    was sent.
-    """
+def transfer_four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
+    """Sends rank 1 tensors of 4 GB that take no memory; returns the longest silence and the received bytes."""
     megabytes = [2048] + [256] * 8
     model = {
         str(number): torch.full((1,), number + 0.5).expand(size * _MB // 4) for number, size in enumerate(megabytes)
     }
-    got: list[torch.Tensor] = []
+    allocated: list[torch.Tensor] = []
 
-    def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        got.append(torch.zeros((1,), dtype=dtype).expand(shape))  # what arrives for it goes through a copy of a piece
-        return got[-1]
+    def allocate_one_element(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # Received chunks are copied into this tensor from their own memory.
+        allocated.append(torch.zeros((1,), dtype=dtype).expand(shape))
+        return allocated[-1]
 
     silence, received = [0.0], [0]
     with (
@@ -151,32 +148,32 @@ def four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
         longest_silence(silence),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(transfer_module.torch, "empty", without_memory)
-        real = transfer_module.receive
+        patch.setattr(transfer_module.torch, "empty", allocate_one_element)
+        receive = transfer_module.receive
 
-        def counted(piece: torch.Tensor, source: int) -> None:
-            real(piece, source)
-            received[0] += piece.nbytes
+        def receive_and_count(chunk: torch.Tensor, source: int) -> None:
+            receive(chunk, source)
+            received[0] += chunk.nbytes
 
-        patch.setattr(transfer_module, "receive", counted)
+        patch.setattr(transfer_module, "receive", receive_and_count)
         transfer_snapshot(Snapshot(1, model, {}, None) if rank == 0 else None, rank, 0, [1])
     return silence[0], received[0]
 
 
 @pytest.mark.rest
-def test_signs_of_life_go_on_while_four_gigabytes_are_sent(pool: WorkerPool) -> None:
-    """The sizes are faked, so no machine needs the memory: all bytes are sent."""
-    (one, _), (other, received) = pool.run(2, four_gigabytes)
+def test_heartbeats_continue_while_four_gigabytes_are_sent(pool: WorkerPool) -> None:
+    """All bytes are sent, but the tensors are expanded views, so that they need no memory."""
+    (sender_silence, _), (receiver_silence, received) = pool.run(2, transfer_four_gigabytes)
     assert received >= 4 << 30
-    assert max(one, other) < 1.0
+    assert max(sender_silence, receiver_silence) < 1.0
 
 
 @pytest.mark.rest
-def test_signs_of_life_go_on_while_a_snapshot_is_packed() -> None:
-    """For the keepers of snapshots in memory."""
+def test_heartbeats_continue_while_a_snapshot_is_packed() -> None:
+    """Snapshot actors pack snapshots while their workers train."""
     silence = [0.0]
     snapshot = Snapshot(1, {"p": torch.zeros(64 * _MB)}, {"state": {0: torch.zeros(64 * _MB)}}, None)
     with longest_silence(silence):
         files = pack(snapshot)
     assert sum(map(len, files.values())) > 512 * _MB
-    assert silence[0] < 0.4, "copied under Python's lock it is 0.9 s"
+    assert silence[0] < 0.4, "a thread was blocked for most of the copy, as under Python's lock (0.9 s)"

@@ -1,6 +1,4 @@
-"""Several optimizers that take turns: whose turn it is follows from the step, and the bits do not depend on the number
-of workers.
-"""
+"""Several optimizers take turns: the step decides the turn, and training is bit-identical on any number of workers."""
 
 from __future__ import annotations
 
@@ -53,14 +51,14 @@ def gan() -> Task:
 def job_of(folder: Path, data: Path, turns: dict[str, Any] | None = None, **fields: Any) -> Job:
     defaults: dict[str, Any] = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4}
     default = {"class_path": "torch.optim.Adam", "init_args": {}}
-    made: dict[str, Any] = (
+    settings: dict[str, Any] = (
         defaults | {"optimizer": default, "optimizers": OPTIMIZERS if turns is None else turns} | fields
     )
-    return make_job(folder, data, logical_workers=4, batch=12, task=made.pop("task", None) or gan(), **made)
+    return make_job(folder, data, logical_workers=4, batch=12, task=settings.pop("task", None) or gan(), **settings)
 
 
 def with_schedules() -> dict[str, Any]:
-    """The critic one step, the generator three, each with its schedule and a group."""
+    """Returns optimizers with schedules: the critic takes one step, the generator three and has a parameter group."""
     group = [{"norms_and_biases": True, "lr": 0.0}]
     return {
         "critic": {**OPTIMIZERS["critic"], "steps": 1, "schedule": STEP},
@@ -68,7 +66,7 @@ def with_schedules() -> dict[str, Any]:
     }
 
 
-def test_the_page_trains_a_gan(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_the_code_of_the_documentation_trains_a_gan(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     assert len([line for line in ON_PAGE["python"].split("class Gan")[1].splitlines() if line.strip()]) <= 35
     job = job_of(tmp_path / "run", data)
     pool.train_to_end(job, 2, cache_windows)
@@ -89,10 +87,10 @@ def test_the_page_trains_a_gan(pool: WorkerPool, data: Path, tmp_path: Path) -> 
         (with_schedules(), {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.1}),
     ],
 )
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+def test_turns_are_bit_identical_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, turns: dict[str, Any] | None, fields: dict[str, Any]
 ) -> None:
-    """The resumes are in the middle of a turn of several steps, and of an epoch."""
+    """The run resumes in the middle of a turn of several steps, and in the middle of an epoch."""
     job = job_of(tmp_path / "run", data, turns, **fields)
     alone = pool.train_new_run(job, 1, cache_windows)
     for size in (2, 4):
@@ -101,28 +99,33 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
     assert read_trained_run(job).commit.step == 4
     pool.train_to_end(job, 2, cache_windows)
-    again = read_trained_run(job)
-    assert (again.digests, again.steps) == (alone.digests, alone.steps)
+    resumed = read_trained_run(job)
+    assert (resumed.digests, resumed.steps) == (alone.digests, alone.steps)
 
 
-def test_only_the_parameters_of_the_turn_get_gradients_and_move(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    for steps, moved in ((1, {"critic"}), (2, {"critic"}), (3, {"critic", "generator"})):
+def test_a_turn_updates_only_its_own_parameters(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    for steps, updated in ((1, {"critic"}), (2, {"critic"}), (3, {"critic", "generator"})):
         job = job_of(tmp_path / str(steps), data, train__max_steps=steps)
-        found = pool.train_new_run(job, 2, cache_windows).snapshot.model
-        begun = TrainingState(job.config, job.task, CPU, 10).snapshot().model
-        assert {name.split(".")[0] for name, value in found.items() if not torch.equal(value, begun[name])} == moved
+        trained = pool.train_new_run(job, 2, cache_windows).snapshot.model
+        initial = TrainingState(job.config, job.task, CPU, 10).snapshot().model
+        assert {
+            name.split(".")[0] for name, value in trained.items() if not torch.equal(value, initial[name])
+        } == updated
 
 
-def test_a_turn_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
-    """The optimizers and schedules of the state, against two that are made by hand, with the same gradients."""
+def test_turns_equal_those_of_plain_torch_optimizers(data: Path, tmp_path: Path) -> None:
+    """The optimizers and schedules of the state match two that are built by hand and get the same gradients."""
     job = job_of(tmp_path / "run", data, with_schedules())
     state, twin = (TrainingState(job.config, job.task, CPU, 10) for _ in range(2))
     state.step = 0
     critic, generator = (dict(twin.model[name].named_parameters()) for name in ("critic", "generator"))  # type: ignore[index]
-    plain = torch.optim.Adam(critic.values(), lr=0.002, betas=(0.5, 0.999), fused=True)
+    critic_optimizer = torch.optim.Adam(critic.values(), lr=0.002, betas=(0.5, 0.999), fused=True)
     groups = [{"params": [p for p in generator.values() if p.ndim == d], "lr": lr} for d, lr in ((2, 0.001), (1, 0.0))]
-    other = torch.optim.Adam(groups, lr=0.001, betas=(0.5, 0.999), fused=True)
-    schedules = {each: torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (plain, other)}
+    generator_optimizer = torch.optim.Adam(groups, lr=0.001, betas=(0.5, 0.999), fused=True)
+    schedules = {
+        optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for optimizer in (critic_optimizer, generator_optimizer)
+    }
     assert state.turns is not None
     for step in range(6):
         turn = state.turns.begin_step(step)
@@ -131,13 +134,13 @@ def test_a_turn_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
             ours.grad = torch.full_like(ours, 0.1 * (step + 1)) if ours.requires_grad else None
             theirs.grad = ours.grad.clone() if ours.grad is not None else None
         state.optimizer_step()
-        moving = other if step % 4 else plain
-        moving.step()
-        schedules[moving].step()
+        active = generator_optimizer if step % 4 else critic_optimizer
+        active.step()
+        schedules[active].step()
     assert params_digest(state.model.state_dict()) == params_digest(twin.model.state_dict())
 
 
-def test_whose_turn_it_is() -> None:
+def test_the_step_decides_the_turn() -> None:
     turns = {name: TurnSpec("x", steps=steps) for name, steps in (("a", 2), ("b", 1), ("c", 3))}
     assert "".join(turn_at(turns, step) for step in range(14)) == "aabcccaabcccaa"
     for steps in range(20):
@@ -148,20 +151,20 @@ def test_whose_turn_it_is() -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("part", ["critic", "generator"])
-def test_what_is_computed_twice_is_that_of_the_turn(pool: WorkerPool, data: Path, tmp_path: Path, part: str) -> None:
-    """A bit of a gradient of rank 1, in the next step in which that part of the model has its turn."""
+def test_the_sdc_check_recomputes_the_part_of_the_turn(pool: WorkerPool, data: Path, tmp_path: Path, part: str) -> None:
+    """A bit flips in a gradient of rank 1, in the next step in which that part of the model has its turn."""
     job = job_of(tmp_path / "run", data, failure__sdc_check_rate=1.0)
     flip = Flip(Evidence(str(tmp_path / "evidence")), "flip", "gradient", 1, 3)
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], Hooks(after_step=flip, built=OfPart(flip, part)))
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], Hooks(after_step=flip, built=FlipInPart(flip, part)))
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
     assert [outcomes[rank].value for rank in (0, 2)] == ["done"] * 2, [outcome.trace for outcome in outcomes]
     assert [event.details["rank"] for event in read_events(job.paths, "sdc_detected")] == [1]
 
 
-def test_a_worker_that_is_killed_between_two_steps_of_a_turn_costs_no_bit(
+def test_a_kill_between_two_steps_of_a_turn_keeps_the_run_bit_identical(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    """Between the critic's two: who goes on knows whose turn it is, and has the optimizers' states of both."""
+    """The kill is between the two steps of the critic; the survivor knows the turn and has both optimizer states."""
     alone = pool.train_new_run(job_of(tmp_path / "alone", data), 1, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=4, rank=0)
     train_shifting(pool, job := job_of(tmp_path / "killed-run", data), [[0, 1], [1]], [], Hooks(after_step=kill))
@@ -170,7 +173,9 @@ def test_a_worker_that_is_killed_between_two_steps_of_a_turn_costs_no_bit(
     assert read_trained_run(job).digests == alone.digests
 
 
-def test_a_generator_is_exported_though_it_draws(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generator_that_draws_random_numbers_is_exported(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "gan_of_the_page.py").write_text(ON_PAGE["python"])
     monkeypatch.syspath_prepend(tmp_path)
     task = importlib.import_module("gan_of_the_page").Gan()
@@ -181,12 +186,12 @@ def test_a_generator_is_exported_though_it_draws(data: Path, tmp_path: Path, mon
     assert stored["outputs"] == "equal"
     loaded = load_model(tmp_path / "export")
     first, second = (loaded.predict(np.ones((2, 64), np.float32)) for _ in range(2))
-    assert (np.asarray(first) != np.asarray(second)).any(), "it draws no more"
+    assert (np.asarray(first) != np.asarray(second)).any(), "the exported generator draws no random numbers"
 
 
 @dataclasses.dataclass(frozen=True)
-class OfPart:
-    """Lets a flip see a part of the model only."""
+class FlipInPart:
+    """Restricts a flip to a part of the model."""
 
     flip: Flip
     part: str
@@ -196,7 +201,7 @@ class OfPart:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
+    ("parameters", "message"),
     [
         (
             (["critic.*"], ["generator.0.*"]),
@@ -213,16 +218,19 @@ class OfPart:
     ],
 )
 def test_a_parameter_belongs_to_one_optimizer(
-    data: Path, tmp_path: Path, parameters: tuple[list[str], list[str]], said: str
+    data: Path, tmp_path: Path, parameters: tuple[list[str], list[str]], message: str
 ) -> None:
-    turns = {name: {**OPTIMIZERS[name], "parameters": some} for name, some in zip(OPTIMIZERS, parameters, strict=True)}
+    turns = {
+        name: {**OPTIMIZERS[name], "parameters": patterns}
+        for name, patterns in zip(OPTIMIZERS, parameters, strict=True)
+    }
     job = job_of(tmp_path / "run", data, turns)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         TrainingState(job.config, job.task, CPU, 10)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"train__strategy": "fsdp"}, "optimizers are given with train.strategy fsdp.*Use ddp or single"),
         (
@@ -234,16 +242,18 @@ def test_a_parameter_belongs_to_one_optimizer(
         ({"optimizers": {"a": {"class_path": "torch.optim.Adam"}}}, "optimizers.a.parameters is missing"),
     ],
 )
-def test_what_does_not_go_together_is_refused(data: Path, tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+def test_incompatible_optimizer_settings_are_refused(
+    data: Path, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
     job = job_of(tmp_path / "run", data)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_config(job.config.replace(**fields))
 
 
-def test_yaml_is_checked_against_the_signatures(tmp_path: Path) -> None:
+def test_optimizers_in_yaml_are_checked_against_their_signatures(tmp_path: Path) -> None:
     file = tmp_path / "train.yaml"
-    begin = "task: {class_path: ray_app.task.image.ImageClassification}\ndata: {path: x}\n"
-    file.write_text(begin + ON_PAGE["yaml"])
+    header = "task: {class_path: ray_app.task.image.ImageClassification}\ndata: {path: x}\n"
+    file.write_text(header + ON_PAGE["yaml"])
     config = load_config(file)
     assert config.optimizers is not None
     assert [(name, spec.steps, spec.parameters) for name, spec in config.optimizers.items()] == [
@@ -252,18 +262,16 @@ def test_yaml_is_checked_against_the_signatures(tmp_path: Path) -> None:
     ]
     file.write_text(config.to_yaml())
     assert load_config(file) == config
-    for wrong, said in (
+    for text, message in (
         ("lr: 0.002", "optimizers.critic: torch.optim.Adam has no argument .lrr.. Did you mean lr"),
         ("steps: 2", "optimizers.critic has stepps; there are"),
     ):
-        file.write_text(
-            begin + ON_PAGE["yaml"].replace(wrong, wrong.replace("lr", "lrr").replace("steps", "stepps"), 1)
-        )
-        with pytest.raises(ConfigError, match=said):
+        file.write_text(header + ON_PAGE["yaml"].replace(text, text.replace("lr", "lrr").replace("steps", "stepps"), 1))
+        with pytest.raises(ConfigError, match=message):
             load_config(file)
 
 
-def test_a_task_that_knows_no_turns_has_its_usual_loss(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_task_without_turns_uses_its_usual_loss_in_each_turn(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     turns = {
         name: {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}, "parameters": [f"{n}.*" for n in layers]}
         for name, layers in (("first", (1, 2)), ("last", (5,)))

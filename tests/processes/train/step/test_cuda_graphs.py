@@ -1,5 +1,5 @@
-"""`train.capture` on a CPU that stands for a device (`tests/support/recorded_graph.py`): the bits of an eager step, and
-what is refused.
+"""`train.capture` on a CPU in place of a device (`tests/support/recorded_graph.py`): a captured step is bit-identical
+to an eager one, and unsuitable models are refused.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("capture") / "data", ROWS)
 
 
-def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_kinds: int) -> tuple[int, int]:
-    """Trains with the stand-in; returns how many captures and replays there were."""
+def _train_captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, max_graphs: int) -> tuple[int, int]:
+    """Trains with recorded graphs; returns the numbers of captures and replays."""
     graphs = RecordedGraphs()
     with (
         patch("ray_app.train.build.make_graph_backend", lambda device: graphs),
-        patch.object(cuda_graphs, "_MAX_GRAPHS", most_kinds),
+        patch.object(cuda_graphs, "_MAX_GRAPHS", max_graphs),
         patch.object(cuda_graphs, "_CHECK_EVERY_USES", 5),
     ):
         train_rank(rank, store, job, size, hooks, cache_windows, LocalMembership)
@@ -61,43 +61,43 @@ def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_ki
         (TinyImages(), {"scaling__logical_workers": 1}),
     ],
 )
-def test_the_bits_are_those_of_an_eager_step(
+def test_a_captured_step_is_bit_identical_to_an_eager_one(
     pool: WorkerPool, data: Path, tmp_path: Path, task: ImageClassification | None, fields: dict[str, Any], workers: int
 ) -> None:
-    """Batch-norm, dropout, augmentation, micro-batches of other sizes, of one row and of none."""
+    """The runs have batch-norm, dropout, augmentation, and micro-batches of several sizes, of one row and of none."""
     L = fields.get("scaling__logical_workers", 4)
     fields = {"train__epochs": 2} | fields
     eager = pool.train_new_run(
         make_job(tmp_path / "eager", data, logical_workers=L, batch=12, task=task, **fields), 1, cache_windows
     )
     job = make_job(tmp_path / "captured", data, logical_workers=L, batch=12, task=task, **fields, **CAPTURE)
-    counts = pool.run(min(workers, L), _captured, job, min(workers, L), Hooks(), 16)
-    found = read_trained_run(job)
-    assert (found.digests, found.steps) == (eager.digests, eager.steps)
+    counts = pool.run(min(workers, L), _train_captured, job, min(workers, L), Hooks(), 16)
+    captured = read_trained_run(job)
+    assert (captured.digests, captured.steps) == (eager.digests, eager.steps)
     assert all(0 < captures < replays for captures, replays in counts)
 
 
-def test_other_workers_go_on_with_the_same_bits(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_resume_on_other_workers_is_bit_identical(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"logical_workers": 4, "batch": 12, "train__epochs": 2, "checkpoint__every_steps": 4}
     eager = pool.train_new_run(make_job(tmp_path / "eager", data, **fields), 1, cache_windows)
     job = make_job(tmp_path / "captured", data, **fields, **CAPTURE)
-    broken = pool.call(2, _captured, job, 2, Hooks(after_step=DieAfter(6)), 16)
-    assert all(isinstance(each.error, KilledError) for each in broken)
-    pool.run(1, _captured, job, 1, Hooks(), 16)
+    outcomes = pool.call(2, _train_captured, job, 2, Hooks(after_step=DieAfter(6)), 16)
+    assert all(isinstance(outcome.error, KilledError) for outcome in outcomes)
+    pool.run(1, _train_captured, job, 1, Hooks(), 16)
     assert read_trained_run(job).digests == eager.digests
 
 
-def test_kinds_beyond_the_most_are_computed_eagerly(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_input_shapes_above_the_maximum_of_graphs_run_eagerly(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"logical_workers": 4, "batch": 12, "train__epochs": 2}
     eager = pool.train_new_run(make_job(tmp_path / "eager", data, **fields), 1, cache_windows)
     job = make_job(tmp_path / "captured", data, **fields, **CAPTURE)
-    [(captures, replays)] = pool.run(1, _captured, job, 1, Hooks(), 1)
+    [(captures, replays)] = pool.run(1, _train_captured, job, 1, Hooks(), 1)
     assert (captures, read_trained_run(job).digests) == (1, eager.digests)
     assert replays < len(eager.steps) * 4
 
 
-class OnTheHost(TinyImages):
-    """Has its loss decided by the host: by how often it was called, a number drawn there, or a value that is read."""
+class HostDependentLoss(TinyImages):
+    """Its loss depends on the host: on the number of calls, a random number of the host, or a value read there."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -131,9 +131,11 @@ class OnTheHost(TinyImages):
         ),
     ],
 )
-def test_what_depends_on_the_host_is_refused(pool: WorkerPool, data: Path, tmp_path: Path, how: str, why: str) -> None:
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=OnTheHost(how), **CAPTURE)
-    [outcome] = pool.call(1, _captured, job, 1, Hooks(), 16)
+def test_a_loss_that_depends_on_the_host_is_refused(
+    pool: WorkerPool, data: Path, tmp_path: Path, how: str, why: str
+) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=HostDependentLoss(how), **CAPTURE)
+    [outcome] = pool.call(1, _train_captured, job, 1, Hooks(), 16)
     assert isinstance(outcome.error, ConfigError)
     assert why in str(outcome.error)
     assert "leave train.capture out: the bits are the same without" in str(outcome.error)
@@ -154,20 +156,22 @@ def test_a_worker_that_computes_on_its_cpu_is_refused() -> None:
         ({"failure__sdc_check_rate": 0.1}, "failure.sdc_check_rate is set"),
     ],
 )
-def test_what_it_does_not_go_with_is_refused(data: Path, tmp_path: Path, fields: dict[str, Any], why: str) -> None:
+def test_settings_that_capture_does_not_support_are_refused(
+    data: Path, tmp_path: Path, fields: dict[str, Any], why: str
+) -> None:
     with pytest.raises(ConfigError, match=f"train.capture is set, and {why}"):
         make_job(tmp_path / "run", data, logical_workers=4, batch=12, **(CAPTURE | fields))
 
 
-def with_code(code: int, said: str) -> RuntimeError:
-    """An error of the device as torch raises it."""
-    error = torch.AcceleratorError(said)
+def make_device_error(code: int, message: str) -> RuntimeError:
+    """Returns an error of the device as torch raises it."""
+    error = torch.AcceleratorError(message)
     error.error_code = code  # type: ignore[attr-defined]
     return error
 
 
-class Failing(RecordedGraphs):
-    """Fails at a capture, and then, as CUDA does, at its end."""
+class FailingGraphs(RecordedGraphs):
+    """Fails in a capture, and then at the end of the capture, as CUDA does."""
 
     def __init__(self, error: RuntimeError) -> None:
         super().__init__()
@@ -180,7 +184,7 @@ class Failing(RecordedGraphs):
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
 
 
-def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> CudaGraphs:
+def _make_small_graphs(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> CudaGraphs:
     model: Any = nn.Linear(3, 1)
 
     def losses_of(fields: Batch, rows: int) -> Losses:
@@ -196,24 +200,24 @@ def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> 
     [
         (torch.OutOfMemoryError("CUDA out of memory while capturing"), torch.OutOfMemoryError),
         (RuntimeError("operation not permitted when stream is capturing"), ConfigError),
-        (with_code(900, "the stream does not permit it"), ConfigError),
-        (with_code(719, "unspecified launch failure"), torch.AcceleratorError),
+        (make_device_error(900, "the stream does not permit it"), ConfigError),
+        (make_device_error(719, "unspecified launch failure"), torch.AcceleratorError),
     ],
 )
-def test_the_first_error_of_a_capture_is_told(error: RuntimeError, kind: type[Exception]) -> None:
-    with pytest.raises(kind) as found:
-        _small(Failing(error)).forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
-    assert type(found.value) is kind
-    assert str(error) in str(found.value)
+def test_the_first_error_of_a_capture_is_raised(error: RuntimeError, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        _make_small_graphs(FailingGraphs(error)).forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
+    assert type(caught.value) is kind
+    assert str(error) in str(caught.value)
 
 
-def test_an_error_of_the_task_keeps_its_words() -> None:
-    small = _small(RecordedGraphs())
+def test_an_error_of_the_task_is_raised_unchanged() -> None:
+    graphs = _make_small_graphs(RecordedGraphs())
     with (
-        patch.object(small, "_compute", side_effect=RuntimeError("the captured screenshot has 3 channels")),
+        patch.object(graphs, "_compute", side_effect=RuntimeError("the captured screenshot has 3 channels")),
         pytest.raises(RuntimeError, match="screenshot"),
     ):
-        small.forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
+        graphs.forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -223,62 +227,64 @@ def test_an_error_of_the_task_keeps_its_words() -> None:
         (torch.ones(2, 3, device="meta"), "the field x is on the meta"),
     ],
 )
-def test_a_field_without_memory_of_its_own_on_the_device_is_refused(field: Tensor, why: str) -> None:
+def test_a_field_without_its_own_memory_on_the_device_is_refused(field: Tensor, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        _small(RecordedGraphs()).forward_backward({"x": field}, torch.ones(2))
+        _make_small_graphs(RecordedGraphs()).forward_backward({"x": field}, torch.ones(2))
 
 
-def test_a_cut_out_of_a_field_is_captured_in_its_layout() -> None:
-    small, cut = _small(RecordedGraphs()), torch.arange(24.0).view(4, 6)[1:3, 2:5]
+def test_a_slice_of_a_field_is_captured_in_its_layout() -> None:
+    graphs, slice_of_field = _make_small_graphs(RecordedGraphs()), torch.arange(24.0).view(4, 6)[1:3, 2:5]
     for _ in range(3):
-        sums = small.forward_backward({"x": cut}, torch.ones(2))
-        assert sums.values == small._compute({"x": cut}, torch.ones(2)).values
-        small._drop_gradients()
-    [kind] = small._graphs.values()
-    assert kind.fields["x"].stride() == cut.stride()
+        sums = graphs.forward_backward({"x": slice_of_field}, torch.ones(2))
+        assert sums.values == graphs._compute({"x": slice_of_field}, torch.ones(2)).values
+        graphs._drop_gradients()
+    [graph] = graphs._graphs.values()
+    assert graph.fields["x"].stride() == slice_of_field.stride()
 
 
-def test_a_graph_is_looked_at_after_1_2_4_uses_and_every_so_many() -> None:
-    small, looked = _small(RecordedGraphs()), list[int]()
+def test_a_graph_is_checked_after_1_2_4_uses_and_then_periodically() -> None:
+    graphs, checked_uses = _make_small_graphs(RecordedGraphs()), list[int]()
     with (
         patch.object(cuda_graphs, "_CHECK_EVERY_USES", 6),
-        patch.object(small, "_run_and_compare", lambda kind, *_: looked.append(kind.uses)),
+        patch.object(graphs, "_run_and_compare", lambda kind, *_: checked_uses.append(kind.uses)),
     ):
         for _ in range(20):
-            small.forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
-    assert looked == [0, 1, 2, 4, 6, 8, 12, 16, 18]
+            graphs.forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
+    assert checked_uses == [0, 1, 2, 4, 6, 8, 12, 16, 18]
 
 
-def test_numbers_that_are_drawn_on_the_host_are_refused_at_once() -> None:
-    """Of a device that is not the host; here only its generator is asked for."""
+def test_random_numbers_drawn_on_the_host_are_refused_at_the_first_capture() -> None:
+    """The device is a stand-in of CUDA; only the state of its generator is read."""
     states = {"get_rng_state": lambda device: torch.zeros(1), "set_rng_state": lambda state, device: None}
     with (
         patch.multiple(torch.cuda, **states),
         patch("ray_app.train.step.cuda_graphs.CudaGraphs._copy", lambda self, name, field: field.clone()),
     ):
         with pytest.raises(ConfigError, match="it draws random numbers on the host"):
-            _small(RecordedGraphs(), "cuda", draws=True).forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
-        _small(RecordedGraphs(), "cuda").forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
+            _make_small_graphs(RecordedGraphs(), "cuda", draws=True).forward_backward(
+                {"x": torch.ones(2, 3)}, torch.ones(2)
+            )
+        _make_small_graphs(RecordedGraphs(), "cuda").forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
 
 
-def test_what_a_graph_reads_is_kept_alive_and_what_it_makes_is_not() -> None:
-    """A model may keep a table as a plain attribute, and make another for longer rows."""
+def test_the_inputs_of_a_graph_are_kept_alive_and_its_outputs_are_not() -> None:
+    """A model may keep a table as a plain attribute, and replace it for longer rows."""
     table, weight = torch.ones(3), nn.Parameter(torch.ones(3))
     with _InputRecorder() as inputs:
         ((weight * table + 1).relu() * 2).sum().backward()
     assert {t.data_ptr() for t in inputs.tensors} == {table.data_ptr(), weight.data_ptr()}
 
 
-def test_a_closed_step_keeps_no_graph(data: Path, tmp_path: Path) -> None:
+def test_a_closed_step_frees_its_graphs(data: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **CAPTURE)
     state = build_state(job.config, job.task, CPU, 1)
     with patch("ray_app.train.build.make_graph_backend", lambda device: RecordedGraphs()):
         step = build_step(job, state, World(0, 1, 1), CPU, lambda phase: None)
     step.close()
-    gone, graphs = weakref.ref(step), weakref.ref(step.run_pass.__self__)
+    step_reference, graphs_reference = weakref.ref(step), weakref.ref(step.run_pass.__self__)
     gc.disable()
     try:
         del step
-        assert (gone(), graphs()) == (None, None)
+        assert (step_reference(), graphs_reference()) == (None, None)
     finally:
         gc.enable()

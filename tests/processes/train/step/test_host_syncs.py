@@ -1,5 +1,5 @@
-"""How often a step makes the host wait for the device, counted on a CPU, where floating point stands for what would be
-on the device.
+"""Counts the device synchronization points of a step, on a CPU, where tensors of floating point stand for those on a
+device.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.support.local_world import LocalMembership, TinyImages, make_job, wri
 
 FIRST, STEPS = 3, 5
 WAITS = {getattr(Tensor, name) for name in ("tolist", "cpu", "numpy")}
-"""Of which a CPU makes no operator."""
+"""Synchronizing functions that are not operators on a CPU."""
 OPERATORS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select")
 
 
 class _Calls(TorchFunctionMode):
-    """Waits that are no operators here."""
+    """Counts calls of synchronizing functions that are not operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """Waits that are operators."""
+    """Counts synchronizing operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,25 +53,28 @@ class _Operators(TorchDispatchMode):
 
 
 class CountWaits:
-    """A hook after each step of rank 0: what `STEPS` of them waited for, as JSON in a file."""
+    """A hook that writes the mean number of synchronizations in `STEPS` steps of rank 0 to a file, as JSON."""
 
     def __init__(self, file: Path) -> None:
-        self._file, self._calls, self._operators, self._are_here = file, _Calls(), _Operators(), base._are_on_cpu
+        self._file = file
+        self._calls = _Calls()
+        self._operators = _Operators()
+        self._are_on_cpu = base._are_on_cpu
 
     def __call__(self, rank: int, step: int) -> None:
         if rank == 0 and step == FIRST:
-            base._are_on_cpu = lambda held: False
+            base._are_on_cpu = lambda tensors: False
             self._calls.__enter__()
             self._operators.__enter__()
         if rank == 0 and step == FIRST + STEPS:
             self._operators.__exit__(None, None, None)
             self._calls.__exit__(None, None, None)
-            base._are_on_cpu = self._are_here
+            base._are_on_cpu = self._are_on_cpu
             self._file.write_text(json.dumps((self._calls.number + self._operators.number) / STEPS))
 
 
 class Weighed(TinyImages):
-    """With weights and a metric."""
+    """A task with weights and a metric."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Losses:
         values = super().loss(outputs, batch)
@@ -91,14 +94,14 @@ LOCAL_SGD = {
     ("logical_workers", "workers", "backend", "fields", "waits"),
     [
         pytest.param(1, 1, "gloo", {}, 1, id="one"),
-        pytest.param(4, 1, "gloo", CLIPPED, 1, id="four played by one"),
+        pytest.param(4, 1, "gloo", CLIPPED, 1, id="four on one worker"),
         pytest.param(4, 1, "gloo", CLIPPED | {"train__precision": "fp16"}, 1, id="in half precision"),
-        pytest.param(4, 2, BACKEND, CLIPPED, 1, id="four played by two"),
+        pytest.param(4, 2, BACKEND, CLIPPED, 1, id="four on two workers"),
         pytest.param(4, 2, "gloo", CLIPPED, 2, id="through the host, where the table does not wait for the gradients"),
         pytest.param(4, 2, BACKEND, CLIPPED | LOCAL_SGD, 1, id="local steps"),
     ],
 )
-def test_a_step_waits_for_the_device_once_however_many_logical_workers_it_plays(
+def test_a_step_synchronizes_with_the_device_once_for_all_logical_workers(
     pool: WorkerPool,
     tmp_path: Path,
     task: Any,
@@ -108,14 +111,14 @@ def test_a_step_waits_for_the_device_once_however_many_logical_workers_it_plays(
     fields: dict[str, Any],
     waits: int,
 ) -> None:
-    data, found = write_images(tmp_path / "data", [[8 * (FIRST + STEPS + 2)]]), tmp_path / "found.json"
+    data, count_file = write_images(tmp_path / "data", [[8 * (FIRST + STEPS + 2)]]), tmp_path / "count.json"
     job = make_job(tmp_path / "run", data, logical_workers=logical_workers, batch=8, task=task(), **fields)
     for outcome in pool.train(
         job,
         workers,
-        Hooks(after_step=CountWaits(found)),
+        Hooks(after_step=CountWaits(count_file)),
         cache_windows,
         membership=partial(LocalMembership, backend=backend),
     ):
         assert outcome.error is None, outcome.trace
-    assert json.loads(found.read_text()) == waits
+    assert json.loads(count_file.read_text()) == waits

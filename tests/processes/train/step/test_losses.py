@@ -1,6 +1,4 @@
-"""Losses with weights and metrics: means over the weight of the global batch, for every strategy and any number of
-workers.
-"""
+"""Losses with weights and metrics are means over the weight of the global batch, for all strategies and world sizes."""
 
 from __future__ import annotations
 
@@ -43,18 +41,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Tokens(TinyImages):
-    """Rows of 0 to 6 parts that all have the row's loss, and what share of the parts was right.
+    """Rows of 0 to 6 parts that all have the loss of the row; the metric is the share of correct parts.
 
     Args:
-        weighs: `by id` as above, `nothing` no row counts in the first two steps, `none` no weights are given.
-        odd: Manifest positions with which another metric comes.
+        weighs: `by id`: a row has 0 to 6 parts; `nothing`: no row counts; `none`: losses have no weights.
+        odd: Manifest positions of rows that come with another metric.
     """
 
     def __init__(
         self, weighs: str = "by id", odd: tuple[int, ...] = (), plainly: bool = False, bad: tuple[int, ...] = ()
     ) -> None:
         super().__init__(bad=bad)
-        self.weighs, self.odd, self.plainly = weighs, odd, plainly
+        self.weighs = weighs
+        self.odd = odd
+        self.plainly = plainly
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 5)) if self.plainly else super().build_model()
@@ -84,7 +84,7 @@ def job_of(folder: Path, data: Path, task: TinyImages | None = None, **fields: A
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ddp" else pytest.mark.rest) for n in STRATEGIES])
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+def test_weighted_losses_are_bit_identical_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = job_of(tmp_path / "run", data, **STRATEGIES[name])
@@ -94,7 +94,7 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
         assert several.digests == alone.digests
         assert several.steps == alone.steps
     assert alone.steps[0][6] == sum(position % 7 for v in range(4) for position in job.plan.epoch(0).rows_at(v, 0)), (
-        "its weight"
+        "the recorded weight is not the sum over the rows"
     )
     pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
     pool.train_to_end(job, 2, cache_windows)
@@ -102,18 +102,18 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     unweighted = pool.train_new_run(
         job_of(tmp_path / "other", data, task=Tokens("none"), **STRATEGIES[name]), 1, cache_windows
     )
-    assert unweighted.commit.params_digest != alone.commit.params_digest, "weights change nothing"
+    assert unweighted.commit.params_digest != alone.commit.params_digest, "the weights have no effect"
 
 
-def test_metrics_without_weights_change_no_bit(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    watched = pool.train_new_run(job_of(tmp_path / "one", data, task=Tokens("none")), 2, cache_windows)
-    bare = pool.train_new_run(job_of(tmp_path / "two", data, task=TinyImages()), 2, cache_windows)
-    assert watched.digests == bare.digests
-    assert [step[:6] for step in watched.steps] == bare.steps
+def test_metrics_without_weights_keep_the_run_bit_identical(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    with_metrics = pool.train_new_run(job_of(tmp_path / "one", data, task=Tokens("none")), 2, cache_windows)
+    without_metrics = pool.train_new_run(job_of(tmp_path / "two", data, task=TinyImages()), 2, cache_windows)
+    assert with_metrics.digests == without_metrics.digests
+    assert [step[:6] for step in with_metrics.steps] == without_metrics.steps
 
 
 def run_steps(job: Job, steps: int) -> tuple[TrainingState, list[Any]]:
-    """The first steps of a run on one worker."""
+    """Runs the first steps of a run on one worker; returns the state and the results."""
     set_up_torch(job.config, CPU)
     state = build_state(job.config, job.task, CPU, 100)
     state.step = 0
@@ -126,7 +126,7 @@ def run_steps(job: Job, steps: int) -> tuple[TrainingState, list[Any]]:
     ]
 
 
-def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
+def test_a_step_with_weights_equals_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, task=Tokens(plainly=True), optimizer=SGD)
     state, results = run_steps(job, 9)
     twin = TrainingState(job.config, job.task, CPU, 100)
@@ -150,7 +150,7 @@ def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd"])
-def test_rows_that_count_for_nothing_move_nothing(data: Path, tmp_path: Path, strategy: str) -> None:
+def test_rows_without_weight_change_no_parameter(data: Path, tmp_path: Path, strategy: str) -> None:
     schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}
     local = {"train__local_steps": 2} if strategy == "local_sgd" else {}
     job = job_of(tmp_path / "run", data, task=Tokens("nothing"), schedule=schedule, train__strategy=strategy, **local)
@@ -160,11 +160,11 @@ def test_rows_that_count_for_nothing_move_nothing(data: Path, tmp_path: Path, st
     names = [name for name, _ in state.model.named_parameters()]
     assert {name: after["model"][name] for name in names} == {name: before["model"][name] for name in names}
     assert after["optimizer"]["state"] == {}
-    assert (state.step, state.lr) == (4, pytest.approx(0.01 * 0.1**4)), "the schedule goes on"
+    assert (state.step, state.lr) == (4, pytest.approx(0.01 * 0.1**4)), "the schedule stopped"
     assert [(r.loss, r.weight, r.metrics) for r in results] == [(0.0, 0.0, {})] * 4
 
 
-def test_parameter_servers_have_the_bits_of_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_parameter_servers_are_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {"train__grad_clip_norm": 0.3, "optimizer": SGD}
     ddp = pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
     job = job_of(tmp_path / "servers", data, train__strategy="parameter_server", train__servers=2, **fields)
@@ -173,22 +173,22 @@ def test_parameter_servers_have_the_bits_of_ddp(pool: WorkerPool, data: Path, tm
     assert (served.digests, served.steps) == (ddp.digests, ddp.steps)
 
 
-def test_parameter_servers_pass_over_what_counts_for_nothing(data: Path, tmp_path: Path) -> None:
+def test_parameter_servers_skip_the_update_of_rows_without_weight(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, task=Tokens("nothing"), train__strategy="parameter_server", train__max_steps=4)
     server_world.World(job, 2).run()
-    begun = TrainingState(job.config, job.task, CPU, 100).snapshot()
-    found = read_trained_run(job).snapshot
+    initial = TrainingState(job.config, job.task, CPU, 100).snapshot()
+    trained = read_trained_run(job).snapshot
     assert all(
-        torch.equal(found.model[name], value)
-        for name, value in begun.model.items()
+        torch.equal(trained.model[name], value)
+        for name, value in initial.model.items()
         if name.endswith(("weight", "bias"))
     )
-    assert found.optimizer["state"] == {}
+    assert trained.optimizer["state"] == {}
 
 
 @pytest.mark.parametrize("weighs", ["by id", "nothing"])
-def test_with_staleness_a_gradient_is_that_of_the_own_mean(data: Path, tmp_path: Path, weighs: str) -> None:
-    """One logical worker: its own mean is that of the step, so with plain SGD it goes as `ddp` goes."""
+def test_with_staleness_each_logical_worker_weights_its_own_rows(data: Path, tmp_path: Path, weighs: str) -> None:
+    """The mean of the only logical worker is the mean of the step, so plain SGD gives the values of `ddp`."""
     fields = {"task": Tokens(weighs, plainly=True), "optimizer": SGD, "train__max_steps": 6}
     job = make_job(
         tmp_path / "run",
@@ -210,7 +210,7 @@ def test_with_staleness_a_gradient_is_that_of_the_own_mean(data: Path, tmp_path:
         assert torch.allclose(value, state.model.state_dict()[name], atol=1e-6)
 
 
-def test_sharded_it_is_the_same(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_fsdp_with_weights_is_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     def run(strategy: str) -> TrainedRun:
         fields = {"task": Tokens(plainly=True), "optimizer": SGD, "train__strategy": strategy}
         return pool.train_new_run(job_of(tmp_path / strategy, data, **fields), 2, cache_windows)
@@ -220,16 +220,16 @@ def test_sharded_it_is_the_same(pool: WorkerPool, data: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_other_metrics_of_some_rows_are_refused(pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
+def test_different_metrics_within_a_step_are_refused(pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
     job = job_of(tmp_path / "run", data)
     odd = tuple(int(row) for row in job.plan.epoch(0).rows_at(3, 0))
     job = job_of(tmp_path / "run", data, task=Tokens(odd=odd))
     outcomes = pool.train(job, size, windows=cache_windows)
-    said = "with other metrics than those of others: right and wrong. Return the same names for every batch"
-    assert all(isinstance(o.error, ConfigError) and said in str(o.error) for o in outcomes), outcomes
+    message = "with other metrics than those of others: right and wrong. Return the same names for every batch"
+    assert all(isinstance(o.error, ConfigError) and message in str(o.error) for o in outcomes), outcomes
 
 
-def test_a_later_step_with_other_metrics_is_refused(data: Path, tmp_path: Path) -> None:
+def test_different_metrics_in_a_later_step_are_refused(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data)
     odd = tuple(int(row) for row in job.plan.epoch(0).rows_at(1, 2))
     with pytest.raises(ConfigError, match="right and wrong"):
@@ -243,12 +243,12 @@ def test_rows_that_give_nan_are_named(data: Path, tmp_path: Path) -> None:
         run_steps(job_of(tmp_path / "run", data, task=Tokens(bad=(bad,))), 1)
 
 
-class Wrong(TinyImages):
-    """Losses that cannot be taken."""
+class InvalidLosses(TinyImages):
+    """Returns losses that are refused."""
 
-    def __init__(self, made: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.made = made
+        self.kind = kind
 
     def loss(self, outputs: Tensor, batch: Batch) -> Any:
         values = super().loss(outputs, batch)
@@ -259,13 +259,16 @@ class Wrong(TinyImages):
             "number": Losses(values, None, {"right": 0.5}),  # type: ignore[dict-item]
             "taken": Losses(values, None, {"lr": values}),
             "name": Losses(values, None, {"eval_right": values}),
-        }[self.made]
+        }[self.kind]
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("kind", "message"),
     [
-        ("weights", r"Wrong.loss returned 'weights' of shape \(\) for 3 rows; it must return one value per row"),
+        (
+            "weights",
+            r"InvalidLosses.loss returned 'weights' of shape \(\) for 3 rows; it must return one value per row",
+        ),
         ("negative", r"weights whose sum over 3 rows is -3.0; each must be a number of at least 0"),
         ("metric", r"'right' of shape \(\) for 3 rows"),
         ("number", r"'right' of shape float for 3 rows"),
@@ -273,13 +276,13 @@ class Wrong(TinyImages):
         ("name", r"a metric 'eval_right'"),
     ],
 )
-def test_what_is_not_one_value_per_row_is_refused(data: Path, tmp_path: Path, made: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        run_steps(job_of(tmp_path / "run", data, task=Wrong(made)), 1)
+def test_losses_without_one_value_per_row_are_refused(data: Path, tmp_path: Path, kind: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_steps(job_of(tmp_path / "run", data, task=InvalidLosses(kind)), 1)
 
 
 class Page(Tokens):
-    """Sentences of up to six tokens with the loss of docs/own-task.md."""
+    """A task with sentences of up to six tokens and the loss of docs/own-task.md."""
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         return super().forward(model, batch)[:, :, None].expand(-1, -1, 6)
@@ -291,29 +294,31 @@ class Page(Tokens):
         return names["loss"](self, outputs, {"target": torch.where(is_token, batch["label"][:, None], -100)})
 
 
-def test_the_page_counts_tokens(data: Path, tmp_path: Path) -> None:
+def test_the_loss_of_the_documentation_counts_tokens(data: Path, tmp_path: Path) -> None:
     _, ours = run_steps(job_of(tmp_path / "run", data), 4)
     _, theirs = run_steps(job_of(tmp_path / "run", data, task=Page()), 4)
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.weights == other.weights
-        assert (one.loss, one.metrics["right"]) == pytest.approx((other.loss, other.metrics["accuracy"]), rel=1e-5)
+    for result, documented in zip(ours, theirs, strict=True):
+        assert result.weights == documented.weights
+        assert (result.loss, result.metrics["right"]) == pytest.approx(
+            (documented.loss, documented.metrics["accuracy"]), rel=1e-5
+        )
 
 
-def test_classifications_record_their_training_accuracy_if_they_are_to(data: Path, tmp_path: Path) -> None:
+def test_classifications_record_training_accuracy_when_it_is_enabled(data: Path, tmp_path: Path) -> None:
     from ray_app.task.image import ImageClassification
 
     args = {"model_args": {"channels": 4}}
     digests = set()
-    for asked in (False, True):
+    for is_enabled in (False, True):
         state, results = run_steps(
-            job_of(tmp_path / "run", data, task=ImageClassification(**args, train_accuracy=asked)), 3
+            job_of(tmp_path / "run", data, task=ImageClassification(**args, train_accuracy=is_enabled)), 3
         )  # type: ignore[arg-type]
         digests.add(params_digest(state.model.state_dict()))
-        assert [list(result.metrics) for result in results] == [["accuracy"] if asked else []] * 3
+        assert [list(result.metrics) for result in results] == [["accuracy"] if is_enabled else []] * 3
     assert len(digests) == 1
 
 
-def test_an_evaluation_has_the_same_mean(data: Path, tmp_path: Path) -> None:
+def test_an_evaluation_weights_its_mean_like_training(data: Path, tmp_path: Path) -> None:
     task = job_of(tmp_path / "run", data, task=Tokens(plainly=True)).task
     model, random = task.build_model(), torch.Generator().manual_seed(0)
     arrays = {
@@ -328,7 +333,7 @@ def test_an_evaluation_has_the_same_mean(data: Path, tmp_path: Path) -> None:
     assert combine(task, chunks).values["loss"] == pytest.approx(float((losses * parts).sum() / parts.sum()), rel=1e-5)
 
 
-def test_the_record_has_weight_and_metrics_only_where_there_are_some(
+def test_step_records_have_weight_and_metrics_only_for_weighted_losses(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "run", data, train__max_steps=4)
@@ -338,7 +343,7 @@ def test_the_record_has_weight_and_metrics_only_where_there_are_some(
     assert all(
         record.over == record.weight > 0 and 0 <= record.metrics["right"] <= 1 for record in reader.records.values()
     )
-    bare = replace(job, run_root=str(tmp_path / "bare"), task=TinyImages().from_settings(vars(job.task)))
-    pool.train_to_end(bare, 2, cache_windows)
-    [segment, *_] = sorted(bare.paths.metrics.glob("*.json"))
+    unweighted = replace(job, run_root=str(tmp_path / "bare"), task=TinyImages().from_settings(vars(job.task)))
+    pool.train_to_end(unweighted, 2, cache_windows)
+    [segment, *_] = sorted(unweighted.paths.metrics.glob("*.json"))
     assert not json.loads(segment.read_bytes()).keys() & {"weight", "metrics"}

@@ -1,5 +1,5 @@
-"""A worker that computes wrongly: it is found before anything is kept, named and ended, and the result is that of an
-undisturbed run.
+"""Silent data corruption: the corrupt rank is detected, named and ended before the wrong result is kept, and training
+is bit-identical to an undisturbed run.
 """
 
 from __future__ import annotations
@@ -24,23 +24,30 @@ from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.shifting_world import train_shifting
 
 L = 4
-REST = [("gradient", 0), ("gradient", 2), ("activation", 0), ("activation", 1), ("parameter", 1), ("parameter", 2)]
-ALL: dict[str, Any] = {"failure__sdc_check_rate": 1.0}
+SLOW_FLIPS = [
+    ("gradient", 0),
+    ("gradient", 2),
+    ("activation", 0),
+    ("activation", 1),
+    ("parameter", 1),
+    ("parameter", 2),
+]
+CHECK_ALL: dict[str, Any] = {"failure__sdc_check_rate": 1.0}
 
 
 def job_in(folder: Path, name: str, task: TinyImages | None = None, **fields: Any) -> Job:
-    """Six steps, with a checkpoint after every second."""
+    """Returns a job of six steps, with a checkpoint after every second one."""
     data = folder / "data"
     if not data.exists():
         write_images(data, [[21, 16]])
-    every = {
+    settings = {
         "checkpoint__every_steps": 2,
         "checkpoint__every_epochs": None,
         "checkpoint__keep_last": 9,
         "train__epochs": 9,
         "train__max_steps": 6,
     }
-    return make_job(folder / name, data, logical_workers=L, batch=12, task=task or TinyImages(), **every | fields)
+    return make_job(folder / name, data, logical_workers=L, batch=12, task=task or TinyImages(), **settings | fields)
 
 
 @pytest.fixture
@@ -48,72 +55,72 @@ def undisturbed(pool: WorkerPool, tmp_path: Path) -> str:
     return pool.train_new_run(job_in(tmp_path, "undisturbed"), 2, cache_windows).commit.params_digest
 
 
-def hooks(folder: Path, what: FlipTarget, rank: int, step: int) -> Hooks:
-    flip = Flip(Evidence(str(folder / "evidence")), "flip", what, rank, step)
+def hooks(folder: Path, target: FlipTarget, rank: int, step: int) -> Hooks:
+    flip = Flip(Evidence(str(folder / "evidence")), "flip", target, rank, step)
     return Hooks(after_step=flip, built=flip.built)
 
 
 @pytest.mark.parametrize(
-    ("what", "rank"),
+    ("target", "rank"),
     [
         *(("gradient", 1), ("activation", 2), ("parameter", 0)),
-        *(pytest.param(what, rank, marks=pytest.mark.rest) for what, rank in REST),
+        *(pytest.param(target, rank, marks=pytest.mark.rest) for target, rank in SLOW_FLIPS),
     ],
 )
-def test_a_flipped_bit_is_found_and_nothing_of_it_stays(
-    pool: WorkerPool, tmp_path: Path, undisturbed: str, what: FlipTarget, rank: int
+def test_a_flipped_bit_is_detected_and_training_stays_bit_identical(
+    pool: WorkerPool, tmp_path: Path, undisturbed: str, target: FlipTarget, rank: int
 ) -> None:
-    job = job_in(tmp_path, "flipped", **ALL)
-    others = [each for each in range(3) if each != rank]
-    outcomes = train_shifting(pool, job, [[0, 1, 2], others], [], hooks(tmp_path, what, rank, 4))
+    job = job_in(tmp_path, "flipped", **CHECK_ALL)
+    others = [other for other in range(3) if other != rank]
+    outcomes = train_shifting(pool, job, [[0, 1, 2], others], [], hooks(tmp_path, target, rank, 4))
     assert Evidence(str(tmp_path / "evidence")).has("flip")
     assert isinstance(outcomes[rank].error, WrongResultError), outcomes[rank].trace
-    assert [outcomes[each].value for each in others] == ["done"] * 2, [outcome.trace for outcome in outcomes]
-    [lied] = read_events(job.paths, "sdc_detected")
-    assert (lied.details["rank"], lied.details["step"], lied.details["clean"]) == (rank, 5, 4)
+    assert [outcomes[other].value for other in others] == ["done"] * 2, [outcome.trace for outcome in outcomes]
+    [detected] = read_events(job.paths, "sdc_detected")
+    assert (detected.details["rank"], detected.details["step"], detected.details["clean"]) == (rank, 5, 4)
     assert read_trained_run(job).commit.params_digest == undisturbed
-    [suspected] = read_events(job.paths, "suspected")
-    assert suspected.details["steps"] == [], "it was right in the step before"
+    [suspect_event] = read_events(job.paths, "suspected")
+    assert suspect_event.details["steps"] == [], "checkpoints are suspect although the step before was correct"
 
 
-def test_checkpoints_since_it_was_right_are_marked(pool: WorkerPool, tmp_path: Path) -> None:
-    """At a rate of 1 in 8 shares are looked at in every fourth step or so; the flip is in the memory of rank 1 since
-    step 1.
-    """
+def test_checkpoints_after_the_last_correct_step_are_marked_as_suspect(pool: WorkerPool, tmp_path: Path) -> None:
+    """At a rate of 1 in 8, about every fourth step has a check; the flip is in the memory of rank 1 since step 1."""
     job = job_in(tmp_path, "flipped", failure__sdc_check_rate=0.125, train__max_steps=12)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], hooks(tmp_path, "parameter", 1, 1))
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
-    [lied] = read_events(job.paths, "sdc_detected")
-    [suspected] = read_events(job.paths, "suspected")
-    assert lied.details["clean"] < 2, "the flip came after step 1"
-    assert suspected.details["steps"] == [step for step in range(2, 13, 2) if step <= lied.details["step"]] != []
-    marked = [
+    [detected] = read_events(job.paths, "sdc_detected")
+    [suspect_event] = read_events(job.paths, "suspected")
+    assert detected.details["clean"] < 2, "the last clean step is after the flip of step 1"
+    assert (
+        suspect_event.details["steps"] == [step for step in range(2, 13, 2) if step <= detected.details["step"]] != []
+    )
+    marked_steps = [
         commit.step
         for commit in CheckpointStore(job.paths).commits()
         if (job.paths.checkpoint(commit.step, 1) / SUSPECT).exists()
     ]
-    assert marked == suspected.details["steps"]
+    assert marked_steps == suspect_event.details["steps"]
 
 
-@pytest.mark.parametrize("what", ["gradient", "activation"])
-def test_of_two_workers_the_one_that_erred_once_is_found(
-    pool: WorkerPool, tmp_path: Path, undisturbed: str, what: FlipTarget
+@pytest.mark.parametrize("target", ["gradient", "activation"])
+def test_of_two_workers_a_rank_that_is_corrupt_once_is_detected(
+    pool: WorkerPool, tmp_path: Path, undisturbed: str, target: FlipTarget
 ) -> None:
-    job = job_in(tmp_path, "flipped", **ALL)
-    outcomes = train_shifting(pool, job, [[0, 1], [1]], [], hooks(tmp_path, what, 0, 2))
+    job = job_in(tmp_path, "flipped", **CHECK_ALL)
+    outcomes = train_shifting(pool, job, [[0, 1], [1]], [], hooks(tmp_path, target, 0, 2))
     assert isinstance(outcomes[0].error, WrongResultError), outcomes[0].trace
     assert outcomes[1].value == "done", outcomes[1].trace
     assert read_trained_run(job).commit.params_digest == undisturbed
 
 
-def test_of_two_workers_that_never_agree_nobody_is_believed(pool: WorkerPool, tmp_path: Path) -> None:
-    job = job_in(tmp_path, "flipped", **ALL)
+def test_two_workers_that_never_agree_end_the_run_as_irreproducible(pool: WorkerPool, tmp_path: Path) -> None:
+    job = job_in(tmp_path, "flipped", **CHECK_ALL)
     outcomes = train_shifting(pool, job, [[0, 1], []], [], hooks(tmp_path, "parameter", 0, 2))
     assert all(isinstance(outcome.error, IrreproducibleError) for outcome in outcomes)
 
 
-class Random(TinyImages):
-    """With noise that no seed decides."""
+class UnseededNoise(TinyImages):
+    """A loss with noise that no seed decides."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         return super().loss(outputs, batch) * torch.rand(len(outputs), generator=_ENTROPY)
@@ -122,9 +129,9 @@ class Random(TinyImages):
 _ENTROPY = torch.Generator()
 
 
-def test_a_task_that_is_not_reproducible_blames_nobody(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_task_that_is_not_reproducible_names_no_corrupt_rank(pool: WorkerPool, tmp_path: Path) -> None:
     _ENTROPY.seed()
-    job = job_in(tmp_path, "random", task=Random(), **ALL)
+    job = job_in(tmp_path, "random", task=UnseededNoise(), **CHECK_ALL)
     outcomes = train_shifting(pool, job, [[0, 1, 2], []], [], Hooks())
     assert {type(outcome.error) for outcome in outcomes} == {IrreproducibleError}
     assert "ray-app check finds both" in str(outcomes[0].error)
@@ -144,14 +151,14 @@ def test_a_task_that_is_not_reproducible_blames_nobody(pool: WorkerPool, tmp_pat
     ],
     ids=str,
 )
-def test_no_false_alarm_and_the_same_bits(
+def test_the_sdc_check_raises_no_false_alarm_and_is_bit_identical(
     pool: WorkerPool, tmp_path: Path, workers: int, fields: dict[str, Any]
 ) -> None:
-    """With dropout and batch-norm, and a last step of an epoch with one row, so that three shares are empty."""
-    without = pool.train_new_run(job_in(tmp_path, "without", **fields), 1, cache_windows)
-    job = job_in(tmp_path, "with", **ALL, **fields)
+    """The model has dropout and batch-norm; the last step of an epoch has one row, so that three shares are empty."""
+    unchecked = pool.train_new_run(job_in(tmp_path, "without", **fields), 1, cache_windows)
+    job = job_in(tmp_path, "with", **CHECK_ALL, **fields)
     pool.train_to_end(job, workers, cache_windows)
-    assert read_trained_run(job).commit.params_digest == without.commit.params_digest
+    assert read_trained_run(job).commit.params_digest == unchecked.commit.params_digest
     assert read_steps(job.paths).recomputed == L * 6
     assert not read_events(job.paths, "sdc_detected")
 
@@ -159,35 +166,35 @@ def test_no_false_alarm_and_the_same_bits(
 @pytest.mark.search
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("fields", [{}, {"train__strategy": "central_storage"}, {"train__precision": "fp16"}], ids=str)
-def test_ten_thousand_shares_without_a_false_alarm(
+def test_ten_thousand_recomputed_shares_raise_no_false_alarm(
     pool: WorkerPool, tmp_path: Path, workers: int, fields: dict[str, Any]
 ) -> None:
-    often = {"checkpoint__every_steps": 500, "train__epochs": 900, "train__max_steps": 2600}
-    job = job_in(tmp_path, "many", **ALL, **fields, **often)
+    settings = {"checkpoint__every_steps": 500, "train__epochs": 900, "train__max_steps": 2600}
+    job = job_in(tmp_path, "many", **CHECK_ALL, **fields, **settings)
     pool.train_to_end(job, workers, cache_windows)
     assert read_steps(job.paths).recomputed == 2600 * L
     assert not read_events(job.paths, "sdc_detected")
 
 
-def test_rows_are_computed_twice_where_they_are_read(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_sdc_check_recomputes_a_part_of_the_shares(pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, "twice", task=TinyImages("unused"), failure__sdc_check_rate=0.5)
     pool.train_to_end(job, 2, cache_windows)
     assert 0 < read_steps(job.paths).recomputed < L * 6
 
 
-def test_parameters_are_compared_where_that_is_asked_for(pool: WorkerPool, tmp_path: Path, undisturbed: str) -> None:
-    """A bit of rank 1's memory after step 3; the others have the majority, and it takes their state."""
+def test_comparing_parameters_finds_the_divergent_rank(pool: WorkerPool, tmp_path: Path, undisturbed: str) -> None:
+    """A bit flips in the memory of rank 1 after step 3; rank 1 takes the state of the majority."""
     job = job_in(tmp_path, "compared", failure__compare_params_every_steps=1)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1, 2]], [], hooks(tmp_path, "parameter", 1, 3))
     assert [outcome.value for outcome in outcomes] == ["done"] * 3, [outcome.trace for outcome in outcomes]
-    [differed] = read_events(job.paths, "params_diverged")
-    assert differed.details["ranks"] == [1]
-    assert differed.details["step"] == 4
+    [diverged] = read_events(job.paths, "params_diverged")
+    assert diverged.details["ranks"] == [1]
+    assert diverged.details["step"] == 4
     assert len(read_trained_run(job).steps) == 6
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (
             {"failure__sdc_check_rate": 0.1, "train__strategy": "fsdp"},
@@ -199,13 +206,13 @@ def test_parameters_are_compared_where_that_is_asked_for(pool: WorkerPool, tmp_p
         ({"failure__compare_params_every_steps": 5, "train__strategy": "local_sgd"}, r"only with ddp"),
     ],
 )
-def test_what_cannot_be_done_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_incompatible_sdc_settings_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         job_in(tmp_path, "refused", **fields)
 
 
-class SwitchesModes(TinyImages):
-    """Leaves the model in evaluation mode, as a task may: each logical worker begins in the modes of the start."""
+class LeavesEvalMode(TinyImages):
+    """Leaves the model in evaluation mode, as a task may; each logical worker starts in the initial modes."""
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         outputs = super().forward(model, batch)
@@ -213,7 +220,7 @@ class SwitchesModes(TinyImages):
         return outputs
 
 
-def test_a_recomputed_share_begins_in_the_modes_of_the_start(pool: WorkerPool, tmp_path: Path) -> None:
-    job = job_in(tmp_path, "modes", SwitchesModes(), **ALL)
+def test_a_recomputed_share_starts_in_the_initial_modes(pool: WorkerPool, tmp_path: Path) -> None:
+    job = job_in(tmp_path, "modes", LeavesEvalMode(), **CHECK_ALL)
     outcomes = train_shifting(pool, job, [[0, 1, 2]], [], Hooks())
     assert [outcome.trace for outcome in outcomes] == [""] * 3

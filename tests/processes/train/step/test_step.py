@@ -1,4 +1,4 @@
-"""One step: what all ranks refuse alike, what it leaves as it was, and the state that it changes."""
+"""One training step: errors that all ranks raise alike, state that stays unchanged, and state that changes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of,
 ROWS = [[50, 1], [46]]
 """97 rows: with L = 4 and batches of 12 the last step has rows (1, 0, 0, 0)."""
 
-
 WARM_UP = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 0.1, "total_iters": 4}}
 COSINE = {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 8}}
 STEPS = {"class_path": "torch.optim.lr_scheduler.MultiStepLR", "init_args": {"milestones": [2, 4], "gamma": 0.5}}
 
 
 def falling(step: int) -> float:
-    """For `LambdaLR`."""
+    """Returns the factor of a `LambdaLR` schedule."""
     return 1 / (1 + step)
 
 
@@ -54,14 +53,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """What some steps did on one rank.
+class StepsResult:
+    """The results of some steps on one rank.
 
     Args:
-        results: Of the steps that were finished.
-        error: What the last one raised.
+        results: The results of the finished steps.
+        error: The error of the last step.
         before: Digests of parameters and optimizer before the last step.
-        after: The same after it.
+        after: Digests of parameters and optimizer after the last step.
     """
 
     results: list[StepResult]
@@ -70,7 +69,7 @@ class Stepped:
     after: dict[str, Any]
 
 
-def run_steps(rank: int, store: Path, job: Job, size: int, steps: int) -> Stepped:
+def run_steps(rank: int, store: Path, job: Job, size: int, steps: int) -> StepsResult:
     """Runs the first steps of a run on one rank, until one raises."""
     set_up_torch(job.config, CPU)
     state = TrainingState(job.config, job.task, CPU, 100)
@@ -89,13 +88,17 @@ def run_steps(rank: int, store: Path, job: Job, size: int, steps: int) -> Steppe
                         )
                     )
                 except Exception as error:
-                    return Stepped(results, error, before, digests(state))
-    return Stepped(results, None, before, digests(state))
+                    return StepsResult(results, error, before, digests(state))
+    return StepsResult(results, None, before, digests(state))
 
 
 def digests(state: TrainingState) -> dict[str, Any]:
-    """Parameters, optimizer and position, without batch-norm's statistics."""
-    moments = {f"{i} {name}": value for i, held in state.optimizer.state.items() for name, value in held.items()}
+    """Returns digests of parameters and optimizer, and the step; statistics of batch-norm are left out."""
+    moments = {
+        f"{i} {name}": value
+        for i, moments_of_parameter in state.optimizer.state.items()
+        for name, value in moments_of_parameter.items()
+    }
     return {
         "parameters": params_digest(dict(state.model.named_parameters())),
         "optimizer": params_digest({str(i): value for i, value in enumerate(moments.values())}),
@@ -104,14 +107,14 @@ def digests(state: TrainingState) -> dict[str, Any]:
 
 
 def position_in(job: Job, logical_worker: int, step: int) -> int:
-    """A row that a logical worker gets in a step of the first epoch."""
+    """Returns a row that a logical worker gets in a step of the first epoch."""
     return int(job.plan.epoch(0).rows_at(logical_worker, step)[-1])
 
 
-def bad_job(folder: Path, data: Path, where: list[tuple[int, int]], value: float, **fields: Any) -> Job:
-    """A run whose loss is not finite for a row of each of the (logical worker, step) in `where`."""
+def bad_job(folder: Path, data: Path, cells: list[tuple[int, int]], value: float, **fields: Any) -> Job:
+    """Returns a job with a loss that is not finite for one row of each (logical worker, step) in `cells`."""
     job = make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
-    bad = tuple(position_in(job, *place) for place in where)
+    bad = tuple(position_in(job, *cell) for cell in cells)
     return make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(bad=bad, bad_value=value), **fields)
 
 
@@ -120,24 +123,24 @@ def bad_job(folder: Path, data: Path, where: list[tuple[int, int]], value: float
 def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_the_update(
     pool: WorkerPool, data: Path, tmp_path: Path, size: int, value: float
 ) -> None:
-    """A loss of 0 stands for a finite loss with a gradient that is not."""
+    """A loss of 0 stands for a finite loss with a gradient that is not finite."""
     job = bad_job(tmp_path / "run", data, [(2, 1)], value)
     ranks = pool.run(size, run_steps, job, size, 3)
     rows = [position_in(job, 2, 1)]
     for rank in ranks:
-        assert len(rank.results) == 1, "the step before is fine"
+        assert len(rank.results) == 1, "not exactly the step before the bad one succeeded"
         assert isinstance(rank.error, NonFiniteError)
-        assert rank.before == rank.after, "something moved"
+        assert rank.before == rank.after, "the failed step changed parameters or optimizer"
         assert str(rank.error) == str(ranks[0].error)
     message = str(ranks[0].error)
     assert "Epoch 0, step 1 of the epoch" in message
     assert f"logical worker 2, rows at manifest positions {rows}" in message
-    assert message.count("logical worker") == 1, "others are innocent"
+    assert message.count("logical worker") == 1, "the message names other logical workers"
     assert "lower the learning rate" in message
 
 
 class Pairs(TinyImages):
-    """Its loss takes no row alone; it is finite, and its gradient is not."""
+    """Its loss refuses a single row; the loss is finite, and its gradient is not."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         losses = super().loss(outputs, batch)
@@ -146,24 +149,22 @@ class Pairs(TinyImages):
         return losses + (losses - losses).sqrt()
 
 
-def test_a_task_that_takes_no_row_alone_is_told_what_is_not_finite(
-    pool: WorkerPool, data: Path, tmp_path: Path
-) -> None:
-    """To look for the row is no new failure."""
+def test_a_task_that_refuses_single_rows_gets_a_non_finite_error(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """The search for the bad row raises no other error."""
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=Pairs())
     [rank] = pool.run(1, run_steps, job, 1, 1)
     assert isinstance(rank.error, NonFiniteError), rank.error
 
 
-def test_every_culprit_is_named(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_the_error_names_every_logical_worker_with_a_bad_row(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = bad_job(tmp_path / "run", data, [(0, 0), (3, 0)], math.nan)
     [message] = {str(rank.error) for rank in pool.run(3, run_steps, job, 3, 1)}
     for v in (0, 3):
         assert f"logical worker {v}, rows at manifest positions {[position_in(job, v, 0)]}" in message
 
 
-def test_infinities_of_both_signs_are_refused_alike(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """Their sum has no value, which must not be another error."""
+def test_infinities_of_both_signs_raise_the_same_error(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """The sum of both infinities is NaN, which must not raise another error."""
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=BothInfinities())
     for rank in pool.run(2, run_steps, job, 2, 1):
         assert isinstance(rank.error, NonFiniteError), rank.error
@@ -190,9 +191,9 @@ def test_a_loss_of_the_wrong_shape_is_refused(pool: WorkerPool, data: Path, tmp_
         assert rank.before == rank.after
 
 
-def test_clipping_bounds_what_the_optimizer_sees(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_clipping_bounds_the_gradient_that_the_optimizer_gets(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
-    norms, moved = [], []
+    norms, distances = [], []
     for clip in (None, 0.01):
         job = make_job(
             tmp_path / "run",
@@ -203,15 +204,15 @@ def test_clipping_bounds_what_the_optimizer_sees(pool: WorkerPool, data: Path, t
             optimizer=sgd,
             train__grad_clip_norm=clip,
         )
-        [(norm, distance)] = pool.run(1, distance_of_one_step, job)
+        [(norm, distance)] = pool.run(1, norm_and_distance_of_one_step, job)
         norms.append(norm)
-        moved.append(distance)
-    assert norms[0] == norms[1] > 0.1, "the norm before clipping is reported"
-    assert moved == pytest.approx([norms[0], 0.01], rel=1e-3)
+        distances.append(distance)
+    assert norms[0] == norms[1] > 0.1, "the reported norm is not the one before clipping"
+    assert distances == pytest.approx([norms[0], 0.01], rel=1e-3)
 
 
-def distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[float, float]:
-    """The gradient norm of a step and how far the parameters moved."""
+def norm_and_distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[float, float]:
+    """Returns the gradient norm of a step and the distance that the parameters moved."""
     set_up_torch(job.config, CPU)
     state = TrainingState(job.config, job.task, CPU, 100)
     state.step = 0
@@ -223,11 +224,11 @@ def distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[float, float
     return result.grad_norm, math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(after, before, strict=True)))
 
 
-def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
+def test_a_step_equals_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
     """With dropout off and no batch-norm, logical workers give the mean gradient of the global batch."""
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=Plain(), optimizer=sgd)
-    stepped = run_steps(0, tmp_path, job, 1, 9)
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=DeterministicModel(), optimizer=sgd)
+    outcome = run_steps(0, tmp_path, job, 1, 9)
     state = TrainingState(job.config, job.task, CPU, 100)
     arrays = cache_windows(job, Cursor(), range(4))
     feed = feed_of(job.plan, Cursor(), range(4), arrays)
@@ -238,13 +239,13 @@ def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
         state.optimizer.zero_grad()
         loss.backward()
         state.optimizer.step()
-        assert stepped.results[i].loss == pytest.approx(loss.item(), rel=1e-5)
-        assert stepped.results[i].rows == [b.rows for b in batches] == job.plan.rows_of_step(i)
+        assert outcome.results[i].loss == pytest.approx(loss.item(), rel=1e-5)
+        assert outcome.results[i].rows == [b.rows for b in batches] == job.plan.rows_of_step(i)
     norm = torch.nn.utils.get_total_norm([p.grad for p in state.model.parameters() if p.grad is not None])
-    assert stepped.results[-1].grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    assert outcome.results[-1].grad_norm == pytest.approx(norm.item(), rel=1e-4)
 
 
-class Plain(TinyImages):
+class DeterministicModel(TinyImages):
     """A model without anything random."""
 
     def build_model(self) -> nn.Module:
@@ -255,19 +256,22 @@ def batch_norms() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)).train()
 
 
-def test_batch_norm_over_one_value_uses_the_running_statistics_and_leaves_them() -> None:
+def test_batch_norm_over_one_value_uses_and_keeps_the_running_statistics() -> None:
     model = batch_norms()
-    model(torch.randn(8, 6) * 3 + 1)  # statistics unlike those of the start
+    # After this forward, the statistics differ from the initial ones.
+    model(torch.randn(8, 6) * 3 + 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     row = torch.randn(1, 6)
     with allow_single_values(model):
-        found = model(row)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "statistics moved"
+        outputs = model(row)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), (
+        "the running statistics changed"
+    )
     assert all(layer.training for layer in model.modules())
-    assert torch.equal(found, model.eval()(row))
+    assert torch.equal(outputs, model.eval()(row))
 
 
-def test_batch_norm_over_more_values_is_left_alone() -> None:
+def test_batch_norm_over_several_values_stays_in_training_mode() -> None:
     for model, rows in (
         (batch_norms(), torch.randn(2, 6)),
         (nn.Sequential(nn.BatchNorm2d(3)), torch.randn(1, 3, 2, 2)),
@@ -276,77 +280,76 @@ def test_batch_norm_over_more_values_is_left_alone() -> None:
         twin.load_state_dict(model.state_dict())
         statistics = [b.clone() for b in model.buffers()]
         with allow_single_values(model):
-            found = model(rows)
-        assert not torch.equal(statistics[0], next(model.buffers())), "the statistics do not move"
-        assert torch.equal(found, model.train()(rows)), "it is not what training gives"
+            outputs = model(rows)
+        assert not torch.equal(statistics[0], next(model.buffers())), "the running statistics did not change"
+        assert torch.equal(outputs, model.train()(rows)), "the outputs differ from those in training mode"
 
 
-def test_batch_norm_is_in_training_again_after_an_error() -> None:
+def test_batch_norm_is_in_training_mode_again_after_an_error() -> None:
     model = batch_norms()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), allow_single_values(model):
         nn.Sequential(model[1], nn.Linear(7, 1))(torch.randn(1, 6))
     assert all(layer.training for layer in model.modules())
     with pytest.raises(ValueError, match="more than 1 value"):
-        model(torch.randn(1, 6))  # no hook is left
+        # Batch-norm raises again, since no hook is left.
+        model(torch.randn(1, 6))
 
 
-class Turning(nn.Module):
-    """Has complex parameters."""
+class ComplexModel(nn.Module):
+    """A model with complex parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.factors, self.last = (
-            nn.Linear(64, 12),
-            nn.Parameter(torch.ones(12, dtype=torch.complex64)),
-            nn.Linear(12, 5),
-        )
+        self.first = nn.Linear(64, 12)
+        self.factors = nn.Parameter(torch.ones(12, dtype=torch.complex64))
+        self.last = nn.Linear(12, 5)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.last((self.first(images.flatten(1)) * self.factors).abs())
 
 
-class Turned(TinyImages):
+class ComplexTask(TinyImages):
     def build_model(self) -> nn.Module:
-        return Turning()
+        return ComplexModel()
 
 
-def test_complex_parameters_are_trained_with_any_number_of_workers(
-    pool: WorkerPool, data: Path, tmp_path: Path
-) -> None:
-    jobs = [make_job(tmp_path / str(size), data, logical_workers=3, batch=12, task=Turned()) for size in (1, 3)]
+def test_complex_parameters_are_bit_identical_on_any_workers(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path / str(size), data, logical_workers=3, batch=12, task=ComplexTask()) for size in (1, 3)]
     assert pool.train_new_run(jobs[0], 1).digests == pool.train_new_run(jobs[1], 3).digests
 
 
-class Recomputing(nn.Module):
-    """Batch-norm whose forward is computed again in backward."""
+class CheckpointedModel(nn.Module):
+    """A model that computes the forward of its batch-norm again in backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Linear(12, 5)
+        self.first = nn.Linear(64, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.last = nn.Linear(12, 5)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.last(checkpoint(self.norm, self.first(images.flatten(1)), use_reentrant=False))
 
 
-class Recomputed(TinyImages):
+class CheckpointedTask(TinyImages):
     def build_model(self) -> nn.Module:
-        return Recomputing()
+        return CheckpointedModel()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
-def test_batch_norm_of_one_row_is_the_same_when_backward_computes_it_again(
+def test_checkpointed_batch_norm_of_one_row_is_bit_identical_on_any_workers(
     pool: WorkerPool, data: Path, tmp_path: Path, strategy: str
 ) -> None:
     fields = {"train__strategy": strategy} | ({"train__local_steps": 2} if strategy == "local_sgd" else {})
-    found = []
+    digests_by_size = []
     for size in (1, 3):
-        job = make_job(tmp_path / str(size), data, logical_workers=3, batch=3, task=Recomputed(), **fields)
+        job = make_job(tmp_path / str(size), data, logical_workers=3, batch=3, task=CheckpointedTask(), **fields)
         assert job.plan.rows_of_step(0) == [1, 1, 1]
-        found.append(pool.train_new_run(job, size).digests)
-    assert found[0] == found[1]
+        digests_by_size.append(pool.train_new_run(job, size).digests)
+    assert digests_by_size[0] == digests_by_size[1]
 
 
-def test_the_buffers_of_logical_worker_0_are_kept() -> None:
+def test_a_step_keeps_the_buffers_of_logical_worker_0() -> None:
     model = nn.BatchNorm1d(2)
     buffers = ReplicaBuffers(model, World(0, 1, 3))
     expected, start = nn.BatchNorm1d(2), [b.clone() for b in model.buffers()]
@@ -358,21 +361,23 @@ def test_the_buffers_of_logical_worker_0_are_kept() -> None:
             expected(rows)
         buffers.end_logical_worker(v)
         assert all(torch.equal(a, b) for a, b in zip(model.buffers(), start, strict=True)), (
-            "the next begins like the first"
+            "the next logical worker does not start from the buffers of the step's start"
         )
     buffers.launch()
     buffers.finish()
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), expected.buffers(), strict=True))
 
 
-def test_random_numbers_belong_to_seed_epoch_step_and_logical_worker() -> None:
-    def drawn(*place: int) -> float:
-        seed_step(*place, CPU)
+def test_random_numbers_depend_on_seed_epoch_step_and_logical_worker() -> None:
+    def draw(*coordinates: int) -> float:
+        seed_step(*coordinates, CPU)
         return float(torch.rand(()))
 
-    places = [(seed, epoch, step, v) for seed in range(2) for epoch in range(2) for step in range(2) for v in range(2)]
-    assert len({drawn(*place) for place in places}) == len(places)
-    assert drawn(*places[3]) == drawn(*places[3])
+    all_coordinates = [
+        (seed, epoch, step, v) for seed in range(2) for epoch in range(2) for step in range(2) for v in range(2)
+    ]
+    assert len({draw(*coordinates) for coordinates in all_coordinates}) == len(all_coordinates)
+    assert draw(*all_coordinates[3]) == draw(*all_coordinates[3])
 
 
 @pytest.mark.parametrize(
@@ -394,7 +399,7 @@ def test_random_numbers_belong_to_seed_epoch_step_and_logical_worker() -> None:
 @pytest.mark.parametrize(
     "optimizer", [("Adam", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {"amsgrad": True})]
 )
-def test_schedule_and_optimizer_go_on_from_a_checkpoint(
+def test_schedule_and_optimizer_resume_from_a_checkpoint(
     schedule: tuple[str, dict[str, Any]], optimizer: tuple[str, dict[str, Any]]
 ) -> None:
     config = Config(
@@ -402,7 +407,7 @@ def test_schedule_and_optimizer_go_on_from_a_checkpoint(
         schedule=ClassSpec(f"torch.optim.lr_scheduler.{schedule[0]}", schedule[1]),
     )
 
-    def advanced(state: TrainingState, steps: int) -> list[float]:
+    def advance(state: TrainingState, steps: int) -> list[float]:
         rates = []
         for _ in range(steps):
             rates.append(state.lr)
@@ -411,60 +416,60 @@ def test_schedule_and_optimizer_go_on_from_a_checkpoint(
             state.optimizer_step()
         return rates
 
-    def made() -> TrainingState:
+    def make_state() -> TrainingState:
         state = TrainingState(config, dataclasses.replace(TASK), CPU, 100)
         state.step = 0
         return state
 
-    undisturbed = made()
-    rates = advanced(undisturbed, 11)
+    undisturbed = make_state()
+    rates = advance(undisturbed, 11)
     assert len(set(rates)) > 2
-    for done in (0, 1, 4, 10):
-        first, second = made(), TrainingState(config, TASK, CPU, 100)
-        seen = advanced(first, done)
+    for steps_done in (0, 1, 4, 10):
+        first, second = make_state(), TrainingState(config, TASK, CPU, 100)
+        first_rates = advance(first, steps_done)
         second.load(unpack(pack(first.snapshot())))
-        assert second.step == done
-        assert seen + advanced(second, 11 - done) == rates
+        assert second.step == steps_done
+        assert first_rates + advance(second, 11 - steps_done) == rates
         assert params_digest(second.model.state_dict()) == params_digest(undisturbed.model.state_dict())
 
 
 def rates_of(name: str, args: dict[str, Any], steps: int) -> list[float]:
-    """The learning rates of a run of so many steps that begins with 0.1."""
+    """Returns the learning rates of a run of `steps` steps that begins with 0.1."""
     schedule = ClassSpec(f"torch.optim.lr_scheduler.{name}", args)
     state = TrainingState(
         Config(optimizer=OptimizerSpec("torch.optim.SGD", {"lr": 0.1}), schedule=schedule), TASK, CPU, steps
     )
-    found = []
+    rates = []
     for _ in range(steps):
-        found.append(state.lr)
+        rates.append(state.lr)
         state.optimizer.step()
         state.advance_schedule()
-    return found
+    return rates
 
 
-def test_a_linear_warm_up_and_then_a_cosine() -> None:
-    found = rates_of("SequentialLR", {"schedulers": [WARM_UP, COSINE], "milestones": [4]}, 12)
-    assert found[:4] == pytest.approx([0.01 + 0.09 * i / 4 for i in range(4)])
-    assert found[4:] == pytest.approx([0.05 * (1 + math.cos(math.pi * i / 8)) for i in range(8)])
+def test_a_sequential_schedule_is_a_linear_warm_up_and_then_a_cosine() -> None:
+    rates = rates_of("SequentialLR", {"schedulers": [WARM_UP, COSINE], "milestones": [4]}, 12)
+    assert rates[:4] == pytest.approx([0.01 + 0.09 * i / 4 for i in range(4)])
+    assert rates[4:] == pytest.approx([0.05 * (1 + math.cos(math.pi * i / 8)) for i in range(8)])
 
 
-def test_a_function_is_named_by_its_path() -> None:
+def test_a_schedule_calls_the_function_at_an_import_path() -> None:
     assert rates_of("LambdaLR", {"lr_lambda": f"{__name__}.falling"}, 5) == [0.1 * falling(i) for i in range(5)]
 
 
-def test_a_schedule_takes_the_length_of_the_run_unless_it_has_one() -> None:
-    def lowest(args: dict[str, Any]) -> int:
-        found = rates_of("OneCycleLR", {"max_lr": 0.1, **args}, 30)
-        return found.index(min(found))
+def test_a_schedule_defaults_to_the_length_of_the_run() -> None:
+    def step_of_lowest_rate(args: dict[str, Any]) -> int:
+        rates = rates_of("OneCycleLR", {"max_lr": 0.1, **args}, 30)
+        return rates.index(min(rates))
 
-    assert lowest({}) == 29
+    assert step_of_lowest_rate({}) == 29
     with pytest.raises(ValueError, match="Tried to step 13 times"):
-        lowest({"epochs": 3, "steps_per_epoch": 4})
+        step_of_lowest_rate({"epochs": 3, "steps_per_epoch": 4})
 
 
 @dataclass
 class OneLayer:
-    """As much of a task as the training state needs."""
+    """The part of a task that the training state needs."""
 
     def build_model(self) -> nn.Module:
         return nn.Linear(3, 2)
@@ -479,13 +484,13 @@ TASK: Any = OneLayer()
 @pytest.mark.parametrize(
     "fields", [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}], ids=["step", "local step"]
 )
-def test_nothing_of_a_generation_outlives_it(data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_step_and_reducer_are_freed_after_their_generation(data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, checkpoint__every_epochs=None)
     set_up_torch(job.config, CPU)
     state = build_state(job.config, job.task, CPU, 100)
     state.step = 0
 
-    def generation() -> list[weakref.ref[Any]]:
+    def run_generation() -> list[weakref.ref[Any]]:
         with LocalMembership(World(0, 1, 4), tmp_path / "store").generation(0, False) as (world, _):
             step = build_step(job, state, world, CPU, lambda phase: None)
             feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
@@ -493,12 +498,12 @@ def test_nothing_of_a_generation_outlives_it(data: Path, tmp_path: Path, fields:
                 step.run(Cursor(), feed.next(), sum(job.plan.rows_of_step(0)), Flags(0))
         return [weakref.ref(step), weakref.ref(getattr(step, "reducer", None) or step._reducer)]
 
-    alive = generation()
+    references = run_generation()
     gc.collect()
-    assert [held() for held in alive] == [None, None]
+    assert [reference() for reference in references] == [None, None]
 
 
-def test_a_snapshot_is_memory_of_its_own() -> None:
+def test_a_snapshot_has_its_own_memory() -> None:
     state = TrainingState(Config(), TASK, CPU, 100)
     state.step = 0
     snapshot = state.snapshot()
@@ -510,8 +515,8 @@ def test_a_snapshot_is_memory_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("highest", [0, 2])
-def test_the_highest_step_is_shared(pool: WorkerPool, highest: int) -> None:
-    outcomes: list[RankResult] = pool.call(3, share_from, highest)
+def test_ranks_adopt_the_state_of_the_highest_step(pool: WorkerPool, highest: int) -> None:
+    outcomes: list[RankResult] = pool.call(3, share_highest_state, highest)
     assert [o.error for o in outcomes] == [None] * 3
     assert len({o.value for o in outcomes}) == 1
     assert outcomes[0].value[0] == 5
@@ -521,8 +526,8 @@ def never() -> None:
     raise AssertionError("there is a state, nothing is to be restored")
 
 
-def share_from(rank: int, store: Path, highest: int) -> tuple[int, str, float]:
-    """Shares the state of the rank that is at step 5; the others are behind or have nothing."""
+def share_highest_state(rank: int, store: Path, highest: int) -> tuple[int, str, float]:
+    """Shares the state of the rank at step 5; the others are behind or have no state."""
     state = TrainingState(Config(seed=rank), TASK, CPU, 100)
     if rank != 1:
         state.step = 5 if rank == highest else 4
@@ -539,7 +544,7 @@ def share_from(rank: int, store: Path, highest: int) -> tuple[int, str, float]:
     )
 
 
-def test_a_snapshot_can_take_over_the_memory_of_an_old_one() -> None:
+def test_a_snapshot_can_reuse_the_memory_of_an_old_one() -> None:
     state = TrainingState(Config(), TASK, CPU, 100)
     for p in state.model.parameters():
         p.grad = torch.ones_like(p)
@@ -554,7 +559,7 @@ def test_a_snapshot_can_take_over_the_memory_of_an_old_one() -> None:
 
 
 class FailsLater(TinyImages):
-    """Raises in the second micro-batch, when the first one has moved the batch-norm statistics."""
+    """Raises in the second micro-batch, after the first one has changed the batch-norm statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -567,8 +572,8 @@ class FailsLater(TinyImages):
         return super().loss(outputs, batch)
 
 
-def test_an_error_of_the_task_leaves_the_buffers_of_the_start(data: Path, tmp_path: Path) -> None:
-    """In a broken group such an error may be a consequence of the loss, and then the step is repeated."""
+def test_an_error_of_the_task_restores_the_buffers(data: Path, tmp_path: Path) -> None:
+    """In a broken group such an error may be caused by a lost peer, and then the step is repeated."""
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=FailsLater())
     state, world = build_state(job.config, job.task, CPU, 1), World(0, 1, 2)
     before = {name: values.clone() for name, values in state.model.named_buffers()}

@@ -1,12 +1,10 @@
-"""What a step costs in calls and operators, which no noise of a machine hides: who makes it dearer has to change the
-numbers here.
+"""The cost of a step in Python calls and torch operators, which does not depend on the load of the machine.
 
-They are of Python 3.11 and the pinned torch. A change that needs more says in its message what for; one that needs less
-lowers them. Eighteen calls of a step on several workers, two on one, are for who holds the others up, see
-`train/stragglers.py`, and two ask whether parameters are to be compared; six are for losses that stay on the device
-until all logical workers have been given to it, see `test_host_syncs.py`; six are for the points of `StepHook`, at
-which a step is wrapped. What a thread does beside backward, which
-sends all buckets but the last, is not counted.
+The numbers hold for Python 3.11 and the pinned torch. A change that makes a step more expensive raises them here and
+gives the reason in its commit message; a change that makes it cheaper lowers them. Eighteen calls of a step on several
+workers, two on one, are for straggler detection (`train/stragglers.py`); two check whether parameters are to be
+compared; six keep losses on the device until it has the work of all logical workers (`test_host_syncs.py`); six are for
+the points of `StepHook`. The thread that sends all buckets but the last during backward is not counted.
 """
 
 from __future__ import annotations
@@ -30,8 +28,9 @@ FIRST = 13
 
 
 class Small(TinyImages):
-    """Counted where PyTorch's compiler is imported, whatever a process has from others: without it a step has fewer
-    calls, see `test_imports.py`. What gathers rows is in `test_windows.py`.
+    """Imports PyTorch's compiler in every process: a step without it has fewer calls, see `test_imports.py`.
+
+    Tests in `test_windows.py` count the calls that gather rows.
     """
 
     def build_model(self) -> nn.Module:
@@ -40,7 +39,7 @@ class Small(TinyImages):
 
 
 class Grey(ImageClassification):
-    """A ResNet-18 of one channel, counted as `Small` is."""
+    """A ResNet-18 with one input channel and PyTorch's compiler imported, as in `Small`."""
 
     def build_model(self) -> nn.Module:
         import_module("torch._dynamo")
@@ -79,7 +78,7 @@ def resnet18() -> Task:
         ),
     ],
 )
-def test_a_step_costs_what_it_did(
+def test_a_step_has_a_fixed_number_of_calls_and_operators(
     pool: WorkerPool,
     tmp_path: Path,
     task: Any,
@@ -88,7 +87,7 @@ def test_a_step_costs_what_it_did(
     fields: dict[str, Any],
     expected: dict[str, int],
 ) -> None:
-    data, found = write_images(tmp_path / "data", [[8 * (FIRST + 2 * STEPS + 2)]]), tmp_path / "found.json"
+    data, count_file = write_images(tmp_path / "data", [[8 * (FIRST + 2 * STEPS + 2)]]), tmp_path / "count.json"
     job = make_job(
         tmp_path / "run",
         data,
@@ -98,8 +97,8 @@ def test_a_step_costs_what_it_did(
         data__shuffle_window_rows=10_000,
         **fields,
     )
-    outcomes = pool.train(job, workers, Hooks(after_step=StepCost(str(found), FIRST)), windows)
+    outcomes = pool.train(job, workers, Hooks(after_step=StepCost(str(count_file), FIRST)), windows)
     assert [outcome.error for outcome in outcomes] == [None] * workers
     # A busy machine may make a step of several workers look once more whether a transfer is done.
     calls = pytest.approx(expected["python_calls"], abs=2)
-    assert json.loads(found.read_text()) == expected | {"python_calls": calls}
+    assert json.loads(count_file.read_text()) == expected | {"python_calls": calls}

@@ -1,6 +1,4 @@
-"""Evaluation by the workers at every planned checkpoint: the same for every number of workers, each once, none lost on
-the way.
-"""
+"""The workers evaluate every planned checkpoint exactly once, with the same result on any number of workers."""
 
 from __future__ import annotations
 
@@ -28,16 +26,16 @@ from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.step import validation as validation_module
 from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
 
-EVERY = [4, 8, 12, 16, 18]
+PLANNED_STEPS = [4, 8, 12, 16, 18]
 """18 steps in two epochs of nine."""
 EVAL_ROWS = 40
 
 
-class Counted(TinyImages):
-    """Notes how many rows are evaluated.
+class CountsRows(TinyImages):
+    """Records how many rows are evaluated.
 
     Args:
-        notes: File that gets a line per chunk.
+        notes: File that gets one line per chunk.
     """
 
     def __init__(self, notes: str) -> None:
@@ -68,85 +66,79 @@ def evaluated_job(folder: Path, data: Path, **fields: Any) -> Job:
     defaults |= {"evaluate__where": "workers", "data__eval_path": eval_path}
     folder.mkdir()
     job = make_job(
-        folder / "run", data, logical_workers=4, batch=12, task=Counted(str(folder / "notes")), **(defaults | fields)
+        folder / "run", data, logical_workers=4, batch=12, task=CountsRows(str(folder / "notes")), **(defaults | fields)
     )
     return dataclasses.replace(job, evaluation=open_evaluation_source(job.task, eval_path, 64.0))
 
 
-def found_in(job: Job) -> list[dict[str, Any]]:
-    """What the evaluations found, without times."""
+def read_results(job: Job) -> list[dict[str, Any]]:
+    """Returns the results of the evaluations, without times."""
     times = {"duration_s", "time_s", "lag_s"}
     return [{k: v for k, v in dataclasses.asdict(e).items() if k not in times} for e in read_evaluations(job.paths)]
 
 
-def steps_in(found: list[dict[str, Any]]) -> list[int]:
-    return [e["step"] for e in found]
+def steps_of(evaluations: list[dict[str, Any]]) -> list[int]:
+    return [e["step"] for e in evaluations]
 
 
-def rows_evaluated(job: Job) -> int:
-    assert isinstance(job.task, Counted)
+def count_evaluated_rows(job: Job) -> int:
+    assert isinstance(job.task, CountsRows)
     return sum(map(int, Path(job.task.notes).read_text().split()))
 
 
-def test_every_planned_checkpoint_is_evaluated_whatever_the_workers_and_stops(
+def test_every_planned_checkpoint_is_evaluated_on_any_workers_and_after_stops(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    one, stopped = (evaluated_job(tmp_path / name, data) for name in ("one", "stopped"))
-    pool.train_to_end(one, 1)
-    expected = found_in(one)
-    assert steps_in(expected) == EVERY == one.planned_evaluations(18)
+    undisturbed, stopped = (evaluated_job(tmp_path / name, data) for name in ("one", "stopped"))
+    pool.train_to_end(undisturbed, 1)
+    expected = read_results(undisturbed)
+    assert steps_of(expected) == PLANNED_STEPS == undisturbed.planned_evaluations(18)
     assert all(e["rows"] == EVAL_ROWS for e in expected)
-    assert rows_evaluated(one) == len(EVERY) * EVAL_ROWS
+    assert count_evaluated_rows(undisturbed) == len(PLANNED_STEPS) * EVAL_ROWS
 
-    died = pool.train(stopped, 2, Hooks(after_step=DieAfter(8)))
-    assert all(isinstance(o.error, KilledError) for o in died), [o.trace for o in died]
-    assert steps_in(found_in(stopped)) == [4], "it died between the checkpoint and its evaluation"
+    outcomes = pool.train(stopped, 2, Hooks(after_step=DieAfter(8)))
+    assert all(isinstance(o.error, KilledError) for o in outcomes), [o.trace for o in outcomes]
+    assert steps_of(read_results(stopped)) == [4], "the run died before the evaluation of its last checkpoint"
     pool.train(stopped, 2, membership=partial(LocalMembership, stop={0: 2}))
-    assert steps_in(found_in(stopped)) == [4, 8], (
-        "the stop at step 10 made an extra checkpoint, which is not a planned one"
-    )
-    died = pool.train(stopped, 1, Hooks(after_step=DieAfter(14)))
-    assert isinstance(died[0].error, KilledError)
+    assert steps_of(read_results(stopped)) == [4, 8], "the extra checkpoint of the stop at step 10 is not a planned one"
+    outcomes = pool.train(stopped, 1, Hooks(after_step=DieAfter(14)))
+    assert isinstance(outcomes[0].error, KilledError)
     pool.train_to_end(stopped, 2)
-    assert found_in(stopped) == expected, "parameters and metrics are those of the run that was not disturbed"
-    assert rows_evaluated(stopped) == rows_evaluated(one), "none was made twice"
-    assert len(read_events(stopped.paths, "evaluated")) == len(EVERY)
+    assert read_results(stopped) == expected, "parameters and metrics differ from those of the undisturbed run"
+    assert count_evaluated_rows(stopped) == count_evaluated_rows(undisturbed), "a checkpoint was evaluated twice"
+    assert len(read_events(stopped.paths, "evaluated")) == len(PLANNED_STEPS)
 
 
-def test_epochs_count_as_well(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_checkpoints_at_the_end_of_an_epoch_are_evaluated(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = evaluated_job(tmp_path / "epochs", data, checkpoint__every_steps=None, checkpoint__every_epochs=1)
     pool.train_to_end(job, 1)
-    assert steps_in(found_in(job)) == [9, 18]
+    assert steps_of(read_results(job)) == [9, 18]
 
 
-def test_a_storage_that_refuses_for_a_while_stops_no_training(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it refuses twice is written; what it refuses to the end is recorded as skipped, later if it refuses that as
-    well.
-    """
+def test_a_storage_outage_does_not_stop_training(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation that the storage refuses twice is written; one that it always refuses is recorded as skipped."""
     job = evaluated_job(tmp_path / "outage", data)
-    evaluation, refused = job.evaluation, Counter[int]()
+    evaluation, attempts = job.evaluation, Counter[int]()
     assert evaluation is not None
 
-    def put(paths: RunPaths, made: Evaluation) -> bool:
-        refused[made.step] += 1
-        if made.step in (12, 18) or (made.step == 8 and refused[8] <= 2):
+    def put(paths: RunPaths, result: Evaluation) -> bool:
+        attempts[result.step] += 1
+        if result.step in (12, 18) or (result.step == 8 and attempts[8] <= 2):
             raise OSError("503")
-        return put_evaluation(paths, made)
+        return put_evaluation(paths, result)
 
-    told = Counter[int]()
+    skip_events = Counter[int]()
 
-    def tell(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
-        told[details["step"]] += kind == "evaluation_skipped"
-        return told[details["step"]] != 1 and put_event(paths, kind, fence, **details)
+    def record_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
+        skip_events[details["step"]] += kind == "evaluation_skipped"
+        return skip_events[details["step"]] != 1 and put_event(paths, kind, fence, **details)
 
-    def unlisted(paths: RunPaths) -> set[int]:
+    def fail_to_list(paths: RunPaths) -> set[int]:
         raise OSError(f"503 {paths.name}")
 
     monkeypatch.setattr(validation_module, "put_evaluation", put)
-    monkeypatch.setattr(journal, "put_event", tell)
-    monkeypatch.setattr(validation_module, "evaluated_steps", unlisted)
+    monkeypatch.setattr(journal, "put_event", record_event)
+    monkeypatch.setattr(validation_module, "evaluated_steps", fail_to_list)
     pauses = list[float]()
     monkeypatch.setattr(retry.time, "sleep", pauses.append)
     train(
@@ -156,8 +148,10 @@ def test_a_storage_that_refuses_for_a_while_stops_no_training(
         torch.device("cpu"),
         load_evaluation=lambda: load_all(fetch_in_process, evaluation).arrays,
     )
-    assert (refused[8], refused[12]) == (3, validation_module._RETRY.attempts)
-    assert pauses == [0.5, 1.0, *([0.5, 1.0, 2.0, 4.0, 8.0] * 2)], "no pause after the last attempt"
-    assert steps_in(found_in(job)) == [4, 8, 16]
+    assert (attempts[8], attempts[12]) == (3, validation_module._RETRY.attempts)
+    assert pauses == [0.5, 1.0, *([0.5, 1.0, 2.0, 4.0, 8.0] * 2)], "the pauses are not those between the attempts"
+    assert steps_of(read_results(job)) == [4, 8, 16]
     skipped = [(e.details["step"], e.details["reason"]) for e in read_events(job.paths, "evaluation_skipped")]
-    assert skipped == [(step, "OSError: 503") for step in (12, 18)], "early stopping would wait for them for ever"
+    assert skipped == [(step, "OSError: 503") for step in (12, 18)], (
+        "early stopping would wait for the missing evaluations"
+    )

@@ -1,4 +1,4 @@
-"""Central storage: the bits of `ddp`, with one worker that holds the optimizer's state, also when that one is lost."""
+"""Central storage is bit-identical to `ddp`; one worker holds the optimizer state, and may be lost."""
 
 from __future__ import annotations
 
@@ -60,84 +60,91 @@ def central_job(folder: Path, data: Path, **fields: Any) -> Job:
         {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__precision": "fp16", "train__freeze": ["0.*"]},
     ],
 )
-def test_the_bits_are_those_of_ddp_for_every_number_of_workers_and_across_a_resume(
+def test_training_is_bit_identical_to_ddp_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     job = central_job(tmp_path / "run", data, **fields)
     plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
     for size in (1, 3):
-        found = pool.train_new_run(job, size, cache_windows)
-        assert found.digests == plain.digests
-        assert found.steps == plain.steps
+        central = pool.train_new_run(job, size, cache_windows)
+        assert central.digests == plain.digests
+        assert central.steps == plain.steps
     pool.train(job, 3, Hooks(after_step=DieAfter(8)), cache_windows)
     assert read_trained_run(job).commit.step == 6
     pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == plain.digests
 
 
-@pytest.mark.parametrize(("lost", "goes_back"), [(0, True), (1, False)])
-def test_a_lost_worker(pool: WorkerPool, data: Path, tmp_path: Path, lost: int, goes_back: bool) -> None:
-    """Without the one that holds the optimizer's state the other goes back to its newest copy, otherwise nothing is
-    done again.
-    """
+@pytest.mark.parametrize(("lost", "repeats"), [(0, True), (1, False)])
+def test_a_lost_worker_repeats_steps_only_if_it_held_the_optimizer_state(
+    pool: WorkerPool, data: Path, tmp_path: Path, lost: int, repeats: bool
+) -> None:
+    """If the holder of the optimizer state is lost, the survivor goes back to its newest copy of the state."""
     job = central_job(tmp_path / "run", data)
     plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=lost)
     outcomes = train_shifting(pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=kill))
     assert kill.proof.exists()
     assert outcomes[1 - lost].trace == ""
-    found = read_trained_run(job)
-    assert found.digests == plain.digests
-    assert found.steps == plain.steps
-    assert [set(workers) for workers in found.workers[8:]] == [{1}] * 10
-    assert all((1 in workers) == goes_back for workers in found.workers[6:8])
-    assert all(2 in workers for workers in found.workers[:7]), "what is done again was not recorded the first time"
-    assert not any(1 in workers for workers in found.workers[:6]), "the copy of the checkpoint was not used"
+    run = read_trained_run(job)
+    assert run.digests == plain.digests
+    assert run.steps == plain.steps
+    assert [set(workers) for workers in run.workers[8:]] == [{1}] * 10
+    assert all((1 in workers) == repeats for workers in run.workers[6:8])
+    assert all(2 in workers for workers in run.workers[:7]), "a repeated step was not recorded the first time"
+    assert not any(1 in workers for workers in run.workers[:6]), (
+        "the survivor did not go back to its copy of the checkpoint"
+    )
 
 
 @pytest.mark.rest
-def test_the_holder_has_to_leave_while_it_waits_for_a_lost_worker(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """Nobody is there to make a whole copy with, and nothing is done again."""
+def test_the_holder_leaves_with_a_checkpoint_while_it_waits_for_a_lost_worker(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    """No other worker takes part in the copy of the state, and no step is repeated."""
     job = central_job(tmp_path / "run", data)
     plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=1)
-    left = train_shifting(pool, job, [[0, 1], [], []], [], Hooks(after_step=kill))[0]
+    holder = train_shifting(pool, job, [[0, 1], [], []], [], Hooks(after_step=kill))[0]
     assert kill.proof.exists()
-    assert isinstance(left.error, PreemptedError), left.trace
+    assert isinstance(holder.error, PreemptedError), holder.trace
     assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [(6, "cadence"), (8, "extra")]
     pool.train_to_end(job, 2, cache_windows)
-    found = read_trained_run(job)
-    assert found.digests == plain.digests
-    assert [len(workers) for workers in found.workers] == [1] * 18
+    run = read_trained_run(job)
+    assert run.digests == plain.digests
+    assert [len(workers) for workers in run.workers] == [1] * 18
 
 
 class LateFailure:
-    """A hook that makes one rank's next whole copy fail after it went through on the others, as gloo does when a peer
-    dies.
+    """A hook that fails the next copy of the state on one rank after its peers succeeded, as gloo may if a peer dies.
 
     Args:
-        proof: A file that says that it did.
+        proof: File that exists after the failure.
     """
 
     def __init__(self, rank: int, step: int, proof: Path) -> None:
-        self.rank, self.step, self.proof = rank, step, proof
+        self.rank = rank
+        self.step = step
+        self.proof = proof
 
     def __call__(self, rank: int, step: int) -> None:
         if (rank, step) != (self.rank, self.step):
             return
         send = central_storage.transfer_snapshot
 
-        def fails_once(*args: Any) -> None:
+        def fail_once(*args: Any) -> None:
             central_storage.transfer_snapshot = send
             send(*args)
             self.proof.touch()
             raise RuntimeError("Connection closed by peer")
 
-        central_storage.transfer_snapshot = fails_once
+        central_storage.transfer_snapshot = fail_once
 
 
-def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """Rank 0 dies before it commits, and who becomes rank 0 has no copy of that checkpoint, but another worker does."""
+def test_a_checkpoint_is_committed_by_any_worker_that_has_its_copy(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    """Rank 0 dies before it commits; the next rank 0 has no copy of that checkpoint, but another worker has one."""
     job = central_job(tmp_path / "run", data, checkpoint__keep_last=10)
     plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillSaving(str(tmp_path / "killed"), step=6)
@@ -149,14 +156,14 @@ def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: WorkerPool
     assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [
         (step, "cadence") for step in (6, 12, 18)
     ]
-    found = read_trained_run(job)
-    assert found.digests == plain.digests
-    assert [set(workers) for workers in found.workers[6:]] == [{2}] * 12, "nothing before it is done again"
+    run = read_trained_run(job)
+    assert run.digests == plain.digests
+    assert [set(workers) for workers in run.workers[6:]] == [{2}] * 12, "a step before the checkpoint was repeated"
 
 
 @dataclasses.dataclass(frozen=True)
 class DieOnceCommitted:
-    """A hook: rank 0 is killed after step 8, when the checkpoint of step 6 is there."""
+    """A hook that kills rank 0 after step 8, once the checkpoint of step 6 is committed."""
 
     job: Job
 
@@ -167,46 +174,44 @@ class DieOnceCommitted:
 
 
 @pytest.mark.rest
-def test_a_restart_after_the_holder_was_killed(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer
-    workers.
-    """
+def test_a_restart_after_the_holder_was_killed_is_bit_identical(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """As with `failure.recovery: restart`, all workers end and restart from the checkpoint, here on fewer workers."""
     job = central_job(tmp_path / "run", data)
     plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     outcomes = pool.train(job, 3, Hooks(after_step=DieOnceCommitted(job)), cache_windows)
     assert isinstance(outcomes[0].error, KilledError)
     assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
     pool.train_to_end(job, 2, cache_windows)
-    found = read_trained_run(job)
-    assert found.digests == plain.digests
-    assert found.steps == plain.steps
+    run = read_trained_run(job)
+    assert run.digests == plain.digests
+    assert run.steps == plain.steps
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
 
 
-def test_the_holder_leaves_as_planned_and_others_join(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_the_holder_leaves_and_workers_join_without_repeating_steps(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     job = central_job(tmp_path / "run", data, checkpoint__every_steps=None)
     plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     outcomes = train_shifting(pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
     assert [o.trace for o in outcomes] == [""] * 4
-    found = read_trained_run(job)
-    assert [set(workers) for workers in found.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "no step is done again"
-    assert found.digests == plain.digests
-    assert found.steps == plain.steps
+    run = read_trained_run(job)
+    assert [set(workers) for workers in run.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "a step was repeated"
+    assert run.digests == plain.digests
+    assert run.steps == plain.steps
 
 
-def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
-    """What a worker holds after two steps, in bytes, and the digests of the model that it would evaluate and of its
-    snapshot.
-    """
+def measure_state(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
+    """Returns the state of a worker after two steps, in bytes, with digests of its evaluated model and its snapshot."""
     set_up_torch(job.config, CPU)
     world = World(rank, size, job.plan.logical_workers)
     state = build_state(job.config, job.task, CPU, job.total_steps)
 
-    def begin() -> None:
+    def start_run() -> None:
         state.step = 0
 
     with LocalMembership(world, store).generation(-1, False), state.sync.bind(world):
-        state.sync.share(world, begin)
+        state.sync.share(world, start_run)
         step = build_step(job, state, world, CPU, lambda phase: None)
         feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
         for i in range(2):
@@ -215,35 +220,39 @@ def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
         on_host = {p.data_ptr() for p in state.master.parameters()}
         with state.eval_model() as model:
             state.sync.broadcast_parameters(averaged=True)
-            shown = params_digest(model.state_dict())
+            evaluated_digest = params_digest(model.state_dict())
         state.sync.collect()
         moments = [v for values in state.optimizer.state.values() for v in values.values() if v.ndim]
         return {
-            "shown": shown,
-            "returned": params_digest(state.snapshot().model),
+            "evaluated": evaluated_digest,
+            "snapshot": params_digest(state.snapshot().model),
             "shared": len(on_device & on_host),
             "optimizer": sum(v.nbytes for v in moments),
             "parameters": sum(p.nbytes for p in state.model.parameters()),
         }
 
 
-def test_only_one_worker_holds_the_optimizers_state_and_no_device(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    first, *others = pool.run(3, held, central_job(tmp_path / "run", data, train__ema_decay=0.9), 3)
-    assert first["optimizer"] == 2 * first["parameters"] > 0, "Adam's two moments"
+def test_only_one_worker_holds_the_optimizer_state_outside_its_device(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    first, *others = pool.run(3, measure_state, central_job(tmp_path / "run", data, train__ema_decay=0.9), 3)
+    assert first["optimizer"] == 2 * first["parameters"] > 0, "the holder does not have the two moments of Adam"
     assert [o["optimizer"] for o in others] == [0, 0]
-    assert {o["shared"] for o in (first, *others)} == {0}, "what computes is no memory of the optimizer's"
-    assert len({digest for o in (first, *others) for digest in (o["shown"], o["returned"])}) == 1, (
-        "all evaluate the average"
+    assert {o["shared"] for o in (first, *others)} == {0}, (
+        "parameters on the device share memory with those of the optimizer"
+    )
+    assert len({digest for o in (first, *others) for digest in (o["evaluated"], o["snapshot"])}) == 1, (
+        "the workers evaluate different parameters"
     )
 
 
-def test_offload_is_for_shards(data: Path, tmp_path: Path) -> None:
+def test_cpu_offload_is_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.cpu_offload is set, but only train.strategy: fsdp"):
         central_job(tmp_path / "run", data, train__cpu_offload=True)
 
 
 class SometimesUsed(TinyImages):
-    """A parameter of its model gets a gradient in some steps only."""
+    """A task with a parameter that gets a gradient only in some steps."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -255,39 +264,39 @@ class SometimesUsed(TinyImages):
         return losses + model.sometimes.sum() if int(batch["id"][0]) % 2 else losses  # type: ignore[operator]
 
 
-def test_a_parameter_without_a_gradient_does_not_move_by_the_one_before(
+def test_a_parameter_without_a_gradient_is_not_updated_by_an_old_one(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    """With one logical worker it has none, and is left alone; with more it has zeros."""
-    make = dict(logical_workers=1, batch=12, task=SometimesUsed(), train__epochs=2)
+    """On one logical worker the parameter has no gradient and stays unchanged; on several its gradient is zero."""
+    settings = dict(logical_workers=1, batch=12, task=SometimesUsed(), train__epochs=2)
     central = pool.train_new_run(
-        make_job(tmp_path / "run", data, train__strategy="central_storage", **make), 1, cache_windows
+        make_job(tmp_path / "run", data, train__strategy="central_storage", **settings), 1, cache_windows
     )
-    plain = pool.train_new_run(make_job(tmp_path / "plain", data, **make), 1, cache_windows)
+    plain = pool.train_new_run(make_job(tmp_path / "plain", data, **settings), 1, cache_windows)
     assert central.digests == plain.digests
 
 
-def test_only_the_memory_of_the_rank_that_moves_the_parameters_is_page_locked(
+def test_only_the_rank_that_updates_parameters_page_locks_its_memory(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
 ) -> None:
-    """Once in the life of a worker, however often generations form."""
+    """The memory is page-locked once in the life of a worker, however often generations form."""
     job = central_job(tmp_path / "run", data)
-    state, pieces = build_state(job.config, job.task, CPU, job.total_steps), list[int]()
+    state, locked_sizes = build_state(job.config, job.task, CPU, job.total_steps), list[int]()
     placement: Any = state._placement
     assert isinstance(placement, CentralPlacement)
     monkeypatch.setattr(
         central_storage,
         "page_locked_like",
-        lambda tensors: [pieces.append(t.numel()) or torch.empty_like(t) for t in tensors],
+        lambda tensors: [locked_sizes.append(t.numel()) or torch.empty_like(t) for t in tensors],
     )
     before = params_digest(state.master.state_dict())
     placement._lock_pages()
     placement._device, placement._has_master = torch.device("cuda", 0), False
     placement._lock_pages()
-    assert not pieces, "neither on a CPU nor on a rank that computes alone"
+    assert not locked_sizes, "memory was page-locked on a CPU, or on a rank without master parameters"
     placement._has_master = True
     for _ in range(2):
         placement._lock_pages()
-    numbers = [p.numel() for p in state.master.parameters()]
-    assert pieces == [*numbers, *numbers], "parameters and gradients"
+    sizes = [p.numel() for p in state.master.parameters()]
+    assert locked_sizes == [*sizes, *sizes], "not exactly parameters and gradients were page-locked"
     assert params_digest(state.master.state_dict()) == before

@@ -1,6 +1,4 @@
-"""Local SGD: replicas that belong to logical workers, so that neither the number of workers nor a loss changes
-a bit.
-"""
+"""Local SGD has a replica per logical worker, so training is bit-identical on any workers and after a lost worker."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def local_job(folder: Path, data: Path, **fields: Any) -> Job:
     ],
     ids=["adam", "diloco", "average and schedule", "an unfinished round at the end"],
 )
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+def test_local_sgd_is_bit_identical_on_any_workers_and_after_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     job = local_job(tmp_path / "run", data, **fields)
@@ -76,16 +74,17 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     assert len(alone.steps) == job.total_steps
     assert several.digests == alone.digests
     assert several.steps == alone.steps
-    pool.train(job, 3, Hooks(after_step=DieAfter(11)), cache_windows)  # in the middle of a round
+    # Step 11 is in the middle of a round.
+    pool.train(job, 3, Hooks(after_step=DieAfter(11)), cache_windows)
     assert read_trained_run(job).commit.step == 6
     pool.train_to_end(job, 2, cache_windows)
-    again = read_trained_run(job)
-    assert again.digests == alone.digests
-    assert again.workers[6:8] == [[3, 2], [3, 2]], "the round's steps were done again"
+    resumed = read_trained_run(job)
+    assert resumed.digests == alone.digests
+    assert resumed.workers[6:8] == [[3, 2], [3, 2]], "the steps of the round were not repeated"
 
 
-class Tempered(TinyImages):
-    """Has a parameter without dimensions, as learned temperatures are."""
+class ScalarParameter(TinyImages):
+    """A task with a parameter without dimensions, such as a learned temperature."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -99,7 +98,7 @@ class Tempered(TinyImages):
 def test_a_parameter_without_dimensions_is_averaged_and_the_number_of_steps_is_not(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    job = local_job(tmp_path / "run", data, task=Tempered(), train__outer_lr=0.7)
+    job = local_job(tmp_path / "run", data, task=ScalarParameter(), train__outer_lr=0.7)
     alone = pool.train_new_run(job, 1, cache_windows)
     assert len(alone.steps) == job.total_steps
     assert pool.train_new_run(job, 2, cache_windows).digests == alone.digests
@@ -117,66 +116,66 @@ def step_of(job: Job, store: Path, state: TrainingState | None = None) -> tuple[
     return step, state, feed  # type: ignore[return-value]
 
 
-def test_the_average_is_the_mean_of_what_the_logical_workers_found(
+def test_the_average_is_the_mean_of_the_states_of_the_logical_workers(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
 ) -> None:
     job = local_job(tmp_path / "run", data, optimizer=SGD)
     step, state, feed = step_of(job, tmp_path / "store")
     start = copy.deepcopy(state.model.state_dict())
-    found, rows = [], job.plan.rows_of_step
-    take = local_sgd.apply_round
+    replicas, rows = [], job.plan.rows_of_step
+    apply_round = local_sgd.apply_round
 
-    def noting(*args: Any) -> None:
-        found.extend(copy.deepcopy([replica.state for replica in step._replicas.values()]))
-        take(*args)
+    def record_replicas(*args: Any) -> None:
+        replicas.extend(copy.deepcopy([replica.state for replica in step._replicas.values()]))
+        apply_round(*args)
 
-    monkeypatch.setattr(local_sgd, "apply_round", noting)
+    monkeypatch.setattr(local_sgd, "apply_round", record_replicas)
     for i in range(3):
         step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags.STOP if i == 0 else Flags(0))
         assert state.step == (3 if i == 2 else 0)
         assert (params_digest(state.model.state_dict()) == params_digest(start)) == (i < 2)
-    assert len(found) == 4
+    assert len(replicas) == 4
     for name, p in state.model.named_parameters():
-        values = [dict(replica.model.named_parameters())[name] for replica in found]
-        assert len({params_digest({"": v}) for v in values}) == 4, "they were on their own"
+        values = [dict(replica.model.named_parameters())[name] for replica in replicas]
+        assert len({params_digest({"": v}) for v in values}) == 4, "the replicas did not train separately"
         assert torch.allclose(p, torch.stack(values).mean(0), atol=1e-6)
     for i, p in enumerate(state.model.parameters()):
-        held = state.optimizer.state[p]
-        trained = [list(replica.model.parameters()) for replica in found]
-        values = [found[v].optimizer.state[trained[v][i]]["momentum_buffer"] for v in range(4)]
-        assert torch.allclose(held["momentum_buffer"], torch.stack(values).mean(0), atol=1e-6)
+        state_of_parameter = state.optimizer.state[p]
+        trained = [list(replica.model.parameters()) for replica in replicas]
+        values = [replicas[v].optimizer.state[trained[v][i]]["momentum_buffer"] for v in range(4)]
+        assert torch.allclose(state_of_parameter["momentum_buffer"], torch.stack(values).mean(0), atol=1e-6)
 
 
-def test_a_peer_that_is_lost_at_the_end_of_a_round_takes_all_of_it_back(
+def test_a_peer_lost_at_the_end_of_a_round_undoes_the_whole_round(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The buffers are the last that travels: nothing may have moved by then."""
+    """Buffers are reduced last; no parameter may have changed by then."""
     job = local_job(tmp_path / "run", data, train__ema_decay=0.9, train__outer_momentum=0.9)
     step, state, feed = step_of(job, tmp_path / "store")
     before = state.snapshot()
 
-    def lose(self: ReplicaBuffers) -> None:
+    def lose_peer(self: ReplicaBuffers) -> None:
         raise PeerLostError("while buffers travel")
 
     for i in range(2):
         step.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
     with monkeypatch.context() as patched:
-        patched.setattr(ReplicaBuffers, "launch", lose)
+        patched.setattr(ReplicaBuffers, "launch", lose_peer)
         with pytest.raises(PeerLostError):
             step.run(Cursor.at(2, 9), feed.next(), 12, Flags(0))
     assert digest_tensors(state.snapshot()) == digest_tensors(before)
     assert state.step == 0
-    again, _, feed = step_of(job, tmp_path / "again", state)
-    other, undisturbed, its_feed = step_of(job, tmp_path / "other")
+    repeated, _, feed = step_of(job, tmp_path / "again", state)
+    undisturbed_step, undisturbed, undisturbed_feed = step_of(job, tmp_path / "other")
     for i in range(3):
-        again.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
-        other.run(Cursor.at(i, 9), its_feed.next(), 12, Flags(0))
+        repeated.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
+        undisturbed_step.run(Cursor.at(i, 9), undisturbed_feed.next(), 12, Flags(0))
     assert state.step == 3
     assert digest_tensors(state.snapshot()) == digest_tensors(undisturbed.snapshot())
 
 
 class Branches(TinyImages):
-    """Has a parameter that gets a gradient only in some steps, and one that never does."""
+    """A task with a parameter that gets a gradient only in some steps, and one that gets none."""
 
     def __init__(self) -> None:
         super().__init__("unused")
@@ -194,7 +193,7 @@ class Branches(TinyImages):
 @pytest.mark.parametrize(
     "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["sgd", "adam"]
 )
-def test_a_parameter_that_a_logical_worker_has_no_gradient_for(
+def test_a_parameter_without_a_gradient_on_some_logical_workers_is_averaged(
     pool: WorkerPool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
     job = local_job(tmp_path / "run", data, optimizer=optimizer, task=Branches())
@@ -204,16 +203,16 @@ def test_a_parameter_that_a_logical_worker_has_no_gradient_for(
         values["exp_avg" if "exp_avg" in values else "momentum_buffer"]
         for values in alone.snapshot.optimizer["state"].values()
     ]
-    assert [bool(value.any()) for value in moments] == [False] + [True] * 7, "unused, then the branch, then the layers"
+    assert [bool(value.any()) for value in moments] == [False] + [True] * 7, (
+        "the unused parameter has moments, or another one has none"
+    )
 
 
-def test_a_logical_worker_without_rows_meets_the_others_all_the_same(pool: WorkerPool, tmp_path: Path) -> None:
-    """Of two rows the first two of four logical workers get one each, so a worker may have none but such that never
-    moved.
-    """
-    few = write_images(tmp_path / "few", [[2]])
+def test_a_logical_worker_without_rows_takes_part_in_the_average(pool: WorkerPool, tmp_path: Path) -> None:
+    """Two of four logical workers have a row, so all logical workers of a worker may be without rows."""
+    data = write_images(tmp_path / "few", [[2]])
     job = local_job(
-        tmp_path / "run", few, task=TinyImages(), train__local_steps=2, train__epochs=4, checkpoint__every_steps=2
+        tmp_path / "run", data, task=TinyImages(), train__local_steps=2, train__epochs=4, checkpoint__every_steps=2
     )
     alone = pool.train_new_run(job, 1, cache_windows)
     several = pool.train_new_run(job, 2, cache_windows)
@@ -222,14 +221,14 @@ def test_a_logical_worker_without_rows_meets_the_others_all_the_same(pool: Worke
     assert pool.train_new_run(job, 4, cache_windows).digests == alone.digests
 
 
-def test_flags_wait_for_the_average(data: Path, tmp_path: Path) -> None:
+def test_flags_are_returned_at_the_next_average(data: Path, tmp_path: Path) -> None:
     job = local_job(tmp_path / "run", data)
     step, _, feed = step_of(job, tmp_path / "store")
-    said = [step.run(Cursor.at(i, 9), feed.next(), 12, Flags.STOP if i == 0 else Flags(0)).flags for i in range(6)]
-    assert said == [Flags(0), Flags(0), Flags.STOP, Flags(0), Flags(0), Flags(0)]
+    flags = [step.run(Cursor.at(i, 9), feed.next(), 12, Flags.STOP if i == 0 else Flags(0)).flags for i in range(6)]
+    assert flags == [Flags(0), Flags(0), Flags.STOP, Flags(0), Flags(0), Flags(0)]
 
 
-def test_with_one_step_it_is_synchronous(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_one_local_step_is_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     one = pool.train_new_run(local_job(tmp_path / "one", data, train__local_steps=1), 2, cache_windows)
     plain = pool.train_new_run(
         local_job(tmp_path / "plain", data, train__local_steps=1, train__strategy="ddp"), 2, cache_windows
@@ -238,12 +237,8 @@ def test_with_one_step_it_is_synchronous(pool: WorkerPool, data: Path, tmp_path:
     assert one.steps == plain.steps
 
 
-def test_one_step_of_plain_sgd_and_then_the_average_is_nearly_the_same(
-    pool: WorkerPool, data: Path, tmp_path: Path
-) -> None:
-    """The mean of p - lr * g is p - lr * the mean of g, but for rounding; the outer momentum of almost nothing makes it
-    go that way.
-    """
+def test_one_local_step_with_an_outer_optimizer_is_close_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """The mean of p - lr * g equals p - lr * mean(g) but for rounding; a tiny outer momentum selects this path."""
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05}}
     fields = {"optimizer": sgd, "train__local_steps": 1, "train__max_steps": 9}
     local = pool.train_new_run(local_job(tmp_path / "a", data, train__outer_momentum=1e-12, **fields), 2, cache_windows)
@@ -254,7 +249,7 @@ def test_one_step_of_plain_sgd_and_then_the_average_is_nearly_the_same(
             assert torch.allclose(local.snapshot.model[name].float(), value.float(), atol=1e-4), name
 
 
-def test_what_does_not_fit_is_refused(data: Path, tmp_path: Path) -> None:
+def test_incompatible_settings_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint.every_steps is 7.*multiple of train.local_steps = 3"):
         local_job(tmp_path / "run", data, checkpoint__every_steps=7)
     with pytest.raises(ConfigError, match=r"train.local_steps is set, but only train.strategy: local_sgd"):
@@ -263,8 +258,8 @@ def test_what_does_not_fit_is_refused(data: Path, tmp_path: Path) -> None:
         local_job(tmp_path / "run", data, train__precision="fp16")
 
 
-def test_what_the_workers_tell_each_other_of_an_optimizer_is_on_the_host(data: Path, tmp_path: Path) -> None:
-    """A device's tensor would arrive on a device of that number, which the other worker may not have."""
+def test_optimizer_state_that_is_not_averaged_is_sent_from_the_host(data: Path, tmp_path: Path) -> None:
+    """A tensor of a device would arrive on the device of the same number, which the other worker may not have."""
     step, *_ = step_of(local_job(tmp_path / "run", data), tmp_path / "store")
     replica = step._replicas[0]
     with FakeTensorMode():
@@ -274,6 +269,6 @@ def test_what_the_workers_tell_each_other_of_an_optimizer_is_on_the_host(data: P
                 "row": torch.zeros(3, device="cuda"),
                 "lr": 0.1,
             }
-    found = [value for numbers in replica.unaveraged_state()[0].values() for value in numbers.values()]
-    assert {str(value.device) for value in found if isinstance(value, Tensor)} == {"cpu"}
-    assert 0.1 in [value for value in found if not isinstance(value, Tensor)]
+    sent_values = [value for numbers in replica.unaveraged_state()[0].values() for value in numbers.values()]
+    assert {str(value.device) for value in sent_values if isinstance(value, Tensor)} == {"cpu"}
+    assert 0.1 in [value for value in sent_values if not isinstance(value, Tensor)]

@@ -1,4 +1,4 @@
-"""What a worker alone has of the state, kept by the next one, too: a killed worker makes no step be done again."""
+"""Peer replicas: the next worker keeps a copy of each worker's state shard, so a killed worker repeats no step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIELDS: dict[str, Any] = {"train__peer_replica": True, "train__ema_decay": 0.9, 
 
 @dataclass(frozen=True)
 class KillIn:
-    """A hook that kills the worker of a rank when it begins a phase of a step."""
+    """A hook that kills the worker of a rank at the start of a phase of a step."""
 
     proof: Path
     phase: str
@@ -39,7 +39,7 @@ class KillIn:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def others(lost: int) -> list[int]:
+def workers_without(lost: int) -> list[int]:
     return [worker for worker in (0, 1, 2) if worker != lost]
 
 
@@ -54,24 +54,28 @@ def others(lost: int) -> list[int]:
         pytest.param("central_storage", 1, 8, marks=pytest.mark.rest),
     ],
 )
-def test_no_step_is_done_again(
+def test_a_kill_in_the_middle_of_a_step_repeats_no_step(
     pool: WorkerPool, data: Path, tmp_path: Path, strategy: str, lost: int, step: int
 ) -> None:
-    """Killed in the middle of a step; then another one, when two are left."""
+    """A worker is killed in the middle of a step, and later one of the two survivors."""
     plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
     job = fsdp_job(tmp_path / "run", data, **(FIELDS | {"train__strategy": strategy}))
     first = KillIn(tmp_path / "first", "reduction", step, lost)
     second = KillOnce(tmp_path / "second", step=12, rank=0)
-    train_shifting(pool, job, [[0, 1, 2], others(lost), others(lost)[1:]], [], Hooks(after_step=second, at=first))
+    train_shifting(
+        pool, job, [[0, 1, 2], workers_without(lost), workers_without(lost)[1:]], [], Hooks(after_step=second, at=first)
+    )
     assert first.proof.exists()
     assert second.proof.exists()
-    found = read_trained_run(job)
-    assert [set(sizes) for sizes in found.workers] == [{3}] * step + [{2}] * (12 - step) + [{1}] * 6, "each step once"
-    assert_bits(found, plain)
+    run = read_trained_run(job)
+    assert [set(sizes) for sizes in run.workers] == [{3}] * step + [{2}] * (12 - step) + [{1}] * 6, (
+        "a step was repeated"
+    )
+    assert_bits(run, plain)
 
 
 class KilledInUpdate(Units):
-    """Rank 2 is killed before it moves its shards in step 9, while the others do."""
+    """Kills rank 2 before it updates its shards in step 9, while its peers update theirs."""
 
     def __init__(self, proof: Path) -> None:
         super().__init__()
@@ -86,36 +90,36 @@ class KilledInUpdate(Units):
 
 
 @pytest.mark.rest
-def test_in_the_middle_of_an_update(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """Nobody has what the lost one would have made of its shards: all take those of the step before."""
+def test_a_kill_in_the_middle_of_an_update_is_bit_identical(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """No peer has the updated shards of the lost worker, so all ranks take the shards of the step before."""
     plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
     job = fsdp_job(tmp_path / "run", data, KilledInUpdate(tmp_path / "proof"), **FIELDS)
     train_shifting(pool, job, [[0, 1, 2], [0, 1]], [])
     assert (tmp_path / "proof").exists()
-    sizes = [set(each) for each in read_trained_run(job).workers]
+    sizes = [set(workers) for workers in read_trained_run(job).workers]
     assert sizes[:8] == [{3}] * 8
     assert sizes[9:] == [{2}] * 9
     assert_bits(read_trained_run(job), plain)
 
 
 @pytest.mark.rest
-def test_of_two_neighbours_the_state_is_gone(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """They go back to the newest whole copy."""
+def test_two_killed_neighbours_roll_back_to_the_last_snapshot(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """The survivor goes back to the newest snapshot."""
     job = fsdp_job(tmp_path / "run", data, **FIELDS, checkpoint__snapshot_every_steps=5)
     plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
     kills = [KillOnce(tmp_path / str(rank), step=8, rank=rank) for rank in (0, 1)]
-    train_shifting(pool, job, [[0, 1, 2], [2]], [], Hooks(after_step=Each(kills)))
+    train_shifting(pool, job, [[0, 1, 2], [2]], [], Hooks(after_step=HookGroup(kills)))
     assert all(kill.proof.exists() for kill in kills)
-    sizes = [set(each) for each in read_trained_run(job).workers]
+    sizes = [set(workers) for workers in read_trained_run(job).workers]
     assert sizes[:5] == [{3}] * 5
-    assert sizes[5:7] == [{3, 1}] * 2, "done again"
+    assert sizes[5:7] == [{3, 1}] * 2, "the steps after the snapshot were not repeated"
     assert sizes[8:] == [{1}] * 10
     assert_bits(read_trained_run(job), plain)
 
 
 @dataclass(frozen=True)
-class Each:
-    """Several hooks."""
+class HookGroup:
+    """Calls several hooks."""
 
     hooks: list[KillOnce]
 

@@ -1,6 +1,4 @@
-"""What the strategies make of the digits, although a worker is killed on the way and the run resumes with more
-of them.
-"""
+"""All strategies learn the digits, although a worker is killed and the run resumes on more workers."""
 
 from __future__ import annotations
 
@@ -37,7 +35,9 @@ COMPRESSED = {"train__reduction": "overlapped", "train__gradient_compression": "
     ids=["fsdp", "central_storage", "compressed"],
 )
 @pytest.mark.rest
-def test_the_digits_are_learnt(pool: WorkerPool, digits: Path, tmp_path: Path, fields: Fields) -> None:
+def test_a_strategy_learns_the_digits_after_a_kill_and_a_resume(
+    pool: WorkerPool, digits: Path, tmp_path: Path, fields: Fields
+) -> None:
     job = digits_job(tmp_path, digits, fields)
     kill = KillOnce(tmp_path / "killed", step=60, rank=0)
     stop = DieAfter(160)
@@ -50,7 +50,9 @@ def test_the_digits_are_learnt(pool: WorkerPool, digits: Path, tmp_path: Path, f
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.rest
-def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Path, staleness: int) -> None:
+def test_parameter_servers_learn_the_digits_after_a_kill_and_a_resume(
+    digits: Path, tmp_path: Path, staleness: int
+) -> None:
     fields = {"train__strategy": "parameter_server", "train__servers": 2, "train__staleness": staleness}
     world = World(digits_job(tmp_path, digits, fields), 2)
     while world.coordinator._units.complete < 60:
@@ -66,7 +68,7 @@ def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Pa
 
 
 @pytest.mark.rest
-def test_the_digits_are_learnt_in_the_calling_process(digits: Path, tmp_path: Path) -> None:
+def test_the_strategy_single_learns_the_digits_after_a_kill(digits: Path, tmp_path: Path) -> None:
     job = digits_job(tmp_path, digits, {"train__strategy": "single"})
     with pytest.raises(KilledError):
         train_in_process(job, SingleProcessMembership(4, lambda: False), Hooks(after_step=DieAfter(160)))
@@ -91,7 +93,7 @@ def digits_job(tmp_path: Path, digits: Path, fields: Fields) -> Job:
 
 
 def accuracy_of(job: Job, digits: Path) -> float:
-    """That of the checkpoint of the last step, on images that were held out."""
+    """Returns the accuracy of the last checkpoint on held-out images."""
     store = CheckpointStore(job.paths)
     commit = store.commits()[-1]
     assert commit.step == job.total_steps

@@ -1,6 +1,4 @@
-"""Every strategy with rows that are not images of one size: texts by configuration, and images of any size with their
-boxes.
-"""
+"""All strategies train on rows of different sizes: texts by configuration, and images of any size with boxes."""
 
 from __future__ import annotations
 
@@ -38,8 +36,8 @@ STRATEGIES = {
 }
 
 
-def words() -> Task:
-    """Classes of the words of texts: lists as inputs and as target, a weight for each row, a metric of the training."""
+def make_token_task() -> Task:
+    """Returns a task that classifies tokens: lists as inputs and target, a weight per row, and a training metric."""
     config = {"class_path": "transformers.BertConfig", "init_args": BERT}
     return ModuleTask(
         model={"class_path": "transformers.BertForTokenClassification", "init_args": {"config": config}},
@@ -53,7 +51,7 @@ def words() -> Task:
     )
 
 
-def shapes() -> Task:
+def make_detection_task() -> Task:
     return ObjectDetection(
         {
             "class_path": "tests.support.small_models.detector",
@@ -79,7 +77,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(write_shapes(folder / "shapes", 16)["path"])
 
 
-def trained(pool: WorkerPool, job: Job, workers: int) -> Any:
+def train_job(pool: WorkerPool, job: Job, workers: int) -> Any:
     if job.config.train.strategy != "parameter_server":
         return pool.train_new_run(job, workers, cache_windows)
     World(job, workers).run()
@@ -88,15 +86,20 @@ def trained(pool: WorkerPool, job: Job, workers: int) -> Any:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_words_of_texts(pool: WorkerPool, texts: Path, tmp_path: Path, strategy: str) -> None:
+def test_token_classification_is_bit_identical_on_any_workers(
+    pool: WorkerPool, texts: Path, tmp_path: Path, strategy: str
+) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 2, "data__by_length": "tokens"}
     runs = [
-        trained(
-            pool, make_job(tmp_path / f"{workers}", texts, logical_workers=4, batch=12, task=words(), **fields), workers
+        train_job(
+            pool,
+            make_job(tmp_path / f"{workers}", texts, logical_workers=4, batch=12, task=make_token_task(), **fields),
+            workers,
         )
         for workers in (1, 2)
     ]
-    if "overlapped" in strategy:  # promises no bits
+    # The overlapped reduction is not bit-identical.
+    if "overlapped" in strategy:
         assert [loss for _, loss, *_ in runs[0].steps] == pytest.approx(
             [loss for _, loss, *_ in runs[1].steps], rel=1e-4
         )
@@ -106,12 +109,14 @@ def test_words_of_texts(pool: WorkerPool, texts: Path, tmp_path: Path, strategy:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_images_of_any_size_with_their_boxes(pool: WorkerPool, images: Path, tmp_path: Path, strategy: str) -> None:
+def test_object_detection_is_bit_identical_on_any_workers(
+    pool: WorkerPool, images: Path, tmp_path: Path, strategy: str
+) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 1}
     runs = [
-        trained(
+        train_job(
             pool,
-            make_job(tmp_path / f"{workers}", images, logical_workers=2, batch=4, task=shapes(), **fields),
+            make_job(tmp_path / f"{workers}", images, logical_workers=2, batch=4, task=make_detection_task(), **fields),
             workers,
         )
         for workers in (1, 2)

@@ -1,4 +1,4 @@
-"""Connections to parameter servers: what travels, who is let in, what an end means."""
+"""Connections to parameter servers: the values they carry, authentication, and lost connections."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ WAIT_S = 20.0
 
 @pytest.fixture
 def echo() -> tuple[Listener, tuple[str, int]]:
-    listener = start_server(lambda came: came)
+    listener = start_server(lambda values: values)
     return listener, listener.listen("127.0.0.1")
 
 
-def test_what_is_sent_arrives(echo: tuple[Listener, tuple[str, int]]) -> None:
+def test_values_arrive_as_they_were_sent(echo: tuple[Listener, tuple[str, int]]) -> None:
     listener, address = echo
     files = {"model.safetensors": b"\x00\n\xff", "training.pt": b""}
     values = [
@@ -50,127 +50,126 @@ def test_what_is_sent_arrives(echo: tuple[Listener, tuple[str, int]]) -> None:
         np.arange(5, dtype=np.uint8),
         [1, [np.empty(0, np.uint8), b"after"]],
     ]
-    with connect(address, listener.secret, WAIT_S) as line:
-        send(line, values)
-        came = receive(line)
-    for sent, arrived in ((values[8], came[8]), (values[9][1][0], came[9][1][0])):
+    with connect(address, listener.secret, WAIT_S) as connection:
+        send(connection, values)
+        received = receive(connection)
+    for sent, arrived in ((values[8], received[8]), (values[9][1][0], received[9][1][0])):
         assert arrived.dtype == np.uint8
         assert arrived.tobytes() == sent.tobytes()
         assert arrived.flags.writeable
-    assert [*came[:8], came[9][1][1]] == [*values[:8], b"after"]
-    assert math.copysign(1, came[6]) == -1
+    assert [*received[:8], received[9][1][1]] == [*values[:8], b"after"]
+    assert math.copysign(1, received[6]) == -1
     with pytest.raises(TypeError, match="set cannot be sent"):
-        send(line, [{1}])
+        send(connection, [{1}])
 
 
-def test_more_than_the_kernel_holds_travels_both_ways_at_once(echo: tuple[Listener, tuple[str, int]]) -> None:
-    """Several times what socket buffers take, on several connections side by side."""
+def test_messages_larger_than_socket_buffers_travel_both_ways_at_once(echo: tuple[Listener, tuple[str, int]]) -> None:
+    """Each message is several times the size of a socket buffer, on several concurrent connections."""
     listener, address = echo
-    found: dict[int, bool] = {}
+    is_intact: dict[int, bool] = {}
 
-    def ask(number: int) -> None:
+    def send_and_check(number: int) -> None:
         data = np.full(30_000_000, number, np.uint8)
-        with connect(address, listener.secret, WAIT_S) as line:
+        with connect(address, listener.secret, WAIT_S) as connection:
             for _ in range(2):
-                send(line, [data])
-                [came] = receive(line)
-                found[number] = bool((came == number).all()) and came.size == data.size
+                send(connection, [data])
+                [received] = receive(connection)
+                is_intact[number] = bool((received == number).all()) and received.size == data.size
 
-    asking = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
-    for each in asking:
-        each.start()
-    for each in asking:
-        each.join(WAIT_S)
-    assert found == dict.fromkeys(range(3), True)
+    threads = [threading.Thread(target=send_and_check, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert is_intact == dict.fromkeys(range(3), True)
 
 
 @pytest.mark.parametrize(
-    "shown",
+    "secret",
     ["0" * 32, "", "GET / HTTP/1.1\r\nHost: parameters\r\n\r\n"],
     ids=["another secret", "nothing", "a browser"],
 )
-def test_who_does_not_know_the_secret_is_not_heard(shown: str) -> None:
-    heard: list[Any] = []
-    listener = start_server(heard.append)
-    with socket.create_connection(listener.listen("127.0.0.1"), timeout=WAIT_S) as line:
-        line.sendall(shown.encode())
-        with suppress(OSError):  # it may have hung up already
-            line.shutdown(socket.SHUT_WR)
+def test_a_client_without_the_secret_is_not_served(secret: str) -> None:
+    requests: list[Any] = []
+    listener = start_server(requests.append)
+    with socket.create_connection(listener.listen("127.0.0.1"), timeout=WAIT_S) as connection:
+        connection.sendall(secret.encode())
+        # The listener may have closed the connection already.
         with suppress(OSError):
-            assert line.recv(1) == b"", "it was answered"
-    assert heard == []
+            connection.shutdown(socket.SHUT_WR)
+        with suppress(OSError):
+            assert connection.recv(1) == b"", "the listener answered"
+    assert requests == []
 
 
-def test_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]) -> None:
-    """They have some seconds in all to show the secret, however little they say at a time, and only so many are
-    listened to.
-    """
+def test_unauthenticated_clients_do_not_keep_workers_out(
+    monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]
+) -> None:
+    """Clients have a fixed time in all to send the secret, however few bytes at a time, and their number is limited."""
     monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.3)
     monkeypatch.setattr(channel, "_MAX_UNAUTHENTICATED", 2)
     listener, address = echo
-    strangers = [socket.create_connection(address, timeout=WAIT_S) for _ in range(4)]
-    until(lambda: any(is_closed(each) for each in strangers), "nobody was sent away", WAIT_S)
-    said: list[int] = []
+    clients = [socket.create_connection(address, timeout=WAIT_S) for _ in range(4)]
+    until(lambda: any(is_closed(client) for client in clients), "no client was disconnected", WAIT_S)
+    attempts: list[int] = []
 
-    def are_gone() -> bool:
-        said.append(len(said))
-        for each in strangers:
+    def are_disconnected() -> bool:
+        attempts.append(len(attempts))
+        for client in clients:
             with suppress(OSError):
-                each.send(b"0")
+                client.send(b"0")
         return not listener._handshakes
 
-    until(are_gone, "they are heard out", WAIT_S)
-    assert len(said) < 32, "they were heard until they had shown as much as the secret has"
+    until(are_disconnected, "the clients stay connected", WAIT_S)
+    assert len(attempts) < 32, "the clients stayed connected until they had sent as many bytes as the secret has"
     monkeypatch.setattr(channel, "_HANDSHAKE_S", WAIT_S)
-    with connect(address, listener.secret, WAIT_S) as line:
-        send(line, ["a worker"])
-        assert receive(line) == ["a worker"]
-    for each in strangers:
-        each.close()
+    with connect(address, listener.secret, WAIT_S) as connection:
+        send(connection, ["a worker"])
+        assert receive(connection) == ["a worker"]
+    for client in clients:
+        client.close()
 
 
-def is_closed(line: socket.socket) -> bool:
-    line.setblocking(False)
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
     try:
-        return line.recv(1) == b""
+        return connection.recv(1) == b""
     except BlockingIOError:
         return False
     except OSError:
         return True
 
 
-def test_a_listener_outlives_a_lack_of_threads(
+def test_a_listener_survives_a_lack_of_threads(
     monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]
 ) -> None:
     listener, address = echo
-    start, refused = threading.Thread.start, list[str]()
+    start, refused_threads = threading.Thread.start, list[str]()
 
     def refuse_once(thread: threading.Thread) -> None:
-        if thread.name == "connection" and not refused:
-            refused.append(thread.name)
+        if thread.name == "connection" and not refused_threads:
+            refused_threads.append(thread.name)
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse_once)
-    with connect(address, listener.secret, WAIT_S) as line, pytest.raises(OSError, match=r"gone|reset|Broken"):
-        receive(line)
-    with connect(address, listener.secret, WAIT_S) as line:
-        send(line, ["welcome"])
-        assert receive(line) == ["welcome"]
-    assert refused == ["connection"]
+    with connect(address, listener.secret, WAIT_S) as connection, pytest.raises(OSError, match=r"gone|reset|Broken"):
+        receive(connection)
+    with connect(address, listener.secret, WAIT_S) as connection:
+        send(connection, ["welcome"])
+        assert receive(connection) == ["welcome"]
+    assert refused_threads == ["connection"]
 
 
-def test_an_answer_may_wait_until_another_one_is_read(echo: tuple[Listener, tuple[str, int]]) -> None:
-    """The kernel does not take a full buffer for a dead connection: no end of it has a limit on how long that
-    may be.
-    """
+def test_a_full_socket_buffer_is_not_taken_for_a_lost_connection(echo: tuple[Listener, tuple[str, int]]) -> None:
+    """The kernel has no limit on how long the buffer of either end of a connection may be full."""
     listener, address = echo
-    with connect(address, listener.secret, WAIT_S) as line:
-        assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-        assert line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    with connect(address, listener.secret, WAIT_S) as connection:
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
-def test_who_sends_something_else_is_hung_up_on_and_others_are_not(echo: tuple[Listener, tuple[str, int]]) -> None:
+def test_a_client_that_sends_another_format_is_disconnected_alone(echo: tuple[Listener, tuple[str, int]]) -> None:
     listener, address = echo
     with connect(address, listener.secret, WAIT_S) as good, connect(address, listener.secret, WAIT_S) as bad:
         payload = pickle.dumps(SimpleNamespace())
@@ -182,18 +181,18 @@ def test_who_sends_something_else_is_hung_up_on_and_others_are_not(echo: tuple[L
 
 
 @pytest.mark.parametrize("size", [-1, 1 << 60, "4", None], ids=str)
-def test_a_length_that_cannot_be_is_refused_before_memory_is_taken_for_it(
+def test_an_impossible_array_size_is_refused_before_memory_is_allocated(
     echo: tuple[Listener, tuple[str, int]], size: Any
 ) -> None:
     listener, address = echo
-    with connect(address, listener.secret, WAIT_S) as line:
-        line.sendall(pack_frame(json.dumps([{"__array__": size}]).encode()))
+    with connect(address, listener.secret, WAIT_S) as connection:
+        connection.sendall(pack_frame(json.dumps([{"__array__": size}]).encode()))
         with pytest.raises(OSError, match=r"gone|reset"):
-            receive(line)
+            receive(connection)
 
 
 class Handle:
-    """A server in this process, as the handle of an actor that can be started again."""
+    """The handle of a server actor that runs in this process and can be started again."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -215,10 +214,11 @@ def handles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Handle]:
     return [Handle(job), Handle(job)]
 
 
-def test_a_server_that_ended_is_lost_and_the_next_call_finds_the_one_in_its_place(handles: list[Handle]) -> None:
+def test_a_server_that_ended_is_lost_and_the_next_call_reaches_its_successor(handles: list[Handle]) -> None:
     servers = RayServers(tuple(handles))
     assert servers.call("era", [(), ()]) == [0, 0]
-    servers._lines[1].shutdown(socket.SHUT_RDWR)  # as the kernel does when a process ends
+    # The kernel does this when a process ends.
+    servers._lines[1].shutdown(socket.SHUT_RDWR)
     handles[1].start()
     handles[1].server._era = 7
     assert servers.call("era", [(), ()]) is None
@@ -227,13 +227,13 @@ def test_a_server_that_ended_is_lost_and_the_next_call_finds_the_one_in_its_plac
     assert pickle.loads(pickle.dumps(RayServers(("a", "b")))).handles == ("a", "b")
 
 
-def test_what_goes_wrong_in_a_server_is_raised_where_it_was_called(handles: list[Handle]) -> None:
+def test_an_error_in_a_server_is_raised_in_the_caller(handles: list[Handle]) -> None:
     servers = RayServers(tuple(handles))
 
-    def fails(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise DataError("the optimizer of a user does not like this")
 
-    handles[0].server.norms = fails  # type: ignore[method-assign]
+    handles[0].server.norms = fail  # type: ignore[method-assign]
     with pytest.raises(DataError, match="does not like this"):
         servers.call("norms", [(0, 0, []), (0, 0, [])])
     with pytest.raises(DataError, match="does not like this"):
@@ -241,29 +241,31 @@ def test_what_goes_wrong_in_a_server_is_raised_where_it_was_called(handles: list
     assert servers.call("era", [(), ()]) == [0, 0], "answers are mixed up after a failure"
 
 
-def test_nothing_but_what_servers_are_asked_for_can_be_called(handles: list[Handle]) -> None:
+def test_only_the_methods_of_the_protocol_can_be_called(handles: list[Handle]) -> None:
     assert RayServers(tuple(handles)).call("__reduce__", [(), ()]) is None
 
 
-def test_a_server_in_the_middle_of_a_call_is_not_well(handles: list[Handle]) -> None:
+def test_the_health_check_of_a_server_waits_for_a_running_call(handles: list[Handle]) -> None:
     """The coordinator ends servers that neither die nor answer."""
-    server, begun, go_on = handles[0].server, threading.Event(), threading.Event()
+    server = handles[0].server
+    call_started = threading.Event()
+    may_finish = threading.Event()
 
-    def slow() -> int:
-        begun.set()
-        assert go_on.wait(WAIT_S)
+    def wait_in_call() -> int:
+        call_started.set()
+        assert may_finish.wait(WAIT_S)
         return os.getpid()
 
-    server.era = slow  # type: ignore[method-assign]
-    asking = threading.Thread(target=RayServers((handles[0],)).call, args=("era", [()]))
-    asking.start()
-    assert begun.wait(WAIT_S)
-    looking = threading.Thread(target=server.well)
-    looking.start()
-    looking.join(0.2)
-    assert looking.is_alive()
-    go_on.set()
-    looking.join(WAIT_S)
-    asking.join(WAIT_S)
-    assert not looking.is_alive()
-    assert not asking.is_alive()
+    server.era = wait_in_call  # type: ignore[method-assign]
+    caller = threading.Thread(target=RayServers((handles[0],)).call, args=("era", [()]))
+    caller.start()
+    assert call_started.wait(WAIT_S)
+    health_check = threading.Thread(target=server.well)
+    health_check.start()
+    health_check.join(0.2)
+    assert health_check.is_alive()
+    may_finish.set()
+    health_check.join(WAIT_S)
+    caller.join(WAIT_S)
+    assert not health_check.is_alive()
+    assert not caller.is_alive()
