@@ -52,7 +52,7 @@ def test_only_nodes_with_the_labels_count_as_capacity() -> None:
         return workers_that_fit(config.replace(**fields), ClusterCapacity({"CPU": 100.0}, NODES))
 
     assert fit() == 8
-    assert fit(scaling__label_selector={"zone": "a"}) == 2, "a worker is on one node, and the third is dead"
+    assert fit(scaling__label_selector={"zone": "a"}) == 2, "a worker fits on one node only, and the third node is dead"
     assert fit(scaling__label_selector={"zone": "in(a,b)"}) == 3
     with pytest.raises(
         ConfigError,

@@ -146,7 +146,7 @@ def test_the_elastic_policy_counts_fractional_gpus_per_node_as_ray_places_them()
     assert policy._count_in([{"CPU": 16.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 1.0}]) == 3
     fifths = policy_of(scaling__gpus_per_worker=0.2)
     assert fifths._count_in([{"CPU": 16.0, "GPU": 1.0}]) == 5
-    assert fifths._count_in([{"CPU": 16.0, "GPU": 2.0}]) == 9, "as many as the run may have"
+    assert fifths._count_in([{"CPU": 16.0, "GPU": 2.0}]) == 9, "scaling.max_workers limits the number"
 
 
 @pytest.mark.parametrize(

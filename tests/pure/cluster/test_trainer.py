@@ -92,7 +92,7 @@ def test_the_trainer_is_ray_trains_torch_trainer_without_its_process_group(
     backend = trainer.backend_config.backend_cls
     assert backend.on_start is Backend.on_start, "the backend opens no process group"
     assert backend.has_replica_groups == (recovery == "in_place")
-    assert trainer.backend_config.train_func_context is nullcontext, "the device is the worker's choice"
+    assert trainer.backend_config.train_func_context is nullcontext, "the worker chooses its device itself"
     monkeypatch.setattr(TorchTrainer, "fit", lambda trainer: _raise(ControllerError(ValueError("wrong"))))
     with pytest.raises(TrainingFailedError):
         fit(WorkerArgs(job, None), 2, threading.Event())

@@ -139,14 +139,14 @@ def test_each_epoch_crops_an_image_differently() -> None:
     assert len({task.decode_training(ROWS, np.full(3, key))["image"].row(0).tobytes() for key in range(5)}) == 5
 
 
-def scored(model: nn.Module, size: int, chunk_rows: int | None = None) -> Any:
+def score_chunks(model: nn.Module, size: int, chunk_rows: int | None = None) -> Any:
     task = task_of()
     return task, list(score(task, model, task.decode(ROWS), size, CPU, chunk_rows=chunk_rows))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_perfect_detector_has_a_precision_of_one(size: int) -> None:
-    task, chunks = scored(Seeing(), size)
+    task, chunks = score_chunks(Seeing(), size)
     labels = [labels.tolist() for chunk in chunks for labels in chunk.states["map"]["detection_labels"]]
     assert labels == [[1, 2], [], [1]], "the padding of an output is not a detection"
     evaluation = combine(task, chunks)
@@ -156,11 +156,11 @@ def test_a_perfect_detector_has_a_precision_of_one(size: int) -> None:
 
 
 def test_a_class_that_is_never_detected_lowers_the_precision() -> None:
-    assert combine(*scored(Seeing(blind=True), 2)).values["map"] == 0.5
+    assert combine(*score_chunks(Seeing(blind=True), 2)).values["map"] == 0.5
 
 
 def test_precision_is_resampled_by_rows() -> None:
-    task, chunks = scored(Seeing(blind=True), 1)
+    task, chunks = score_chunks(Seeing(blind=True), 1)
     counts = np.array([[1, 1, 1], [0, 0, 2], [2, 1, 0]])
     assert resample(task, chunks, "map", counts).tolist() == [0.5, 1.0, 0.5]
 
@@ -174,7 +174,9 @@ def test_predictions_are_written_and_read_as_lists() -> None:
     assert table.column("boxes").to_pylist() == [ROWS["boxes"].row(i).tolist() for i in range(3)]
     assert table.column("labels").to_pylist() == [[1, 2], [], [1]]
     assert table.column("scores").to_pylist() == [[1.0, 1.0], [], [1.0]]
-    assert to_list_array(ROWS["boxes"][2:]).to_pylist() == [[[0.0, 0.0, 31.0, 33.0]]], "the last of the rows"
+    assert to_list_array(ROWS["boxes"][2:]).to_pylist() == [[[0.0, 0.0, 31.0, 33.0]]], (
+        "a slice converts only its own rows"
+    )
     again = ragged_lists(table.column("boxes"))
     assert again is not None
     assert np.array_equal(again.values, ROWS["boxes"].values)

@@ -89,7 +89,7 @@ def test_an_animated_png_decodes_to_its_still_image() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in every_kind() if not kind.startswith(("bmp", "tiff"))])
-def test_an_image_that_is_cut_off_is_refused(kind: str) -> None:
+def test_a_truncated_image_is_refused(kind: str) -> None:
     encoded = every_kind()[kind]
     # The last bytes of a PNG file are the checksum of an empty chunk.
     for size in {len(encoded) * part // 20 for part in range(1, 20)} | {len(encoded) - (5 if "png" in kind else 1)}:
@@ -133,7 +133,7 @@ def test_a_png_with_too_few_rows_is_refused(interlaced: int, decode: Any) -> Non
     for missing in (1, 9, 30, 60):
         with pytest.raises(ValueError, match=r"its image data ends \d+ bytes too early|file is truncated"):
             decode(png(header, zlib.compress(rows[:-missing])))
-    assert decode(png(header, zlib.compress(bytes(len(rows))))).sum() == 0, "all black, and whole"
+    assert decode(png(header, zlib.compress(bytes(len(rows))))).sum() == 0, "the complete image is accepted"
 
 
 def test_a_colour_that_the_palette_of_a_png_lacks_is_refused() -> None:
@@ -141,9 +141,7 @@ def test_a_colour_that_the_palette_of_a_png_lacks_is_refused() -> None:
     encoded = png((2, 2, 8, 3, 0, 0, 0), data, palette)
     with pytest.raises(ValueError, match="a pixel has the color 3 of a palette of 3 colors"):
         decode_image(encoded)
-    assert decode_mask(encoded).tolist() == [[0, 1], [2, 3]], (
-        "of a mask the indices are the classes, whatever their colours"
-    )
+    assert decode_mask(encoded).tolist() == [[0, 1], [2, 3]], "the classes of a mask are its indices, not its colours"
 
 
 def test_a_wrong_checksum_of_image_data_is_refused() -> None:
@@ -171,7 +169,7 @@ def test_a_wrong_checksum_of_image_data_is_refused() -> None:
         (b"hello, world", r"it is no image: it begins with b'hello, w'"),
     ],
 )
-def test_what_is_no_image_is_named(content: bytes, reason: str) -> None:
+def test_a_file_that_is_not_an_image_is_refused_with_its_kind(content: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         decode_image(content)
 

@@ -39,7 +39,7 @@ class ScoresInData(ImageClassification):
         return batch["image"]
 
 
-def scored() -> dict[str, Any]:
+def score_random_rows() -> dict[str, Any]:
     random = np.random.default_rng(0)
     arrays = {
         "image": random.standard_normal((ROWS, CLASSES)).astype(np.float32),
@@ -54,10 +54,10 @@ def scored() -> dict[str, Any]:
 
 
 def test_deterministic_counts_are_equal_and_build_no_table_of_rows_and_bins() -> None:
-    nondeterministic = scored()
+    nondeterministic = score_random_rows()
     use_deterministic_algorithms(True)
     with MaxTensorBytes() as largest:
-        assert scored() == nondeterministic
+        assert score_random_rows() == nondeterministic
     assert 0.4 < nondeterministic["accuracy"] < 0.7
     assert largest.bytes == 8 * CLASSES**2, "a table of rows and bins was allocated"
 
@@ -111,13 +111,13 @@ def test_a_chunk_consists_of_whole_forward_passes(rows: int) -> None:
     sizes = [chunk.rows for chunk in score(task, nn.Identity(), arrays, 8, CPU)]
     assert sum(sizes) == rows
     assert all(size % 8 == 0 for size in sizes[:-1])
-    assert len(sizes) <= 100, "an update of a metric costs much more than a row"
+    assert len(sizes) <= 100, "chunks are large because an update of a metric costs much more than a row"
 
 
 def test_a_chunk_of_rows_of_different_length_is_one_forward_pass() -> None:
     class Words(ScoresInData):
         def forward(self, model: nn.Module, batch: Batch) -> Any:
-            assert batch["image"].shape[1] == int(batch["image_lengths"].max()), "padded to the longest row of the pass"
+            assert batch["image"].shape[1] == int(batch["image_lengths"].max()), "a pass is padded to its longest row"
             return torch.zeros(len(batch["label"]), 3)
 
     rows = 1000

@@ -50,7 +50,7 @@ class OfToken(nn.Module):
         return scores if self.last else scores.movedim(2, 1)
 
 
-def tagging(classes_last: bool = True, kind: str = "list", **init_args: Any) -> ModuleTask:
+def tagging_task(classes_last: bool = True, kind: str = "list", **init_args: Any) -> ModuleTask:
     arguments = {
         "model": {"class_path": f"{__name__}.OfToken"},
         "inputs": ["tokens"],
@@ -62,7 +62,7 @@ def tagging(classes_last: bool = True, kind: str = "list", **init_args: Any) -> 
     return task
 
 
-def lists(rows: list[list[int]]) -> Ragged:
+def ragged_of(rows: list[list[int]]) -> Ragged:
     return Ragged.of(rows, np.int64)
 
 
@@ -71,23 +71,23 @@ def rows_of_ragged(values: Any) -> list[Any]:
     return [values.row(i).tolist() for i in range(len(values))]
 
 
-WITHOUT_TAGS: Arrays = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
+WITHOUT_TAGS: Arrays = WithoutTargets(tagging_task())({"tokens": ragged_of(TOKENS)})
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize(
     ("task", "model", "name"),
     [
-        (tagging(), OfToken(), "predicted_index"),
-        (tagging(pad_to=4), OfToken(), "predicted_index"),
-        (tagging(False), OfToken(3, last=False), "predicted"),
-        (tagging(False), OfToken(1), "predicted"),
+        (tagging_task(), OfToken(), "predicted_index"),
+        (tagging_task(pad_to=4), OfToken(), "predicted_index"),
+        (tagging_task(False), OfToken(3, last=False), "predicted"),
+        (tagging_task(False), OfToken(1), "predicted"),
     ],
 )
 def test_predictions_of_tokens_are_as_long_as_their_rows(
     task: ModuleTask, model: OfToken, name: str, size: int
 ) -> None:
-    rows = task.decode({"tokens": lists(TOKENS), "tags": np.zeros(5, np.int64)})
+    rows = task.decode({"tokens": ragged_of(TOKENS), "tags": np.zeros(5, np.int64)})
     batches = [to_batch(rows, slice(low, low + size)) for low in range(0, 5, size)]
     predictions = concat_fields([task.predictions(task.forward(model, batch), batch)[name] for batch in batches])
     scores = [[model.scores.weight[token] for token in row] for row in TOKENS]
@@ -101,7 +101,7 @@ def test_predictions_of_tokens_are_as_long_as_their_rows(
 
 
 def test_a_part_has_one_prediction_per_token_for_every_batch_size() -> None:
-    task = tagging()
+    task = tagging_task()
     actor = PredictActor.__new__(PredictActor)
     actor._device, actor._predict = torch.device("cpu"), lambda batch: task.forward(OfToken(), batch)
     fields = {name: spec_of_values(values) for name, values in WITHOUT_TAGS.items()}
@@ -119,7 +119,7 @@ def test_a_result_predicts_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Result, "load_model", lambda self, checkpoint: OfToken())
     job = SimpleNamespace(config=SimpleNamespace(evaluate=SimpleNamespace(batch_size=2)))
     monkeypatch.setattr(Result, "_job", job)
-    predictions = Result(Path("run"), {}, tagging()).predict({"tokens": lists(TOKENS)})
+    predictions = Result(Path("run"), {}, tagging_task()).predict({"tokens": ragged_of(TOKENS)})
     assert [len(row) for row in rows_of_ragged(predictions["predicted_index"])] == [len(row) for row in TOKENS]
 
 
@@ -137,7 +137,7 @@ def test_outputs_that_match_no_padded_list_are_refused() -> None:
         DataError,
         match=r"of shape \(5, 3\), of rows whose lists are padded: 'tokens' to 5; which of these they go along",
     ):
-        tagging().predictions(tagging().forward(Halved(), batch), batch)
+        tagging_task().predictions(tagging_task().forward(Halved(), batch), batch)
 
 
 CLASSIFICATION = "torchmetrics.classification"
@@ -145,9 +145,9 @@ ACCURACY = {"class_path": f"{CLASSIFICATION}.MulticlassAccuracy", "init_args": {
 
 
 def test_a_chunk_that_has_only_empty_rows_is_evaluated() -> None:
-    task, rows = tagging(metrics={"accuracy": ACCURACY}), [[4, 1, 5], [7], [], []]
+    task, rows = tagging_task(metrics={"accuracy": ACCURACY}), [[4, 1, 5], [7], [], []]
     tags = [[int(OfToken().scores.weight[token].argmax()) for token in row] for row in rows]
-    arrays = task.decode({"tokens": lists(rows), "tags": lists(tags)})
+    arrays = task.decode({"tokens": ragged_of(rows), "tags": ragged_of(tags)})
     evaluation = combine(task, score(task, OfToken(), arrays, 2, torch.device("cpu")))
     assert evaluation.values["accuracy"] == 1
     assert evaluation.values == combine(task, score(task, OfToken(), arrays, 4, torch.device("cpu"))).values
@@ -158,9 +158,9 @@ def test_a_chunk_that_has_only_empty_rows_is_evaluated() -> None:
 def test_the_loss_of_a_micro_batch_of_one_token_per_row_is_the_mean_over_tokens(
     rows: Any, outputs: int, loss: Any
 ) -> None:
-    task, model = tagging(False, loss=loss), OfToken(outputs, last=outputs == 1)
+    task, model = tagging_task(False, loss=loss), OfToken(outputs, last=outputs == 1)
     tags = [[token % 3 for token in row] for row in rows]
-    batch = to_batch(task.decode({"tokens": lists(rows), "tags": lists(tags)}))
+    batch = to_batch(task.decode({"tokens": ragged_of(rows), "tags": ragged_of(tags)}))
     sums = sum_losses(task, Losses.of(task.loss(task.forward(model, batch), batch)))
     scores, target = model.scores.weight[[*chain(*rows)]], torch.tensor([*chain(*tags)])
     expected = nn.CrossEntropyLoss()(scores, target) if outputs == 3 else nn.MSELoss()(scores[:, 0], target.float())
@@ -174,18 +174,18 @@ def test_a_row_with_more_tags_than_tokens_is_named(tmp_path: Path) -> None:
     dataset = open_dataset(table_data(tmp_path / "tagged", data)["path"])
     for task, message in (
         (
-            tagging(max_length=2),
+            tagging_task(max_length=2),
             r"row group 2, row 5: 7 numbers in 'tags', 6 in 'tokens'; there must be one for each of these",
         ),
-        (tagging(max_length=2, inputs={"tokens": "tokens", "labels": "tags"}), None),
-        (tagging(False), None),
+        (tagging_task(max_length=2, inputs={"tokens": "tokens", "labels": "tags"}), None),
+        (tagging_task(False), None),
     ):
         prepared = task.prepare(dataset.facts)
         fields = probe(dataset, prepared.columns(), prepared.decode)
         source = RowSource(Reader(dataset.root, prepared.columns(), prepared.decode, fields), dataset.manifest, 64)
         with nullcontext() if message is None else pytest.raises(DataError, match=message):
             load_all(fetch_in_process, source)
-    without_tags = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
+    without_tags = WithoutTargets(tagging_task())({"tokens": ragged_of(TOKENS)})
     assert len(without_tags["tags"]) == len(TOKENS), "the substitute for the tags has one value per row"
 
 
@@ -197,10 +197,10 @@ def test_classes_in_arrays_may_have_any_integer_type(kind: Any, labels: bool) ->
     )
     arguments = {"loss": {"class_path": "torch.nn.BCEWithLogitsLoss"}} if labels else {}
     task, model = (
-        tagging(not labels, "array", **arguments, train_accuracy=True, metrics={"accuracy": metric}),
+        tagging_task(not labels, "array", **arguments, train_accuracy=True, metrics={"accuracy": metric}),
         OfToken(1 if labels else 3),
     )
-    tokens = lists([[4, 1, 5], [7, 2, 2]])
+    tokens = ragged_of([[4, 1, 5], [7, 2, 2]])
     tags = np.array([[0, 1, 1], [1, 0, 1]])
     results = []
     for typed_tags in (tags, tags.astype(kind)):
@@ -215,7 +215,7 @@ class Boxed(BatchTask):
     """A task that accepts lists of lists as its target."""
 
     def eval_outputs(self, model: nn.Module, batch: Any) -> Any:
-        """Not called."""
+        """Raises an error, since no test of this file evaluates."""
         raise NotImplementedError
 
 
@@ -227,6 +227,6 @@ def test_a_target_of_lists_of_lists_is_refused(tmp_path: Path) -> None:
     facts = open_dataset(table_data(tmp_path / "boxes", columns | {"tokens": tokens})["path"]).facts
     for name in kinds:
         with pytest.raises(DataError, match=f"target names '{name}', and of .* that holds lists of lists, "):
-            tagging(target=name, loss={"class_path": "torch.nn.MSELoss"}).prepare(facts)
+            tagging_task(target=name, loss={"class_path": "torch.nn.MSELoss"}).prepare(facts)
         assert Boxed({"class_path": "x"}, ["tokens", name], name).prepare(facts).kinds[name] == "list"
-        assert tagging(inputs=[name], target="tokens").prepare(facts).kinds[name] == "list"
+        assert tagging_task(inputs=[name], target="tokens").prepare(facts).kinds[name] == "list"

@@ -176,10 +176,12 @@ def test_a_group_without_workers_gets_pending_workers() -> None:
     assert (holds.joining, holds.waiting_reason) == (0, "0 of at least 2 workers; waiting for capacity")
 
 
-def test_standby_workers_start_where_there_is_capacity_and_start_alone_if_all_others_are_lost() -> None:
+def test_standby_workers_start_with_free_capacity_and_replace_all_lost_workers() -> None:
     standby = {"standby_workers": 1}
     assert [resize_of(4, possible, standby).pending for possible in (4, 5, 9)] == [0, 1, 1]
-    assert decide(state_of(config=standby, possible=5, ready=1)) == Start(4, may_grow=False), "1 is too few"
+    assert decide(state_of(config=standby, possible=5, ready=1)) == Start(4, may_grow=False), (
+        "one ready worker is below the minimum"
+    )
     assert decide(state_of(config=standby, possible=5, ready=2)) == Start(2, may_grow=True)
     joins = resize_of(3, 5, standby, pending=1, ready=1, unreplaced=1)
     assert (joins.joining, joins.pending) == (1, 1), "another standby worker starts for the one that joins"
@@ -241,5 +243,5 @@ def test_ranks_are_resolved_in_the_generation_of_the_record() -> None:
     """Rank 1 waits already, so rank 2 is the second of the workers that step."""
     heartbeats = [Heartbeat(name, "n", "h", 1, generation=7, rank=rank) for name, rank in (("a", 0), ("c", 2))]
     assert slow_workers(record_of("1.7", {"2": 3.0, "1": 2.0}), heartbeats) == {"c": 3.0}
-    assert slow_workers(record_of("1.6", {"2": 3.0}), heartbeats) == {}, "ranks of an earlier generation"
+    assert slow_workers(record_of("1.6", {"2": 3.0}), heartbeats) == {}, "ranks of an earlier generation are ignored"
     assert slow_workers(record_of("1.17", {"2": 3.0}), heartbeats) == {}
