@@ -37,8 +37,9 @@ def slot_queries(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_each_slot_is_queried_once_and_workers_without_a_slot_are_given_up(slot_queries: Counter[str]) -> None:
     pending_workers, now = PendingWorkers(None, 1, bool), time.monotonic()
     pending_workers._pending = [
-        PendingWorker(None, group, None, group, now - 1, now + 60) for group in ("a", "no slot", "b")
-    ]  # type: ignore[arg-type]
+        PendingWorker(None, group, None, group, now - 1, now + 60)  # type: ignore[arg-type]
+        for group in ("a", "no slot", "b")
+    ]
     assert pending_workers.poll() == [NO_CAPACITY]
     assert [pending_workers.poll() for _ in range(9)] == [[]] * 9
     assert len(pending_workers) == 2
