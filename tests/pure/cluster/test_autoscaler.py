@@ -1,4 +1,4 @@
-"""Whether an autoscaler is there, by what Ray's own processes say."""
+"""Detection of an autoscaler from the status that Ray's own processes report."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ray_app.cluster.ray_private import max_resources
 GROWS = {"CPU": math.inf, "GPU": math.inf}
 
 
-def told(types: dict[str, str]) -> bytes:
+def encoded_status(types: dict[str, str]) -> bytes:
     return json.dumps({"autoscaler_report": {"node_type_mapping": types}}).encode()
 
 
 @pytest.mark.parametrize(
-    ("is_v2", "status", "names", "found"),
+    ("is_v2", "status", "names", "limits"),
     [
-        (False, told({"1": "node_1a2b"}), ["headgroup"], None),
-        (False, told({"10.0.0.1": "headgroup", "10.0.0.2": "workers"}), [], GROWS),
-        (False, told({}), [], None),
+        (False, encoded_status({"1": "node_1a2b"}), ["headgroup"], None),
+        (False, encoded_status({"10.0.0.1": "headgroup", "10.0.0.2": "workers"}), [], GROWS),
+        (False, encoded_status({}), [], None),
         (False, None, ["headgroup"], None),
         (False, b"no JSON", [], None),
         (False, b"{}", [], None),
         (False, b'{"autoscaler_report": null}', [], None),
         (True, None, ["headgroup", "workers"], GROWS),
-        (True, told({"1": "node_1a2b"}), ["node_1a2b", ""], None),
+        (True, encoded_status({"1": "node_1a2b"}), ["node_1a2b", ""], None),
         (True, None, None, None),
     ],
 )
-def test_one_that_only_looks_is_none(
-    monkeypatch: pytest.MonkeyPatch, is_v2: bool, status: bytes | None, names: list[str] | None, found: Any
+def test_only_an_autoscaler_that_can_start_nodes_sets_limits(
+    monkeypatch: pytest.MonkeyPatch, is_v2: bool, status: bytes | None, names: list[str] | None, limits: Any
 ) -> None:
     def cluster_status(address: str) -> Any:
         if names is None:
@@ -49,9 +49,9 @@ def test_one_that_only_looks_is_none(
     monkeypatch.setattr(utils, "is_autoscaler_v2", lambda fetch_from_server: is_v2)
     monkeypatch.setattr(sdk, "get_cluster_status", cluster_status)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="there"))
-    assert max_resources() == found
+    assert max_resources() == limits
 
 
-def test_what_ray_knows_of_its_limits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_maximum_resources_of_the_cluster_configuration_are_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_private.state, "get_max_resources_from_cluster_config", lambda: {"CPU": 8})
     assert max_resources() == {"CPU": 8.0}

@@ -1,4 +1,4 @@
-"""Selectors of nodes: what they mean, and what is none."""
+"""Label selectors of nodes: the nodes that they select, and invalid selectors."""
 
 from __future__ import annotations
 
@@ -33,24 +33,26 @@ NODES: list[dict[str, Any]] = [
         ({"zone": "a", "gpu": "a100"}, []),
     ],
 )
-def test_a_selector_means_what_it_means_to_ray(selector: dict[str, str] | None, expected: list[str]) -> None:
+def test_a_label_selector_selects_the_nodes_that_ray_selects(
+    selector: dict[str, str] | None, expected: list[str]
+) -> None:
     assert [node["NodeID"] for node in nodes_with_labels(NODES, selector)] == expected
 
 
-def test_what_is_no_selector_is_refused() -> None:
+def test_an_invalid_label_selector_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"scaling.label_selector is \{'zone': 'a b'\}: Invalid label selector value"):
         nodes_with_labels(NODES, {"zone": "a b"})
     assert known_labels(NODES) == "gpu: h100, zone: a, zone: b"
 
 
-def test_only_labelled_nodes_count_when_the_run_must_fit() -> None:
+def test_only_nodes_with_the_labels_count_as_capacity() -> None:
     config = Config().replace(scaling__max_workers=8, scaling__cpus_per_worker=2, data__global_batch_size=64)
 
     def fit(**fields: Any) -> int:
         return workers_that_fit(config.replace(**fields), ClusterCapacity({"CPU": 100.0}, NODES))
 
     assert fit() == 8
-    assert fit(scaling__label_selector={"zone": "a"}) == 2, "a worker is on one node, and the third is dead"
+    assert fit(scaling__label_selector={"zone": "a"}) == 2, "a worker fits on one node only, and the third node is dead"
     assert fit(scaling__label_selector={"zone": "in(a,b)"}) == 3
     with pytest.raises(
         ConfigError,

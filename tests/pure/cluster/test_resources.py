@@ -1,5 +1,5 @@
-"""How many workers `scaling.max_workers: all` are, which GPUs stay idle, and where evaluator and parameter servers may
-be.
+"""The number that `scaling.max_workers: all` resolves to, idle GPUs, and label selectors of the evaluator and the
+parameter servers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from ray.train import ScalingConfig
 
 from ray_app import load_config
-from ray_app.cluster import resources as place
+from ray_app.cluster import resources as resources_module
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy
 from ray_app.cluster.resources import ClusterCapacity, count_fitting_on_gpus, resolve_max_workers, workers_that_fit
 from ray_app.config.checks import check_config
@@ -40,14 +40,14 @@ ALL = Config().replace(
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_node_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 32.0, "GPU": 8.0})
     monkeypatch.setattr(ray, "nodes", lambda: NODES)
-    monkeypatch.setattr(place, "max_resources", lambda: None)
+    monkeypatch.setattr(resources_module, "max_resources", lambda: None)
 
 
-@pytest.mark.usefixtures("joined")
+@pytest.mark.usefixtures("two_node_cluster")
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -60,35 +60,37 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train__strategy": "single"}, 1),
     ],
 )
-def test_all_are_as_many_as_the_cluster_has_room_for(fields: dict[str, Any], expected: int) -> None:
+def test_all_resolves_to_the_number_of_workers_that_fit_into_the_cluster(fields: dict[str, Any], expected: int) -> None:
     config = ALL.replace(**fields)
     check_config(config)
     assert resolve_max_workers(config).scaling.max_workers == expected
     assert resolve_max_workers(config).replace(scaling__max_workers="all") == config
 
 
-def test_all_of_a_cluster_that_grows_are_what_it_may_become(joined: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "max_resources", lambda: {"CPU": 102.0})
+def test_all_resolves_to_the_largest_size_that_the_autoscaler_allows(
+    two_node_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources_module, "max_resources", lambda: {"CPU": 102.0})
     assert resolve_max_workers(ALL).scaling.max_workers == 100
 
 
-def test_all_of_a_cluster_that_grows_nobody_knows_how_far_are_refused(
-    joined: None, monkeypatch: pytest.MonkeyPatch
+def test_all_is_refused_on_a_cluster_whose_autoscaler_has_no_known_limit(
+    two_node_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "max_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
+    monkeypatch.setattr(resources_module, "max_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
     with pytest.raises(ConfigError, match=r"does not tell how many nodes it may start; give a number"):
         resolve_max_workers(ALL)
     assert resolve_max_workers(ALL.replace(scaling__logical_workers=6)).scaling.max_workers == 6
     assert (
         workers_that_fit(
             ALL.replace(scaling__max_workers=4, scaling__min_workers=4),
-            ClusterCapacity({}, max_resources=place.max_resources()),
+            ClusterCapacity({}, max_resources=resources_module.max_resources()),
         )
         == 4
     )
 
 
-def test_parts_of_a_gpu_add_up(joined: None) -> None:
+def test_fractional_gpus_of_workers_share_one_gpu(two_node_cluster: None) -> None:
     config = ALL.replace(scaling__max_workers=9, scaling__gpus_per_worker=0.2)
     assert workers_that_fit(config, ClusterCapacity({"CPU": 32.0, "GPU": 1.0})) == 5
     labelled = config.replace(scaling__label_selector={"zone": "a"})
@@ -96,7 +98,7 @@ def test_parts_of_a_gpu_add_up(joined: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "each", "expected"),
+    ("free_gpus", "gpus_per_worker", "expected"),
     [
         (2.0, 0.6, 2),
         (2.0, 0.5, 4),
@@ -109,12 +111,14 @@ def test_parts_of_a_gpu_add_up(joined: None) -> None:
         (math.inf, 0.6, math.inf),
     ],
 )
-def test_a_part_of_a_gpu_is_one_of_one_gpu(free: float, each: float, expected: float) -> None:
-    assert count_fitting_on_gpus(free, each) == expected
+def test_a_fractional_gpu_is_a_fraction_of_a_single_gpu(
+    free_gpus: float, gpus_per_worker: float, expected: float
+) -> None:
+    assert count_fitting_on_gpus(free_gpus, gpus_per_worker) == expected
 
 
-def test_workers_that_have_more_than_half_a_gpu_have_one_for_themselves(
-    joined: None, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_needs_more_than_half_a_gpu_occupies_a_whole_one(
+    two_node_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ALL.replace(scaling__max_workers=9, scaling__gpus_per_worker=0.6)
     assert workers_that_fit(config, ClusterCapacity({"CPU": 32.0, "GPU": 2.0})) == 2
@@ -129,20 +133,20 @@ def test_workers_that_have_more_than_half_a_gpu_have_one_for_themselves(
     )
 
 
-def sizes(**fields: Any) -> ElasticPolicy:
-    """The scaling policy of a run that may have 9 workers, outside of Ray."""
+def policy_of(**fields: Any) -> ElasticPolicy:
+    """Returns the scaling policy of a run of at most 9 workers, without Ray."""
     config = ALL.replace(scaling__max_workers=9, **fields)
     resources = {"CPU": config.scaling.cpus_per_worker, "GPU": config.scaling.gpus_per_worker}
     scaling = ScalingConfig(num_workers=(1, 9), use_gpu=True, resources_per_worker=resources)
     return ElasticPolicy(scaling, config, 2.0)
 
 
-def test_a_running_job_counts_parts_of_gpus_on_each_node_as_ray_places_them() -> None:
-    policy = sizes(scaling__gpus_per_worker=0.6)
+def test_the_elastic_policy_counts_fractional_gpus_per_node_as_ray_places_them() -> None:
+    policy = policy_of(scaling__gpus_per_worker=0.6)
     assert policy._count_in([{"CPU": 16.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 1.0}]) == 3
-    fifths = sizes(scaling__gpus_per_worker=0.2)
+    fifths = policy_of(scaling__gpus_per_worker=0.2)
     assert fifths._count_in([{"CPU": 16.0, "GPU": 1.0}]) == 5
-    assert fifths._count_in([{"CPU": 16.0, "GPU": 2.0}]) == 9, "as many as the run may have"
+    assert fifths._count_in([{"CPU": 16.0, "GPU": 2.0}]) == 9, "scaling.max_workers limits the number"
 
 
 @pytest.mark.parametrize(
@@ -155,8 +159,8 @@ def test_a_running_job_counts_parts_of_gpus_on_each_node_as_ray_places_them() ->
         ({"scaling__gpus_per_worker": 1.0, "scaling__cpus_per_worker": 6}, 5),
     ],
 )
-def test_no_worker_is_begun_on_the_gpu_of_the_evaluator(fields: dict[str, Any], expected: int) -> None:
-    assert sizes(**fields)._limit_by_total_resources(NODES) == expected
+def test_no_worker_starts_on_the_gpu_of_the_evaluator(fields: dict[str, Any], expected: int) -> None:
+    assert policy_of(**fields)._limit_by_total_resources(NODES) == expected
 
 
 def test_several_gpus_for_a_worker_are_refused_since_it_uses_one() -> None:
@@ -166,20 +170,20 @@ def test_several_gpus_for_a_worker_are_refused_since_it_uses_one() -> None:
         check_config(ALL.replace(scaling__gpus_per_worker=2))
 
 
-def test_all_of_a_run_that_exists_are_those_it_began_with(joined: None) -> None:
+def test_all_resolves_to_the_stored_number_when_a_run_resumes(two_node_cluster: None) -> None:
     assert resolve_max_workers(ALL, ALL.replace(scaling__max_workers=4)).scaling.max_workers == 4
 
 
-def test_a_submission_says_why_all_cannot_be_counted(
-    joined: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_submission_reports_why_all_cannot_be_resolved(
+    two_node_cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(place, "max_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
-    found = inspect(ALL.replace(run__storage_path=str(tmp_path), run__name="new"))
-    assert [(one.level, one.topic) for one in found.findings] == [("refused", "resources")]
-    assert "give a number" in found.findings[0].text
+    monkeypatch.setattr(resources_module, "max_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
+    inspection = inspect(ALL.replace(run__storage_path=str(tmp_path), run__name="new"))
+    assert [(finding.level, finding.topic) for finding in inspection.findings] == [("refused", "resources")]
+    assert "give a number" in inspection.findings[0].text
 
 
-def test_all_of_this_machine_are_its_cores_or_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_resolves_to_the_cores_or_gpus_of_a_single_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
@@ -189,9 +193,12 @@ def test_all_of_this_machine_are_its_cores_or_gpus(monkeypatch: pytest.MonkeyPat
     assert resolve_max_workers(ALL.replace(scaling__cpus_per_worker=24)).scaling.max_workers == 1
 
 
-def test_the_number_of_the_first_start_is_kept(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_the_number_of_workers_of_its_first_start(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test of this process may have a cluster
+    # Another test of this process may have started a cluster.
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     config = load_config(
         ROOT / "conf" / "digits.yaml",
@@ -217,12 +224,12 @@ def test_the_number_of_the_first_start_is_kept(digits: Path, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("value", [0, -1, "many", None])
-def test_other_words_and_numbers_are_refused(value: Any) -> None:
+def test_other_values_of_max_workers_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"scaling\.max_workers is"):
         check_config(ALL.replace(scaling__max_workers=value))
 
 
-def test_idle_gpus_are_told() -> None:
+def test_idle_gpus_are_reported() -> None:
     four = ALL.replace(scaling__max_workers=4, scaling__gpus_per_worker=1, evaluate__num_gpus=1)
     assert idle_gpus(four, 4, NODES) == (
         "3 of the 8 GPUs of the cluster are not used by this run. Raise scaling.max_workers (all: as many as fit), or"
@@ -236,7 +243,7 @@ def test_idle_gpus_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (
             {"evaluate__label_selector": {"zone": "c"}},
@@ -250,18 +257,18 @@ def test_idle_gpus_are_told() -> None:
         ),
     ],
 )
-def test_a_place_that_no_node_has_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_a_label_selector_that_matches_no_node_is_refused(fields: dict[str, Any], message: str) -> None:
     config = ALL.replace(scaling__max_workers=2)
     for allowed in (
         {"evaluate__label_selector": {"zone": "in(a,b)"}},
         fields | {"data__eval_path": None, "train__strategy": "ddp"},
     ):
         assert workers_that_fit(config.replace(**allowed), ClusterCapacity({"CPU": 64.0}, NODES)) == 2
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         workers_that_fit(config.replace(**fields), ClusterCapacity({"CPU": 64.0}, NODES))
 
 
-def test_what_nobody_looks_at_is_refused() -> None:
+def test_settings_without_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluate.num_gpus is 2, but the evaluator computes on one GPU"):
         check_config(ALL.replace(evaluate__num_gpus=2))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Which of the two ways to recover a run has, and the name under which its starts ask for resources."""
+"""The choice between the two kinds of recovery, and the name under which starts request resources."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ from ray_app.config.config import Config
 from ray_app.runlog.paths import RunPaths
 
 
-def test_with_a_ray_of_other_internals_all_workers_restart_and_it_is_said(
+def test_with_other_ray_internals_all_workers_restart_and_a_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert _recovers_in_place(Config())
     assert not _recovers_in_place(Config().replace(failure__recovery="restart"))
     assert not caplog.records
-    monkeypatch.setitem(
-        sys.modules, "ray_app.cluster.controller.controller", None
-    )  # as if something that it imports were not there
+    # This imitates a missing import of the module.
+    monkeypatch.setitem(sys.modules, "ray_app.cluster.controller.controller", None)
     assert not _recovers_in_place(Config())
     [warning] = caplog.records
     assert "lacks what recovery in place needs" in warning.getMessage()
@@ -49,10 +48,10 @@ def test_workers_that_share_a_gpu_do_not_use_nccl(gpus: float, backend: str) -> 
     assert _choose_backend(Config().replace(scaling__gpus_per_worker=gpus)) == backend
 
 
-def test_every_start_of_a_run_asks_for_resources_under_one_name(
+def test_every_start_of_a_run_requests_resources_under_one_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """However it recovers, and whatever its number: what a killed start asked for is taken over."""
+    """A start takes over the resource request of a killed start, for both kinds of recovery."""
     names: list[str] = []
     monkeypatch.setattr(TorchTrainer, "fit", lambda trainer: names.append(trainer.train_run_context.run_id))
     monkeypatch.setattr(ray, "put", lambda value: value)
@@ -91,9 +90,9 @@ def test_the_trainer_is_ray_trains_torch_trainer_without_its_process_group(
     assert isinstance(trainer.backend_config, RendezvousTorchConfig)
     assert isinstance(trainer.backend_config, TorchConfig)
     backend = trainer.backend_config.backend_cls
-    assert backend.on_start is Backend.on_start, "it opens no process group"
+    assert backend.on_start is Backend.on_start, "the backend opens no process group"
     assert backend.has_replica_groups == (recovery == "in_place")
-    assert trainer.backend_config.train_func_context is nullcontext, "the device is the worker's choice"
+    assert trainer.backend_config.train_func_context is nullcontext, "the worker chooses its device itself"
     monkeypatch.setattr(TorchTrainer, "fit", lambda trainer: _raise(ControllerError(ValueError("wrong"))))
     with pytest.raises(TrainingFailedError):
         fit(WorkerArgs(job, None), 2, threading.Event())

@@ -1,6 +1,4 @@
-"""What a run was started with besides its configuration: source files, libraries, defaults; and what is said when they
-change.
-"""
+"""The source files, libraries and defaults that a run was started with, and the report of their changes."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ class Mine(TabularRegression):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Makes a package with a task of the user's."""
+def write_user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Returns a function that writes a package with a task of the user."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def make(helper: str = "SMOOTHING = 0.0\n") -> Path:
@@ -62,12 +60,12 @@ def config_of(class_path: str = "mine_of_code.task.Mine") -> Config:
     return Config().replace(task__class_path=class_path, data__path="data")
 
 
-def test_files_that_the_task_imports_count_and_the_application_does_not(own: Callable[..., Path]) -> None:
-    own()
+def test_the_code_versions_cover_the_files_that_the_task_imports(write_user_package: Callable[..., Path]) -> None:
+    write_user_package()
     first = read_code_versions(config_of())
     assert set(first.files) == {"mine_of_code", "mine_of_code.task", "mine_of_code.helper"}
     assert {"python", "ray_app", "torch", "numpy"} <= first.versions.keys()
-    own("SMOOTHING = 0.1\n")
+    write_user_package("SMOOTHING = 0.1\n")
     second = read_code_versions(config_of())
     other = replace(second, versions=second.versions | {"torch": "1.0"})
     assert compare_code(first, other) == [
@@ -77,15 +75,19 @@ def test_files_that_the_task_imports_count_and_the_application_does_not(own: Cal
     assert compare_code(first, first) == []
 
 
-def test_a_change_is_refused_or_told_as_configured(own: Callable[..., Path], tmp_path: Path) -> None:
-    own()
+def test_changed_code_is_refused_or_described_as_configured(
+    write_user_package: Callable[..., Path], tmp_path: Path
+) -> None:
+    write_user_package()
     paths, config = RunPaths(tmp_path / "run"), config_of()
     paths.config.parent.mkdir()
-    assert describe_code_changes(paths, config, read_code_versions(config)) == [], "a run of before has no record of it"
+    assert describe_code_changes(paths, config, read_code_versions(config)) == [], (
+        "a run of an earlier version has no record of its code"
+    )
     paths.config.write_text(fill_defaults(config)[0].to_yaml())
     store_code(paths, read_code_versions(config))
     assert describe_code_changes(paths, config, read_code_versions(config)) == []
-    own("SMOOTHING = 0.1\n")
+    write_user_package("SMOOTHING = 0.1\n")
     assert describe_code_changes(paths, config, read_code_versions(config)) == [
         "mine_of_code.helper has another content"
     ]
@@ -102,25 +104,26 @@ def test_a_change_is_refused_or_told_as_configured(own: Callable[..., Path], tmp
     )
 
 
-def test_classes_in_no_file_have_a_digest_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_without_a_source_file_have_a_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = tmp_path / "packed.zip"
     with zipfile.ZipFile(packed, "w") as file:
         file.writestr("zipped_of_code.py", TASK.replace("from mine_of_code.helper import SMOOTHING", ""))
     monkeypatch.syspath_prepend(str(packed))
     assert list(read_code_versions(config_of("zipped_of_code.Mine")).files) == ["zipped_of_code"]
 
-    found = []
-    for smoothing in (0.0, 0.1, 0.1):  # as cells of a notebook, whose code is in no file
+    digests = []
+    # The cells of a notebook have no source file.
+    for smoothing in (0.0, 0.1, 0.1):
         cell = f"class Cell:\n    def loss(self):\n        return {smoothing}\n"
         exec(compile(cell, "<cell>", "exec"), vars(sys.modules["__main__"]))
         monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
-        found.append(read_code_versions(config_of("__main__.Cell")).files)
-    assert found[0].keys() == {"__main__"}
-    assert found[1] == found[2] != found[0]
+        digests.append(read_code_versions(config_of("__main__.Cell")).files)
+    assert digests[0].keys() == {"__main__"}
+    assert digests[1] == digests[2] != digests[0]
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {
             "optimizer": {
@@ -147,26 +150,26 @@ def test_classes_in_no_file_have_a_digest_too(tmp_path: Path, monkeypatch: pytes
         },
     ],
 )
-def test_nothing_of_an_optimizer_is_lost_in_what_is_stored(
-    given: dict[str, Any], own: Callable[..., Path], tmp_path: Path
+def test_the_stored_configuration_contains_all_optimizer_settings(
+    settings: dict[str, Any], write_user_package: Callable[..., Path], tmp_path: Path
 ) -> None:
-    own()
-    config = config_of().replace(**given)
-    whole, names = fill_defaults(config)
+    write_user_package()
+    config = config_of().replace(**settings)
+    complete, names = fill_defaults(config)
     paths = RunPaths(tmp_path / "run")
     paths.config.parent.mkdir()
-    paths.config.write_text(whole.to_yaml())
+    paths.config.write_text(complete.to_yaml())
     store_code(paths, read_code_versions(config))
     assert read_config(paths) == config
     assert digest(read_config(paths), "data") == digest(config, "data")
-    if "optimizers" in given:
+    if "optimizers" in settings:
         assert {"optimizers.one.init_args.betas", "optimizers.two.schedule.init_args.gamma"} <= set(names)
 
 
-def test_the_stored_configuration_is_complete_and_the_digest_that_of_what_was_given(
-    own: Callable[..., Path], tmp_path: Path
+def test_the_stored_configuration_has_all_defaults_and_the_original_digest(
+    write_user_package: Callable[..., Path], tmp_path: Path
 ) -> None:
-    own()
+    write_user_package()
     config = config_of().replace(
         optimizer={"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001}},
         schedule={
@@ -176,8 +179,8 @@ def test_the_stored_configuration_is_complete_and_the_digest_that_of_what_was_gi
             },
         },
     )
-    whole, names = fill_defaults(config)
-    text = whole.to_yaml()
+    complete, names = fill_defaults(config)
+    text = complete.to_yaml()
     stored = flatten(from_yaml(text).to_dict())
     assert stored["optimizer.init_args.betas"] == [0.9, 0.999]
     assert (stored["task.init_args.width"], "task.init_args.secret" in stored) == (3, False)
@@ -191,6 +194,8 @@ def test_the_stored_configuration_is_complete_and_the_digest_that_of_what_was_gi
     store_code(paths, read_code_versions(config))
     assert read_config(paths) == config
     assert digest(read_config(paths), "data") == digest(config, "data")
-    assert read_config(paths, with_defaults=True) == whole
+    assert read_config(paths, with_defaults=True) == complete
     store_code(paths, CodeVersions({}, {}))
-    assert (read_stored_code(paths) or CodeVersions({}, {})).defaults == names, "config.yaml is that of the first start"
+    assert (read_stored_code(paths) or CodeVersions({}, {})).defaults == names, (
+        "config.yaml stays as the first start wrote it, so the defaults stay too"
+    )

@@ -1,4 +1,4 @@
-"""Data that is changed in place between two starts of a run is noticed by size, time or ETag."""
+"""Data that changes in place between two starts of a run is detected by size, time or ETag."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ray_app.runlog.paths import RunPaths
 CONFIG = Config().replace(data__path="data", run__name="digits")
 
 
-def source(folder: Path, files: int = 2) -> RowSource:
+def make_source(folder: Path, files: int = 2) -> RowSource:
     folder.mkdir(exist_ok=True, parents=True)
     for i in range(files):
         if not (folder / f"{i}.parquet").exists():
@@ -37,47 +37,50 @@ def touch(file: Path) -> None:
 
 def test_changed_files_of_both_data_sets_are_named_or_refused(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
-    train, evaluation = source(tmp_path / "train"), source(tmp_path / "eval")
-    now = read_data_versions(train, evaluation)
-    assert describe_data_changes(paths, CONFIG, now) == [], "a run of before has no record of it"
-    store_data_versions(paths, now)
-    assert (describe_data_changes(paths, CONFIG, read_data_versions(train, evaluation)), is_stored(paths, now)) == (
+    train, evaluation = make_source(tmp_path / "train"), make_source(tmp_path / "eval")
+    versions = read_data_versions(train, evaluation)
+    assert describe_data_changes(paths, CONFIG, versions) == [], "a run of an earlier version has no record of its data"
+    store_data_versions(paths, versions)
+    assert (
+        describe_data_changes(paths, CONFIG, read_data_versions(train, evaluation)),
+        is_stored(paths, versions),
+    ) == (
         [],
         True,
     )
     touch(tmp_path / "eval" / "1.parquet")
-    now = read_data_versions(train, evaluation)
-    said = "1 of 2 files of data.eval_path have another size, time or ETag: 1.parquet"
-    assert (describe_data_changes(paths, CONFIG, now), is_stored(paths, now)) == ([said], False)
+    versions = read_data_versions(train, evaluation)
+    change = "1 of 2 files of data.eval_path have another size, time or ETag: 1.parquet"
+    assert (describe_data_changes(paths, CONFIG, versions), is_stored(paths, versions)) == ([change], False)
     with pytest.raises(
         RunExistsError, match=r"(?s)was changed since its last start.*- 1 of 2 files.*run.changed_data to warn"
     ):
-        describe_data_changes(paths, CONFIG.replace(run__changed_data="refuse"), now)
+        describe_data_changes(paths, CONFIG.replace(run__changed_data="refuse"), versions)
 
 
 def test_a_copy_of_the_data_is_compared_by_size(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
-    store_data_versions(paths, read_data_versions(source(tmp_path / "a"), None))
-    assert describe_data_changes(paths, CONFIG, read_data_versions(source(tmp_path / "b"), None)) == []
+    store_data_versions(paths, read_data_versions(make_source(tmp_path / "a"), None))
+    assert describe_data_changes(paths, CONFIG, read_data_versions(make_source(tmp_path / "b"), None)) == []
     pq.write_table(pa.table({"x": np.arange(3), "y": np.arange(3)}), tmp_path / "b" / "0.parquet")
     pq.write_table(pa.table({"x": np.arange(3), "y": np.arange(3)}), tmp_path / "b" / "1.parquet")
-    assert describe_data_changes(paths, CONFIG, read_data_versions(source(tmp_path / "b"), None)) == [
+    assert describe_data_changes(paths, CONFIG, read_data_versions(make_source(tmp_path / "b"), None)) == [
         "2 of 2 files of data.path have another size: 0.parquet, 1.parquet"
     ]
 
 
 def test_many_changed_files_are_counted(tmp_path: Path) -> None:
-    paths, train = RunPaths(tmp_path / "run"), source(tmp_path / "a", 8)
+    paths, train = RunPaths(tmp_path / "run"), make_source(tmp_path / "a", 8)
     store_data_versions(paths, read_data_versions(train, None))
     for file in (tmp_path / "a").iterdir():
         touch(file)
-    [said] = describe_data_changes(paths, CONFIG, read_data_versions(train, None))
-    assert said.endswith("0.parquet, 1.parquet, 2.parquet, 3.parquet, 4.parquet and 3 more")
+    [change] = describe_data_changes(paths, CONFIG, read_data_versions(train, None))
+    assert change.endswith("0.parquet, 1.parquet, 2.parquet, 3.parquet, 4.parquet and 3 more")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"data.path": 7}'])
-def test_a_damaged_record_of_the_data_says_nothing(tmp_path: Path, text: str) -> None:
-    paths, train = RunPaths(tmp_path / "run"), source(tmp_path / "a")
+def test_a_damaged_record_of_the_data_reports_no_changes(tmp_path: Path, text: str) -> None:
+    paths, train = RunPaths(tmp_path / "run"), make_source(tmp_path / "a")
     paths.data.parent.mkdir(parents=True)
     paths.data.write_text(text)
     assert describe_data_changes(paths, CONFIG, read_data_versions(train, None)) == []

@@ -1,4 +1,4 @@
-"""The list of checks: a start and `ray-app check` make the same ones, up to those that only the latter makes."""
+"""The list of checks: a start and `ray-app check` run the same ones, except those that only `ray-app check` runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> Config:
     )
 
 
-def test_each_check_needs_checks_before_it_only() -> None:
+def test_each_check_depends_only_on_earlier_checks() -> None:
     names = [check.name for check in CHECKS]
     assert len(set(names)) == len(names)
     for i, check in enumerate(CHECKS):
@@ -37,7 +37,7 @@ def test_each_check_needs_checks_before_it_only() -> None:
         assert check.message.endswith("."), check.name
 
 
-def test_a_start_makes_what_is_quick() -> None:
+def test_a_start_runs_only_quick_checks() -> None:
     assert [check.at_start for check in CHECKS] == sorted((check.at_start for check in CHECKS), reverse=True)
     assert sum(check.cost_s for check in START) <= MAX_START_S
 
@@ -48,7 +48,7 @@ def fail(context: PreflightContext) -> None:
 
 
 @pytest.mark.parametrize("at_start", [True, False])
-def test_a_start_and_ray_app_check_make_the_same_list(
+def test_a_start_and_ray_app_check_run_the_same_checks(
     at_start: bool, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = Check("later", 0.0, "It needs it.", lambda context: CheckResult("never"), ("added",), at_start=at_start)
@@ -64,19 +64,19 @@ def test_a_start_and_ray_app_check_make_the_same_list(
     assert "1 more" in findings[-1].text
 
 
-def test_what_does_not_need_a_refused_check_is_made(
+def test_checks_that_do_not_depend_on_a_refused_check_run(
     config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(prepare_module, "CHECKS", START)
-    wrong = config.replace(
+    faulty_config = config.replace(
         data__eval_path=str(tmp_path / "nowhere"),
         data__by_length="image",
         schedule={"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau", "init_args": {}},
     )
-    check = prepare_module.check_task(wrong)
+    check = prepare_module.check_task(faulty_config)
     refused = {f.topic: f.text for f in check.findings if f.level == "refused"}
     assert list(refused) == ["row lengths", "evaluation data", "schedule"]
     assert check.exit_code == 2
-    with pytest.raises((ConfigError, DataError)) as raised:
-        prepare(wrong)
-    assert str(raised.value) == refused["row lengths"], "a start ends with the first of them"
+    with pytest.raises((ConfigError, DataError)) as caught:
+        prepare(faulty_config)
+    assert str(caught.value) == refused["row lengths"], "a start raises the first refusal"

@@ -1,4 +1,4 @@
-"""The trial before the start: a mistake anywhere in a task is refused, with the task's own line."""
+"""The dry run before the start: an error anywhere in a task is refused with the line of the task."""
 
 from __future__ import annotations
 
@@ -26,40 +26,43 @@ from ray_app.train.job import Job
 from tests.support.local_world import TinyImages, make_job, write_images
 
 
-class Mistaken(TinyImages):
-    """Has a mistake in one method."""
+class FaultyTask(TinyImages):
+    """Raises an error in one method."""
 
     def __init__(self, where: str) -> None:
         super().__init__(loss_shape="mean" if where == "loss" else "rows")
         self.where = where
 
-    def _stumble(self, where: str) -> None:
-        if where == self.where:
+    def _raise_in(self, method: str) -> None:
+        if method == self.where:
             raise KeyError("labels")
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        self._stumble("augment")
+        self._raise_in("augment")
         return super().augment(batch, keys)
 
     def training_loss(self, model: Any, batch: Batch) -> Tensor:
-        self._stumble("training_loss")
+        self._raise_in("training_loss")
         return super().training_loss(model, batch)
 
     def metrics(self) -> Any:
-        self._stumble("metrics")
+        self._raise_in("metrics")
         return super().metrics()
 
     def update(self, metrics: Any, outputs: Any, batch: Batch) -> None:
-        self._stumble("update")
+        self._raise_in("update")
         super().update(metrics, outputs, batch)
 
     def predictions(self, outputs: Any, batch: Batch) -> Any:
-        self._stumble("predictions")
+        self._raise_in("predictions")
         return super().predictions(outputs, batch)
 
 
-def trial(tmp_path: Path, where: str | TinyImages, **fields: Any) -> None:
-    data, task = write_images(tmp_path / "data", [[8]]), Mistaken(where) if isinstance(where, str) else where
+def dry_run_task(tmp_path: Path, task_or_method: str | TinyImages, **fields: Any) -> None:
+    data, task = (
+        write_images(tmp_path / "data", [[8]]),
+        FaultyTask(task_or_method) if isinstance(task_or_method, str) else task_or_method,
+    )
     job = make_job(
         tmp_path / "run", data, logical_workers=2, batch=4, task=task, **({"data__eval_path": str(data)} | fields)
     )
@@ -67,9 +70,11 @@ def trial(tmp_path: Path, where: str | TinyImages, **fields: Any) -> None:
 
 
 def dry_run(job: Job) -> None:
-    """Makes the checks of a dry run, from the model to the schedule, with a row of zeros."""
+    """Runs the checks of a dry run, from the model to the schedule, on a row of zeros."""
     context = PreflightContext(job.config)
-    context.job, context.task, context.plan = job, job.task, job.plan
+    context.job = job
+    context.task = job.task
+    context.plan = job.plan
     context.fields, context.dataset = job.fields, open_dataset(job.config.data.path)
     context.rows = {name: np.zeros((1, *spec.shape), np.dtype(spec.dtype)) for name, spec in job.fields.items()}
     context.initial = InitialParameters(job.config)
@@ -80,15 +85,15 @@ def dry_run(job: Job) -> None:
 
 
 @pytest.mark.parametrize("where", ["augment", "training_loss", "metrics", "update", "predictions"])
-def test_a_mistake_is_refused_with_its_line(tmp_path: Path, where: str) -> None:
+def test_an_error_in_a_task_method_is_refused_with_its_line(tmp_path: Path, where: str) -> None:
     with pytest.raises(ConfigError, match="The dry run with one row failed: KeyError: 'labels'") as caught:
-        trial(tmp_path, where)
+        dry_run_task(tmp_path, where)
     assert f"in {where}\n" in str(caught.value)
     assert "test_dry_run.py" in str(caught.value).splitlines()[0]
 
 
 class Spread(Metric):
-    """What needs more rows than a trial has, or has a typo."""
+    """A metric that needs more rows than a dry run has, or has a typo."""
 
     def __init__(self, mistake: bool) -> None:
         super().__init__()
@@ -104,69 +109,69 @@ class Spread(Metric):
         raise ValueError("at least ten rows are needed")
 
 
-class Measured(TinyImages):
-    """Has `Spread` among its metrics."""
+class SpreadTask(TinyImages):
+    """A task with `Spread` among its metrics."""
 
     def metrics(self) -> MetricCollection:
         return MetricCollection({"spread": Spread(self.variant == "unused"), "accuracy": super().metrics()["accuracy"]})
 
 
 @pytest.mark.parametrize("metric", ["loss", "accuracy"])
-def test_a_mistake_in_what_computes_a_metric_is_refused_and_too_few_rows_are_told(
+def test_an_error_in_a_metric_is_refused_and_too_few_rows_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, metric: str
 ) -> None:
     fields = {"evaluate__metric": metric, "evaluate__mode": "min" if metric == "loss" else "max"}
-    trial(tmp_path / "few", Measured(), **fields)
-    [told] = [record.message for record in caplog.records if "of two rows" in record.message]
-    assert "ValueError: at least ten rows are needed (test_dry_run.py, line " in told
+    dry_run_task(tmp_path / "few", SpreadTask(), **fields)
+    [message] = [record.message for record in caplog.records if "of two rows" in record.message]
+    assert "ValueError: at least ten rows are needed (test_dry_run.py, line " in message
     with pytest.raises(
         ConfigError, match=r"The dry run with one row failed: AttributeError: 'Spread' object has no attribute 'row'"
     ):
-        trial(tmp_path / "typo", Measured("unused"), **fields)
+        dry_run_task(tmp_path / "typo", SpreadTask("unused"), **fields)
 
 
-class Alike(TinyImages):
-    """Has two metrics that MLflow calls the same."""
+class SimilarMetricsTask(TinyImages):
+    """A task of metrics with similar names."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
         self.names = names
 
     def metrics(self) -> MetricCollection:
-        return MetricCollection({name: super(Alike, self).metrics()["accuracy"] for name in self.names})
+        return MetricCollection({name: super(SimilarMetricsTask, self).metrics()["accuracy"] for name in self.names})
 
 
 LONG = "m" * 250
 
 
 @pytest.mark.parametrize("names", [("top@1", "top_1"), (LONG + "a", LONG + "b"), ("of//rows", "of__rows")])
-def test_metrics_that_become_one_in_mlflow_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_metrics_with_the_same_name_in_mlflow_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match=f"The metrics '{names[0]}' and '{names[1]}' have one name in MLflow, 'eval_"):
-        trial(tmp_path, Alike(*names), evaluate__metric="loss")
+        dry_run_task(tmp_path, SimilarMetricsTask(*names), evaluate__metric="loss")
 
 
-def test_metrics_that_stay_apart_in_mlflow_are_taken(tmp_path: Path) -> None:
-    trial(tmp_path, Alike("accuracy", "of/rows", "of_rows", "m" * 244 + "a", "m" * 244 + "b"))
+def test_metrics_with_different_names_in_mlflow_are_accepted(tmp_path: Path) -> None:
+    dry_run_task(tmp_path, SimilarMetricsTask("accuracy", "of/rows", "of_rows", "m" * 244 + "a", "m" * 244 + "b"))
 
 
 def test_a_mean_loss_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"returned shape \(\) for 2 rows"):
-        trial(tmp_path, "loss")
+        dry_run_task(tmp_path, "loss")
 
 
-def test_nothing_is_refused_where_nothing_is_wrong(tmp_path: Path) -> None:
-    trial(tmp_path, "")
+def test_a_correct_task_passes_the_dry_run(tmp_path: Path) -> None:
+    dry_run_task(tmp_path, "")
 
 
-def test_without_evaluation_its_methods_are_not_needed(tmp_path: Path) -> None:
-    trial(tmp_path, "update", data__eval_path=None)
+def test_without_evaluation_the_dry_run_skips_its_methods(tmp_path: Path) -> None:
+    dry_run_task(tmp_path, "update", data__eval_path=None)
 
 
-class Pooled(TinyImages):
-    """A network that ends in one layer or function more.
+class LastLayerTask(TinyImages):
+    """A network that ends in one more layer or function.
 
     Args:
-        last: Its name in `LAYERS`.
+        last: The name of the layer in `LAYERS`.
     """
 
     def __init__(self, last: str) -> None:
@@ -180,7 +185,7 @@ class Pooled(TinyImages):
         return model(super().forward(nn.Identity(), batch)).mean(-1)
 
 
-class Called(nn.Module):
+class FunctionLayer(nn.Module):
     """A function as a layer."""
 
     def __init__(self, function: Any) -> None:
@@ -203,57 +208,57 @@ LAYERS = {
     "AvgPool3d, backward": lambda: nn.AvgPool3d(2),
     "FractionalMaxPool2d, backward": lambda: nn.FractionalMaxPool2d(2, 3),
     "ReflectionPad2d, backward": lambda: nn.ReflectionPad2d(1),
-    "antialiased interpolation, backward": lambda: Called(
+    "antialiased interpolation, backward": lambda: FunctionLayer(
         lambda x: functional.interpolate(x, size=(9, 9), mode="bilinear", antialias=True, align_corners=False)
     ),
-    "linear interpolation of one dimension, backward": lambda: Called(
+    "linear interpolation of one dimension, backward": lambda: FunctionLayer(
         lambda x: functional.interpolate(x.flatten(2), size=9, mode="linear")[..., None]
     ),
-    "median with indices": lambda: Called(lambda x: x.median(-1, keepdim=True).values),
-    "grid_sample, backward": lambda: Called(sampled),
+    "median with indices": lambda: FunctionLayer(lambda x: x.median(-1, keepdim=True).values),
+    "grid_sample, backward": lambda: FunctionLayer(sampled),
     "nothing": nn.Identity,
-    "put": lambda: Called(lambda x: x * torch.zeros(1).put_(torch.zeros(1, dtype=torch.int64), torch.ones(1))),
+    "put": lambda: FunctionLayer(lambda x: x * torch.zeros(1).put_(torch.zeros(1, dtype=torch.int64), torch.ones(1))),
     "pooled to one": lambda: nn.AdaptiveAvgPool2d(1),
     "fixed pooling": lambda: nn.AvgPool2d(2),
     "bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
-    "median of all": lambda: Called(lambda x: x * x.detach().median()),
+    "median of all": lambda: FunctionLayer(lambda x: x * x.detach().median()),
 }
-FINE = ("nothing", "pooled to one", "fixed pooling", "bilinear", "median of all")
+DETERMINISTIC = ("nothing", "pooled to one", "fixed pooling", "bilinear", "median of all")
 
 
-def pooled(tmp_path: Path, last: str, **fields: Any) -> None:
+def dry_run_layer(tmp_path: Path, last: str, **fields: Any) -> None:
     data = write_images(tmp_path / "data", [[8]])
-    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=Pooled(last), **fields)
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=LastLayerTask(last), **fields)
     dry_run(job)
 
 
-def test_operations_without_a_deterministic_kernel_are_refused_and_the_mode_stays(
+def test_nondeterministic_operations_are_refused_and_the_mode_is_restored(
     tmp_path: Path,
 ) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     with pytest.raises(ConfigError, match="put_ does not have a deterministic implementation"):
-        pooled(tmp_path, "put")
+        dry_run_layer(tmp_path, "put")
     assert not torch.are_deterministic_algorithms_enabled()
-    pooled(tmp_path / "overlapped", "put", train__reduction="overlapped")
+    dry_run_layer(tmp_path / "overlapped", "put", train__reduction="overlapped")
 
 
-@pytest.mark.parametrize("last", [name for name in LAYERS if name not in (*FINE, "put")])
-def test_what_a_gpu_has_no_deterministic_kernel_for_is_named_before_the_start(tmp_path: Path, last: str) -> None:
+@pytest.mark.parametrize("last", [name for name in LAYERS if name not in (*DETERMINISTIC, "put")])
+def test_a_layer_without_a_deterministic_gpu_kernel_is_refused_by_name(tmp_path: Path, last: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(last)) as caught:
-        pooled(tmp_path, last, scaling__gpus_per_worker=1)
+        dry_run_layer(tmp_path, last, scaling__gpus_per_worker=1)
     assert ": choose " in str(caught.value)
     assert "train.reduction to overlapped" in str(caught.value)
-    pooled(tmp_path / "cpu", last)
-    pooled(tmp_path / "overlapped", last, scaling__gpus_per_worker=1, train__reduction="overlapped")
+    dry_run_layer(tmp_path / "cpu", last)
+    dry_run_layer(tmp_path / "overlapped", last, scaling__gpus_per_worker=1, train__reduction="overlapped")
 
 
-@pytest.mark.parametrize("last", FINE)
-def test_what_a_gpu_has_kernels_for_is_not(tmp_path: Path, last: str) -> None:
-    pooled(tmp_path, last, scaling__gpus_per_worker=1)
+@pytest.mark.parametrize("last", DETERMINISTIC)
+def test_a_layer_with_deterministic_gpu_kernels_is_accepted(tmp_path: Path, last: str) -> None:
+    dry_run_layer(tmp_path, last, scaling__gpus_per_worker=1)
 
 
-def test_unreduced_losses_of_pixels_and_tokens_have_kernels() -> None:
-    """As in aten/src/ATen/native/cuda/NLLLoss2d.cu, whose alert comes with `reduction != Reduction::None` alone."""
+def test_unreduced_losses_of_pixels_and_tokens_have_deterministic_kernels() -> None:
+    """aten/src/ATen/native/cuda/NLLLoss2d.cu raises its alert only for `reduction != Reduction::None`."""
     for shape in ((2, 3, 4, 4), (2, 3, 5)):
         scores, labels = torch.randn(shape, requires_grad=True), torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
         with KernelRecorder() as kernels:
@@ -272,8 +277,8 @@ def test_unreduced_losses_of_pixels_and_tokens_have_kernels() -> None:
             kernels.check(1)
 
 
-class Remembering(nn.Sequential):
-    """Keeps a mean over what it has seen."""
+class StatefulModel(nn.Sequential):
+    """Keeps a running mean of its inputs."""
 
     def __init__(self, how: str) -> None:
         super().__init__(nn.Flatten(), nn.utils.parametrizations.spectral_norm(nn.Linear(64, 5)))
@@ -282,18 +287,18 @@ class Remembering(nn.Sequential):
         self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, images: Tensor) -> Tensor:
-        seen = images.detach().flatten(1).mean(0) + 1
+        batch_mean = images.detach().flatten(1).mean(0) + 1
         if self.training and self.how == "another tensor":
-            self.mean = 0.9 * self.mean + 0.1 * seen
+            self.mean = 0.9 * self.mean + 0.1 * batch_mean
         elif self.training and self.how == "another parameter":
             self.factor = nn.Parameter(self.factor * 2)
         elif self.training:
-            self.mean.mul_(0.9).add_(0.1 * seen)
+            self.mean.mul_(0.9).add_(0.1 * batch_mean)
         return super().forward(images.flatten(1) * self.factor - self.mean)
 
 
-class Extra(nn.Module):
-    """Keeps a number beside its tensors."""
+class ExtraState(nn.Module):
+    """Keeps a number as extra state."""
 
     def get_extra_state(self) -> dict[str, int]:
         return {"seen": 1}
@@ -305,17 +310,17 @@ class Extra(nn.Module):
         return x
 
 
-class Kept(TinyImages):
+class StatefulTask(TinyImages):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
 
     def build_model(self) -> nn.Module:
-        return Remembering(self.how) if self.how != "extra" else nn.Sequential(super().build_model(), Extra())
+        return StatefulModel(self.how) if self.how != "extra" else nn.Sequential(super().build_model(), ExtraState())
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("another tensor", r"another tensor for mean \(self.mean = ...\).*self.mean.copy_"),
         ("another parameter", "another tensor for factor"),
@@ -323,12 +328,12 @@ class Kept(TinyImages):
         ("passing", "the buffer mean, which is registered with persistent=False, so no checkpoint has it"),
     ],
 )
-def test_state_of_a_model_outside_of_checkpoints_is_refused(tmp_path: Path, how: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        trial(tmp_path, Kept(how))
+def test_state_of_a_model_outside_of_checkpoints_is_refused(tmp_path: Path, how: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dry_run_task(tmp_path, StatefulTask(how))
 
 
-class Odd(TinyImages):
+class UnsupportedTensorTask(TinyImages):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
@@ -343,19 +348,20 @@ class Odd(TinyImages):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("expanded", "the buffer mask share.*contiguous"), ("sparse", "words of the model.*sparse=False")]
+    ("how", "message"),
+    [("expanded", "the buffer mask share.*contiguous"), ("sparse", "words of the model.*sparse=False")],
 )
-def test_what_cannot_be_exchanged_or_written_into_is_refused(tmp_path: Path, how: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        trial(tmp_path, Odd(how))
+def test_sparse_gradients_and_expanded_buffers_are_refused(tmp_path: Path, how: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dry_run_task(tmp_path, UnsupportedTensorTask(how))
 
 
-def test_an_embedding_that_is_frozen_may_be_sparse(tmp_path: Path) -> None:
-    trial(tmp_path, Odd("sparse"), train__freeze=["1.words.*"])
+def test_a_frozen_embedding_may_be_sparse(tmp_path: Path) -> None:
+    dry_run_task(tmp_path, UnsupportedTensorTask("sparse"), train__freeze=["1.words.*"])
 
 
-class Doing(TinyImages):
-    """Does what a forward in training may not do."""
+class ForwardSideEffects(TinyImages):
+    """Has a side effect in the forward pass of training."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -386,7 +392,7 @@ class Doing(TinyImages):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("momentum", "changes the parameter 1.encoder.weight.*Task.apply_gradients"),
         ("data", "changes the parameter 1.weight"),
@@ -395,12 +401,12 @@ class Doing(TinyImages):
         ("backward", "leaves gradients in the model's parameters.*torch.autograd.grad"),
     ],
 )
-def test_what_a_forward_in_training_may_not_do_is_refused(tmp_path: Path, how: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        trial(tmp_path, Doing(how))
+def test_side_effects_of_a_forward_pass_in_training_are_refused(tmp_path: Path, how: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dry_run_task(tmp_path, ForwardSideEffects(how))
 
 
-class Lacking(nn.Module):
+class IncompleteStateDict(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers, self.more = nn.Sequential(nn.Flatten(), nn.Linear(64, 5)), nn.Linear(64, 5)
@@ -412,15 +418,15 @@ class Lacking(nn.Module):
         return {name: value for name, value in super().state_dict(*args, **options).items() if "more" not in name}
 
 
-class Made(TinyImages):
-    """Makes a model that cannot be trained here."""
+class UntrainableModels(TinyImages):
+    """Builds a model that cannot be trained or checkpointed."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
 
     def build_model(self) -> nn.Module:
-        model: Any = Lacking() if self.how == "lacking" else super().build_model()
+        model: Any = IncompleteStateDict() if self.how == "lacking" else super().build_model()
         match self.how:
             case "max_norm":
                 model[1].add_module("words", nn.Embedding(9, 4, max_norm=1.0))
@@ -447,7 +453,7 @@ class Made(TinyImages):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("max_norm", "words of the model has max_norm"),
         ("sync", "2 of the model is a SyncBatchNorm"),
@@ -458,13 +464,13 @@ class Made(TinyImages):
         ("lacking", "state_dict leaves more.weight out, which is trained"),
     ],
 )
-def test_a_model_that_cannot_be_trained_or_kept_is_refused(tmp_path: Path, how: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        trial(tmp_path, Made(how))
+def test_a_model_that_cannot_be_trained_or_checkpointed_is_refused(tmp_path: Path, how: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dry_run_task(tmp_path, UntrainableModels(how))
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("scalar", "temperature has no dimensions"),
         ("empty", "nothing has no values"),
@@ -472,26 +478,28 @@ def test_a_model_that_cannot_be_trained_or_kept_is_refused(tmp_path: Path, how: 
         ("listed", "all of the model is no module and holds parameters.*ParameterList"),
     ],
 )
-def test_a_model_that_shards_would_train_otherwise_is_refused(tmp_path: Path, how: str, said: str) -> None:
-    trial(tmp_path / "ddp", Made(how))
-    with pytest.raises(ConfigError, match=said):
-        trial(tmp_path / "fsdp", Made(how), train__strategy="fsdp")
+def test_a_model_that_would_train_differently_when_sharded_is_refused(tmp_path: Path, how: str, message: str) -> None:
+    dry_run_task(tmp_path / "ddp", UntrainableModels(how))
+    with pytest.raises(ConfigError, match=message):
+        dry_run_task(tmp_path / "fsdp", UntrainableModels(how), train__strategy="fsdp")
 
 
-class Recurrent(TinyImages):
-    """PyTorch's own keeps its parameters in a list, too, which follows."""
+class RecurrentTask(TinyImages):
+    """PyTorch's recurrent layers keep their parameters in a list too, which follows a replacement."""
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(super().build_model(), nn.Unflatten(1, (1, 5)), nn.GRU(5, 5, batch_first=True), Last())
+        return nn.Sequential(
+            super().build_model(), nn.Unflatten(1, (1, 5)), nn.GRU(5, 5, batch_first=True), LastTimeStep()
+        )
 
 
-class Last(nn.Module):
-    def forward(self, found: tuple[Tensor, Tensor]) -> Tensor:
-        return found[0][:, -1]
+class LastTimeStep(nn.Module):
+    def forward(self, outputs: tuple[Tensor, Tensor]) -> Tensor:
+        return outputs[0][:, -1]
 
 
-class Delegating(nn.Module):
-    """Its state is that of what it wraps."""
+class DelegatingModel(nn.Module):
+    """Returns the state of the module that it wraps."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -504,13 +512,13 @@ class Delegating(nn.Module):
         return self.inner.state_dict(*args, **options)
 
 
-class Wrapped(TinyImages):
+class DelegatingTask(TinyImages):
     def build_model(self) -> nn.Module:
-        return Delegating(super().build_model())
+        return DelegatingModel(super().build_model())
 
 
-class Teacher(TinyImages):
-    """Puts a part that is not trained into evaluation mode each time."""
+class FrozenPartTask(TinyImages):
+    """Puts a part that is not trained into evaluation mode in each forward pass."""
 
     def forward(self, model: Any, batch: Batch) -> Tensor:
         model[2].eval()
@@ -520,36 +528,36 @@ class Teacher(TinyImages):
 @pytest.mark.parametrize(
     ("task", "fields"),
     [
-        (Recurrent(), {"train__strategy": "fsdp"}),
-        (Wrapped(), {}),
-        (Teacher(), {}),
+        (RecurrentTask(), {"train__strategy": "fsdp"}),
+        (DelegatingTask(), {}),
+        (FrozenPartTask(), {}),
         (TinyImages(), {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "fused": True}}}),
         (TinyImages(), {"optimizer": {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1, "fused": True}}}),
     ],
     ids=["recurrent", "wrapped", "teacher", "fused SGD", "fused Adagrad"],
 )
-def test_what_trains_alike_on_any_number_of_workers_is_not_refused(
+def test_models_that_train_identically_for_every_number_of_workers_are_accepted(
     tmp_path: Path, task: TinyImages, fields: dict[str, Any]
 ) -> None:
-    trial(tmp_path, task, **fields)
+    dry_run_task(tmp_path, task, **fields)
 
 
-def test_an_optimizer_that_counts_in_itself_is_refused(tmp_path: Path) -> None:
+def test_an_optimizer_with_state_in_its_attributes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"keeps t in itself \(self.t\), which no checkpoint has"):
-        trial(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Counting"})
-    trial(tmp_path / "b", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Finding"})
+        dry_run_task(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Counting"})
+    dry_run_task(tmp_path / "b", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Finding"})
 
 
-def test_a_learning_rate_that_no_checkpoint_can_be_read_with_is_refused(tmp_path: Path) -> None:
-    def schedule(of: str) -> dict[str, Any]:
-        given = {"lr_lambda": f"tests.support.odd_optimizers.{of}"}
-        return {"class_path": "torch.optim.lr_scheduler.LambdaLR", "init_args": given}
+def test_a_learning_rate_that_a_checkpoint_cannot_load_is_refused(tmp_path: Path) -> None:
+    def schedule(function: str) -> dict[str, Any]:
+        init_args = {"lr_lambda": f"tests.support.odd_optimizers.{function}"}
+        return {"class_path": "torch.optim.lr_scheduler.LambdaLR", "init_args": init_args}
 
     with pytest.raises(ConfigError, match=r"The schedule keeps .*, which no checkpoint can be read with.*float"):
-        trial(tmp_path / "a", TinyImages(), schedule=schedule("single_precision"))
-    trial(tmp_path / "b", TinyImages(), schedule=schedule("cosine"))
+        dry_run_task(tmp_path / "a", TinyImages(), schedule=schedule("single_precision"))
+    dry_run_task(tmp_path / "b", TinyImages(), schedule=schedule("cosine"))
     with pytest.raises(ConfigError, match=r"The learning rate is nan after the first step; it must be finite"):
-        trial(tmp_path / "c", TinyImages(), schedule=schedule("not_a_number"))
+        dry_run_task(tmp_path / "c", TinyImages(), schedule=schedule("not_a_number"))
 
 
 def test_a_lock_in_the_groups_of_an_optimizer_is_refused(tmp_path: Path) -> None:
@@ -557,15 +565,15 @@ def test_a_lock_in_the_groups_of_an_optimizer_is_refused(tmp_path: Path) -> None
         ConfigError,
         match=r"Locking keeps param_groups\[0\]\['lock'\], which no checkpoint can be read with: cannot pickle",
     ):
-        trial(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Locking"})
+        dry_run_task(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Locking"})
 
 
-def test_what_a_model_writes_into_its_buffers_is_fine(tmp_path: Path) -> None:
-    trial(tmp_path, Kept("in place"))
+def test_in_place_updates_of_buffers_are_accepted(tmp_path: Path) -> None:
+    dry_run_task(tmp_path, StatefulTask("in place"))
 
 
 class WithNanTable(TinyImages):
-    """Has a table with NaN that no checkpoint holds and no forward changes."""
+    """Has a non-persistent table with NaN that no forward pass changes."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -573,11 +581,11 @@ class WithNanTable(TinyImages):
         return model
 
 
-def test_an_unchanged_buffer_with_nan_is_not_refused(tmp_path: Path) -> None:
-    trial(tmp_path, WithNanTable())
+def test_an_unchanged_buffer_with_nan_is_accepted(tmp_path: Path) -> None:
+    dry_run_task(tmp_path, WithNanTable())
 
 
-def test_a_closure_whose_variable_has_no_value_yet_is_passed_over() -> None:
+def test_a_closure_with_an_unassigned_variable_is_skipped() -> None:
     def use_later() -> object:
         return later
 

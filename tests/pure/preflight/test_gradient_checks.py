@@ -1,4 +1,4 @@
-"""What a start says of parameters without gradient, of losses that are no means over rows, and of what has no
+"""Warnings at the start: parameters without gradient, losses that are not means over rows, and settings without
 effect.
 """
 
@@ -46,7 +46,7 @@ class Parts(nn.Module):
 
 
 class Tokens(nn.Module):
-    """A Lightning module's methods over padded tokens, with the means that `how` says."""
+    """The methods of a Lightning module over padded tokens; `how` selects the mean."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -93,19 +93,19 @@ def write(folder: Path, **columns: Any) -> Path:
 
 
 def config_of(data: Path, task: str, init_args: dict[str, Any], optimizer: dict[str, Any], **fields: Any) -> Config:
-    given = {
+    settings = {
         "data__path": str(data),
         "data__global_batch_size": 8,
         "train__strategy": "single",
         "tracking__enabled": False,
     }
-    given |= {"run__name": "run", "run__storage_path": str(data.parent / "runs"), "scaling__logical_workers": 2}
+    settings |= {"run__name": "run", "run__storage_path": str(data.parent / "runs"), "scaling__logical_workers": 2}
     return Config(task=ClassSpec(task, init_args), optimizer=OptimizerSpec("torch.optim.SGD", optimizer)).replace(
-        **(given | fields)
+        **(settings | fields)
     )
 
 
-def regression(
+def regression_warnings(
     folder: Path, x: list[float], optimizer: dict[str, Any], model: dict[str, Any], **fields: Any
 ) -> tuple[str, ...]:
     data = write(folder / "data", x=x, y=[float(i % 3) for i in range(len(x))])
@@ -115,17 +115,19 @@ def regression(
     ).warnings
 
 
-NEVER = [0.0] * 16
+UNUSED_INPUTS = [0.0] * 16
 
 
-def test_parameters_without_gradient_that_weight_decay_moves_are_named(tmp_path: Path) -> None:
-    [said] = regression(tmp_path, NEVER, DECAYED, {"unused": 7})
-    assert said.startswith(
+def test_weight_decay_of_parameters_without_gradient_is_warned_of(tmp_path: Path) -> None:
+    [warning] = regression_warnings(tmp_path, UNUSED_INPUTS, DECAYED, {"unused": 7})
+    assert warning.startswith(
         "7 trained parameters get no gradient from the rows that were tried: unused.0, unused.1, unused.2, unused.3"
     )
-    assert "unused.4" in said
-    assert "unused.5" not in said
-    assert said.endswith("Freeze them by train.freeze, or give them a group with weight_decay 0 by optimizer.groups.")
+    assert "unused.4" in warning
+    assert "unused.5" not in warning
+    assert warning.endswith(
+        "Freeze them by train.freeze, or give them a group with weight_decay 0 by optimizer.groups."
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,19 +139,19 @@ def test_parameters_without_gradient_that_weight_decay_moves_are_named(tmp_path:
         {"optimizer__init_args": {"lr": 0.1}},
     ],
 )
-def test_nothing_is_said_of_parameters_that_stay_where_they_are(tmp_path: Path, fields: dict[str, Any]) -> None:
-    assert regression(tmp_path, NEVER, DECAYED, {"unused": 2}, **fields) == ()
+def test_parameters_without_gradient_that_do_not_move_cause_no_warning(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert regression_warnings(tmp_path, UNUSED_INPUTS, DECAYED, {"unused": 2}, **fields) == ()
 
 
-@pytest.mark.parametrize(("x", "names"), [(NEVER, "some.weight, some.bias"), ([*NEVER[1:], 1.0], None)])
-def test_a_part_counts_as_unused_only_if_none_of_several_rows_uses_it(
+@pytest.mark.parametrize(("x", "names"), [(UNUSED_INPUTS, "some.weight, some.bias"), ([*UNUSED_INPUTS[1:], 1.0], None)])
+def test_a_part_counts_as_unused_only_if_none_of_the_tried_rows_uses_it(
     tmp_path: Path, x: list[float], names: str | None
 ) -> None:
-    doubts = regression(tmp_path, x, DECAYED, {"some": True})
-    assert [f"tried: {names}. A" in said for said in doubts] == [True] * (names is not None)
+    warnings = regression_warnings(tmp_path, x, DECAYED, {"some": True})
+    assert [f"tried: {names}. A" in warning for warning in warnings] == [True] * (names is not None)
 
 
-def test_a_checkpoint_that_hides_its_graph_makes_no_parameter_unused() -> None:
+def test_activation_checkpointing_makes_no_parameter_count_as_unused() -> None:
     model, x = Parts(), torch.ones(3, requires_grad=True)
     for reentrant in (False, True):
         losses = checkpoint(model, x, use_reentrant=reentrant)
@@ -157,7 +159,7 @@ def test_a_checkpoint_that_hides_its_graph_makes_no_parameter_unused() -> None:
     assert parameters_without_gradient(x, dict(model.named_parameters())) == ["used.weight", "used.bias"]
 
 
-def lightning(folder: Path, how: str) -> tuple[str, ...]:
+def lightning_warnings(folder: Path, how: str) -> tuple[str, ...]:
     tokens = [[(i * 5 + j) % 16 for j in range(2 + i * 7 % 11)] for i in range(24)]
     data = write(folder / "data", tokens=tokens, label=[int(i % 3 == 0) for i in range(24)])
     init_args = {
@@ -168,7 +170,7 @@ def lightning(folder: Path, how: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("tokens", "The loss that training_step of Tokens gives is not a mean over rows"),
         ("a loss between rows", "so the gradient depends on scaling.logical_workers"),
@@ -176,61 +178,61 @@ def lightning(folder: Path, how: str) -> tuple[str, ...]:
         ("a number of tokens", "'train.tokens', which training_step of Tokens logs, is not a mean over rows"),
     ],
 )
-def test_what_a_training_step_makes_of_other_than_rows_is_said(tmp_path: Path, how: str, said: str) -> None:
-    [found] = lightning(tmp_path, how)
-    assert said in found
+def test_a_training_step_with_a_mean_over_other_than_rows_is_warned_of(tmp_path: Path, how: str, message: str) -> None:
+    [warning] = lightning_warnings(tmp_path, how)
+    assert message in warning
 
 
 @pytest.mark.parametrize("how", ["rows", "dropout that is always there", "accuracy", "batch_size"])
-def test_nothing_is_said_of_means_over_rows_and_of_dropout(tmp_path: Path, how: str) -> None:
-    assert lightning(tmp_path, how) == ()
+def test_means_over_rows_and_dropout_cause_no_warning(tmp_path: Path, how: str) -> None:
+    assert lightning_warnings(tmp_path, how) == ()
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("another batch_size", r"'train/loss' is logged with batch_size \d+, and the batch has 2 rows"),
         ("another batch_size without names", r"'loss' is logged with batch_size 1000, and the batch has 2 rows"),
         ("a sum without names", "'train/loss' is logged with reduce_fx"),
     ],
 )
-def test_options_of_log_that_would_be_left_out_are_refused(tmp_path: Path, how: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        lightning(tmp_path, how)
+def test_options_of_log_that_would_be_ignored_are_refused(tmp_path: Path, how: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lightning_warnings(tmp_path, how)
 
 
-def test_r2_of_one_row_to_evaluate_is_refused(tmp_path: Path) -> None:
+def test_the_r2_score_of_one_evaluation_row_is_refused(tmp_path: Path) -> None:
     init_args = {"metrics": {"r2": {"class_path": "torchmetrics.regression.R2Score"}}}
     with pytest.raises(
         ConfigError, match=r"(?s)of the 1 row of data\.eval_path: .*Give it more rows, or leave the metric out"
     ):
-        evaluated(tmp_path, [1.0], init_args)
+        evaluation_warnings(tmp_path, [1.0], init_args)
 
 
-def evaluated(folder: Path, target: list[float], init_args: dict[str, Any]) -> tuple[str, ...]:
+def evaluation_warnings(folder: Path, target: list[float], init_args: dict[str, Any]) -> tuple[str, ...]:
     data = write(folder / "train", x=[i / 16 for i in range(16)], y=[float(i % 2) for i in range(16)])
-    other = write(folder / "eval", x=[i / len(target) for i in range(len(target))], y=target)
-    given = {"model": {"class_path": HERE + "Parts"}, "inputs": ["x"], "target": "y", **init_args}
-    given.setdefault("loss", {"class_path": "torch.nn.BCEWithLogitsLoss"})
-    return prepare(config_of(data, MODULE, given, {"lr": 0.1}, data__eval_path=str(other))).warnings
+    eval_data = write(folder / "eval", x=[i / len(target) for i in range(len(target))], y=target)
+    arguments = {"model": {"class_path": HERE + "Parts"}, "inputs": ["x"], "target": "y", **init_args}
+    arguments.setdefault("loss", {"class_path": "torch.nn.BCEWithLogitsLoss"})
+    return prepare(config_of(data, MODULE, arguments, {"lr": 0.1}, data__eval_path=str(eval_data))).warnings
 
 
 AUROC = {"metrics": {"auroc": {"class_path": "torchmetrics.classification.BinaryAUROC"}}}
 
 
-def test_auroc_of_few_rows_of_one_class_is_said(tmp_path: Path) -> None:
-    [said] = evaluated(tmp_path, [1.0] * 16, AUROC)
-    assert said.startswith("torchmetrics says of the 16 rows of data.eval_path: No negative samples in targets")
+def test_auroc_of_few_evaluation_rows_of_one_class_is_warned_of(tmp_path: Path) -> None:
+    [warning] = evaluation_warnings(tmp_path, [1.0] * 16, AUROC)
+    assert warning.startswith("torchmetrics says of the 16 rows of data.eval_path: No negative samples in targets")
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
-def test_many_rows_to_evaluate_with_one_value_are_said(tmp_path: Path, value: float) -> None:
-    [said] = evaluated(tmp_path, [value] * 17, AUROC)
-    assert f"All 17 rows of {tmp_path / 'eval'} have {value:g} in 'y': metrics that compare classes (AUROC)" in said
+def test_evaluation_data_with_one_class_is_warned_of(tmp_path: Path, value: float) -> None:
+    [warning] = evaluation_warnings(tmp_path, [value] * 17, AUROC)
+    assert f"All 17 rows of {tmp_path / 'eval'} have {value:g} in 'y': metrics that compare classes (AUROC)" in warning
 
 
-def test_nothing_is_said_of_rows_to_evaluate_with_two_values(tmp_path: Path) -> None:
-    assert evaluated(tmp_path, [*[1.0] * 16, 0.0], AUROC) == ()
+def test_evaluation_data_with_two_classes_causes_no_warning(tmp_path: Path) -> None:
+    assert evaluation_warnings(tmp_path, [*[1.0] * 16, 0.0], AUROC) == ()
 
 
 def sized(weights: str | None = None, kappa: str = "") -> nn.Module:
@@ -239,26 +241,26 @@ def sized(weights: str | None = None, kappa: str = "") -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "said"), [({"weights": "DEFAULT"}, 1), ({"weights": None}, 0), ({"kappa": "linear"}, 0)]
+    ("model", "num_warnings"), [({"weights": "DEFAULT"}, 1), ({"weights": None}, 0), ({"kappa": "linear"}, 0)]
 )
-def test_pretrained_parameters_that_init_from_replaces_are_said(
-    tmp_path: Path, model: dict[str, Any], said: int
+def test_pretrained_parameters_that_init_from_replaces_are_warned_of(
+    tmp_path: Path, model: dict[str, Any], num_warnings: int
 ) -> None:
     data = write(tmp_path / "data", x=[float(i) for i in range(16)], y=[float(i) for i in range(16)])
     safetensors.torch.save_file(Parts().state_dict(), tmp_path / "model.safetensors")
     init_args = {"model": {"class_path": HERE + "sized", "init_args": model}, "inputs": ["x"], "target": "y"}
     init_args |= {"loss": {"class_path": "torch.nn.MSELoss"}}
     fields = {"train__init_from": str(tmp_path / "model.safetensors")}
-    doubts = prepare(config_of(data, MODULE, init_args, {"lr": 0.1}, **fields)).warnings
-    assert len(doubts) == said
-    assert all("task.init_args.model.init_args.weights has no effect" in each for each in doubts)
+    warnings = prepare(config_of(data, MODULE, init_args, {"lr": 0.1}, **fields)).warnings
+    assert len(warnings) == num_warnings
+    assert all("task.init_args.model.init_args.weights has no effect" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize(
     ("init_args", "steps"),
     [({}, 20), ({"total_steps": 40}, 40), ({"epochs": 3, "steps_per_epoch": 7}, 21), ({"steps_per_epoch": 7}, None)],
 )
-def test_the_length_that_a_schedule_is_given_is_not_replaced(init_args: dict[str, Any], steps: int | None) -> None:
+def test_a_configured_length_of_a_schedule_is_not_replaced(init_args: dict[str, Any], steps: int | None) -> None:
     spec = ClassSpec("torch.optim.lr_scheduler.OneCycleLR", {"max_lr": 0.1, **init_args})
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     if steps is None:

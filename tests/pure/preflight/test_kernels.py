@@ -1,4 +1,4 @@
-"""Operations that PyTorch refuses on a GPU with deterministic algorithms are found on a CPU, and no others."""
+"""Exactly the operations that PyTorch refuses on a GPU with deterministic algorithms are detected on a CPU."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ LISTED = {
     "torch.nn.functional.grid_sample": {"grid_sampler_2d_backward", "grid_sampler_3d_backward"},
     "torch.Tensor.scatter_reduce": {"scatter_reduce", "scatter_reduce_", "scatter", "scatter_"},
 }
-"""The operations that each entry of the documentation stands for."""
-NOT_LISTED = {  # their kernels refuse, or add atomically, without an entry
+"""The operations that belong to each entry of the documentation."""
+# The kernels of these operations refuse, or add atomically, without an entry in the documentation.
+NOT_LISTED = {
     *{"adaptive_max_pool3d_backward", "index_reduce", "index_reduce_"},
     *{"_roi_pool_backward", "_ps_roi_align_backward", "_ps_roi_pool_backward", "_deform_conv2d_backward"},
 }
 NOT_ON_A_GPU = ("MPS tensor", "an MPS", "quantized tensor")
 
 
-def test_the_list_is_the_one_in_the_documentation_of_pytorch() -> None:
+def test_the_list_of_operations_equals_the_documentation_of_pytorch() -> None:
     text = str(torch.use_deterministic_algorithms.__doc__)
     [refused] = re.findall(r"operations will throw a\n.*?``mode=True``:\n(.*?)\n    In addition", text, re.DOTALL)
     entries = [" ".join(entry.split()) for entry in re.split(r"\n        \* ", refused) if entry.strip()]
@@ -60,15 +61,17 @@ def test_the_list_is_the_one_in_the_documentation_of_pytorch() -> None:
 
 
 @pytest.mark.parametrize("name", _NONDETERMINISTIC_OPS)
-def test_each_name_is_one_of_an_operation(name: str) -> None:
+def test_each_listed_name_is_an_operation(name: str) -> None:
     assert hasattr(torch.ops.aten, name) or hasattr(torch.ops.torchvision, name)
 
 
-INDEX, VALUES, MATRIX = torch.tensor([0, 1, 0]), torch.tensor([1.0, 2.0, 3.0]), torch.rand(3, 3)
+INDEX = torch.tensor([0, 1, 0])
+VALUES = torch.tensor([1.0, 2.0, 3.0])
+MATRIX = torch.rand(3, 3)
 REGIONS = torch.tensor([[0.0, 0.0, 0.0, 4.0, 4.0]])
 
 
-def differentiated(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...] = (1, 8, 6, 6)) -> None:
+def differentiate(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...] = (1, 8, 6, 6)) -> None:
     leaf = torch.rand(shape, requires_grad=True)
     torch.autograd.grad(operation(leaf).sum(), [leaf])
 
@@ -87,14 +90,14 @@ REFUSED: dict[str, Callable[[], object]] = {
     "put with accumulate": lambda: VALUES.clone().put_(INDEX, VALUES, accumulate=True),
     "put with accumulate | a copy": lambda: VALUES.put(INDEX, VALUES, True),
     "histc": lambda: torch.histc(VALUES, 4),
-    "RoIPool, backward": lambda: differentiated(lambda x: ops.roi_pool(x, REGIONS, 2)),
-    "PSRoIAlign, backward": lambda: differentiated(lambda x: ops.ps_roi_align(x, REGIONS, 2)),
-    "PSRoIPool, backward": lambda: differentiated(lambda x: ops.ps_roi_pool(x, REGIONS, 2)),
-    "DeformConv2d, backward": lambda: differentiated(
+    "RoIPool, backward": lambda: differentiate(lambda x: ops.roi_pool(x, REGIONS, 2)),
+    "PSRoIAlign, backward": lambda: differentiate(lambda x: ops.ps_roi_align(x, REGIONS, 2)),
+    "PSRoIPool, backward": lambda: differentiate(lambda x: ops.ps_roi_pool(x, REGIONS, 2)),
+    "DeformConv2d, backward": lambda: differentiate(
         lambda x: ops.deform_conv2d(x, torch.zeros(1, 18, 6, 6), torch.rand(4, 8, 3, 3), padding=1)
     ),
 }
-FINE: dict[str, Callable[[], object]] = {
+DETERMINISTIC: dict[str, Callable[[], object]] = {
     "bincount": lambda: torch.bincount(INDEX, minlength=4),
     "bincount, no weights by name": lambda: torch.bincount(INDEX, weights=None, minlength=4),
     "median of all": lambda: (MATRIX.median(), MATRIX.nanmedian()),
@@ -103,14 +106,14 @@ FINE: dict[str, Callable[[], object]] = {
     ),
     "scatter": lambda: (VALUES.scatter(0, INDEX, VALUES), VALUES.scatter(0, INDEX, 2.0, reduce="multiply")),
     "scatter_add and index_add": lambda: VALUES.scatter_add(0, INDEX, VALUES).index_add(0, INDEX, VALUES),
-    "RoIAlign, which is replaced": lambda: differentiated(lambda x: ops.roi_align(x, REGIONS, 2)),
-    "cross-entropy": lambda: differentiated(lambda x: functional.cross_entropy(x, INDEX), (3, 4)),
+    "RoIAlign, which is replaced": lambda: differentiate(lambda x: ops.roi_align(x, REGIONS, 2)),
+    "cross-entropy": lambda: differentiate(lambda x: functional.cross_entropy(x, INDEX), (3, 4)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*(in beta|is deprecated):UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_gpu_refuses_is_named_with_what_to_choose(name: str) -> None:
+def test_a_nondeterministic_operation_is_refused_with_an_alternative(name: str) -> None:
     with KernelRecorder() as kernels:
         REFUSED[name]()
     with pytest.raises(ConfigError, match=f"  {name.partition(' | ')[0]}: choose "):
@@ -118,8 +121,8 @@ def test_what_a_gpu_refuses_is_named_with_what_to_choose(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*(in beta|is deprecated):UserWarning")
-@pytest.mark.parametrize("name", FINE)
-def test_what_a_gpu_computes_is_not_refused(name: str) -> None:
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_a_deterministic_operation_is_not_refused(name: str) -> None:
     with KernelRecorder() as kernels:
-        FINE[name]()
+        DETERMINISTIC[name]()
     kernels.check(1)

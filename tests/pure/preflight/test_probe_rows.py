@@ -1,5 +1,5 @@
-"""What the trial before a start takes: a few short rows, and the longest once, if that is not too much; and what it
-says was wrong.
+"""The rows of the dry run: a few short rows, and the longest row once unless it costs too much; and the messages of
+refusals.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ACCURACY = {"class_path": "torchmetrics.classification.MulticlassAccuracy", "ini
 
 
 def write(folder: Path, long_at: int | None = 3, first_tag: int = 0) -> str:
-    """Texts of 3 to 18 tokens, one of which may be long, with a tag for each token."""
+    """Writes texts of 3 to 18 tokens with a tag for each token; one text may be long."""
     folder.mkdir()
     lengths = [3 + n % 16 if n != long_at else LONG for n in range(ROWS)]
     table = {
@@ -50,93 +50,93 @@ def write(folder: Path, long_at: int | None = 3, first_tag: int = 0) -> str:
 def texts(kind: str = "Token", positions: int = 256, **init_args: Any) -> dict[str, Any]:
     config = {"class_path": "transformers.BertConfig", "init_args": {**BERT, "max_position_embeddings": positions}}
     model = {"class_path": f"transformers.BertFor{kind}Classification", "init_args": {"config": config}}
-    given = {
+    arguments = {
         **{"model": model, "inputs": {"input_ids": "tokens", "attention_mask": "tokens.mask"}, "output": "logits"},
         **{"target": "tags" if kind == "Token" else "label", "classes_last": kind == "Token"},
         **{"loss": {"class_path": "torch.nn.CrossEntropyLoss"}, **init_args},
     }
-    return {"class_path": "ray_app.task.module.ModuleTask", "init_args": given}
+    return {"class_path": "ray_app.task.module.ModuleTask", "init_args": arguments}
 
 
 def start(tmp_path: Path, task: dict[str, Any], path: str, **fields: Any) -> Any:
-    given = {
+    settings = {
         "data__path": path,
         "data__eval_path": path,
         "data__global_batch_size": 16,
         "run__storage_path": str(tmp_path / "runs"),
     }
-    return prepare(load_config(task=task, **given, **fields))
+    return prepare(load_config(task=task, **settings, **fields))
 
 
-def refused(*given: Any, **fields: Any) -> str:
-    with pytest.raises(ConfigError) as found:
-        start(*given, **fields)
-    return str(found.value)
+def refusal_of(*arguments: Any, **fields: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        start(*arguments, **fields)
+    return str(caught.value)
 
 
-# --- what it takes
+# --- The rows of the dry run.
 
 
 @pytest.mark.parametrize("long_at", [3, ROWS - 1])
-def test_the_longest_row_is_taken_through_the_model_once(
+def test_the_longest_row_is_run_through_the_model_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_at: int
 ) -> None:
-    seen, forward = list[int](), ModuleTask.forward
+    lengths, forward = list[int](), ModuleTask.forward
 
-    def seeing(self: ModuleTask, model: nn.Module, batch: Batch) -> Any:
-        seen.append(batch["tokens"].shape[1])
+    def record_length(self: ModuleTask, model: nn.Module, batch: Batch) -> Any:
+        lengths.append(batch["tokens"].shape[1])
         return forward(self, model, batch)
 
-    monkeypatch.setattr(ModuleTask, "forward", seeing)
+    monkeypatch.setattr(ModuleTask, "forward", record_length)
     start(tmp_path, texts(metrics={"accuracy": ACCURACY}), write(tmp_path / "data", long_at))
-    assert seen.count(LONG) == 1
-    assert len(seen) <= 13 + MAX_ROWS, "the metrics are tried with rows that are cut, each by itself"
-    assert sorted(seen)[-3:] == [16, 32, LONG], "two are for the estimate"
+    assert lengths.count(LONG) == 1
+    assert len(lengths) <= 13 + MAX_ROWS, "the metrics run on truncated rows, one at a time"
+    assert sorted(lengths)[-3:] == [16, 32, LONG], "two other lengths serve the cost estimate"
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_OPERATIONS", 1e6), ("max_probe_bytes", lambda: 1e6)])
-def test_a_row_that_would_take_too_much_is_not_tried_and_that_is_logged(
+def test_a_row_above_the_cost_limit_is_skipped_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str, value: Any
 ) -> None:
     path, task = write(tmp_path / "data"), texts(positions=LONG - 1)
-    assert f"data.path {path}: Rows of {LONG} numbers in 'tokens' or 'tags' cannot be trained on" in refused(
+    assert f"data.path {path}: Rows of {LONG} numbers in 'tokens' or 'tags' cannot be trained on" in refusal_of(
         tmp_path, task, path
     )
     monkeypatch.setattr(context, limit, value)
     start(tmp_path, task, path)
-    told = [record.message for record in caplog.records if "is not tried before the start" in record.message]
-    assert len(told) == 2, "the data to train and to evaluate on"
-    assert told[0].startswith(
+    messages = [record.message for record in caplog.records if "is not tried before the start" in record.message]
+    assert len(messages) == 2, "one message for the training data and one for the evaluation data"
+    assert messages[0].startswith(
         f"The longest row of data.path {path} ({2 * LONG} numbers) is not tried before the start: it would take about"
     )
 
 
 @pytest.mark.parametrize("multiple", [1, 24])
-def test_what_a_long_row_takes_follows_from_short_ones(
+def test_the_cost_of_a_long_row_is_extrapolated_from_short_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiple: int
 ) -> None:
-    found, of_costs = list[float](), context._extrapolate
+    estimates, extrapolate = list[float](), context._extrapolate
 
-    def continued(*given: Any) -> float:
-        found.append(of_costs(*given))
-        return found[-1]
+    def record_estimate(*arguments: Any) -> float:
+        estimates.append(extrapolate(*arguments))
+        return estimates[-1]
 
-    monkeypatch.setattr(context, "_extrapolate", continued)
+    monkeypatch.setattr(context, "_extrapolate", record_estimate)
     prepared = start(tmp_path, texts(pad_to=multiple), write(tmp_path / "data"))
-    operations, largest = found
+    operations, largest = estimates
     task = prepared.job.task
-    state = context.RowProbe(task, _State(task.build_model()))  # type: ignore[arg-type]
+    state = context.RowProbe(task, _StateWithModel(task.build_model()))  # type: ignore[arg-type]
     row = Ragged.of([np.arange(LONG) % 60], np.int64, 0, multiple)
     rows = {"tokens": repeat_rows(row), "tags": repeat_rows(Ragged.of([np.arange(LONG) % 3], np.int64, 0, multiple))}
     flops, sizes = context._measure_cost(state, rows)
     padded = -(-LONG // multiple) * multiple
     assert flops == pytest.approx(operations, rel=0.01)
-    assert max(sizes) >= 2 * 2 * padded**2 * 4, "scores of two rows and two heads, each number with each"
+    assert max(sizes) >= 2 * 2 * padded**2 * 4, "attention scores of two rows and two heads"
     assert max(sizes) == pytest.approx(largest, rel=0.05)
 
 
-class _State:
-    """A model that is trained, and no turns."""
+class _StateWithModel:
+    """A training state with a model and without optimizers that take turns."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.turns = model, None
@@ -145,39 +145,39 @@ class _State:
         self.model.train()
 
 
-def test_the_parameters_alone_say_what_is_too_much_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_limit_applies_to_the_operations_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Embedding(1000, 10), nn.Linear(10, 10, bias=False))
-    attempt = RowProbe(ModuleTask.__new__(ModuleTask), _State(model))  # type: ignore[arg-type]
+    row_probe = RowProbe(ModuleTask.__new__(ModuleTask), _StateWithModel(model))  # type: ignore[arg-type]
     rows = {"tokens": Ragged.of([[1] * 30, [1] * 30], np.int64)}
     monkeypatch.setattr(context, "MAX_OPERATIONS", 2 * 100 * 60)
-    assert context.explain_cost(attempt, rows) is None
+    assert context.explain_cost(row_probe, rows) is None
     monkeypatch.setattr(context, "MAX_OPERATIONS", 2 * 100 * 60 - 1)
-    assert str(context.explain_cost(attempt, rows)).startswith(
+    assert str(context.explain_cost(row_probe, rows)).startswith(
         "about 1.2e+04 operations; a dry run takes at most 1e+04 and"
     )
 
 
-# --- what it says
+# --- The messages of refusals.
 
 
-def test_what_a_target_is_padded_with_is_no_class(tmp_path: Path) -> None:
+def test_the_padding_of_a_target_is_not_a_class(tmp_path: Path) -> None:
     path = write(tmp_path / "data", None)
     start(tmp_path, texts(pad_with=59, metrics={"accuracy": ACCURACY}), path)
     start(tmp_path, texts(pad_with=59, pad_to=16), path)
-    assert "is padded with 60, and the model has no embedding for 60" in refused(tmp_path, texts(pad_with=60), path)
+    assert "is padded with 60, and the model has no embedding for 60" in refusal_of(tmp_path, texts(pad_with=60), path)
 
 
-def test_a_mistake_in_an_evaluation_of_lists_is_not_their_length(tmp_path: Path) -> None:
+def test_an_error_in_an_evaluation_of_lists_is_not_attributed_to_their_length(tmp_path: Path) -> None:
     path = write(tmp_path / "data", None)
-    two = {**ACCURACY, "init_args": {"num_classes": 2}}
-    said = refused(tmp_path, texts("Sequence", metrics={"accuracy": two}), path)
-    assert "The dry run with one row failed: ValueError: If `preds` have one dimension more than `target`" in said
-    assert "cannot be evaluated on, rows of one can" not in said
-    assert "cannot be trained on" not in said
+    two_classes = {**ACCURACY, "init_args": {"num_classes": 2}}
+    message = refusal_of(tmp_path, texts("Sequence", metrics={"accuracy": two_classes}), path)
+    assert "The dry run with one row failed: ValueError: If `preds` have one dimension more than `target`" in message
+    assert "cannot be evaluated on, rows of one can" not in message
+    assert "cannot be trained on" not in message
     ignored = write(tmp_path / "ignored", first_tag=-100)
-    said = refused(tmp_path, texts(metrics={"accuracy": ACCURACY}), ignored)
-    assert "cannot be" not in said
-    assert "evaluating rows 0 to 1" in said
+    message = refusal_of(tmp_path, texts(metrics={"accuracy": ACCURACY}), ignored)
+    assert "cannot be" not in message
+    assert "evaluating rows 0 to 1" in message
     start(
         tmp_path,
         texts(metrics={"accuracy": {**ACCURACY, "init_args": {"num_classes": 3, "ignore_index": -100}}}),
@@ -186,7 +186,7 @@ def test_a_mistake_in_an_evaluation_of_lists_is_not_their_length(tmp_path: Path)
 
 
 class Turns(CausalLanguageModel):
-    """Two optimizers take turns."""
+    """A language model for two optimizers that take turns."""
 
     def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor:
         assert turn in ("first", "second")
@@ -205,5 +205,5 @@ def test_the_longest_row_is_tried_where_optimizers_take_turns(tmp_path: Path) ->
     }
     start(tmp_path, task, path, optimizers=turns)
     config["init_args"]["n_positions"] = LONG - 1  # type: ignore[index]
-    assert f"the longest row of data.path {path} ({LONG} numbers)" in refused(tmp_path, task, path, optimizers=turns)
+    assert f"the longest row of data.path {path} ({LONG} numbers)" in refusal_of(tmp_path, task, path, optimizers=turns)
     assert torch.is_grad_enabled()

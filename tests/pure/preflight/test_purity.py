@@ -1,4 +1,4 @@
-"""Random numbers that do not come from torch or the keys are found before a run, and named with the user's line."""
+"""Random numbers that do not come from torch or the keys are detected before a run, with the line of the user."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from tests.support.local_world import make_job, write_images
 CODE = Path(impure_tasks.__file__).read_text().splitlines()
 
 
-def found(tmp_path: Path, what: str) -> list[str]:
+def impurities_of(tmp_path: Path, impurity: str) -> list[str]:
     data = write_images(tmp_path / "data", [[8], [8]])
-    return find_impurities(make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=Impure(what)))
+    return find_impurities(make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=Impure(impurity)))
 
 
-def line(code: str) -> str:
-    [number] = [i for i, each in enumerate(CODE, 1) if code in each]
+def line_of(code: str) -> str:
+    [number] = [i for i, source_line in enumerate(CODE, 1) if code in source_line]
     return f"(impure_tasks.py, line {number}, in "
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("what", "expected"),
+    ("impurity", "expected"),
     [
         (
             "decode",
-            f"decode draws from Python's generator (random) {line('random.random() <')}decode). Its result may be"
+            f"decode draws from Python's generator (random) {line_of('random.random() <')}decode). Its result may be"
             f" cached",
         ),
         ("batch", "decode makes another 'image' of a row by itself"),
         (
             "numpy",
-            f"augment draws from NumPy's generator (numpy.random) {line('np.random.rand()')}augment). Draw from the"
+            f"augment draws from NumPy's generator (numpy.random) {line_of('np.random.rand()')}augment). Draw from the"
             f" keys",
         ),
         (
             "unseeded",
             f"augment draws from a generator made without a seed (numpy.random.default_rng)"
-            f" {line('default_rng().random')}augment)",
+            f" {line_of('default_rng().random')}augment)",
         ),
         (
             "transform",
@@ -52,14 +52,14 @@ def line(code: str) -> str:
         pytest.param("kept", "training_loss gives something else when it is called again", marks=pytest.mark.rest),
     ],
 )
-def test_what_is_impure_is_named(what: str, expected: str, tmp_path: Path) -> None:
-    [said] = found(tmp_path, what)
-    assert said.startswith(expected)
+def test_preflight_names_impure_code(impurity: str, expected: str, tmp_path: Path) -> None:
+    [message] = impurities_of(tmp_path, impurity)
+    assert message.startswith(expected)
 
 
-def test_a_pure_task_is_pure(tmp_path: Path) -> None:
-    assert found(tmp_path, "") == []
+def test_a_pure_task_has_no_impurities(tmp_path: Path) -> None:
+    assert impurities_of(tmp_path, "") == []
 
 
-def test_a_model_that_cannot_be_copied_is_made_anew(tmp_path: Path) -> None:
-    assert found(tmp_path, "lock") == []
+def test_a_model_that_cannot_be_copied_is_built_again(tmp_path: Path) -> None:
+    assert impurities_of(tmp_path, "lock") == []

@@ -1,4 +1,4 @@
-"""What the first rows to train on do not have: rows that are longer, and what is in the data to evaluate on alone."""
+"""Rare rows, which are not among the first training rows: longer rows, and values that only evaluation data have."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 
 def write(folder: Path, classes: int = 3, words: int = 50, long_at: int | None = None) -> str:
-    """Texts of up to 17 tokens in two files of five row groups, with small images, numbers and classes; one text may be
-    longer.
+    """Writes texts of up to 17 tokens, one possibly longer, with images, numbers and classes, in two files of five
+    row groups.
     """
     folder.mkdir()
     random = np.random.default_rng(0)
@@ -54,12 +54,12 @@ def write(folder: Path, classes: int = 3, words: int = 50, long_at: int | None =
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("beyond") / "plain")
+    return write(tmp_path_factory.mktemp("rare_rows") / "plain")
 
 
 def module(model: dict[str, Any], inputs: Any, **init_args: Any) -> dict[str, Any]:
-    given = {"model": model, "inputs": inputs, "target": "label", "loss": CROSS_ENTROPY, **init_args}
-    return {"class_path": "ray_app.task.module.ModuleTask", "init_args": given}
+    arguments = {"model": model, "inputs": inputs, "target": "label", "loss": CROSS_ENTROPY, **init_args}
+    return {"class_path": "ray_app.task.module.ModuleTask", "init_args": arguments}
 
 
 def texts(positions: int = 32, **init_args: Any) -> dict[str, Any]:
@@ -89,33 +89,33 @@ def start(task: dict[str, Any], path: str, eval_path: str, tmp_path: Path) -> No
     )
 
 
-def refused(*given: Any) -> str:
-    with pytest.raises((ConfigError, DataError)) as found:
-        start(*given)
-    return str(found.value)
+def refusal_of(*arguments: Any) -> str:
+    with pytest.raises((ConfigError, DataError)) as caught:
+        start(*arguments)
+    return str(caught.value)
 
 
-# --- longer rows
+# --- Longer rows.
 
 
 @pytest.mark.parametrize("long_at", [0, 511, ROWS - 1])
-def test_a_row_that_is_longer_than_the_model_is_refused_wherever_it_is(
-    tmp_path: Path, plain: str, long_at: int
-) -> None:
+def test_a_row_longer_than_the_positions_of_the_model_is_refused(tmp_path: Path, plain: str, long_at: int) -> None:
     long = write(tmp_path / "long", long_at=long_at)
     start(texts(), plain, plain, tmp_path)
-    cannot = f"Rows of {LONGEST} numbers in 'tokens' cannot be"
-    assert f"{cannot} trained on, rows of one can. Models know only so many positions" in refused(
+    reason = f"Rows of {LONGEST} numbers in 'tokens' cannot be"
+    assert f"{reason} trained on, rows of one can. Models know only so many positions" in refusal_of(
         texts(), long, plain, tmp_path
     )
-    said = refused(texts(), plain, long, tmp_path)
-    assert f"data.eval_path {long}: {cannot} evaluated on, rows of one can. Models know only so many positions" in said
+    message = refusal_of(texts(), plain, long, tmp_path)
+    assert (
+        f"data.eval_path {long}: {reason} evaluated on, rows of one can. Models know only so many positions" in message
+    )
     start(texts(LONGEST), long, long, tmp_path)
     start(texts(max_length=32), long, long, tmp_path)
 
 
 class Shifted(CausalLanguageModel):
-    """Trains on what `augment` has added, in training mode alone."""
+    """Requires training mode and the field that `augment` adds."""
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
         return {**batch, "shift": keys}
@@ -128,7 +128,7 @@ class Shifted(CausalLanguageModel):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", ["ray_app.task.language_model.CausalLanguageModel", f"{__name__}.Shifted"])
-def test_another_task_is_tried_with_the_longest_row_too(tmp_path: Path, plain: str, name: str) -> None:
+def test_the_longest_row_is_also_tried_with_a_language_model(tmp_path: Path, plain: str, name: str) -> None:
     config = {
         "n_embd": 16,
         "n_layer": 1,
@@ -143,49 +143,53 @@ def test_another_task_is_tried_with_the_longest_row_too(tmp_path: Path, plain: s
     task = {"class_path": name, "init_args": {"model": model}}
     start(task, plain, plain, tmp_path)
     long = write(tmp_path / "long", long_at=ROWS - 1)
-    assert f"the longest row of data.path {long} ({LONGEST} numbers)" in refused(task, long, plain, tmp_path)
-    assert f"the longest row of data.eval_path {long} ({LONGEST} numbers)" in refused(task, plain, long, tmp_path)
+    assert f"the longest row of data.path {long} ({LONGEST} numbers)" in refusal_of(task, long, plain, tmp_path)
+    assert f"the longest row of data.eval_path {long} ({LONGEST} numbers)" in refusal_of(task, plain, long, tmp_path)
     more = write(tmp_path / "more", words=60)
-    assert f"data.eval_path {more}: Column 'tokens' has tokens up to 59, the model knows 50, 0 to 49." in refused(
+    assert f"data.eval_path {more}: Column 'tokens' has tokens up to 59, the model knows 50, 0 to 49." in refusal_of(
         task, plain, more, tmp_path
     )
     config["n_positions"] = LONGEST
     start(task, long, long, tmp_path)
 
 
-def test_the_longest_row_is_found_by_its_lists_of_numbers(tmp_path: Path) -> None:
+def test_the_longest_row_is_the_one_with_the_longest_list_of_numbers(tmp_path: Path) -> None:
     dataset = open_dataset(write(tmp_path / "long", long_at=731))
-    found = find_longest_row(dataset, ["label", "tokens", "boxes"], 100)
-    assert found is not None
-    assert (found.path, found.row_group, found.first, found.rows, found.position) == ("1.parquet", 2, 31, 1, 731)
+    longest = find_longest_row(dataset, ["label", "tokens", "boxes"], 100)
+    assert longest is not None
+    assert (longest.path, longest.row_group, longest.first, longest.rows, longest.position) == (
+        "1.parquet",
+        2,
+        31,
+        1,
+        731,
+    )
     shorter = find_longest_row(dataset, ["tokens"], LONGEST - 1)
     assert shorter is not None
     assert shorter.position % 16 == 15
     assert find_longest_row(dataset, ["x", "label"], 100) is None
 
 
-def test_of_a_large_data_set_some_row_groups_from_all_over_it_are_looked_at(
-    plain: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ticks, read = count(0, 0.25), list[int]()
+def test_the_search_for_the_longest_row_stops_after_a_second(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks, opened = count(0, 0.25), list[int]()
 
-    def counted(*arguments: Any) -> DataFile:
-        read.append(len(read))
+    def open_counted(*arguments: Any) -> DataFile:
+        opened.append(len(opened))
         return DataFile(*arguments)
 
     monkeypatch.setattr(probes.time, "monotonic", lambda: next(ticks))
-    monkeypatch.setattr(probes, "DataFile", counted)
+    monkeypatch.setattr(probes, "DataFile", open_counted)
     assert find_longest_row(open_dataset(plain), ["tokens"], 100) is not None
-    assert len(read) == 5, "after the fifth look more than a second is over"
+    assert len(opened) == 5, "the limit of one second has passed after the fifth row group"
 
 
-def test_what_was_read_counts_however_long_it_took(plain: str) -> None:
-    found = find_longest_row(open_dataset(plain), ["tokens"], 100, within_s=-1)
-    assert found is not None
-    assert found.position % 16 == 15, "the longest of a row group"
+def test_a_row_group_read_after_the_time_limit_still_counts(plain: str) -> None:
+    longest = find_longest_row(open_dataset(plain), ["tokens"], 100, within_s=-1)
+    assert longest is not None
+    assert longest.position % 16 == 15, "the result is the longest row of the row group"
 
 
-def test_a_batch_of_large_rows_has_few(
+def test_the_search_for_the_longest_row_reads_large_rows_in_small_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     random, long = np.random.default_rng(0), 70_000
@@ -197,42 +201,42 @@ def test_a_batch_of_large_rows_has_few(
         "y": pa.array(range(60)),
     }
     pq.write_table(pa.table(table), tmp_path / "wave.parquet")
-    ticks, looked = count(0, 0.2), probes._lengths
-    read = list[int]()
+    ticks, compute_lengths = count(0, 0.2), probes._lengths
+    batch_rows = list[int]()
 
-    def counted(rows: pa.RecordBatch) -> Any:
-        read.append(rows.num_rows)
-        return looked(rows)
+    def record_rows(rows: pa.RecordBatch) -> Any:
+        batch_rows.append(rows.num_rows)
+        return compute_lengths(rows)
 
-    monkeypatch.setattr(probes, "_lengths", counted)
+    monkeypatch.setattr(probes, "_lengths", record_rows)
     dataset = open_dataset(str(tmp_path))
     assert find_longest_row(dataset, ["wave"], 1 << 16) is not None
-    assert sum(read) == 60
-    assert max(read) * 50_000 * 8 <= 5 << 20
+    assert sum(batch_rows) == 60
+    assert max(batch_rows) * 50_000 * 8 <= 5 << 20
     assert [record.message for record in caplog.records] == [
         f"A row of {long} numbers is not tried before the start, nor are others of more than 65536."
     ]
     monkeypatch.setattr(probes.time, "monotonic", lambda: next(ticks))
-    read.clear()
+    batch_rows.clear()
     assert find_longest_row(dataset, ["wave"], 1 << 17) is not None
-    assert len(read) == 6
-    read.clear()
+    assert len(batch_rows) == 6
+    batch_rows.clear()
     assert find_longest_row(dataset, ["other"], 1 << 17) is not None
-    assert read == [60], "a batch goes by the columns that are looked at"
+    assert batch_rows == [60], "the batch size depends only on the columns that are read"
 
 
-def test_a_file_that_cannot_be_read_is_told_where_it_is_trained_on(tmp_path: Path, plain: str) -> None:
+def test_the_search_for_the_longest_row_skips_unreadable_files(tmp_path: Path, plain: str) -> None:
     dataset = open_dataset(write(tmp_path / "damaged"))
     for file in Path(dataset.root).iterdir():
         file.write_bytes(file.read_bytes()[:-1])
     assert find_longest_row(dataset, ["tokens"], 100) is None
 
 
-# --- what is in the data to evaluate on alone
+# --- Values that only the evaluation data have.
 
 
 @pytest.mark.parametrize(
-    ("task", "said"),
+    ("task", "message"),
     [
         (IMAGES, "Column 'label' of {path} has labels from 0 to 3; 3 classes allow 0 to 2. Correct the labels or set"),
         (TABLE, "Column 'label' of {path} has labels from 0 to 3; 3 classes allow 0 to 2. Correct the labels or set"),
@@ -244,31 +248,31 @@ def test_a_file_that_cannot_be_read_is_told_where_it_is_trained_on(tmp_path: Pat
     ],
     ids=["images", "table", "module"],
 )
-def test_a_class_that_is_in_the_data_to_evaluate_on_alone_is_refused(
-    task: dict[str, Any], said: str, plain: str, tmp_path: Path
+def test_a_class_that_only_the_evaluation_data_have_is_refused(
+    task: dict[str, Any], message: str, plain: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "more", classes=4)
     start(task, plain, plain, tmp_path)
-    assert said.format(path=path) in refused(task, plain, path, tmp_path)
+    assert message.format(path=path) in refusal_of(task, plain, path, tmp_path)
 
 
-def test_a_class_that_only_the_metric_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_a_class_unknown_to_the_metric_alone_is_refused(tmp_path: Path) -> None:
     two, three = write(tmp_path / "two", classes=2), write(tmp_path / "three", classes=3)
     task = numbers(1, loss={"class_path": "torch.nn.BCEWithLogitsLoss"}, metrics={"accuracy": ACCURACY})
     start(task, two, two, tmp_path)
-    said = refused(task, two, three, tmp_path)
-    assert said.startswith(f"data.eval_path {three}, in the first rows: ")
-    assert "the loss and the model's 2 classes allow 0 to 1. Correct the column" in said
+    message = refusal_of(task, two, three, tmp_path)
+    assert message.startswith(f"data.eval_path {three}, in the first rows: ")
+    assert "the loss and the model's 2 classes allow 0 to 1. Correct the column" in message
 
 
-def test_a_class_that_the_model_and_the_metrics_have_is_evaluated_on(plain: str, tmp_path: Path) -> None:
+def test_a_class_that_model_and_metrics_have_is_accepted_in_evaluation_data(plain: str, tmp_path: Path) -> None:
     start(numbers(4), plain, write(tmp_path / "more", classes=4), tmp_path)
     start({**TABLE, "init_args": {"features": ["x"], "num_classes": 4}}, plain, str(tmp_path / "more"), tmp_path)
 
 
-def test_a_token_that_is_in_the_data_to_evaluate_on_alone_is_refused(plain: str, tmp_path: Path) -> None:
+def test_a_token_that_only_the_evaluation_data_have_is_refused(plain: str, tmp_path: Path) -> None:
     path = write(tmp_path / "more", words=60)
     assert (
         f"data.eval_path {path}: Column 'tokens' has values up to 59, and the model has no embedding for 59"
-        in refused(texts(), plain, path, tmp_path)
+        in refusal_of(texts(), plain, path, tmp_path)
     )

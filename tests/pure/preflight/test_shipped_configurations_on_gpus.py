@@ -1,4 +1,4 @@
-"""The shipped configurations as they start on GPUs, up to what needs the device."""
+"""The shipped configurations pass the start checks for GPUs that do not need the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.places import ROOT
 from tests.support.shipped_data import write_shipped_data
 
 FILES = sorted((ROOT / "conf").glob("*.yaml"))
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "an evaluator with a GPU": {"evaluate__num_gpus": 1},
     "workers evaluate": {"evaluate__where": "workers", "evaluate__num_gpus": 0},
     "single": {"train__strategy": "single", "scaling__min_workers": 1, "evaluate__num_gpus": 1},
@@ -27,16 +27,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shipped")
 
 
-# Preparing one of these takes ten seconds.
+# The start checks of each of these configurations take ten seconds.
 LARGE = ("resnet50_imagenet", "detection", "segmentation")
 CASES = [
     pytest.param(
         file,
         fields,
-        id=f"{way}-{file.stem}",
+        id=f"{variant}-{file.stem}",
         marks=pytest.mark.rest if file.stem in LARGE else (),
     )
-    for way, fields in WAYS.items()
+    for variant, fields in VARIANTS.items()
     for file in FILES
 ]
 
@@ -58,5 +58,5 @@ def test_a_shipped_configuration_starts_on_gpus(
     assert job.config.scaling.gpus_per_worker == 1
     assert job.workers_evaluate == (fields.get("evaluate__where") == "workers")
     assert (prepared.evaluation is None) == job.workers_evaluate
-    most = 1 if fields.get("train__strategy") == "single" else config.scaling.worker_limit
-    assert workers_that_fit(job.config, ClusterCapacity({"CPU": 128.0, "GPU": most + 1.0})) == most
+    max_workers = 1 if fields.get("train__strategy") == "single" else config.scaling.worker_limit
+    assert workers_that_fit(job.config, ClusterCapacity({"CPU": 128.0, "GPU": max_workers + 1.0})) == max_workers

@@ -1,4 +1,4 @@
-"""What a start refuses, or says, before the first step: classes, columns, labels, micro-batches of one row, masks,
+"""Refusals and warnings of a start before the first step: classes, columns, labels, micro-batches of one row, masks,
 tasks.
 """
 
@@ -44,24 +44,24 @@ def write(folder: Path, columns: dict[str, Any], classes: list[str] | None = Non
     return folder
 
 
-def labelled(folder: Path, labels: list[int], classes: list[str] | None = None, **more: Any) -> Path:
-    return write(folder, {"x": [i / len(labels) for i in range(len(labels))], "label": labels, **more}, classes)
+def write_labelled(folder: Path, labels: list[int], classes: list[str] | None = None, **columns: Any) -> Path:
+    return write(folder, {"x": [i / len(labels) for i in range(len(labels))], "label": labels, **columns}, classes)
 
 
 def config_of(data: Path, task: str, init_args: dict[str, Any], **fields: Any) -> Config:
-    given = {
+    settings = {
         "data__path": str(data),
         "data__global_batch_size": 8,
         "train__strategy": "single",
         "tracking__enabled": False,
     }
-    given |= {"run__name": "run", "run__storage_path": str(data.parent / "runs")}
+    settings |= {"run__name": "run", "run__storage_path": str(data.parent / "runs")}
     return Config(task=ClassSpec(task, init_args), optimizer=OptimizerSpec("torch.optim.SGD", {"lr": 0.1})).replace(
-        **(given | fields)
+        **(settings | fields)
     )
 
 
-def tabular(data: Path, init_args: dict[str, Any] | None = None, **fields: Any) -> Prepared:
+def prepare_tabular(data: Path, init_args: dict[str, Any] | None = None, **fields: Any) -> Prepared:
     return prepare(config_of(data, TABULAR, {"hidden": [2]} | (init_args or {}), **fields))
 
 
@@ -70,19 +70,19 @@ LABELS = [0, 1] * 8
 
 def test_evaluation_data_with_classes_in_another_order_is_refused(tmp_path: Path) -> None:
     train, evaluation = (
-        labelled(tmp_path / "a", LABELS, ["cat", "dog"]),
-        labelled(tmp_path / "b", LABELS, ["dog", "cat"]),
+        write_labelled(tmp_path / "a", LABELS, ["cat", "dog"]),
+        write_labelled(tmp_path / "b", LABELS, ["dog", "cat"]),
     )
     with pytest.raises(
         DataError,
         match=r"Class 0 is 'dog' in data\.eval_path .*b and 'cat' in data\.path .*a: .*by name, never by number",
     ):
-        tabular(train, data__eval_path=str(evaluation))
+        prepare_tabular(train, data__eval_path=str(evaluation))
 
 
-def test_evaluation_data_with_the_first_of_the_classes_is_taken(tmp_path: Path) -> None:
-    train = labelled(tmp_path / "a", [0, 1, 2, 1] * 4, ["cat", "dog", "owl"])
-    tabular(train, data__eval_path=str(labelled(tmp_path / "b", LABELS, ["cat", "dog"])))
+def test_evaluation_data_with_a_prefix_of_the_classes_is_accepted(tmp_path: Path) -> None:
+    train = write_labelled(tmp_path / "a", [0, 1, 2, 1] * 4, ["cat", "dog", "owl"])
+    prepare_tabular(train, data__eval_path=str(write_labelled(tmp_path / "b", LABELS, ["cat", "dog"])))
 
 
 def test_a_class_that_was_not_trained_on_is_refused(tmp_path: Path) -> None:
@@ -90,32 +90,32 @@ def test_a_class_that_was_not_trained_on_is_refused(tmp_path: Path) -> None:
         refuse_other_names(["cat", "dog"], ["cat", "dog", "owl"], "predict.data p", "the model")
 
 
-def test_numbers_as_names_of_classes_are_no_names() -> None:
+def test_class_names_that_equal_their_indices_do_not_count_as_names() -> None:
     assert named_classes(["0", "1"]) is None
     assert named_classes(["1", "0"]) == ["1", "0"]
 
 
-def test_a_run_goes_on_with_the_classes_that_it_began_with_only(tmp_path: Path) -> None:
-    data = labelled(tmp_path / "a", LABELS, ["cat", "dog"])
-    claim(tabular(data), 1)
-    tabular(data)
+def test_a_run_resumes_only_with_the_classes_of_its_first_start(tmp_path: Path) -> None:
+    data = write_labelled(tmp_path / "a", LABELS, ["cat", "dog"])
+    claim(prepare_tabular(data), 1)
+    prepare_tabular(data)
     (data / "dataset.json").write_text(json.dumps({"classes": ["dog", "cat"]}))
     with pytest.raises(DataError, match=r"Class 0 is 'dog' in .*a and 'cat' in the data that 'run' began with"):
-        tabular(data)
+        prepare_tabular(data)
 
 
 def test_parameters_of_an_export_with_other_classes_are_refused(tmp_path: Path) -> None:
-    data = labelled(tmp_path / "a", LABELS, ["cat", "dog"])
-    model = tabular(data).job.task.build_model()
-    place = tmp_path / "export"
-    place.mkdir()
-    safetensors.torch.save_file(model.state_dict(), place / "model.safetensors")
+    data = write_labelled(tmp_path / "a", LABELS, ["cat", "dog"])
+    model = prepare_tabular(data).job.task.build_model()
+    export = tmp_path / "export"
+    export.mkdir()
+    safetensors.torch.save_file(model.state_dict(), export / "model.safetensors")
     for names in (["cat", "dog"], ["0", "1"]):
-        (place / "package.json").write_text(json.dumps({"classes": names}))
-        tabular(data, train__init_from=str(place / "model.safetensors"))
-    (place / "package.json").write_text(json.dumps({"classes": ["dog", "cat"]}))
+        (export / "package.json").write_text(json.dumps({"classes": names}))
+        prepare_tabular(data, train__init_from=str(export / "model.safetensors"))
+    (export / "package.json").write_text(json.dumps({"classes": ["dog", "cat"]}))
     with pytest.raises(DataError, match=r"Class 0 is 'cat' in data\.path .*a and 'dog' in train\.init_from"):
-        tabular(data, train__init_from=str(place / "model.safetensors"))
+        prepare_tabular(data, train__init_from=str(export / "model.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -133,21 +133,21 @@ def test_parameters_of_an_export_with_other_classes_are_refused(tmp_path: Path) 
     ],
 )
 def test_a_column_of_another_type_is_refused(trained: ColumnFacts, other: ColumnFacts, fits: bool) -> None:
-    known = schema_of(DataFacts("a", 1, {"x": trained}), ["x"])
-    assert json.loads(json.dumps(known)) == known
+    schema = schema_of(DataFacts("a", 1, {"x": trained}), ["x"])
+    assert json.loads(json.dumps(schema)) == schema
     facts = DataFacts("b", 1, {"x": other})
     if fits:
-        refuse_other_schema(known, facts, "b", "a")
+        refuse_other_schema(schema, facts, "b", "a")
         return
     with pytest.raises(DataError, match=r"Column 'x' of b holds .*; of a it holds .* Both must be of one type"):
-        refuse_other_schema(known, facts, "b", "a")
+        refuse_other_schema(schema, facts, "b", "a")
 
 
-def test_an_index_of_pandas_is_no_feature(tmp_path: Path) -> None:
+def test_a_pandas_index_is_not_a_feature(tmp_path: Path) -> None:
     frame = pd.DataFrame({"x": [0.5] * 16, "label": LABELS}).sample(frac=1, random_state=0)
     for name, index in (("unnamed", None), ("named", "customer")):
         frame.rename_axis(index).to_parquet(tmp_path / f"{name}.parquet")
-        prepared = tabular(tmp_path / f"{name}.parquet")
+        prepared = prepare_tabular(tmp_path / f"{name}.parquet")
         assert prepared.job.task.columns() == ["x", "label"]
         assert (
             f"Columns not used: '{index or '__index_level_0__'}' (integer, which numbers the rows; name it"
@@ -156,17 +156,17 @@ def test_an_index_of_pandas_is_no_feature(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "Unnamed: 0", "__index_level_0__"])
-def test_a_column_without_a_name_is_no_feature_unless_named(tmp_path: Path, name: str) -> None:
-    data = labelled(tmp_path / "a", LABELS, **{name: list(range(16))})
-    assert tabular(data).job.task.columns() == ["x", "label"]
-    assert tabular(data, {"features": [name]}).job.task.columns() == [name, "label"]
+def test_an_unnamed_column_is_a_feature_only_if_configured(tmp_path: Path, name: str) -> None:
+    data = write_labelled(tmp_path / "a", LABELS, **{name: list(range(16))})
+    assert prepare_tabular(data).job.task.columns() == ["x", "label"]
+    assert prepare_tabular(data, {"features": [name]}).job.task.columns() == [name, "label"]
 
 
-def test_the_start_names_columns_that_are_not_used_and_why(tmp_path: Path) -> None:
+def test_the_start_reports_unused_columns_with_a_reason(tmp_path: Path) -> None:
     price = [str(i) for i in range(16)]
     price[7] = "?"
-    data = labelled(tmp_path / "a", LABELS, ["cat", "dog"], price=price, city=["Ulm"] * 16)
-    used, unused = tabular(data).data
+    data = write_labelled(tmp_path / "a", LABELS, ["cat", "dog"], price=price, city=["Ulm"] * 16)
+    used, unused = prepare_tabular(data).data
     assert used == "Columns used: x; to predict label, 2 classes: cat, dog"
     assert (
         unused
@@ -175,51 +175,51 @@ def test_the_start_names_columns_that_are_not_used_and_why(tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize(("names", "alike"), [
+@pytest.mark.parametrize(("names", "similar"), [
     (["True", "true", "no"], [["True", "true"]]),
     (["yes", "yes ", " Yes"], [["yes", "yes ", " Yes"]]),
     (["caf\u00e9", "cafe\u0301"], [["caf\u00e9", "cafe\u0301"]]),
     (["new york", "newyork"], []),
 ])  # fmt: skip
-def test_classes_that_differ_in_case_or_blanks_are_named(
-    tmp_path: Path, names: list[str], alike: list[list[str]]
+def test_class_names_that_differ_in_case_or_blanks_are_warned_of(
+    tmp_path: Path, names: list[str], similar: list[list[str]]
 ) -> None:
-    assert find_similar_names(names) == alike
-    doubts = tabular(labelled(tmp_path / "a", [i % len(names) for i in range(16)], names)).warnings
-    assert len(doubts) == len(alike)
-    assert all(repr(name) in doubt for doubt, group in zip(doubts, alike, strict=True) for name in group)
+    assert find_similar_names(names) == similar
+    warnings = prepare_tabular(write_labelled(tmp_path / "a", [i % len(names) for i in range(16)], names)).warnings
+    assert len(warnings) == len(similar)
+    assert all(repr(name) in warning for warning, group in zip(warnings, similar, strict=True) for name in group)
 
 
-@pytest.mark.parametrize(("labels", "what"), [
+@pytest.mark.parametrize(("labels", "message"), [
     ([5, 3_000_000_000] * 8, r"from 5 to 3000000000, which makes 3000000001 classes: more than the 16 rows"),
     ([94110, 94720] * 8, r"from 94110 to 94720, which makes 94721 classes"),
     (np.array([5, 2**63] * 8, np.uint64), r"which makes \d+ classes: more than the 16 rows"),
     ([-1, 1] * 8, r"from -1 to 1; 2 classes allow 0 to 1"),
 ])  # fmt: skip
-def test_labels_that_are_identifiers_are_refused(tmp_path: Path, labels: Any, what: str) -> None:
-    with pytest.raises(DataError, match=what):
-        tabular(labelled(tmp_path / "a", labels))
+def test_labels_that_are_identifiers_are_refused(tmp_path: Path, labels: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare_tabular(write_labelled(tmp_path / "a", labels))
 
 
-def test_as_many_classes_as_the_configuration_says_are_taken(tmp_path: Path) -> None:
-    prepared = tabular(labelled(tmp_path / "a", [5, 90] * 8), {"num_classes": 100})
+def test_the_configured_number_of_classes_is_accepted(tmp_path: Path) -> None:
+    prepared = prepare_tabular(write_labelled(tmp_path / "a", [5, 90] * 8), {"num_classes": 100})
     assert ", 100 classes" in prepared.data[0]
 
 
-def test_more_classes_than_the_bound_are_refused_also_with_more_rows(tmp_path: Path) -> None:
+def test_more_classes_than_the_maximum_are_refused_even_with_more_rows(tmp_path: Path) -> None:
     data = write(tmp_path / "a", {"x": np.zeros(100_002, np.float32), "label": np.arange(100_002) % 100_001})
     with pytest.raises(DataError, match="which makes 100001 classes: more than 100000"):
-        tabular(data)
+        prepare_tabular(data)
 
 
-def test_an_integer_to_predict_by_squared_error_makes_no_classes(tmp_path: Path) -> None:
-    given = {
+def test_an_integer_target_of_squared_error_makes_no_classes(tmp_path: Path) -> None:
+    arguments = {
         "model": {"class_path": "tests.support.odd_tasks.normalized", "init_args": {"norm": "layer"}},
         "target": "label",
     }
-    given |= {"inputs": ["x"], "loss": {"class_path": "torch.nn.MSELoss"}}
+    arguments |= {"inputs": ["x"], "loss": {"class_path": "torch.nn.MSELoss"}}
     data = write(tmp_path / "a", {"x": [[0.5] * 4] * 16, "label": [10**9] * 16})
-    assert ModuleTask(**given).prepare(open_dataset(str(data)).facts).classes == []  # type: ignore[attr-defined]
+    assert ModuleTask(**arguments).prepare(open_dataset(str(data)).facts).classes == []  # type: ignore[attr-defined]
 
 
 def test_many_classes_have_no_confusion_matrix() -> None:
@@ -227,7 +227,7 @@ def test_many_classes_have_no_confusion_matrix() -> None:
     assert sorted(map(str, classification_metrics(2049))) == ["accuracy", "calibration_error"]
 
 
-def normalized(folder: Path, norm: str, rows: int = 16, **fields: Any) -> Prepared:
+def prepare_normalized(folder: Path, norm: str, rows: int = 16, **fields: Any) -> Prepared:
     features = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(4.0 * rows, dtype=np.float32)), 4)
     data = write(folder, {"x": features, "label": [i % 2 for i in range(rows)]})
     model = {"class_path": "tests.support.odd_tasks.normalized", "init_args": {"norm": norm}}
@@ -240,21 +240,21 @@ def test_micro_batches_of_one_row_with_batch_norm_are_refused(tmp_path: Path) ->
     with pytest.raises(
         ConfigError, match=r"1 of the model is a BatchNorm1d, .* The smallest valid data\.global_batch_size is 16"
     ):
-        normalized(tmp_path / "a", "batch", scaling__logical_workers=8)
+        prepare_normalized(tmp_path / "a", "batch", scaling__logical_workers=8)
     with pytest.raises(
         ConfigError, match=r"the 5 rows of the data give some of the 4 logical workers .* Give at least 8 rows"
     ):
-        normalized(tmp_path / "b", "batch", rows=5, scaling__logical_workers=4)
-    assert not normalized(tmp_path / "c", "batch", scaling__logical_workers=4).warnings
-    assert not normalized(tmp_path / "d", "spatial", scaling__logical_workers=8).warnings
+        prepare_normalized(tmp_path / "b", "batch", rows=5, scaling__logical_workers=4)
+    assert not prepare_normalized(tmp_path / "c", "batch", scaling__logical_workers=4).warnings
+    assert not prepare_normalized(tmp_path / "d", "spatial", scaling__logical_workers=8).warnings
 
 
-def test_a_last_micro_batch_of_one_row_is_said(tmp_path: Path) -> None:
-    [doubt] = normalized(tmp_path / "a", "batch", rows=17, scaling__logical_workers=2).warnings
-    assert doubt.startswith(
+def test_a_last_micro_batch_of_one_row_is_warned_of(tmp_path: Path) -> None:
+    [warning] = prepare_normalized(tmp_path / "a", "batch", rows=17, scaling__logical_workers=2).warnings
+    assert warning.startswith(
         "In the last step of an epoch 1 of 2 logical workers have one row, of which 1, batch normalization, has no"
     )
-    assert not normalized(
+    assert not prepare_normalized(
         tmp_path / "b", "batch", rows=17, scaling__logical_workers=2, data__last_batch="drop"
     ).warnings
 
@@ -264,13 +264,13 @@ def test_a_layer_that_normalizes_each_value_by_itself_is_refused(
     tmp_path: Path, norm: str, refused: str | None
 ) -> None:
     if refused is None:
-        normalized(tmp_path / "a", norm)
+        prepare_normalized(tmp_path / "a", norm)
         return
     with pytest.raises(ConfigError, match=f"1 of the model is a {refused} that normalizes each value by itself"):
-        normalized(tmp_path / "a", norm)
+        prepare_normalized(tmp_path / "a", norm)
 
 
-def masked(folder: Path, values: list[int]) -> Path:
+def write_masks(folder: Path, values: list[int]) -> Path:
     masks = [np.full((4, 4), value, np.uint8) for value in values]
     shape = pa.list_(pa.list_(pa.uint8(), 4), 4)
     images = pa.array(
@@ -279,32 +279,32 @@ def masked(folder: Path, values: list[int]) -> Path:
     return write(folder, {"image": images, "mask": pa.array([mask.tolist() for mask in masks], shape)})
 
 
-def segmented(
+def prepare_segmentation(
     data: Path, loss: dict[str, Any], classes: int = 2, eval_path: Path | None = None, **init_args: Any
 ) -> Prepared:
     model = {"class_path": "tests.support.odd_tasks.pixels", "init_args": {"classes": classes}}
-    given = {"model": model, "inputs": ["image"], "target": "mask", "loss": loss} | init_args
-    return prepare(config_of(data, MODULE, given, data__eval_path=eval_path and str(eval_path)))
+    arguments = {"model": model, "inputs": ["image"], "target": "mask", "loss": loss} | init_args
+    return prepare(config_of(data, MODULE, arguments, data__eval_path=eval_path and str(eval_path)))
 
 
-def test_a_mask_of_0_and_255_is_refused_with_its_values_and_the_option(tmp_path: Path) -> None:
+def test_a_mask_with_255_is_refused_with_its_values_and_the_option(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"Row 0 of .*: the mask 'mask' has the values 255; .* 2 classes allow 0 to 1\. .*mask_values"
     ):
-        segmented(masked(tmp_path / "a", [255] * 8), CROSS_ENTROPY)
-    segmented(masked(tmp_path / "b", [255] * 8), CROSS_ENTROPY | {"init_args": {"ignore_index": 255}})
+        prepare_segmentation(write_masks(tmp_path / "a", [255] * 8), CROSS_ENTROPY)
+    prepare_segmentation(write_masks(tmp_path / "b", [255] * 8), CROSS_ENTROPY | {"init_args": {"ignore_index": 255}})
 
 
-def test_a_mask_of_the_evaluation_data_is_refused_likewise(tmp_path: Path) -> None:
-    train, evaluation = masked(tmp_path / "a", [0, 1] * 4), masked(tmp_path / "b", [0, 255] * 4)
+def test_an_evaluation_mask_with_unknown_values_is_refused(tmp_path: Path) -> None:
+    train, evaluation = write_masks(tmp_path / "a", [0, 1] * 4), write_masks(tmp_path / "b", [0, 255] * 4)
     with pytest.raises(
         ConfigError, match=r"data\.eval_path .*b, in the first rows: the mask 'mask' has the values 0, 255"
     ):
-        segmented(train, CROSS_ENTROPY, eval_path=evaluation)
+        prepare_segmentation(train, CROSS_ENTROPY, eval_path=evaluation)
 
 
 def test_a_later_mask_with_other_values_is_a_bad_row(tmp_path: Path) -> None:
-    prepared = segmented(masked(tmp_path / "a", [0, 0, 255, 0]), CROSS_ENTROPY)
+    prepared = prepare_segmentation(write_masks(tmp_path / "a", [0, 0, 255, 0]), CROSS_ENTROPY)
     reader = prepared.job.source.reader
     assert isinstance(reader, Reader)
     [spec] = cut_reads(prepared.job.plan.manifest, [Segment(0, 0, 4)], 4)
@@ -313,7 +313,7 @@ def test_a_later_mask_with_other_values_is_a_bad_row(tmp_path: Path) -> None:
 
 
 def test_mask_values_map_values_to_classes(tmp_path: Path) -> None:
-    prepared = segmented(masked(tmp_path / "a", [0, 255]), CROSS_ENTROPY, mask_values={0: 0, 255: 1})
+    prepared = prepare_segmentation(write_masks(tmp_path / "a", [0, 255]), CROSS_ENTROPY, mask_values={0: 0, 255: 1})
     masks = np.array([np.zeros((4, 4)), np.full((4, 4), 255)], np.uint8)
     decoded = prepared.job.task.decode({"image": np.zeros((2, 4, 4, 3), np.uint8), "mask": masks})
     assert np.array_equal(decoded["mask"], masks == 255)  # type: ignore[arg-type]
@@ -322,22 +322,24 @@ def test_mask_values_map_values_to_classes(tmp_path: Path) -> None:
         DataError,
         match=r"the mask has the values 7, which task\.init_args\.mask_values gives no class; it names 0, 255",
     ):
-        segmented(masked(tmp_path / "b", [7] * 4), CROSS_ENTROPY, mask_values={0: 0, 255: 1})
+        prepare_segmentation(write_masks(tmp_path / "b", [7] * 4), CROSS_ENTROPY, mask_values={0: 0, 255: 1})
     with pytest.raises(ConfigError, match=r"mask_values is .* it must be classes by the values of a mask"):
-        segmented(masked(tmp_path / "c", [0] * 4), CROSS_ENTROPY, mask_values={"a": 1})
+        prepare_segmentation(write_masks(tmp_path / "c", [0] * 4), CROSS_ENTROPY, mask_values={"a": 1})
 
 
-def test_a_binary_loss_takes_no_255(tmp_path: Path) -> None:
+def test_a_mask_with_255_is_refused_for_a_binary_loss(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the mask 'mask' has the values 255; .* allow 0 to 1"):
-        segmented(masked(tmp_path / "a", [255] * 8), {"class_path": "torch.nn.BCEWithLogitsLoss"}, classes=1)
+        prepare_segmentation(
+            write_masks(tmp_path / "a", [255] * 8), {"class_path": "torch.nn.BCEWithLogitsLoss"}, classes=1
+        )
 
 
 @pytest.mark.parametrize("loss", ["WithoutUnknown", "Modulo"])
-def test_a_loss_of_a_user_that_takes_other_values_gets_them(tmp_path: Path, loss: str) -> None:
-    segmented(masked(tmp_path / "a", [255] * 8), {"class_path": f"tests.support.odd_tasks.{loss}"})
+def test_a_user_defined_loss_may_accept_other_mask_values(tmp_path: Path, loss: str) -> None:
+    prepare_segmentation(write_masks(tmp_path / "a", [255] * 8), {"class_path": f"tests.support.odd_tasks.{loss}"})
 
 
-def test_a_loss_of_two_classes_ignores_no_value(tmp_path: Path) -> None:
+def test_a_binary_loss_ignores_no_value(tmp_path: Path) -> None:
     data = write(tmp_path / "a", {"x": [[0.5]] * 8, "y": [[-100.0]] * 8})
     model = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}
     task = {"model": model, "inputs": ["x"], "target": "y", "loss": {"class_path": "torch.nn.BCEWithLogitsLoss"}}
@@ -345,33 +347,33 @@ def test_a_loss_of_two_classes_ignores_no_value(tmp_path: Path) -> None:
         prepare(config_of(data, MODULE, task))
 
 
-def test_a_task_that_trains_with_another_loss_has_any_target(tmp_path: Path) -> None:
+def test_a_task_with_its_own_training_loss_accepts_any_target(tmp_path: Path) -> None:
     model = {"class_path": "tests.support.odd_tasks.pixels", "init_args": {"classes": 2}}
     task = {"model": model, "inputs": ["image"], "target": "mask", "loss": CROSS_ENTROPY}
-    prepare(config_of(masked(tmp_path / "a", [255] * 8), "tests.support.odd_tasks.OwnStep", task))
+    prepare(config_of(write_masks(tmp_path / "a", [255] * 8), "tests.support.odd_tasks.OwnStep", task))
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "central_storage", "fsdp", "local_sgd", "parameter_server"])
-def test_a_model_that_cannot_be_pickled_is_trained(tmp_path: Path, strategy: str) -> None:
+def test_a_model_that_cannot_be_pickled_is_accepted(tmp_path: Path, strategy: str) -> None:
     model = {"class_path": "tests.support.odd_tasks.locked_pixels", "init_args": {"classes": 2}}
     task = {"model": model, "inputs": ["image"], "target": "mask", "loss": CROSS_ENTROPY}
-    prepare(config_of(masked(tmp_path / "a", [0, 1] * 4), MODULE, task, train__strategy=strategy))
+    prepare(config_of(write_masks(tmp_path / "a", [0, 1] * 4), MODULE, task, train__strategy=strategy))
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "parameter_server"])
 @pytest.mark.parametrize(
-    ("what", "name"), [("lock", "Holding.held"), ("generator", "Holding.held"), ("deep", "Holding.held['locks'][0]")]
+    ("content", "name"), [("lock", "Holding.held"), ("generator", "Holding.held"), ("deep", "Holding.held['locks'][0]")]
 )
-def test_a_task_that_cannot_be_pickled_is_refused(tmp_path: Path, strategy: str, what: str, name: str) -> None:
+def test_a_task_that_cannot_be_pickled_is_refused(tmp_path: Path, strategy: str, content: str, name: str) -> None:
     data = write(tmp_path / "a", {"x": [0.5] * 8, "y": [1.0] * 8})
-    config = config_of(data, "tests.support.odd_tasks.Holding", {"what": what}, train__strategy=strategy)
+    config = config_of(data, "tests.support.odd_tasks.Holding", {"what": content}, train__strategy=strategy)
     with pytest.raises(ConfigError) as caught:
         prepare(config)
     assert str(caught.value).startswith(f"{name} of the task cannot be sent to other processes: it is a ")
     prepare(config.replace(task={"class_path": config.task.class_path, "init_args": {"what": "nothing"}}))
 
 
-def test_what_a_user_can_change_about_a_connection_is_said() -> None:
+def test_connection_errors_name_the_fix() -> None:
     with pytest.raises(ConfigError, match=r"wants a token.*RAY_AUTH_MODE=token"), connection_errors():
         raise AuthenticationError("the token is missing")
     with pytest.raises(ConfigError, match="set RAY_TMPDIR to a short folder"), connection_errors():
@@ -385,7 +387,7 @@ def test_what_a_user_can_change_about_a_connection_is_said() -> None:
         raise OSError("no route")
 
 
-def test_a_missing_value_to_predict_on_is_named(tmp_path: Path) -> None:
+def test_a_missing_value_in_prediction_data_is_named(tmp_path: Path) -> None:
     dataset = open_dataset(str(write(tmp_path / "a", {"x": [0.5, 1.0, None, 2.0]})))
     with pytest.raises(
         DataError, match=r"part-0\.parquet, row 2: column 'x' of predict\.data .* has no value there, and 1 missing"

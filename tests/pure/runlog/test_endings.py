@@ -1,4 +1,4 @@
-"""How the runs of a storage ended: a report reads the summary of the run that it compares with, and of no other."""
+"""The list of how the runs of a storage ended: a report reads only the summary of the run that it compares with."""
 
 from __future__ import annotations
 
@@ -22,95 +22,94 @@ def summary(
     return {"status": status, "ended_s": ended_s, "best": best}
 
 
-def neighbours(folder: Path, count: int) -> None:
-    """Runs beside the one that is reported; the last but one is the best."""
+def write_other_runs(folder: Path, count: int) -> None:
+    """Writes runs next to the reported one; the last but one is the best."""
     for number in range(count):
         run = MadeRun(folder, f"near{number}", BEGAN_S - 1000)
         put_summary(run.paths, summary(0.99 if number == count - 2 else 0.9 - number / 1000))
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The runs whose summary is read, one after the other."""
-    found: list[str] = []
-    real = Path.read_bytes
+def summaries_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records the name of the run for each summary that is read."""
+    run_names: list[str] = []
+    original = Path.read_bytes
 
     def read_bytes(path: Path) -> bytes:
         if path.name == "summary.json":
-            found.append(path.parent.name)
-        return real(path)
+            run_names.append(path.parent.name)
+        return original(path)
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
-    return found
+    return run_names
 
 
-def earlier(folder: Path) -> Earlier | None:
+def earlier_of_report(folder: Path) -> Earlier | None:
     run = RunPaths(folder / "run")
     if not run.config.exists():
         MadeRun(folder).start()
     return read_facts(run).earlier
 
 
-def test_a_report_reads_the_summary_of_the_best_and_of_no_other(tmp_path: Path, read: list[str]) -> None:
-    neighbours(tmp_path, 30)
-    for name, made in (
+def test_a_report_reads_only_the_summary_of_the_best_run(tmp_path: Path, summaries_read: list[str]) -> None:
+    write_other_runs(tmp_path, 30)
+    for name, content in (
         ("failed", summary(1.0, status="failed")),
         ("without", summary(None)),
         ("other", summary(1.0, metric="rmse")),
     ):
-        put_summary(MadeRun(tmp_path, name).paths, made)
+        put_summary(MadeRun(tmp_path, name).paths, content)
     put_summary(MadeRun(tmp_path, "nan").paths, summary(float("nan")))
     put_summary(MadeRun(tmp_path, "later").paths, summary(1.0, BEGAN_S + 100))
-    found = earlier(tmp_path)
-    assert found is not None
-    assert (found.name, found.value, found.of) == ("near28", 0.99, 30)
-    assert sorted(set(read)) == ["near28", "run"]
-    assert len(read) == 2, "the run itself has none yet"
+    best = earlier_of_report(tmp_path)
+    assert best is not None
+    assert (best.name, best.value, best.of) == ("near28", 0.99, 30)
+    assert sorted(set(summaries_read)) == ["near28", "run"]
+    assert len(summaries_read) == 2, "each of the two summaries is read once"
 
 
-def test_runs_that_are_not_listed_are_read_once(tmp_path: Path, read: list[str]) -> None:
-    """Of an earlier version, of a driver that was stopped before it listed its run, or copied from elsewhere."""
+def test_the_summary_of_an_unlisted_run_is_read_once(tmp_path: Path, summaries_read: list[str]) -> None:
+    """A run is unlisted if an earlier version wrote it, its driver stopped before listing it, or it was copied."""
     for name, value in (("one", 0.5), ("two", 0.7)):
         put_json(MadeRun(tmp_path, name).paths.summary, summary(value))
     for name, text in (("half", "{"), ("list", "[]"), ("never", '{"status": "failed", "best": null, "ended_s": null}')):
         MadeRun(tmp_path, name).paths.summary.write_text(text)  # type: ignore[union-attr]
     for expected in ({"one", "two"}, set()):
-        read.clear()
-        found = earlier(tmp_path)
-        assert found is not None
-        assert (found.name, found.of) == ("two", 2)
-        assert set(read) - {"half", "list", "never", "run", "two"} == expected - {"two"}
+        summaries_read.clear()
+        best = earlier_of_report(tmp_path)
+        assert best is not None
+        assert (best.name, best.of) == ("two", 2)
+        assert set(summaries_read) - {"half", "list", "never", "run", "two"} == expected - {"two"}
     (tmp_path / "two" / "summary.json").unlink()
-    found = earlier(tmp_path)
-    assert found is not None
-    assert found.name == "one", "its summary no longer says so"
+    best = earlier_of_report(tmp_path)
+    assert best is not None
+    assert best.name == "one", "the best run has no summary any more"
 
 
-def test_a_run_that_ends_again_is_listed_as_it_ended_last(tmp_path: Path) -> None:
+def test_a_run_that_ends_again_is_listed_with_its_last_end(tmp_path: Path) -> None:
     run = MadeRun(tmp_path, "again")
     put_summary(run.paths, summary(0.9, BEGAN_S - 50))
     put_summary(run.paths, summary(0.4, BEGAN_S - 20))
     [end] = read_ends(tmp_path)
     assert end == RunEnd("again", BEGAN_S - 20, metric_key("accuracy"), 0.4)
     assert len(list((tmp_path / ".ends").iterdir())) == 1
-    (
-        tmp_path / ".ends" / RunEnd("again", BEGAN_S - 50, metric_key("accuracy"), 0.9).name
-    ).touch()  # its driver was stopped before it removed it
+    # A driver that stopped before it removed the older entry leaves this file.
+    (tmp_path / ".ends" / RunEnd("again", BEGAN_S - 50, metric_key("accuracy"), 0.9).name).touch()
     assert read_ends(tmp_path) == [end]
 
 
-def test_what_the_summary_does_not_confirm_is_not_believed(tmp_path: Path) -> None:
+def test_an_entry_that_the_summary_does_not_confirm_is_ignored(tmp_path: Path) -> None:
     for name, value in (("stale", 0.5), ("good", 0.6)):
         put_summary(MadeRun(tmp_path, name).paths, summary(value))
     (tmp_path / ".ends" / RunEnd("stale", BEGAN_S - 1, metric_key("accuracy"), 0.99).name).touch()
     (tmp_path / ".ends" / "no end").touch()
     (tmp_path / ".ends" / RunEnd("gone", BEGAN_S - 1, metric_key("accuracy"), 0.99).name).touch()
-    found = earlier(tmp_path)
-    assert found is not None
-    assert found.name == "good"
+    best = earlier_of_report(tmp_path)
+    assert best is not None
+    assert best.name == "good"
 
 
-def test_a_run_that_cannot_be_listed_has_its_summary(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_listed_still_has_its_summary(tmp_path: Path) -> None:
     paths = MadeRun(tmp_path).paths
     (tmp_path / ".ends").write_text("no folder")
     put_summary(paths, summary(0.5))
@@ -119,18 +118,18 @@ def test_a_run_that_cannot_be_listed_has_its_summary(tmp_path: Path) -> None:
     assert json.loads(paths.summary.read_bytes())["status"] == "failed"
 
 
-def test_a_folder_that_may_not_be_read_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `lost+found` at the top of a disk, or a colleague's run; the tests' user may read everything."""
-    neighbours(tmp_path, 2)
+def test_an_unreadable_folder_is_not_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples are `lost+found` and the run of another user; the user of the tests may read everything."""
+    write_other_runs(tmp_path, 2)
     (tmp_path / "lost+found").mkdir()
-    real, denied = Path.read_bytes, list[Path]()
+    original, denied = Path.read_bytes, list[Path]()
 
     def read_bytes(path: Path) -> bytes:
         if path.parent.name == "lost+found":
             denied.append(path)
             raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
+        return original(path)
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     assert sorted(end.run for end in read_ends(tmp_path)) == ["near0", "near1"]
-    assert denied, "nobody was refused"
+    assert denied, "no read was denied"

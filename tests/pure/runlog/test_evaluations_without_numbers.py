@@ -1,4 +1,4 @@
-"""A metric that is not a number: JSON has none, and the checkpoint that the verdict names is the result."""
+"""Metrics that are not a number: JSON has no NaN, and the checkpoint of the verdict is the result."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ray_app.watch.terminal import describe_best
 NAN = math.nan
 
 
-def strict(text: str) -> object:
+def parse_strict_json(text: str) -> object:
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 
 
-def evaluated(paths: RunPaths, values: list[float]) -> None:
+def put_evaluations(paths: RunPaths, values: list[float]) -> None:
     for i, value in enumerate(values):
         step = 10 * (i + 1)
         put_evaluation(
@@ -49,41 +49,41 @@ def planned(last: int) -> list[int]:
 
 
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf, {"a": [1, (NAN, 2.0)]}])
-def test_json_has_null_for_what_is_not_finite(tmp_path: Path, value: object) -> None:
+def test_json_has_null_for_non_finite_values(tmp_path: Path, value: object) -> None:
     assert "null" in to_json(value)
     put_json(tmp_path / "a.json", {"value": value})
-    strict((tmp_path / "a.json").read_text())
+    parse_strict_json((tmp_path / "a.json").read_text())
 
 
-def test_an_evaluation_reads_back_as_it_was_and_its_file_is_json(tmp_path: Path) -> None:
+def test_an_evaluation_with_nan_is_stored_as_json_and_read_back(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    evaluated(paths, [NAN])
-    strict(paths.evaluation(10).read_text())  # type: ignore[union-attr]
-    [found], [scores] = read_evaluations(paths), read_scores(paths)
-    assert math.isnan(found.metrics["auroc"])
+    put_evaluations(paths, [NAN])
+    parse_strict_json(paths.evaluation(10).read_text())  # type: ignore[union-attr]
+    [evaluation], [scores] = read_evaluations(paths), read_scores(paths)
+    assert math.isnan(evaluation.metrics["auroc"])
     assert math.isnan(scores.metrics["auroc"])
-    assert math.isnan(found.tables["f1"][0])
-    assert found.metrics["loss"] == 1.0
+    assert math.isnan(evaluation.tables["f1"][0])
+    assert evaluation.metrics["loss"] == 1.0
 
 
 @pytest.mark.parametrize(("values", "best"), [([NAN, NAN, NAN], [10]), ([NAN, 0.5, NAN], [20]), ([NAN], [10])])
-def test_with_patience_the_checkpoint_of_the_verdict_is_the_best(
+def test_with_patience_the_best_checkpoint_is_that_of_the_verdict(
     tmp_path: Path, values: list[float], best: list[int]
 ) -> None:
     paths, section = RunPaths(tmp_path), EvaluateSection(patience=2)
-    evaluated(paths, values)
+    put_evaluations(paths, values)
     assert [e.step for e in rank_candidates(paths, section, "auroc", "max", planned)] == best
     if len(values) == 3 and best == [10]:
         assert early_stop(paths, section, "auroc", "max", planned) == Verdict(20, 10)
 
 
-def test_without_patience_none_is_the_best(tmp_path: Path) -> None:
-    evaluated(RunPaths(tmp_path), [NAN, NAN])
+def test_without_patience_no_checkpoint_is_the_best(tmp_path: Path) -> None:
+    put_evaluations(RunPaths(tmp_path), [NAN, NAN])
     assert rank_candidates(RunPaths(tmp_path), replace(EvaluateSection(), patience=None), "auroc", "max", planned) == []
 
 
 @pytest.mark.parametrize(
-    ("best", "done", "said"),
+    ("best", "done", "expected"),
     [
         ({"metric": "auroc", "value": 0.5, "step": 20}, 2, "auroc 0.5000 at step 20"),
         (
@@ -95,6 +95,6 @@ def test_without_patience_none_is_the_best(tmp_path: Path) -> None:
         (None, 0, None),
     ],
 )
-def test_the_end_says_that_no_checkpoint_is_known_to_be_best(best: object, done: int, said: str | None) -> None:
-    found = describe_best({"best": best, "evaluation": {"done": done}}, "auroc")
-    assert found is None if said is None else found is not None and found.startswith(said)
+def test_the_final_message_says_when_no_best_checkpoint_is_known(best: object, done: int, expected: str | None) -> None:
+    description = describe_best({"best": best, "evaluation": {"done": done}}, "auroc")
+    assert description is None if expected is None else description is not None and description.startswith(expected)

@@ -1,6 +1,4 @@
-"""A run whose own files are damaged: refused by name, or gone on from what is intact; never another error, and no other
-result.
-"""
+"""Damaged files of a run: a start refuses them by name or resumes from the intact ones, with the same result."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from tests.support.checkpoints import store_of_three
 from tests.support.mutations import mutant
 
 FEW, MANY = 25, 500
-USERS = """
+USER_CONFIG = """
 task: {class_path: ray_app.task.image.ImageClassification}
 optimizer:
   class_path: torch.optim.AdamW
@@ -39,7 +37,7 @@ MANIFEST = Manifest.from_files([("a/part-0.parquet", [500, 500, 3]), ("b.parquet
 
 
 def refusal(read: Callable[[], object], kind: type[Exception]) -> str:
-    """What is said where it is refused; empty if it is read."""
+    """Returns the message of the refusal, or an empty text if the read succeeds."""
     try:
         read()
     except kind as error:
@@ -55,10 +53,10 @@ def seeds() -> list[object]:
 
 
 @pytest.mark.parametrize("seeds", seeds())
-def test_a_damaged_marker_leads_to_the_checkpoint_before(tmp_path: Path, seeds: range) -> None:
+def test_a_damaged_commit_marker_falls_back_to_the_previous_checkpoint(tmp_path: Path, seeds: range) -> None:
     intact = RunPaths(tmp_path / "intact")
     store_of_three(intact)
-    passed = []
+    skipped = []
     for seed in seeds:
         paths = RunPaths(tmp_path / "run")
         shutil.rmtree(paths.root, ignore_errors=True)
@@ -66,30 +64,29 @@ def test_a_damaged_marker_leads_to_the_checkpoint_before(tmp_path: Path, seeds: 
         marker = paths.checkpoint(3, 1) / COMMIT
         data = marker.read_bytes()
         marker.write_bytes(mutant(data, seed))
-        told: list[Fallback] = []
-        found = CheckpointStore(paths).load_newest(told.append)
-        assert found is not None
+        fallbacks: list[Fallback] = []
+        loaded = CheckpointStore(paths).load_newest(fallbacks.append)
+        assert loaded is not None
         if marker.exists() and marker.read_bytes() == data:
             continue
-        said = [fallback.name for fallback in told]
-        assert (found[0].step, said) in ((2, [marker.parent.name]), (3, [])), (
-            seed
-        )  # what JSON does not care about may have changed
-        passed += said
-    assert len(passed) > len(seeds) / 2
+        damaged = [fallback.name for fallback in fallbacks]
+        # A change that JSON ignores leaves the marker valid.
+        assert (loaded[0].step, damaged) in ((2, [marker.parent.name]), (3, [])), seed
+        skipped += damaged
+    assert len(skipped) > len(seeds) / 2
 
 
 @pytest.mark.parametrize("seeds", seeds())
 def test_a_damaged_manifest_is_refused_by_name(tmp_path: Path, seeds: range) -> None:
     paths = RunPaths(tmp_path)
     text = MANIFEST.to_json().encode()
-    refused = 0
+    num_refused = 0
     for seed in seeds:
         paths.manifest.write_bytes(mutant(text, seed))
-        said = refusal(lambda: read_manifest(paths), DataError)
-        assert str(paths.manifest) in said if said else read_manifest(paths).digest == MANIFEST.digest, seed
-        refused += bool(said)
-    assert refused > len(seeds) / 2
+        message = refusal(lambda: read_manifest(paths), DataError)
+        assert str(paths.manifest) in message if message else read_manifest(paths).digest == MANIFEST.digest, seed
+        num_refused += bool(message)
+    assert num_refused > len(seeds) / 2
 
 
 @pytest.mark.parametrize("seeds", seeds())
@@ -101,33 +98,33 @@ def test_a_damaged_configuration_is_refused_by_name(tmp_path: Path, seeds: range
     text = yaml.safe_dump(config.to_dict()).encode()
     paths.config.write_bytes(text)
     assert read_config(paths) == config
-    refused = 0
+    num_refused = 0
     for seed in seeds:
         paths.config.write_bytes(mutant(text, seed))
-        said = refusal(lambda: read_config(paths), ConfigError)
-        assert not said or str(paths.config) in said, seed
-        refused += bool(said)
-    assert refused > 0
+        message = refusal(lambda: read_config(paths), ConfigError)
+        assert not message or str(paths.config) in message, seed
+        num_refused += bool(message)
+    assert num_refused > 0
 
 
 @pytest.mark.parametrize("seeds", seeds())
-def test_a_damaged_file_of_a_user_is_refused_by_name(tmp_path: Path, seeds: range) -> None:
+def test_a_damaged_user_configuration_is_refused_by_name(tmp_path: Path, seeds: range) -> None:
     file = tmp_path / "my.yaml"
-    text = USERS.encode()
+    text = USER_CONFIG.encode()
     file.write_bytes(text)
     load_config(file)
-    refused = 0
+    num_refused = 0
     for seed in seeds:
         file.write_bytes(mutant(text, seed))
-        said = refusal(lambda: load_config(file), ConfigError)
-        assert not said or str(file) in said, f"{seed}: no file is named: {said}"
-        refused += bool(said)
-    assert refused > len(seeds) / 2
+        message = refusal(lambda: load_config(file), ConfigError)
+        assert not message or str(file) in message, f"{seed}: the message names no file: {message}"
+        num_refused += bool(message)
+    assert num_refused > len(seeds) / 2
 
 
 @pytest.mark.parametrize("section", ["optimizer", *sorted(SECTIONS)])
-def test_a_section_that_is_empty_is_refused_by_name(tmp_path: Path, section: str) -> None:
-    given = {name: value for name, value in yaml.safe_load(USERS).items() if name != section}
+def test_an_empty_section_is_refused_by_name(tmp_path: Path, section: str) -> None:
+    settings = {name: value for name, value in yaml.safe_load(USER_CONFIG).items() if name != section}
     file = tmp_path / "my.yaml"
-    file.write_text(f"{yaml.safe_dump(given)}{section}:\n")
+    file.write_text(f"{yaml.safe_dump(settings)}{section}:\n")
     assert section in refusal(lambda: load_config(file), ConfigError)

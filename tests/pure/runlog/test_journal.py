@@ -1,6 +1,4 @@
-"""Segments of metrics: joining loses nothing and doubles nothing, wherever it is stopped; files and memory do not grow
-with the steps.
-"""
+"""Segments of metrics: joining loses and duplicates no record wherever it stops, and files and memory stay small."""
 
 from __future__ import annotations
 
@@ -44,7 +42,8 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # a thousand files; no power fails here
+    # The tests write a thousand files and need no durability.
+    monkeypatch.setattr(os, "fsync", lambda _: None)
     return RunPaths(tmp_path / "run")
 
 
@@ -53,54 +52,53 @@ def record_of(step: int, generation: str = "1.1", logical_workers: int = 2) -> S
     return StepRecord(step, step // 50, 1e9 + step, 1 / step, 0.1, 1.0, 1.0, 0.5, 2, rows, hashes, generation)
 
 
-def written(paths: RunPaths, last: int = 100) -> None:
-    """A segment per step; after every 30th step the last five are lost and done again, and a new rank 0 writes these
-    once more.
-    """
+def write_segments_with_repeats(paths: RunPaths, last: int = 100) -> None:
+    """Writes a segment per step; after every 30th step the last five repeat, and a new rank 0 writes these again."""
     generation, step = 1, 0
     while step < last:
         step += 1
         put_segment(paths, 1, [record_of(step, f"1.{generation}")])
         if step % 30 == 0 and generation <= step // 30:
             generation, step = generation + 1, step - 5
-            again = [record_of(done, f"1.{generation}") for done in range(step + 1, step + 6)]
-            put_segment(paths, 1, again)
-            put_segment(paths, 1, again)  # by a new rank 0
+            repeated = [record_of(repeated_step, f"1.{generation}") for repeated_step in range(step + 1, step + 6)]
+            put_segment(paths, 1, repeated)
+            # A new rank 0 writes the same records.
+            put_segment(paths, 1, repeated)
             step += 5
 
 
-def seen(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord], StepRecord | None]:
+def read_all(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord], StepRecord | None]:
     reader = MetricsReader(paths)
     reader.poll()
     return reader.records, reader.repeated, newest_record(paths)
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     pass
 
 
-def stopping(real: Callable[..., Any], left: list[int], after: bool) -> Callable[..., Any]:
-    """Ends its process, so to speak, before or after so many effects."""
+def stop_at_effect(real: Callable[..., Any], left: list[int], after: bool) -> Callable[..., Any]:
+    """Wraps a function so that the last of the remaining effects raises, before or after it takes place."""
 
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         left[0] -= 1
         if left[0] == 0 and not after:
-            raise Stopped
-        made = real(*args, **named)
+            raise StoppedError
+        result = real(*args, **options)
         if left[0] == 0:
-            raise Stopped
-        return made
+            raise StoppedError
+        return result
 
     return call
 
 
-def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(
+def test_joining_stopped_at_any_write_loses_and_duplicates_no_record(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "MAX_SMALL_FILES", 8)
-    written(paths, 35)
-    whole, before = seen(paths), {name: (paths.metrics / name).read_bytes() for name in list_segments(paths)}
-    assert (len(whole[0]), len(whole[1]), len({(r.step, r.generation) for r in whole[1]})) == (35, 5, 5)
+    write_segments_with_repeats(paths, 35)
+    expected, before = read_all(paths), {name: (paths.metrics / name).read_bytes() for name in list_segments(paths)}
+    assert (len(expected[0]), len(expected[1]), len({(r.step, r.generation) for r in expected[1]})) == (35, 5, 5)
     stops = 0
     for after in (False, True):
         for effect in range(1, 1000):
@@ -108,82 +106,83 @@ def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(
                 (paths.metrics / name).unlink()
             for name, data in before.items():
                 (paths.metrics / name).write_bytes(data)
-            left = [effect]
-            with monkeypatch.context() as broken:
-                broken.setattr(segments, "put_atomic", stopping(segments.put_atomic, left, after))
-                broken.setattr(Path, "unlink", stopping(Path.unlink, left, after))
+            remaining_effects = [effect]
+            with monkeypatch.context() as patch:
+                patch.setattr(segments, "put_atomic", stop_at_effect(segments.put_atomic, remaining_effects, after))
+                patch.setattr(Path, "unlink", stop_at_effect(Path.unlink, remaining_effects, after))
                 try:
                     join_segments(paths, 0, 5000)
-                except Stopped:
+                except StoppedError:
                     stops += 1
-            if left[0] > 0:
+            if remaining_effects[0] > 0:
                 break
-            assert seen(paths) == whole, effect
+            assert read_all(paths) == expected, effect
             join_segments(paths, 0, 5000)
-            assert seen(paths) == whole, effect
+            assert read_all(paths) == expected, effect
     assert stops > 60
     assert len(list_segments(paths)) < 8
 
 
-def test_two_join_at_once_while_others_read_and_write(paths: RunPaths) -> None:
-    written(paths)
-    whole, live, firsts, over = seen(paths), MetricsReader(paths), RecordReader(paths), threading.Event()
-    told: list[int] = []
+def test_concurrent_joins_lose_no_record_while_readers_poll(paths: RunPaths) -> None:
+    write_segments_with_repeats(paths)
+    expected = read_all(paths)
+    live_reader = MetricsReader(paths)
+    record_reader = RecordReader(paths)
+    is_over = threading.Event()
+    first_record_steps: list[int] = []
 
-    def look() -> None:
-        while not over.is_set():
-            live.poll()
-            told.extend(record.step for record in firsts.first_records())
+    def poll_repeatedly() -> None:
+        while not is_over.is_set():
+            live_reader.poll()
+            first_record_steps.extend(record.step for record in record_reader.first_records())
 
     def merge() -> None:
         for full_bytes in (700, 3000, 20000):
             join_segments(paths, 0, full_bytes)
 
     threads = [threading.Thread(target=merge) for _ in range(3)]
-    looking = threading.Thread(target=look)
-    for thread in (*threads, looking):
+    polling = threading.Thread(target=poll_repeatedly)
+    for thread in (*threads, polling):
         thread.start()
     for thread in threads:
         thread.join()
-    over.set()
-    looking.join()
-    look_again = MetricsReader(paths)
-    look_again.poll()
-    live.poll()
-    told.extend(record.step for record in firsts.first_records())
-    assert (look_again.records, sorted(look_again.repeated, key=repr)) == (whole[0], sorted(whole[1], key=repr))
-    assert live.records.keys() == whole[0].keys()
-    assert sorted(told) == sorted(whole[0]), "MLflow gets a step once"
-    assert len(live.records) + len(live.repeated) == len(whole[0]) + len(whole[1])
+    is_over.set()
+    polling.join()
+    new_reader = MetricsReader(paths)
+    new_reader.poll()
+    live_reader.poll()
+    first_record_steps.extend(record.step for record in record_reader.first_records())
+    assert (new_reader.records, sorted(new_reader.repeated, key=repr)) == (expected[0], sorted(expected[1], key=repr))
+    assert live_reader.records.keys() == expected[0].keys()
+    assert sorted(first_record_steps) == sorted(expected[0]), "a record reader returns each step once"
+    assert len(live_reader.records) + len(live_reader.repeated) == len(expected[0]) + len(expected[1])
 
 
-def test_a_writer_joins_by_itself_and_leaves_alone_what_was_just_written(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written(paths)
+def test_a_writer_joins_old_segments_and_skips_recent_ones(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_segments_with_repeats(paths)
     count = len(list_segments(paths))
     assert join_segments(paths) == 0
     assert len(list_segments(paths)) == count
     monkeypatch.setattr(journal, "join_segments", partial(join_segments, min_age_s=0))
     writer = MetricsWriter(paths, 2, flush_s=0.01)
-    until(lambda: len(list_segments(paths)) < MAX_SMALL_FILES, "nothing is joined")
+    until(lambda: len(list_segments(paths)) < MAX_SMALL_FILES, "no segment was joined")
     writer.close()
 
 
-def test_many_that_were_left_are_joined_in_several_goes(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_segments_are_joined_in_several_calls(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MAX_JOINED", 70)
-    written(paths, 150)
-    whole, counts = seen(paths), [len(list_segments(paths))]
+    write_segments_with_repeats(paths, 150)
+    expected, counts = read_all(paths), [len(list_segments(paths))]
     for _ in range(4):
         assert join_segments(paths, 0, 3000) <= 70
         counts.append(len(list_segments(paths)))
-        assert seen(paths) == whole
+        assert read_all(paths) == expected
     assert counts[0] - counts[1] < 70
     assert counts[-1] < 64 + counts[0] // 4
 
 
-def test_a_damaged_segment_is_named_and_nothing_is_joined(paths: RunPaths) -> None:
-    written(paths)
+def test_a_damaged_segment_is_named_and_no_segment_is_joined(paths: RunPaths) -> None:
+    write_segments_with_repeats(paths)
     [*_, last] = list_segments(paths)
     (paths.metrics / last).write_bytes(b"{")  # type: ignore[union-attr]
     before = list_segments(paths)
@@ -197,29 +196,29 @@ def test_a_damaged_segment_is_named_and_nothing_is_joined(paths: RunPaths) -> No
     assert list_segments(paths) == before
 
 
-def test_files_and_memory_hardly_grow_with_the_steps(paths: RunPaths) -> None:
-    """At most 140 bytes a step, whatever the number of logical workers is; records in lists take 3 kilobytes."""
-    files, held = [], []
+def test_the_number_of_files_is_bounded_and_memory_per_step_is_small(paths: RunPaths) -> None:
+    """A step takes at most 140 bytes for every number of logical workers; a record in a list takes 3 kilobytes."""
+    num_files, allocated_bytes = [], []
     for low, high in ((1, 700), (701, 2100)):
         for first in range(low, high, 10):
             put_segment(
                 paths, 1, [record_of(step, logical_workers=64) for step in range(first, min(first + 10, high + 1))]
             )
             join_segments(paths, 0, 1 << 19)
-        files.append(len(list_segments(paths)))
+        num_files.append(len(list_segments(paths)))
         tracemalloc.start()
-        course = read_steps(paths)
-        held.append(tracemalloc.get_traced_memory()[0])
+        steps = read_steps(paths)
+        allocated_bytes.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
-        assert (len(course.records), course.rows[0]) == (high, sum(3 + step % 2 for step in range(1, high + 1)))
-    assert files[1] <= MAX_SMALL_FILES + 12
-    assert held[1] - held[0] < 1400 * 140
+        assert (len(steps.records), steps.rows[0]) == (high, sum(3 + step % 2 for step in range(1, high + 1)))
+    assert num_files[1] <= MAX_SMALL_FILES + 12
+    assert allocated_bytes[1] - allocated_bytes[0] < 1400 * 140
 
 
-def test_columns_say_what_the_records_say(paths: RunPaths) -> None:
-    written(paths)
-    records, repeated, _ = seen(paths)
-    course = read_steps(paths)
+def test_step_columns_equal_the_records(paths: RunPaths) -> None:
+    write_segments_with_repeats(paths)
+    records, repeated, _ = read_all(paths)
+    steps = read_steps(paths)
 
     def small(record: StepRecord) -> StepRecord:
         return StepRecord(
@@ -229,42 +228,44 @@ def test_columns_say_what_the_records_say(paths: RunPaths) -> None:
             )
         )
 
-    assert list(course.records) == [small(record) for _, record in sorted(records.items())]
-    assert list(course.repeated) == [small(record) for record in repeated]
-    assert [r.time_s for r in course.in_time] == sorted(r.time_s for r in (*records.values(), *repeated))
-    assert [course.records[-1], *course.records[2:4]] == [small(records[step]) for step in (100, 3, 4)]
+    assert list(steps.records) == [small(record) for _, record in sorted(records.items())]
+    assert list(steps.repeated) == [small(record) for record in repeated]
+    assert [r.time_s for r in steps.in_time] == sorted(r.time_s for r in (*records.values(), *repeated))
+    assert [steps.records[-1], *steps.records[2:4]] == [small(records[step]) for step in (100, 3, 4)]
     assert read_steps(paths, 40).rows == [sum(records[step].rows[0] for step in range(1, 41))] * 2
     assert len(read_steps(paths, 40).records) == 40
 
 
-def test_weights_and_metrics_of_some_steps_are_those_of_the_records(paths: RunPaths) -> None:
-    some = [
+def test_step_columns_keep_weights_and_metrics_of_single_steps(paths: RunPaths) -> None:
+    stored = [
         record_of(1),
         replace(record_of(2), weight=0.0, metrics={"a": 0.5}),
         replace(record_of(3), weight=7.5, metrics={"b": -1.0}),
     ]
-    for record in some:
+    for record in stored:
         put_segment(paths, 1, [record])
-    found = list(read_steps(paths).records)
-    assert [(r.weight, r.metrics) for r in found] == [(None, {}), (0.0, {"a": 0.5}), (7.5, {"b": -1.0})]
-    assert [r.over for r in found] == [8, 0.0, 7.5]
+    loaded = list(read_steps(paths).records)
+    assert [(r.weight, r.metrics) for r in loaded] == [(None, {}), (0.0, {"a": 0.5}), (7.5, {"b": -1.0})]
+    assert [r.over for r in loaded] == [8, 0.0, 7.5]
     assert [
         segments.read_segment(paths.metrics / name, (paths.metrics / name).read_bytes())
         for name in list_segments(paths)
-    ] == [[record] for record in some]
+    ] == [[record] for record in stored]
 
 
-def test_means_are_over_what_each_step_was_over() -> None:
+def test_means_are_weighted_by_the_rows_or_weight_of_each_step() -> None:
     steps = [
         replace(record_of(1), loss=1.0, metrics={"right": 0.5}),
         replace(record_of(2), loss=4.0, weight=16.0, metrics={"right": 1.0}),
     ]
     assert means(steps) == {"loss": (8 + 64) / 24, "right": (4 + 16) / 24}
-    assert means([record_of(3), *steps])["right"] == (4 + 16) / 24, "of the steps that have it"
-    assert "imbalance" not in make_step_point(steps, []).metrics, "of one worker"
-    known = make_step_point([steps[0], replace(steps[1], imbalance=1.25)], []).metrics
-    assert known.keys() == STEP_METRICS | {"right"}, "what a metric of a task's own may not be called"
-    assert known["imbalance"] == 1.25
+    assert means([record_of(3), *steps])["right"] == (4 + 16) / 24, (
+        "the mean of a metric is over the steps that have it"
+    )
+    assert "imbalance" not in make_step_point(steps, []).metrics, "one worker has no imbalance"
+    metrics = make_step_point([steps[0], replace(steps[1], imbalance=1.25)], []).metrics
+    assert metrics.keys() == STEP_METRICS | {"right"}, "these names are reserved for metrics of the step"
+    assert metrics["imbalance"] == 1.25
 
 
 NAMES = list(StepRecord.__dataclass_fields__)
@@ -274,29 +275,29 @@ def evaluate(paths: RunPaths, step: int, value: float) -> None:
     put_evaluation(paths, Evaluation(step, 0, "", {"accuracy": value}, 10, 0.1, float(step)))
 
 
-def test_an_evaluation_that_cannot_be_read_does_not_hold_patience_up(paths: RunPaths) -> None:
+def test_an_unreadable_evaluation_does_not_block_early_stopping(paths: RunPaths) -> None:
     for step, value in ((10, 0.5), (20, 0.4), (30, 0.3), (40, 0.3)):
         evaluate(paths, step, value)
     paths.evaluation(20).write_text("{")  # type: ignore[union-attr]
-    found = early_stop(
+    verdict = early_stop(
         paths, EvaluateSection(patience=2), "accuracy", "max", lambda last: list(range(10, last + 1, 10))
     )
-    assert found is not None
-    assert (found.stop_step, found.best_step) == (40, 10)
+    assert verdict is not None
+    assert (verdict.stop_step, verdict.best_step) == (40, 10)
 
 
-def test_the_tracker_reads_an_evaluation_once_and_remembers_those_of_few_folders(
+def test_the_tracker_reads_an_evaluation_once_and_caches_few_folders(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[str] = []
-    real = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
+    files_read: list[str] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: files_read.append(path.name) or read_bytes(path))
     backlog = Backlog(paths, 10)
     for step in (10, 20, 30):
         evaluate(paths, step, 0.5)
         backlog.read(SentState())
     assert [point.step for point in backlog.unsent_evaluations(SentState())] == [10, 20, 30]
-    assert len(read) == 3
+    assert len(files_read) == 3
     for number in range(40):
         other = RunPaths(Path(str(paths.root)).with_name(f"run{number}"))
         evaluate(other, 1, 0.5)
@@ -306,8 +307,8 @@ def test_the_tracker_reads_an_evaluation_once_and_remembers_those_of_few_folders
     assert len(evaluations._scores) <= 16
 
 
-def test_a_backlog_does_not_get_what_was_joined_again(paths: RunPaths) -> None:
-    written(paths)
+def test_a_backlog_does_not_repeat_points_after_a_join(paths: RunPaths) -> None:
+    write_segments_with_repeats(paths)
     backlog, sent = Backlog(paths, 10), SentState()
     first = []
     for _ in range(3):
@@ -323,7 +324,7 @@ def test_a_backlog_does_not_get_what_was_joined_again(paths: RunPaths) -> None:
     assert [(p.step, json.dumps(p.metrics, sort_keys=True)) for p in again.points(SentState(), finished=True)] == first
 
 
-def test_a_backlog_forgets_what_was_sent(paths: RunPaths) -> None:
+def test_a_backlog_discards_sent_points(paths: RunPaths) -> None:
     put_segment(paths, 1, [record_of(step) for step in range(1, 21)])
     backlog = Backlog(paths, 10)
     backlog.read(SentState())
@@ -353,7 +354,7 @@ def test_the_point_of_an_evaluation_has_its_time_and_only_its_numbers() -> None:
     assert make_evaluation_point(evaluation, "other").metrics == {"eval_other_accuracy": 0.5}
 
 
-def test_joining_counts_the_files_that_it_replaced(paths: RunPaths) -> None:
+def test_joining_returns_the_number_of_replaced_files(paths: RunPaths) -> None:
     for step in range(1, MAX_SMALL_FILES + 1):
         put_segment(paths, 1, [record_of(step)])
     assert join_segments(paths, 0, 10**6) == MAX_SMALL_FILES
@@ -361,7 +362,7 @@ def test_joining_counts_the_files_that_it_replaced(paths: RunPaths) -> None:
     assert join_segments(paths, 0, 10**6) == 0
 
 
-def test_events_that_the_storage_refuses_are_written_later_in_their_order(
+def test_events_of_a_storage_outage_are_written_later_in_order(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = PendingEvents(paths)

@@ -1,6 +1,4 @@
-"""What a task prints in other processes is in the run's directory, and costs nothing where that is away or the task
-prints without end.
-"""
+"""The output of a task in other processes is copied to the directory of the run, without blocking the task."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def paths(tmp_path: Path) -> Iterator[RunPaths]:
     assert (sys.stdout, sys.stderr) == before
 
 
-def test_lines_are_copied_with_their_place(
+def test_printed_lines_are_copied_with_their_position(
     paths: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "a-canary-of-mine")
@@ -33,7 +31,7 @@ def test_lines_are_copied_with_their_place(
         print("two\nlines a-canary-of-mine")
         print("wrong", file=sys.stderr)
     assert capsys.readouterr().out == "shapes (4, 8)\ntwo\nlines a-canary-of-mine\n", (
-        "it goes where it went before, too"
+        "the output still goes to its original destination"
     )
     lines = paths.output(3, "worker-a-1", "out").read_text().splitlines()
     assert [line.partition("] ")[2] for line in lines] == ["shapes (4, 8)", "two", "lines ***"]
@@ -41,43 +39,43 @@ def test_lines_are_copied_with_their_place(
     assert paths.output(3, "worker-a-1", "err").read_text().endswith("] wrong\n")
 
 
-def test_who_prints_nothing_leaves_nothing(paths: RunPaths) -> None:
+def test_a_process_that_prints_nothing_creates_no_file(paths: RunPaths) -> None:
     with copied_output(paths, 1, "worker", str):
         pass
     assert not paths.outputs.exists()
 
 
-def test_a_task_that_prints_without_end_fills_no_storage(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.perf_counter()
+def test_endless_output_is_truncated_in_the_storage(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    start_s = time.perf_counter()
     with copied_output(paths, 1, "worker", lambda: "step 1"):
         for i in range(100_000):
             print("a line of some length, again and again", i)
         print("x" * 10_000_000)
-    took_s = time.perf_counter() - began
+    elapsed_s = time.perf_counter() - start_s
     text = paths.output(1, "worker", "out").read_text()
     assert len(text) <= (1 << 20) + 200
     *_, last_whole, last = text.splitlines()
     assert last_whole.startswith("[step 1] a line of some length")
     assert last == f"... what follows is in {os.readlink('/proc/self/fd/1')} alone"
-    assert took_s < 20, "no print waits for the storage"
+    assert elapsed_s < 20, "a print waited for the storage"
     assert len(capsys.readouterr().out) > 12_000_000
 
 
-def test_a_storage_that_is_away_is_no_error(paths: RunPaths) -> None:
+def test_an_unavailable_storage_raises_no_error(paths: RunPaths) -> None:
     paths.root.parent.mkdir(exist_ok=True)
     Path(str(paths.root)).write_text("a file where the folder should be")
     with copied_output(paths, 1, "worker", str):
         print("something")
 
 
-def test_a_console_shows_at_most_twenty_lines_at_once(paths: RunPaths) -> None:
-    new = NewLines(paths, 2)
-    assert new.poll() == []
+def test_the_console_shows_a_maximum_of_twenty_lines_per_poll(paths: RunPaths) -> None:
+    new_lines = NewLines(paths, 2)
+    assert new_lines.poll() == []
     paths.output(1, "worker", "out").parent.mkdir(parents=True)
     paths.output(1, "worker", "out").write_text("of the start before\n")
     file = paths.output(2, "worker", "out")
     file.write_text("".join(f"line {i}\n" for i in range(50)) + "half a")
-    assert new.poll() == [*(f"line {i}" for i in range(20)), f"... 30 more lines in {paths.outputs}"]
-    assert new.poll() == []
+    assert new_lines.poll() == [*(f"line {i}" for i in range(20)), f"... 30 more lines in {paths.outputs}"]
+    assert new_lines.poll() == []
     file.write_text(file.read_text() + " line\n")
-    assert new.poll() == ["half a line"]
+    assert new_lines.poll() == ["half a line"]

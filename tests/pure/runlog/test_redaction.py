@@ -1,4 +1,4 @@
-"""Secrets: what counts as one, and that nothing that is shown, logged or recorded holds one, however it is quoted."""
+"""Secrets: the values that count as secret, and their redaction in output, logs and records for every quoting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ray_app.submit.options import check_no_secrets
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_registered_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_registered", set())
     monkeypatch.setattr(module, "_registered_runs", set())
     for name in [name for name in os.environ if is_secret_name(name)]:
@@ -61,7 +61,7 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
         "column_token",
     ],
 )
-def test_names_of_secrets(name: str) -> None:
+def test_values_under_names_of_secrets_are_redacted(name: str) -> None:
     assert is_secret_name(name)
     assert redact_value({"deep": [{name: "canary"}]}) == {"deep": [{name: "***"}]}
     assert redact_value({name: {"value": "canary", "list": ["canary", 12345]}})[name]["value"] == "***"
@@ -83,12 +83,12 @@ def test_names_of_secrets(name: str) -> None:
         ],
     ],
 )
-def test_other_names(name: str) -> None:
+def test_values_under_other_names_are_not_redacted(name: str) -> None:
     assert not is_secret_name(name)
     assert redact_value({name: "bert-base"}) == {name: "bert-base"}
 
 
-def test_names_of_columns_and_the_tokens_of_a_text_hide_nothing_and_may_be_submitted() -> None:
+def test_column_names_and_text_tokens_are_not_secrets_and_may_be_submitted() -> None:
     config = Config().replace(task__init_args={"token_column": "text", "pad_token": "[PAD]"})
     check_no_secrets(config)
     assert redact("the text [PAD] of a text") == "the text [PAD] of a text"
@@ -96,7 +96,7 @@ def test_names_of_columns_and_the_tokens_of_a_text_hide_nothing_and_may_be_submi
         check_no_secrets(config.replace(task__init_args={"hf_token": "canary-42"}))
 
 
-def test_numbers_and_switches() -> None:
+def test_of_numbers_and_booleans_only_long_numbers_are_secrets() -> None:
     values = {"password": 12345678, "use_token": True, "token_count": 512, "secret": None, "api_key": ""}
     assert redact_value(values) == values | {"password": "***"}
     register_secrets(values)
@@ -111,11 +111,11 @@ def test_numbers_and_switches() -> None:
         ("sqlite:////x@y/m.db", "sqlite:////x@y/m.db"),
     ],
 )
-def test_credentials_of_uris(text: str, expected: str) -> None:
+def test_credentials_in_uris_are_redacted(text: str, expected: str) -> None:
     assert redact(text) == expected
 
 
-def test_the_password_of_a_configured_uri_is_hidden_alone_as_well() -> None:
+def test_the_password_of_a_configured_uri_is_redacted_everywhere() -> None:
     assert register_secrets({"tracking": {"uri": "https://me:long-enough@host/x"}})
     assert redact("the password long-enough is wrong") == "the password *** is wrong"
 
@@ -131,7 +131,7 @@ SECRETS = st.text(st.characters(codec="utf-8", exclude_characters="*"), min_size
     st.sampled_from(["raw", "json", "ascii", "repr", "url", "html"]),
 )
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_no_secret_is_left_however_it_is_quoted(secrets: list[str], around: str, form: str) -> None:
+def test_secrets_are_redacted_in_every_quoting(secrets: list[str], around: str, form: str) -> None:
     module._registered.clear()
     register_secrets({"nested": [{"init_args": {"passwords": secrets}}]})
     quoted = {
@@ -147,20 +147,20 @@ def test_no_secret_is_left_however_it_is_quoted(secrets: list[str], around: str,
         assert quoted(secret) not in redact(text)
 
 
-def test_secrets_that_overlap_or_have_lines() -> None:
+def test_overlapping_and_multiline_secrets_are_redacted() -> None:
     pem = "-----BEGIN KEY-----\nMIIEvQIBADANBgkqhkiG9w0\n-----END KEY-----"
     register_secrets({"a": {"token": "abcdefgh"}, "b": {"token": "efghijkl"}, "private_key": pem})
     assert redact("<abcdefghijkl>") == "<***>"
     assert "MIIEvQ" not in redact("line 2 is MIIEvQIBADANBgkqhkiG9w0")
 
 
-def test_environment_variables_count_from_eight_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_secrets_of_eight_or_more_characters_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "canary-environment")
     monkeypatch.setenv("OTHER_TOKEN", "short")
     assert redact("canary-environment, short") == "***, short"
 
 
-def test_log_lines_with_their_tracebacks(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_and_tracebacks_are_redacted(caplog: pytest.LogCaptureFixture) -> None:
     register_secrets({"token": "canary-log"})
     try:
         raise ValueError("canary-log")
@@ -173,7 +173,7 @@ def test_log_lines_with_their_tracebacks(caplog: pytest.LogCaptureFixture) -> No
     assert "100% ***" in caplog.text
 
 
-def test_events_hide_what_the_runs_own_configuration_keeps_secret(tmp_path: Path) -> None:
+def test_events_redact_the_secrets_of_the_configuration_of_the_run(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     put_atomic(paths.config, yaml.safe_dump({"task": {"init_args": {"db": {"password": 'can"ary\n-event'}}}}).encode())
     put_event(paths, "failed", 1, errors={"0": 'ValueError: can"ary\n-event'}, step=3, token="canary")
@@ -181,20 +181,20 @@ def test_events_hide_what_the_runs_own_configuration_keeps_secret(tmp_path: Path
     assert event.details == {"errors": {"0": "ValueError: ***"}, "step": 3, "token": "***"}
 
 
-def test_a_configuration_is_shown_without_secrets_and_stays_yaml() -> None:
+def test_a_redacted_configuration_has_no_secrets_and_stays_yaml() -> None:
     values: dict[str, Any] = {
         "task": {"init_args": {"token": "it's: canary", "size": 3}},
         "run": {"name": "x", "path": "s3://a:b@c/d"},
     }
-    shown = redact_yaml(yaml.safe_dump(values))
-    assert yaml.safe_load(shown) == {
+    redacted = redact_yaml(yaml.safe_dump(values))
+    assert yaml.safe_load(redacted) == {
         "task": {"init_args": {"token": "***", "size": 3}},
         "run": {"name": "x", "path": "s3://***@c/d"},
     }
 
 
-def test_variables_may_go_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow's telemetry removes one from a thread of its own."""
+def test_redaction_tolerates_variables_that_another_thread_removes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The telemetry of MLflow removes a variable from its own thread."""
     ended = threading.Event()
 
     def change() -> None:
@@ -214,7 +214,7 @@ def test_variables_may_go_while_they_are_looked_at(monkeypatch: pytest.MonkeyPat
         sys.setswitchinterval(switching_s)
 
 
-def test_a_file_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_file_may_be_readable_by_its_owner_only(tmp_path: Path) -> None:
     put_atomic(tmp_path / "a", b"x", mode=0o600)
     put_atomic(tmp_path / "b", b"x")
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
@@ -222,10 +222,8 @@ def test_a_file_for_its_owner_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-def test_every_module_that_logs_hides_secrets() -> None:
-    """Whatever part of the application a process imports, its log lines are redacted: those that log import what
-    installs it.
-    """
+def test_every_module_that_logs_installs_the_redaction() -> None:
+    """Each module that logs imports the redaction, so that log lines are redacted whatever a process imports."""
     root = Path(module.__file__).parents[2]
     files = [f for f in sorted((root / "ray_app").rglob("*.py")) if "logger = logging" in f.read_text()]
     names = [".".join(f.relative_to(root).with_suffix("").parts) for f in files]

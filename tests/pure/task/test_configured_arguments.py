@@ -1,4 +1,4 @@
-"""Arguments of a configured loss that would be replaced are honoured or refused; probabilities go by the loss."""
+"""Arguments of a configured loss are honoured or refused, and the loss decides the activation for metrics."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ def task_of(loss: dict[str, Any], **init_args: Any) -> ModuleTask:
 
 
 @pytest.mark.parametrize(
-    ("reduction", "over"), [({}, ROWS * 4), ({"reduction": "mean"}, ROWS * 4), ({"reduction": "batchmean"}, ROWS)]
+    ("reduction", "expected_weight"),
+    [({}, ROWS * 4), ({"reduction": "mean"}, ROWS * 4), ({"reduction": "batchmean"}, ROWS)],
 )
-def test_the_reduction_of_a_divergence_is_torchs(reduction: dict[str, Any], over: int) -> None:
+def test_the_kl_divergence_has_the_reduction_of_torch(reduction: dict[str, Any], expected_weight: int) -> None:
     outputs, target = torch.randn(ROWS, 4).log_softmax(1), torch.rand(ROWS, 4).softmax(1)
-    found = Losses.of(compute_row_losses({"class_path": KL, "init_args": reduction}, outputs, target))
-    weight = found.weights.sum() if found.weights is not None else torch.tensor(float(ROWS))
-    assert float(found.values.sum() / weight) == pytest.approx(
+    losses = Losses.of(compute_row_losses({"class_path": KL, "init_args": reduction}, outputs, target))
+    weight = losses.weights.sum() if losses.weights is not None else torch.tensor(float(ROWS))
+    assert float(losses.values.sum() / weight) == pytest.approx(
         float(nn.KLDivLoss(**reduction)(outputs, target)), rel=1e-5
     )
-    assert float(weight) == over
+    assert float(weight) == expected_weight
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    ("loss", "message"),
     [
         (
             {"class_path": "torch.nn.MSELoss", "init_args": {"reduction": "sum"}},
@@ -60,21 +61,21 @@ def test_the_reduction_of_a_divergence_is_torchs(reduction: dict[str, Any], over
         ),
     ],
 )
-def test_a_reduction_that_a_step_cannot_have_is_refused(loss: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as found:
+def test_an_unsupported_reduction_is_refused(loss: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         task_of(loss)
-    assert said in str(found.value)
+    assert message in str(caught.value)
 
 
-def test_a_function_that_is_a_loss_is_called_with_outputs_and_target() -> None:
+def test_a_loss_function_is_called_with_outputs_and_target() -> None:
     outputs, target = torch.randn(ROWS), torch.randint(0, 2, (ROWS,)).float()
     spec = {"class_path": "torchvision.ops.sigmoid_focal_loss", "init_args": {"alpha": 0.5, "gamma": 1.0}}
-    found = compute_row_losses(spec, outputs, target)
-    torch.testing.assert_close(found, sigmoid_focal_loss(outputs, target, 0.5, 1.0))
+    losses = compute_row_losses(spec, outputs, target)
+    torch.testing.assert_close(losses, sigmoid_focal_loss(outputs, target, 0.5, 1.0))
 
 
 class Margin(nn.Module):
-    """A loss of one's own that takes logits, of which nothing says so."""
+    """A user-defined loss that takes logits without declaring it."""
 
     def __init__(self, reduction: str) -> None:
         super().__init__()
@@ -84,11 +85,11 @@ class Margin(nn.Module):
 
 
 BINARY = "torchmetrics.classification.Binary"
-SEVERAL = {"num_classes": 3}
+MULTICLASS = {"num_classes": 3}
 
 
 @pytest.mark.parametrize(
-    ("loss", "shape", "kind", "more"),
+    ("loss", "shape", "kind", "init_args"),
     [
         ("torch.nn.BCEWithLogitsLoss", (ROWS,), "Binary", {}),
         ("torch.nn.BCEWithLogitsLoss", (ROWS, 1), "Binary", {}),
@@ -106,35 +107,33 @@ SEVERAL = {"num_classes": 3}
     ],
 )
 @pytest.mark.parametrize("scale", [0.02, 3.0])
-def test_metrics_get_probabilities_whatever_the_batch(
-    loss: str, shape: tuple[int, ...], kind: str, more: dict[str, Any], scale: float
+def test_classification_metrics_get_probabilities_for_every_batch_size(
+    loss: str, shape: tuple[int, ...], kind: str, init_args: dict[str, Any], scale: float
 ) -> None:
-    """Small scores are all between 0 and 1, where torchmetrics takes them for probabilities; of large ones some rows'
-    are.
-    """
+    """All small scores and some large ones are between 0 and 1, which torchmetrics takes for probabilities."""
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(shape, generator=generator) * scale + 0.45
     if loss.endswith("NLLLoss"):
         scores = scores.log_softmax(1)
-    count = {"Binary": {}, "Multilabel": {"num_labels": 3}, "Multiclass": SEVERAL}[kind]
+    count = {"Binary": {}, "Multilabel": {"num_labels": 3}, "Multiclass": MULTICLASS}[kind]
     metrics = {
         name: {"class_path": f"torchmetrics.classification.{kind}{name}", "init_args": count}
         for name in ("Accuracy", "AUROC")
     }
-    task = task_of({"class_path": loss}, metrics=metrics, best_metric="Accuracy", **more)
+    task = task_of({"class_path": loss}, metrics=metrics, best_metric="Accuracy", **init_args)
     if kind == "Multiclass":
         target, probabilities = torch.randint(0, 3, (ROWS, *shape[2:]), generator=generator), scores.softmax(1)
     else:
         target = torch.randint(0, 2, (ROWS, *shape[2:]) if shape[1:2] == (1,) else shape, generator=generator)
         probabilities = scores.sigmoid().reshape(target.shape)
-    expected = {name: float(made(probabilities, target)) for name, made in task.metrics().items()}
+    expected = {name: float(metric(probabilities, target)) for name, metric in task.metrics().items()}
     arrays = {"x": scores.numpy(), "y": target.numpy()}
     for size in (ROWS, 7, 1):
-        found = combine(task, score(task, nn.Identity(), arrays, size, torch.device("cpu"))).values
-        assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+        values = combine(task, score(task, nn.Identity(), arrays, size, torch.device("cpu"))).values
+        assert {name: values[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
-def test_other_metrics_than_of_classes_get_the_outputs_as_they_are() -> None:
+def test_other_metrics_get_the_outputs_unchanged() -> None:
     metrics = {"mse": {"class_path": "torchmetrics.MeanSquaredError"}}
     task = task_of({"class_path": "torch.nn.BCEWithLogitsLoss"}, metrics=metrics)
     batch: Batch = {"x": torch.tensor([5.0, -5.0]), "y": torch.tensor([5.0, -5.0])}
@@ -150,7 +149,7 @@ def test_an_unknown_activation_is_refused() -> None:
         task_of({"class_path": "torch.nn.BCEWithLogitsLoss"}, activation="relu")
 
 
-def test_a_parameter_made_by_expand_is_refused_with_its_name() -> None:
+def test_a_parameter_made_by_expand_is_refused_by_name() -> None:
     model = nn.Linear(3, 2)
     model.bias = nn.Parameter(torch.zeros(1).expand(2))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Losses of a configuration: their means are those of torch, with weights of classes and targets that are left out."""
+"""Configured losses: their means equal those of torch, with class weights and ignored targets."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ NUMBERS, TAGS = torch.randn(6), torch.randint(0, 2, (6, 3))
         ("MSELoss", {}, NUMBERS, TAGS[:, 0]),
     ],
 )
-def test_the_mean_is_the_one_of_torch(name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor) -> None:
+def test_the_mean_of_a_loss_class_equals_torch(
+    name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor
+) -> None:
     spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
-    found = Losses.of(compute_row_losses(spec, outputs, target))
-    assert found.values.shape == (len(outputs),)
-    sums = sum_losses(None, found)
+    losses = Losses.of(compute_row_losses(spec, outputs, target))
+    assert losses.values.shape == (len(outputs),)
+    sums = sum_losses(None, losses)
     tensors = {
         key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
         for key, value in init_args.items()
     }
-    wanted = getattr(nn, name)(**tensors)(outputs, target if outputs.shape != target.shape else target.float())
-    assert sums.loss / sums.weight == pytest.approx(wanted.item(), rel=1e-5)
+    expected = getattr(nn, name)(**tensors)(outputs, target if outputs.shape != target.shape else target.float())
+    assert sums.loss / sums.weight == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_the_mean_is_the_one_of_torch(name: str, init_args: dict[str, Any], outp
         ("nll_loss", {"weight": [1, 2, 5]}, SCORES.log_softmax(1), LABELS),
     ],
 )
-def test_the_mean_of_a_function_is_the_one_of_torch(
+def test_the_mean_of_a_loss_function_equals_torch(
     name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor
 ) -> None:
     spec = {"class_path": f"torch.nn.functional.{name}", "init_args": init_args}
@@ -85,7 +87,7 @@ WEIGHTED = torch.tensor([1.0, 2.0, 5.0])
 
 
 @pytest.mark.parametrize(
-    ("name", "init_args", "outputs", "target", "right", "weights"),
+    ("name", "init_args", "outputs", "target", "correct", "weights"),
     [
         ("CrossEntropyLoss", {}, SCORES[:4], LABELS[:4], SCORES[:4].argmax(1) == LABELS[:4], torch.ones(4)),
         ("CrossEntropyLoss", {"ignore_index": -100}, SCORES, LABELS, SCORES.argmax(1) == LABELS, LABELS.ge(0)),
@@ -107,28 +109,28 @@ WEIGHTED = torch.tensor([1.0, 2.0, 5.0])
         ("SoftMarginLoss", {}, NUMBERS, TAGS[:, 0] * 2 - 1, NUMBERS.gt(0) == TAGS[:, 0].bool(), torch.ones(6)),
     ],
 )
-def test_the_accuracy_of_training_counts_as_the_loss_does(
-    name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor, right: Tensor, weights: Tensor
+def test_training_accuracy_has_the_weights_of_the_loss(
+    name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor, correct: Tensor, weights: Tensor
 ) -> None:
     spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
     sums = sum_losses(None, Losses.of(compute_row_losses(spec, outputs, target, accuracy=True)))
-    assert sums.metrics["accuracy"] / sums.weight == pytest.approx(((right * weights).sum() / weights.sum()).item())
-    plain = sum_losses(None, Losses.of(compute_row_losses(spec, outputs, target)))
-    assert (plain.loss, plain.weight) == (sums.loss, sums.weight)
+    assert sums.metrics["accuracy"] / sums.weight == pytest.approx(((correct * weights).sum() / weights.sum()).item())
+    without_accuracy = sum_losses(None, Losses.of(compute_row_losses(spec, outputs, target)))
+    assert (without_accuracy.loss, without_accuracy.weight) == (sums.loss, sums.weight)
 
 
 class OfRow(nn.CrossEntropyLoss):
-    """Makes one value of all pixels of a row."""
+    """Computes one value for all pixels of a row."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The mean."""
+        """Returns the mean of each row."""
         return super().forward(input, target).flatten(1).mean(1)
 
 
-def test_the_accuracy_of_a_loss_with_one_value_for_all_pixels_of_a_row() -> None:
+def test_training_accuracy_is_per_row_where_the_loss_has_one_value_per_row() -> None:
     spec = {"class_path": f"{__name__}.OfRow"}
-    found = Losses.of(compute_row_losses(spec, PIXELS, MASKS, accuracy=True))
-    assert found.metrics["accuracy"].tolist() == pytest.approx(
+    losses = Losses.of(compute_row_losses(spec, PIXELS, MASKS, accuracy=True))
+    assert losses.metrics["accuracy"].tolist() == pytest.approx(
         (PIXELS.argmax(1) == MASKS).float().flatten(1).mean(1).tolist()
     )
 
@@ -137,50 +139,50 @@ def test_the_accuracy_of_a_loss_with_one_value_for_all_pixels_of_a_row() -> None
     ("outputs", "target"),
     [(NUMBERS, TAGS[:, 0].float()), (NUMBERS, TAGS[:, 0]), (SCORES, TAGS[:, :2]), ({"logits": SCORES}, LABELS)],
 )
-def test_the_accuracy_of_what_are_no_classes_is_refused(outputs: Any, target: Tensor) -> None:
+def test_training_accuracy_without_class_targets_is_refused(outputs: Any, target: Tensor) -> None:
     with pytest.raises(ConfigError, match=r"train_accuracy is true, and the target, .* is not the index of a class"):
         compute_row_losses({"class_path": "torch.nn.MSELoss"}, outputs, target, accuracy=True)
 
 
-LISTS, THERE = torch.tensor([[0, 1, 2, 7], [2, 7, 7, 7]]), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
-OF_LISTS = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(3))
+TOKEN_LABELS, IS_TOKEN = torch.tensor([[0, 1, 2, 7], [2, 7, 7, 7]]), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+TOKEN_SCORES = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize(
     ("name", "init_args", "outputs", "target"),
     [
-        ("CrossEntropyLoss", {}, OF_LISTS, LISTS),
-        ("CrossEntropyLoss", {"weight": [1, 2, 5]}, OF_LISTS, LISTS),
-        ("CrossEntropyLoss", {"ignore_index": 1}, OF_LISTS, LISTS),
-        ("MSELoss", {}, OF_LISTS[:, 0], LISTS.float()),
+        ("CrossEntropyLoss", {}, TOKEN_SCORES, TOKEN_LABELS),
+        ("CrossEntropyLoss", {"weight": [1, 2, 5]}, TOKEN_SCORES, TOKEN_LABELS),
+        ("CrossEntropyLoss", {"ignore_index": 1}, TOKEN_SCORES, TOKEN_LABELS),
+        ("MSELoss", {}, TOKEN_SCORES[:, 0], TOKEN_LABELS.float()),
     ],
 )
-def test_what_lists_are_padded_with_does_not_count(
+def test_the_padding_of_lists_has_no_weight(
     name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor
 ) -> None:
     spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
     sums = sum_losses(
-        None, Losses.of(compute_row_losses(spec, outputs, target, is_value=THERE, accuracy=name != "MSELoss"))
+        None, Losses.of(compute_row_losses(spec, outputs, target, is_value=IS_TOKEN, accuracy=name != "MSELoss"))
     )
     tensors = {
         key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
         for key, value in init_args.items()
     }
-    of_values = outputs.movedim(1, -1)[THERE] if outputs.ndim == 3 else outputs[THERE]
+    of_values = outputs.movedim(1, -1)[IS_TOKEN] if outputs.ndim == 3 else outputs[IS_TOKEN]
     assert sums.loss / sums.weight == pytest.approx(
-        getattr(nn, name)(**tensors)(of_values, target[THERE]).item(), rel=1e-5
+        getattr(nn, name)(**tensors)(of_values, target[IS_TOKEN]).item(), rel=1e-5
     )
     if not init_args and sums.metrics:
         assert sums.metrics["accuracy"] / sums.weight == pytest.approx(
-            (of_values.argmax(1) == target[THERE]).float().mean().item()
+            (of_values.argmax(1) == target[IS_TOKEN]).float().mean().item()
         )
 
 
-def test_one_value_of_a_padded_list_is_refused() -> None:
+def test_one_loss_value_for_a_padded_list_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"gave values of shape \(rows\) for a target of lists, \(rows, 4\), which are padded"
     ):
-        compute_row_losses({"class_path": f"{__name__}.OfRow"}, OF_LISTS, LISTS, is_value=THERE)
+        compute_row_losses({"class_path": f"{__name__}.OfRow"}, TOKEN_SCORES, TOKEN_LABELS, is_value=IS_TOKEN)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
@@ -198,20 +200,20 @@ def test_targets_are_not_rounded_to_the_precision_of_the_outputs(half: torch.dty
 def test_sums_and_weights_of_a_row_are_not_rounded_to_half_precision() -> None:
     for name, outputs, target in (
         ("MSELoss", torch.zeros(2, 1001), torch.ones(2, 1001)),
-        ("NLLLoss", torch.ones(2, 3, 1001), LONG),
+        ("NLLLoss", torch.ones(2, 3, 1001), LONG_LABELS),
     ):
-        found = Losses.of(compute_row_losses({"class_path": f"torch.nn.{name}"}, outputs.bfloat16(), target))
-        assert found.weights is not None
-        assert (found.values.abs().tolist(), found.weights.tolist()) == ([1001, 1001], [1001, 1001])
+        losses = Losses.of(compute_row_losses({"class_path": f"torch.nn.{name}"}, outputs.bfloat16(), target))
+        assert losses.weights is not None
+        assert (losses.values.abs().tolist(), losses.weights.tolist()) == ([1001, 1001], [1001, 1001])
 
 
-LONG = torch.zeros(2, 1001, dtype=torch.int64)
+LONG_LABELS = torch.zeros(2, 1001, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
     ("name", "init_args", "target"), [("CrossEntropyLoss", {"weight": [1, 2, 5]}, 0), ("BCEWithLogitsLoss", {}, 1)]
 )
-def test_a_loss_that_an_evaluation_asks_for_first_can_be_trained_with(
+def test_a_loss_that_an_evaluation_uses_first_can_be_trained_with(
     name: str, init_args: dict[str, Any], target: int
 ) -> None:
     spec = {
@@ -220,7 +222,8 @@ def test_a_loss_that_an_evaluation_asks_for_first_can_be_trained_with(
     }
     targets = torch.ones(4, 3) if target else torch.tensor([0, 1, 2, 1])
     if not target:
-        spec["init_args"]["label_smoothing"] = 0.125  # no other test has made this one in this process
+        # No other test of this process builds a loss with this value, so it is not in the cache yet.
+        spec["init_args"]["label_smoothing"] = 0.125
     with torch.inference_mode():
         compute_row_losses(spec, torch.randn(4, 3), targets)
     scores = torch.randn(4, 3, requires_grad=True)

@@ -1,5 +1,5 @@
-"""Mistakes in the arguments of tasks and optimizers by configuration: said with what was given, what is allowed and
-what to do.
+"""Mistakes in the configured arguments of tasks and optimizers: the messages name the value, what is allowed and the
+fix.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def module(**init_args: Any) -> dict[str, Any]:
-    given = {"model": MODEL, "inputs": ["x"], "target": "label", "loss": CROSS_ENTROPY} | init_args
-    return {"class_path": "ray_app.task.module.ModuleTask", "init_args": given}
+    arguments = {"model": MODEL, "inputs": ["x"], "target": "label", "loss": CROSS_ENTROPY} | init_args
+    return {"class_path": "ray_app.task.module.ModuleTask", "init_args": arguments}
 
 
 def loop(**init_args: Any) -> dict[str, Any]:
-    given = {
+    arguments = {
         "train": SCRIPTS + "train",
         "module": {"class_path": SCRIPTS + "net"},
         "rows": ["x", "label"],
         "target": "label",
     } | init_args
-    return {"class_path": "ray_app.task.user_loop.LoopTask", "init_args": given}
+    return {"class_path": "ray_app.task.user_loop.LoopTask", "init_args": arguments}
 
 
 def turns(**spec: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ IN = "task.init_args."
 
 
 @pytest.mark.parametrize(
-    ("task", "fields", "said"),
+    ("task", "fields", "message"),
     [
         (
             module(transforms=[{"class_path": V2 + "RandomResizeCrop"}]),
@@ -134,19 +134,19 @@ IN = "task.init_args."
         ),
     ],
 )
-def test_a_mistake_is_said_with_what_to_do(
-    task: dict[str, Any], fields: dict[str, Any], said: str, numbers: dict[str, Any], tmp_path: Path
+def test_a_mistake_in_the_arguments_is_refused_with_its_fix(
+    task: dict[str, Any], fields: dict[str, Any], message: str, numbers: dict[str, Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(
         yaml.safe_dump({"task": task, "data": numbers, "run": {"storage_path": str(tmp_path / "runs")}, **fields})
     )
-    with pytest.raises((ConfigError, DataError)) as found:
+    with pytest.raises((ConfigError, DataError)) as caught:
         prepare(load_config(file))
-    assert said in str(found.value)
+    assert message in str(caught.value)
 
 
-def test_an_image_has_as_many_means_as_channels(tmp_path: Path) -> None:
+def test_a_mean_with_another_number_of_channels_is_refused(tmp_path: Path) -> None:
     data = {f"data__{name}": value for name, value in write_pictures(tmp_path / "pictures").items()}
     resize = [{"class_path": V2 + "Resize", "init_args": {"size": [16, 16]}}]
     model = {"class_path": "tests.support.small_models.per_image", "init_args": {"outputs": 2}}
@@ -155,16 +155,16 @@ def test_an_image_has_as_many_means_as_channels(tmp_path: Path) -> None:
         prepare(load_config(task=task, run__storage_path=str(tmp_path / "runs"), **data))
 
 
-def test_groups_of_an_optimizer_are_taken_wherever_it_is_given(tmp_path: Path) -> None:
-    given = ADAM | {"init_args": {"lr": 0.1}, "groups": [{"names": ["layers.0.*"], "lr": 0.5}]}
+def test_parameter_groups_of_an_optimizer_are_read_from_every_source(tmp_path: Path) -> None:
+    optimizer = ADAM | {"init_args": {"lr": 0.1}, "groups": [{"names": ["layers.0.*"], "lr": 0.5}]}
     file = tmp_path / "train.yaml"
-    file.write_text(yaml.safe_dump({"task": module(), "data": {"path": "data"}, "optimizer": given}))
-    in_file = load_config(file).optimizer
-    assert in_file.groups == given["groups"]
-    assert load_config(task=module(), data__path="data", optimizer=given).optimizer == in_file
+    file.write_text(yaml.safe_dump({"task": module(), "data": {"path": "data"}, "optimizer": optimizer}))
+    from_file = load_config(file).optimizer
+    assert from_file.groups == optimizer["groups"]
+    assert load_config(task=module(), data__path="data", optimizer=optimizer).optimizer == from_file
     assert (
         parse(
-            [f"--config={file}", f"--optimizer={yaml.safe_dump(given, default_flow_style=True)}"], "train", False
+            [f"--config={file}", f"--optimizer={yaml.safe_dump(optimizer, default_flow_style=True)}"], "train", False
         ).optimizer
-        == in_file
+        == from_file
     )

@@ -1,4 +1,4 @@
-"""What tasks make on the host goes to a device without the host's waiting for it, and constants go there once."""
+"""Values that tasks make on the host are copied to the device asynchronously, and constants are copied once."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ ROWS, CLASSES = 6, 3
 CPU = torch.device("cpu")
 
 
-class Waits(TorchDispatchMode):
-    """Notes the copies from the host to the device that the host waits for."""
+class CopyLog(TorchDispatchMode):
+    """Records the copies from the host to the device, and those for which the host waits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.blocking_copies: list[str] = []
         self.copies = 0
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        given = kwargs or {}
-        if str(operator).startswith("aten._to_copy") and args[0].device == CPU and given.get("device") == DEVICE:
+        options = kwargs or {}
+        if str(operator).startswith("aten._to_copy") and args[0].device == CPU and options.get("device") == DEVICE:
             self.copies += 1
-            if not given.get("non_blocking"):
-                self.found.append(str(operator))
+            if not options.get("non_blocking"):
+                self.blocking_copies.append(str(operator))
         elif str(operator).startswith("aten.copy_") and args[0].device == DEVICE and args[1].device == CPU:
             self.copies += 1
             if not (len(args) > 2 and args[2]):
-                self.found.append(str(operator))
-        return operator(*args, **given)
+                self.blocking_copies.append(str(operator))
+        return operator(*args, **options)
 
 
 def image(**settings: Any) -> Task:
@@ -65,8 +65,8 @@ TASKS = {
 }
 
 
-def step(task: Task, device: torch.device) -> None:
-    """What a step does with a task's rows before its model."""
+def run_step(task: Task, device: torch.device) -> None:
+    """Runs the operations of a step on the rows of a task."""
     batch: Batch = {
         "image": torch.zeros(ROWS, 3, 8, 8, dtype=torch.uint8, device=device),
         "label": torch.zeros(ROWS, dtype=torch.int64, device=device),
@@ -79,32 +79,33 @@ def step(task: Task, device: torch.device) -> None:
 @pytest.mark.parametrize("make", TASKS.values(), ids=TASKS.keys())
 def test_a_step_waits_for_no_copy_to_the_device(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Task]) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-    task, waits = make(), Waits()
-    step(task, DEVICE)  # makes the constants
-    with waits:
-        step(task, DEVICE)
-    assert waits.found == []
-    assert waits.copies > 0 or "mean" in str(vars(task)) or isinstance(task, TabularClassification), (
-        "nothing was looked at"
+    task, copy_log = make(), CopyLog()
+    # The first step creates the constants.
+    run_step(task, DEVICE)
+    with copy_log:
+        run_step(task, DEVICE)
+    assert copy_log.blocking_copies == []
+    assert copy_log.copies > 0 or "mean" in str(vars(task)) or isinstance(task, TabularClassification), (
+        "the step made no copy that could be checked"
     )
 
 
-def test_a_plain_copy_is_noticed() -> None:
-    waits = Waits()
-    with waits:
+def test_a_blocking_copy_is_recorded() -> None:
+    copy_log = CopyLog()
+    with copy_log:
         torch.zeros(2).to(DEVICE)
         torch.zeros(2, device=DEVICE).copy_(torch.zeros(2))
         torch.zeros(2).to(DEVICE, non_blocking=True)
-    assert (len(waits.found), waits.copies) == (2, 3)
+    assert (len(copy_log.blocking_copies), copy_log.copies) == (2, 3)
 
 
-def test_a_constant_is_made_once_for_each_device_and_type() -> None:
+def test_a_constant_is_created_once_per_device_and_type() -> None:
     first = constant_tensor([0.5, 1.5], DEVICE)
     assert constant_tensor((0.5, 1.5), DEVICE) is first
     assert constant_tensor([0.5, 1.5], DEVICE, torch.float64) is not first
     assert constant_tensor([0.5, 1.5], CPU).tolist() == [0.5, 1.5]
 
 
-def test_on_the_host_values_stay_where_they_are() -> None:
+def test_values_for_the_host_are_not_copied() -> None:
     values = torch.arange(3)
     assert to_device(values, CPU) is values

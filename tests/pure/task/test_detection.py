@@ -38,28 +38,28 @@ CPU = torch.device("cpu")
 
 
 class Seeing(nn.Module):
-    """Finds red things (class 1) and green ones (2), one of each, without a mistake; in training it says what it was
-    given.
+    """Detects one red object (class 1) and one green object (class 2) per image without error, and records the
+    arguments of each call in training.
     """
 
     def __init__(self, num_classes: int = 3, blind: bool = False) -> None:
         super().__init__()
         self.blind, self.weight = blind, nn.Parameter(torch.ones(()))
-        self.given: list[tuple[list[Tensor], list[dict[str, Tensor]]]] = []
+        self.training_calls: list[tuple[list[Tensor], list[dict[str, Tensor]]]] = []
 
     def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
         if self.training:
             assert targets is not None
-            self.given.append((images, targets))
+            self.training_calls.append((images, targets))
             return {"loss_a": self.weight * len(images), "loss_b": self.weight * 0.5}
-        return [self.found_in(image) for image in images]
+        return [self.detect(image) for image in images]
 
-    def found_in(self, image: Tensor) -> dict[str, Tensor]:
+    def detect(self, image: Tensor) -> dict[str, Tensor]:
         boxes, labels = [], []
         for label in (1, 2):
-            there = (image[label - 1] == 1).nonzero()
-            if len(there) and not (self.blind and label == 2):
-                (top, left), (bottom, right) = there.amin(0), there.amax(0) + 1
+            pixels = (image[label - 1] == 1).nonzero()
+            if len(pixels) and not (self.blind and label == 2):
+                (top, left), (bottom, right) = pixels.amin(0), pixels.amax(0) + 1
                 boxes.append([left, top, right, bottom])
                 labels.append(label)
         return {
@@ -70,7 +70,7 @@ class Seeing(nn.Module):
 
 
 def rows_of(*images: tuple[int, int, list[list[int]]]) -> dict[str, Any]:
-    """Images of so many rows and columns with the boxes of a red, a green and other things on black."""
+    """Returns black images of (height, width, boxes); the first box is red and the second one green."""
     rows: dict[str, Any] = {"image": [], "boxes": [], "labels": []}
     for height, width, boxes in images:
         pixels = np.zeros((height, width, 3), np.uint8)
@@ -98,7 +98,7 @@ def task_of(**arguments: Any) -> ObjectDetection:
 def test_a_detector_gets_images_of_their_own_size_and_their_boxes() -> None:
     task, model = task_of(), Seeing()
     losses = task.training_loss(model, to_batch(task.decode(ROWS)))
-    [(images, targets)] = model.given
+    [(images, targets)] = model.training_calls
     assert [tuple(image.shape) for image in images] == [(3, 30, 40), (3, 50, 25), (3, 33, 31)]
     for image, target, row in zip(images, targets, range(3), strict=True):
         with Image.open(io.BytesIO(ROWS["image"][row])) as file:
@@ -106,7 +106,7 @@ def test_a_detector_gets_images_of_their_own_size_and_their_boxes() -> None:
         assert target["boxes"].tolist() == ROWS["boxes"].row(row).tolist()
         assert target["labels"].tolist() == ROWS["labels"].row(row).tolist()
     assert isinstance(losses, Losses)
-    assert losses.values.tolist() == [3.5] * 3, "the sum of the means, for each row"
+    assert losses.values.tolist() == [3.5] * 3, "each row has the sum of the mean losses"
     assert {name: values.tolist() for name, values in losses.metrics.items()} == {
         "loss_a": [3.0] * 3,
         "loss_b": [0.5] * 3,
@@ -114,82 +114,84 @@ def test_a_detector_gets_images_of_their_own_size_and_their_boxes() -> None:
 
 
 def test_boxes_go_through_the_transforms_of_their_images() -> None:
-    """After crop, flip and enlargement the detector that sees only pixels finds just what the boxes say."""
+    """After crop, flip and resize the boxes in the data equal those that a detector sees in the pixels."""
     task, model = task_of(transforms=CROPS), Seeing().eval()
-    left_out, kept = 0, 0
+    removed_boxes, kept_boxes = 0, 0
     for epoch in range(12):
         keys = np.arange(3) + 10 * epoch
-        found = task.decode_training(ROWS, keys)
-        assert found["size"].tolist() == [[40, 48]] * 3
-        batch = to_batch(found)
+        rows = task.decode_training(ROWS, keys)
+        assert rows["size"].tolist() == [[40, 48]] * 3
+        batch = to_batch(rows)
         for row, image in enumerate(batch["image"].view(3, 3, 40, 48).float() / 255):
-            seen = model.found_in(image)
-            assert seen["boxes"].tolist() == found["boxes"].row(row).tolist(), (epoch, row)
-            assert seen["labels"].tolist() == found["labels"].row(row).tolist()
-            kept += len(seen["labels"])
-            left_out += len(ROWS["labels"].row(row)) - len(seen["labels"])
-        others = task.decode_training({name: values[np.array([1, 0])] for name, values in ROWS.items()}, keys[[1, 0]])
-        assert np.array_equal(others["image"].row(1), found["image"].row(0)), "a row is cropped by its key alone"
-    assert left_out > 3
-    assert kept > 12
+            detected = model.detect(image)
+            assert detected["boxes"].tolist() == rows["boxes"].row(row).tolist(), (epoch, row)
+            assert detected["labels"].tolist() == rows["labels"].row(row).tolist()
+            kept_boxes += len(detected["labels"])
+            removed_boxes += len(ROWS["labels"].row(row)) - len(detected["labels"])
+        swapped = task.decode_training({name: values[np.array([1, 0])] for name, values in ROWS.items()}, keys[[1, 0]])
+        assert np.array_equal(swapped["image"].row(1), rows["image"].row(0)), "a row is cropped by its key alone"
+    assert removed_boxes > 3
+    assert kept_boxes > 12
 
 
-def test_another_epoch_is_another_crop() -> None:
+def test_each_epoch_crops_an_image_differently() -> None:
     task = task_of(transforms=CROPS)
     assert len({task.decode_training(ROWS, np.full(3, key))["image"].row(0).tobytes() for key in range(5)}) == 5
 
 
-def scored(model: nn.Module, size: int, chunk_rows: int | None = None) -> Any:
+def score_chunks(model: nn.Module, size: int, chunk_rows: int | None = None) -> Any:
     task = task_of()
     return task, list(score(task, model, task.decode(ROWS), size, CPU, chunk_rows=chunk_rows))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_perfect_detector_has_a_precision_of_one(size: int) -> None:
-    task, chunks = scored(Seeing(), size)
+    task, chunks = score_chunks(Seeing(), size)
     labels = [labels.tolist() for chunk in chunks for labels in chunk.states["map"]["detection_labels"]]
-    assert labels == [[1, 2], [], [1]], "what an output is padded with is nothing that was found"
-    found = combine(task, chunks)
-    assert found.values == {"map": 1.0, "map_50": 1.0, "map_75": 1.0, "mar_100": 1.0}, (
-        "and no loss, which a detector does not say"
+    assert labels == [[1, 2], [], [1]], "the padding of an output is not a detection"
+    evaluation = combine(task, chunks)
+    assert evaluation.values == {"map": 1.0, "map_50": 1.0, "map_75": 1.0, "mar_100": 1.0}, (
+        "a detector in evaluation mode returns no loss"
     )
 
 
-def test_a_class_that_is_never_found_counts() -> None:
-    assert combine(*scored(Seeing(blind=True), 2)).values["map"] == 0.5
+def test_a_class_that_is_never_detected_lowers_the_precision() -> None:
+    assert combine(*score_chunks(Seeing(blind=True), 2)).values["map"] == 0.5
 
 
 def test_precision_is_resampled_by_rows() -> None:
-    task, chunks = scored(Seeing(blind=True), 1)
+    task, chunks = score_chunks(Seeing(blind=True), 1)
     counts = np.array([[1, 1, 1], [0, 0, 2], [2, 1, 0]])
     assert resample(task, chunks, "map", counts).tolist() == [0.5, 1.0, 0.5]
 
 
-def test_predictions_are_lists_that_are_written_and_read_as_such() -> None:
+def test_predictions_are_written_and_read_as_lists() -> None:
     task, model = task_of(), Seeing().eval()
     batches = [to_batch(task.decode(ROWS), slice(low, low + 2)) for low in (0, 2)]
-    found = [task.predictions(task.forward(model, batch), batch) for batch in batches]
-    whole = {name: concat_fields([one[name] for one in found]) for name in found[0]}
+    predictions = [task.predictions(task.forward(model, batch), batch) for batch in batches]
+    whole = {name: concat_fields([prediction[name] for prediction in predictions]) for name in predictions[0]}
     table = pq.read_table(pa.BufferReader(encode_part(pa.table({"position": [0, 1, 2]}), whole, "made from")))
     assert table.column("boxes").to_pylist() == [ROWS["boxes"].row(i).tolist() for i in range(3)]
     assert table.column("labels").to_pylist() == [[1, 2], [], [1]]
     assert table.column("scores").to_pylist() == [[1.0, 1.0], [], [1.0]]
-    assert to_list_array(ROWS["boxes"][2:]).to_pylist() == [[[0.0, 0.0, 31.0, 33.0]]], "the last of the rows"
+    assert to_list_array(ROWS["boxes"][2:]).to_pylist() == [[[0.0, 0.0, 31.0, 33.0]]], (
+        "a slice converts only its own rows"
+    )
     again = ragged_lists(table.column("boxes"))
     assert again is not None
     assert np.array_equal(again.values, ROWS["boxes"].values)
 
 
-@pytest.mark.parametrize(("place", "row"), [(0, 0), (1, 0), (2, 2), (3, None)])
-def test_a_number_that_is_not_finite_is_found_in_its_row(place: int, row: int | None) -> None:
+@pytest.mark.parametrize(("index", "row"), [(0, 0), (1, 0), (2, 2), (3, None)])
+def test_the_row_of_the_first_non_finite_value_is_reported(index: int, row: int | None) -> None:
     values = np.array([1, 2, 3], np.float32)
-    values[place:] = np.nan
+    values[index:] = np.nan
     assert _find_non_finite_row(Ragged(values, np.array([0, 2, 2, 3]))) == row
 
-    assert _find_non_finite_row(values[:, None]) == (place if place < 3 else None)
+    assert _find_non_finite_row(values[:, None]) == (index if index < 3 else None)
 
 
-def test_where_nothing_is_found_all_is_finite() -> None:
+def test_predictions_without_objects_are_finite() -> None:
     assert _find_non_finite_row(Ragged.of([[], []], np.float32, row_shape=(4,))) is None
 
 
@@ -204,7 +206,7 @@ def test_rows_without_any_object_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"boxes": [[5, 5, 3, 9]]}, "the box [5.0, 5.0, 3.0, 9.0] is not a box in an image 40 wide and 30 high"),
         ({"boxes": [[5, 5, 45, 9]]}, "the box [5.0, 5.0, 45.0, 9.0] is not a box"),
@@ -214,26 +216,26 @@ def test_rows_without_any_object_are_read() -> None:
         ({"labels": [1, 2]}, "there are 1 boxes and 2 labels"),
     ],
 )
-def test_a_row_that_cannot_be_is_refused_with_words(changed: dict[str, Any], said: str) -> None:
-    given: dict[str, Any] = {"boxes": [[1, 2, 3, 4]], "labels": [1]} | changed
+def test_a_row_with_invalid_boxes_or_labels_is_refused(changed: dict[str, Any], message: str) -> None:
+    annotations: dict[str, Any] = {"boxes": [[1, 2, 3, 4]], "labels": [1]} | changed
     rows = {
         "image": ROWS["image"][:1],
-        "boxes": Ragged.of([given["boxes"]], np.float32, row_shape=(4,)),
-        "labels": Ragged.of([given["labels"]], np.int64),
+        "boxes": Ragged.of([annotations["boxes"]], np.float32, row_shape=(4,)),
+        "labels": Ragged.of([annotations["labels"]], np.int64),
     }
-    with pytest.raises(ValueError) as found:  # noqa: PT011 - the words are looked at
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is asserted below
         task_of().decode(rows)
-    assert said in str(found.value)
+    assert message in str(caught.value)
 
 
-def test_transforms_to_fractions_are_refused() -> None:
+def test_transforms_that_make_float_images_are_refused() -> None:
     task = task_of(transforms=[{"class_path": V2 + "ConvertImageDtype"}])
     with pytest.raises(ValueError, match="make images of fractions"):
         task.decode_training(ROWS, np.arange(3))
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "message"),
     [
         (
             {"boxes": ColumnFacts("array", "<f4", (4,))},
@@ -242,13 +244,13 @@ def test_transforms_to_fractions_are_refused() -> None:
         ({"image": ColumnFacts("array", "<f4", (8, 8))}, "holds arrays that are not images"),
     ],
 )
-def test_columns_that_do_not_fit_are_refused(facts: dict[str, ColumnFacts], said: str) -> None:
-    with pytest.raises(DataError) as found:
+def test_columns_of_the_wrong_type_are_refused(facts: dict[str, ColumnFacts], message: str) -> None:
+    with pytest.raises(DataError) as caught:
         ObjectDetection(SPEC).prepare(DataFacts("data", 3, FACTS | facts))
-    assert said in str(found.value)
+    assert message in str(caught.value)
 
 
-def test_what_is_no_detector_is_refused() -> None:
+def test_a_class_that_is_not_a_module_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"makes a dict; it must make an nn.Module"):
         ObjectDetection({"class_path": "builtins.dict"}).build_model()
 
@@ -257,11 +259,11 @@ def test_a_prediction_needs_no_boxes() -> None:
     task = task_of()
     without = WithoutTargets(task)
     assert without.columns == ["image"]
-    found = without({"image": ROWS["image"]})
-    assert task.forward(Seeing().eval(), to_batch(found))["found"].tolist() == [2, 0, 1]
+    rows = without({"image": ROWS["image"]})
+    assert task.forward(Seeing().eval(), to_batch(rows))["found"].tolist() == [2, 0, 1]
 
 
 def test_grey_images_have_three_channels() -> None:
     grey: npt.NDArray = np.arange(24, dtype=np.uint8).reshape(1, 4, 6)
-    found = task_of().decode({"image": grey, "boxes": np.zeros(1, np.int64), "labels": np.zeros(1, np.int64)})
-    assert np.array_equal(found["image"].row(0).reshape(3, 4, 6), np.stack([grey[0]] * 3))
+    rows = task_of().decode({"image": grey, "boxes": np.zeros(1, np.int64), "labels": np.zeros(1, np.int64)})
+    assert np.array_equal(rows["image"].row(0).reshape(3, 4, 6), np.stack([grey[0]] * 3))

@@ -1,4 +1,4 @@
-"""What a process computes on and with which kernels."""
+"""The device of a process, its kernels and its description."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ from tests.support.places import ROOT
 @pytest.mark.parametrize(
     ("ids", "visible", "index"),
     [
-        ([3], "3", 0),  # it sees what it has
-        ([3], "0,1,2,3", 3),  # and that of the other workers of its node
+        # Ray hides the GPUs of the other workers of the node, or does not.
+        ([3], "3", 0),
+        ([3], "0,1,2,3", 3),
         ([2], "2,3", 0),
-        (["3"], "2,3", 1),  # a worker that came later, as Ray writes it elsewhere
-        ([3], None, 3),  # Ray leaves alone what it sees
+        # Ray gives the ids of a worker that joins later as strings.
+        (["3"], "2,3", 1),
+        # Ray does not set the variable.
+        ([3], None, 3),
         ([0], "", 0),
-        ([2, 3], "0,1,2,3", 2),  # the first of two
+        # The worker has two GPUs and uses the first.
+        ([2, 3], "0,1,2,3", 2),
         (["GPU-b2"], "GPU-a1,GPU-b2", 1),
-        ([], None, 0),  # not Ray's
+        # The process is not a Ray worker.
+        ([], None, 0),
     ],
 )
 def test_a_worker_computes_on_the_gpu_that_ray_gave_it(ids: list[int | str], visible: str | None, index: int) -> None:
@@ -46,14 +51,14 @@ def test_ray_client_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("deterministic", "refuses", "mode"), [(True, True, 2), (True, False, 1), (False, True, 0)])
-def test_kernels_are_asked_for_refused_or_warned_of(deterministic: bool, refuses: bool, mode: int) -> None:
+def test_the_deterministic_mode_follows_the_settings(deterministic: bool, refuses: bool, mode: int) -> None:
     torch.set_deterministic_debug_mode("default")
     set_threads_and_kernels(1, deterministic, refuses)
     assert torch.get_deterministic_debug_mode() == mode
 
 
 @pytest.mark.parametrize(
-    ("said", "kind", "message"),
+    ("error_text", "kind", "message"),
     [
         (
             "set CUBLAS_WORKSPACE_CONFIG=:4096:8 before",
@@ -63,13 +68,13 @@ def test_kernels_are_asked_for_refused_or_warned_of(deterministic: bool, refuses
         ("CUDA error: out of memory", RuntimeError, "out of memory"),
     ],
 )
-def test_a_process_whose_gpu_cannot_be_deterministic_any_more_is_refused(
-    monkeypatch: pytest.MonkeyPatch, said: str, kind: type[Exception], message: str
+def test_a_process_that_set_the_cublas_workspace_too_late_is_refused(
+    monkeypatch: pytest.MonkeyPatch, error_text: str, kind: type[Exception], message: str
 ) -> None:
-    """PyTorch looks at the variable once, at the first product of matrices: what is set later does not count."""
+    """PyTorch reads the variable once, at the first matrix product, and ignores later values."""
 
     def refuse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(said)
+        raise RuntimeError(error_text)
 
     environment._check_cublas_workspace(torch.device("cpu"))
     monkeypatch.setattr(torch, "mm", refuse)
@@ -90,9 +95,9 @@ print({name: kernels.fp32_precision for name, kernels in _ROUNDING.items()})
 """
 
 
-def test_how_products_are_rounded_is_known_by_whichever_name_it_was_said() -> None:
-    """Who has used the newer of PyTorch's names is refused the older ones."""
-    done = subprocess.run(
+def test_the_rounding_of_products_is_read_from_the_newer_settings() -> None:
+    """PyTorch refuses its older settings after a process has used the newer ones."""
+    completed = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _NEWER],
         capture_output=True,
         text=True,
@@ -100,9 +105,9 @@ def test_how_products_are_rounded_is_known_by_whichever_name_it_was_said() -> No
         timeout=120,
         cwd=ROOT,
     )
-    refused, found = done.stdout.splitlines()
+    refused, precisions = completed.stdout.splitlines()
     assert refused == "refused"
-    assert found == "{'matmul': 'tf32', 'convolution': 'tf32', 'recurrent': 'ieee'}"
+    assert precisions == "{'matmul': 'tf32', 'convolution': 'tf32', 'recurrent': 'ieee'}"
 
 
 def _raise(*arguments: object) -> None:
@@ -110,31 +115,31 @@ def _raise(*arguments: object) -> None:
 
 
 class _Driver:
-    """Stands for libcuda.so.1.
+    """A fake of libcuda.so.1.
 
     Args:
-        version: What `cuDriverGetVersion` says, such as 13020; None: it fails.
+        version: The version that `cuDriverGetVersion` returns, such as 13020; with None the call fails.
     """
 
     def __init__(self, version: int | None) -> None:
         self._version = version
 
-    def cuDriverGetVersion(self, where: Any) -> int:
+    def cuDriverGetVersion(self, version_pointer: Any) -> int:
         if self._version is None:
             return 999
-        where._obj.value = self._version
+        version_pointer._obj.value = self._version
         return 0
 
 
 @pytest.mark.parametrize(("version", "expected"), [(13020, "13.2"), (12090, "12.9"), (None, "unknown")])
-def test_the_driver_itself_says_which_cuda_it_supports(
+def test_the_cuda_version_is_read_from_the_driver(
     monkeypatch: pytest.MonkeyPatch, version: int | None, expected: str
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": _Driver(version)}[name])
     assert environment.driver_version() == expected
 
 
-def test_a_driver_that_is_not_there_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_of_a_missing_driver_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -151,7 +156,7 @@ def test_a_gpu_is_described_without_private_functions_of_pytorch(monkeypatch: py
     assert "unknown" not in described.values()
 
 
-def test_the_description_of_a_gpu_does_not_raise_whatever_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_description_of_a_gpu_tolerates_failing_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in (
         (torch.cuda, "get_device_name"),
         (torch.backends.cudnn, "version"),
@@ -180,7 +185,7 @@ def test_a_device_is_made_current_where_it_is_a_gpu(monkeypatch: pytest.MonkeyPa
         (("gcc",), None, False, "train.compile needs the header Python.h of Python"),
     ],
 )
-def test_what_triton_compiles_with_is_looked_for_on_a_gpu(
+def test_the_compiler_that_triton_needs_is_checked_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     compilers: tuple[str, ...],

@@ -1,6 +1,4 @@
-"""A model that is evaluated before its first step can be trained: after a resume at a checkpoint that nobody has
-evaluated yet.
-"""
+"""A model can be trained after an evaluation before its first step, as on a resume without a stored evaluation."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from ray_app.task.ragged import to_batch
 from tests.support.local_world import CLASSES, TinyImages
 
 
-class Kept(nn.Module):
-    """Makes a table at its first forward and keeps it, as models with rotary positions do."""
+class CachedTableModel(nn.Module):
+    """Caches a table at its first forward pass, as models with rotary position embeddings do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,17 +25,17 @@ class Kept(nn.Module):
         return self.layer(images.flatten(1).float()) * self.table
 
 
-class Tables(TinyImages):
+class CachedTableTask(TinyImages):
     def __init__(self) -> None:
         super().__init__()
         self.num_classes, self.classes = CLASSES, [str(i) for i in range(CLASSES)]
 
     def build_model(self) -> nn.Module:
-        return Kept()
+        return CachedTableModel()
 
 
-def test_what_a_model_keeps_of_an_evaluation_is_good_for_training() -> None:
-    task = Tables()
+def test_a_tensor_that_a_model_caches_in_an_evaluation_can_be_trained_with() -> None:
+    task = CachedTableTask()
     arrays = {"image": np.zeros((6, 8, 8), np.uint8), "label": np.arange(6) % CLASSES, "id": np.arange(6)}
     model = task.build_model()
     combine(task, list(score(task, model, arrays, 3, torch.device("cpu"))))
@@ -46,10 +44,10 @@ def test_what_a_model_keeps_of_an_evaluation_is_good_for_training() -> None:
     assert model.layer.weight.grad is not None
 
 
-def test_an_evaluation_keeps_no_graph() -> None:
-    task, seen = Tables(), list[bool]()
+def test_an_evaluation_builds_no_autograd_graph() -> None:
+    task, requires_grad = CachedTableTask(), list[bool]()
     model = task.build_model()
-    model.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs.requires_grad))
+    model.register_forward_hook(lambda module, inputs, outputs: requires_grad.append(outputs.requires_grad))
     arrays = {"image": np.zeros((6, 8, 8), np.uint8), "label": np.arange(6) % CLASSES, "id": np.arange(6)}
     list(score(task, model, arrays, 3, torch.device("cpu")))
-    assert set(seen) == {False}
+    assert set(requires_grad) == {False}

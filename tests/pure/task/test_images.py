@@ -1,6 +1,4 @@
-"""Encoded images: the pixels of every kind of file, what is refused with which reason, and how EXIF orientation turns
-them.
-"""
+"""Encoded images: the pixels of every kind of file, refused files and their reasons, and EXIF orientation."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ STILL = [name for name in every_kind() if not name.startswith(("animated", "bmp"
 
 
 def reference(encoded: bytes) -> Any:
-    """The pixels as Pillow decodes them, turned by its own function."""
+    """Returns the pixels that Pillow decodes, rotated by its own function."""
     with Image.open(io.BytesIO(encoded)) as image:
         return np.asarray(ImageOps.exif_transpose(image).convert("RGB")).transpose(2, 0, 1)
 
@@ -40,18 +38,18 @@ def orientation(number: Any) -> bytes:
 
 
 @pytest.mark.parametrize("kind", STILL)
-def test_pixels_are_those_of_another_decoder(kind: str) -> None:
+def test_decoded_pixels_equal_those_of_pillow(kind: str) -> None:
     np.testing.assert_array_equal(decode_image(every_kind()[kind]), reference(every_kind()[kind]))
 
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2, "4:1:1"])
 @pytest.mark.parametrize("size", [(1, 1), (8, 8), (37, 53)])
-def test_jpeg_pixels_do_not_depend_on_the_decoder(subsampling: Any, size: tuple[int, int]) -> None:
+def test_jpeg_pixels_equal_those_of_pillow_for_every_subsampling(subsampling: Any, size: tuple[int, int]) -> None:
     encoded = encode(Image.fromarray(smooth(*size)), "jpeg", subsampling=subsampling)
     np.testing.assert_array_equal(decode_image(encoded), reference(encoded))
 
 
-def test_sampling_factors_without_a_name_are_decoded() -> None:
+def test_unusual_jpeg_sampling_factors_are_decoded() -> None:
     encoded = bytearray(encode(PHOTO, "jpeg", subsampling=0))
     components = encoded.index(b"\xff\xc0") + 10
     for component, factors in enumerate((0x22, 0x21, 0x12)):
@@ -59,7 +57,7 @@ def test_sampling_factors_without_a_name_are_decoded() -> None:
     np.testing.assert_array_equal(decode_image(bytes(encoded)), reference(bytes(encoded)))
 
 
-def test_a_phone_s_jpeg_with_a_second_picture_is_its_first_one() -> None:
+def test_a_jpeg_with_several_pictures_is_decoded_to_the_first() -> None:
     encoded = encode(PHOTO, "mpo", save_all=True, append_images=[PHOTO.rotate(180)], exif=orientation(3))
     assert Image.open(io.BytesIO(encoded)).format == "MPO"
     np.testing.assert_array_equal(decode_image(encoded), reference(encoded))
@@ -69,14 +67,14 @@ def test_a_phone_s_jpeg_with_a_second_picture_is_its_first_one() -> None:
 
 def test_images_of_16_bits_keep_their_brightness() -> None:
     grey = np.array([[0, 255, 256, 257], [300, 1000, 32768, 65535]] * 2, np.uint16)
-    [got] = ImageClassification(size=4, num_classes=1).decode(
+    [pixels] = ImageClassification(size=4, num_classes=1).decode(
         {"image": [encode(Image.fromarray(grey), "png")], "label": [0]}
     )["image"]
-    np.testing.assert_array_equal(got, np.broadcast_to(grey // 256, (3, 4, 4)))
+    np.testing.assert_array_equal(pixels, np.broadcast_to(grey // 256, (3, 4, 4)))
 
 
 @pytest.mark.parametrize("kind", ["gif", "webp"])
-def test_an_animated_image_has_all_its_frames(kind: str) -> None:
+def test_an_animated_image_decodes_to_all_its_frames(kind: str) -> None:
     frames = decode_image(every_kind()[f"animated {kind}"])
     assert frames.shape == (3, 3, 12, 10)
     with Image.open(io.BytesIO(every_kind()[f"animated {kind}"])) as image:
@@ -86,20 +84,20 @@ def test_an_animated_image_has_all_its_frames(kind: str) -> None:
         ImageClassification(size=4, num_classes=1).decode({"image": [every_kind()[f"animated {kind}"]], "label": [0]})
 
 
-def test_an_animated_png_is_its_still_image() -> None:
+def test_an_animated_png_decodes_to_its_still_image() -> None:
     np.testing.assert_array_equal(decode_image(every_kind()["animated png"]), smooth(12, 10).transpose(2, 0, 1))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in every_kind() if not kind.startswith(("bmp", "tiff"))])
-def test_an_image_that_is_cut_off_is_refused(kind: str) -> None:
+def test_a_truncated_image_is_refused(kind: str) -> None:
     encoded = every_kind()[kind]
-    # What a PNG file has at last is a checksum of nothing.
+    # The last bytes of a PNG file are the checksum of an empty chunk.
     for size in {len(encoded) * part // 20 for part in range(1, 20)} | {len(encoded) - (5 if "png" in kind else 1)}:
         with pytest.raises(ValueError, match=r"\w"):
             decode_image(encoded[:size])
 
 
-def test_damaged_jpeg_data_is_refused_although_there_are_pixels() -> None:
+def test_damaged_jpeg_data_that_still_decodes_is_refused() -> None:
     encoded = bytearray(encode(PHOTO, "jpeg", quality=95))
     middle = (encoded.index(b"\xff\xda") + len(encoded)) // 2
     encoded[middle : middle + 60] = b"\xff\x00" * 30
@@ -107,11 +105,11 @@ def test_damaged_jpeg_data_is_refused_although_there_are_pixels() -> None:
         decode_image(bytes(encoded))
 
 
-def test_oddities_of_jpeg_that_spoil_no_pixel_are_allowed() -> None:
+def test_jpeg_irregularities_that_change_no_pixel_are_accepted() -> None:
     encoded = encode(PHOTO, "jpeg")
     surplus, version = encoded[:-2] + bytes(200) + encoded[-2:], bytearray(encoded)
-    at = encoded.index(b"JFIF\0") + 5
-    version[at : at + 2] = b"\0\0"
+    offset = encoded.index(b"JFIF\0") + 5
+    version[offset : offset + 2] = b"\0\0"
     for odd in (surplus, bytes(version), encoded + b"behind the end"):
         np.testing.assert_array_equal(decode_image(odd), reference(encoded))
 
@@ -119,7 +117,7 @@ def test_oddities_of_jpeg_that_spoil_no_pixel_are_allowed() -> None:
 @pytest.mark.parametrize(
     ("marker", "bits", "reason"), [(0xC0, 12, "header is damaged"), (0xC3, 8, "Unsupported|broken data stream")]
 )
-def test_kinds_of_jpeg_that_are_not_decoded_are_refused(marker: int, bits: int, reason: str) -> None:
+def test_unsupported_kinds_of_jpeg_are_refused(marker: int, bits: int, reason: str) -> None:
     encoded = bytearray(encode(PHOTO, "jpeg"))
     frame = encoded.index(b"\xff\xc0")
     encoded[frame + 1], encoded[frame + 4] = marker, bits
@@ -135,7 +133,7 @@ def test_a_png_with_too_few_rows_is_refused(interlaced: int, decode: Any) -> Non
     for missing in (1, 9, 30, 60):
         with pytest.raises(ValueError, match=r"its image data ends \d+ bytes too early|file is truncated"):
             decode(png(header, zlib.compress(rows[:-missing])))
-    assert decode(png(header, zlib.compress(bytes(len(rows))))).sum() == 0, "all black, and whole"
+    assert decode(png(header, zlib.compress(bytes(len(rows))))).sum() == 0, "the complete image is accepted"
 
 
 def test_a_colour_that_the_palette_of_a_png_lacks_is_refused() -> None:
@@ -143,9 +141,7 @@ def test_a_colour_that_the_palette_of_a_png_lacks_is_refused() -> None:
     encoded = png((2, 2, 8, 3, 0, 0, 0), data, palette)
     with pytest.raises(ValueError, match="a pixel has the color 3 of a palette of 3 colors"):
         decode_image(encoded)
-    assert decode_mask(encoded).tolist() == [[0, 1], [2, 3]], (
-        "of a mask the indices are the classes, whatever their colours"
-    )
+    assert decode_mask(encoded).tolist() == [[0, 1], [2, 3]], "the classes of a mask are its indices, not its colours"
 
 
 def test_a_wrong_checksum_of_image_data_is_refused() -> None:
@@ -173,14 +169,14 @@ def test_a_wrong_checksum_of_image_data_is_refused() -> None:
         (b"hello, world", r"it is no image: it begins with b'hello, w'"),
     ],
 )
-def test_what_is_no_image_is_named(content: bytes, reason: str) -> None:
+def test_a_file_that_is_not_an_image_is_refused_with_its_kind(content: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         decode_image(content)
 
 
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
-def test_an_image_is_turned_as_its_exif_orientation_says(kind: str, number: int) -> None:
+def test_an_image_is_rotated_by_its_exif_orientation(kind: str, number: int) -> None:
     encoded = with_exif(orientation(number), kind)
     np.testing.assert_array_equal(decode_image(encoded), reference(encoded))
     assert (
@@ -190,7 +186,7 @@ def test_an_image_is_turned_as_its_exif_orientation_says(kind: str, number: int)
     np.testing.assert_array_equal(decode_image(encoded, exif_orientation=False), decode_image(with_exif(b"", kind)))
 
 
-def test_an_orientation_behind_the_image_data_of_a_png_counts() -> None:
+def test_an_orientation_after_the_image_data_of_a_png_is_applied() -> None:
     chunks = png_chunks(with_exif(orientation(8), "png"))
     [exif] = [body for kind, body in chunks if kind == b"eXIf"]
     last = [(kind, body) for kind, body in chunks if kind != b"eXIf"]
@@ -211,12 +207,12 @@ def test_an_orientation_behind_the_image_data_of_a_png_counts() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
-def test_exif_data_that_makes_no_sense_turns_nothing(kind: str, exif: bytes) -> None:
+def test_invalid_exif_data_does_not_rotate_an_image(kind: str, exif: bytes) -> None:
     np.testing.assert_array_equal(decode_image(with_exif(exif, kind)), decode_image(with_exif(b"", kind)))
 
 
-def test_every_task_turns_images_masks_and_boxes_together() -> None:
-    """A photo as a phone stores it, turned by 90 degrees, with a box and a mask that were drawn on it upright."""
+def test_every_task_rotates_images_masks_and_boxes_together() -> None:
+    """A photo is stored rotated by 90 degrees, as a phone does; its box and its mask refer to the upright photo."""
     upright = np.zeros((60, 40, 3), np.uint8)
     upright[5:25, 10:20] = 255
     stored = encode(Image.fromarray(upright).rotate(90, expand=True), "png", exif=orientation(6))
@@ -233,16 +229,16 @@ def test_every_task_turns_images_masks_and_boxes_together() -> None:
         "labels": Ragged.of([np.array([1])], np.int64),
     }
     detection = ObjectDetection({"class_path": "torch.nn.Identity"})
-    found = detection.decode({"image": [stored], **boxes})
+    detected = detection.decode({"image": [stored], **boxes})
     left, top, right, bottom = boxes["boxes"].row(0)[0].astype(int)
-    image = found["image"].row(0).reshape(3, *np.asarray(found["size"])[0])
+    image = detected["image"].row(0).reshape(3, *np.asarray(detected["size"])[0])
     assert image[:, top:bottom, left:right].min() == 255
     classifier = ImageClassification(size=40, num_classes=1)
     [pixels] = classifier.decode({"image": [stored], "label": [0]})["image"]
     np.testing.assert_array_equal(pixels, upright[10:50].transpose(2, 0, 1))
 
 
-def test_a_mask_with_an_orientation_is_turned_as_its_image() -> None:
+def test_a_mask_is_rotated_by_its_exif_orientation() -> None:
     numbers = np.arange(12, dtype=np.uint8).reshape(3, 4)
     encoded = encode(Image.fromarray(numbers), "png", exif=orientation(6))
     assert decode_mask(encoded).tolist() == np.rot90(numbers, -1).tolist()
@@ -250,7 +246,7 @@ def test_a_mask_with_an_orientation_is_turned_as_its_image() -> None:
 
 
 @pytest.mark.parametrize("kind", ["16 bits", "palette"])
-def test_the_values_of_a_turned_mask_become_their_classes(kind: str) -> None:
+def test_the_values_of_a_rotated_mask_map_to_their_classes(kind: str) -> None:
     values = np.array([[0, 7, 200], [200, 7, 0]])
     if kind == "palette":
         image = Image.fromarray(values.astype(np.uint8)).convert("L")
@@ -271,7 +267,7 @@ def test_the_values_of_a_turned_mask_become_their_classes(kind: str) -> None:
     assert np.asarray(decoded["image"]).shape == (1, 3, 3, 2)
 
 
-def test_tasks_can_be_told_to_leave_images_as_they_are_stored() -> None:
+def test_exif_orientation_false_leaves_images_as_they_are_stored() -> None:
     stored = with_exif(orientation(6), "png")
     off: dict[str, Any] = {"exif_orientation": False}
     module = ModuleTask(

@@ -1,4 +1,4 @@
-"""Counts of classes while kernels must be deterministic: the same numbers, without a table of every row and bin."""
+"""Metrics over chunks of rows: class counts with deterministic kernels, parts of evaluators, and mistakes."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ CLASSES, ROWS = 200, 64
 CPU = torch.device("cpu")
 
 
-class Largest(TorchDispatchMode):
-    """Notes how large the largest tensor is that is made."""
+class MaxTensorBytes(TorchDispatchMode):
+    """Records the size in bytes of the largest tensor that an operation returns."""
 
     bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        self.bytes = max(self.bytes, made.nbytes if isinstance(made, torch.Tensor) else 0)
-        return made
+        result = function(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, result.nbytes if isinstance(result, torch.Tensor) else 0)
+        return result
 
 
-class Given(ImageClassification):
-    """Scores are in the data."""
+class ScoresInData(ImageClassification):
+    """A task that reads its scores from the data."""
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         return batch["image"]
 
 
-def scored() -> dict[str, Any]:
+def score_random_rows() -> dict[str, Any]:
     random = np.random.default_rng(0)
     arrays = {
         "image": random.standard_normal((ROWS, CLASSES)).astype(np.float32),
         "label": random.integers(0, CLASSES, ROWS),
     }
     arrays["image"][np.arange(ROWS // 2), arrays["label"][: ROWS // 2]] += 9
-    task = Given()
+    task = ScoresInData()
     task.num_classes, task.classes = CLASSES, [str(c) for c in range(CLASSES)]
     task.picture = lambda batch, row: b""  # type: ignore[method-assign]
-    found = combine(task, score(task, nn.Identity(), arrays, 32, CPU))
-    return {**found.values, **found.tables}
+    evaluation = combine(task, score(task, nn.Identity(), arrays, 32, CPU))
+    return {**evaluation.values, **evaluation.tables}
 
 
-def test_counts_are_the_same_and_need_no_table_of_rows_and_bins() -> None:
-    free = scored()
+def test_deterministic_counts_are_equal_and_build_no_table_of_rows_and_bins() -> None:
+    nondeterministic = score_random_rows()
     use_deterministic_algorithms(True)
-    with Largest() as largest:
-        assert scored() == free
-    assert 0.4 < free["accuracy"] < 0.7
-    assert largest.bytes == 8 * CLASSES**2, "each forward's rows times as much"
+    with MaxTensorBytes() as largest:
+        assert score_random_rows() == nondeterministic
+    assert 0.4 < nondeterministic["accuracy"] < 0.7
+    assert largest.bytes == 8 * CLASSES**2, "a table of rows and bins was allocated"
 
 
-def test_the_parts_of_several_evaluators_are_all_rows_once() -> None:
+def test_the_parts_of_several_evaluators_cover_all_rows_once() -> None:
     random = np.random.default_rng(0)
     arrays = {"image": random.standard_normal((ROWS, 3)).astype(np.float32), "label": random.integers(0, 3, ROWS)}
-    task = Given()
+    task = ScoresInData()
     task.num_classes, task.classes = 3, ["a", "b", "c"]
     task.picture = lambda batch, row: b""  # type: ignore[method-assign]
     whole = list(score(task, nn.Identity(), arrays, 8, CPU, chunk_rows=10))
@@ -77,7 +77,7 @@ def test_the_parts_of_several_evaluators_are_all_rows_once() -> None:
 
 
 def test_an_error_in_a_metric_names_the_rows_of_the_chunk() -> None:
-    class Failing(Given):
+    class Failing(ScoresInData):
         def loss(self, outputs: Any, batch: Batch) -> Any:
             raise ValueError("no loss")
 
@@ -88,11 +88,11 @@ def test_an_error_in_a_metric_names_the_rows_of_the_chunk() -> None:
         list(score(task, nn.Identity(), arrays, 4, CPU, part=1, parts=2, chunk_rows=10))
 
 
-def test_the_worst_mistakes_of_all_chunks_are_kept_the_surest_first() -> None:
+def test_the_mistakes_of_highest_confidence_in_all_chunks_are_kept_in_order() -> None:
     rows = 4 * MAX_MISTAKES
     scores = np.zeros((rows, 2), np.float32)
     scores[:, 1] = (np.random.default_rng(1).permutation(rows) + 1) / rows
-    task = Given()
+    task = ScoresInData()
     task.num_classes, task.classes = 2, ["right", "wrong"]
     pictures: list[int] = []
     task.picture = lambda batch, row: pictures.append(row) or b"picture"  # type: ignore[method-assign, func-returns-value]
@@ -104,20 +104,20 @@ def test_the_worst_mistakes_of_all_chunks_are_kept_the_surest_first() -> None:
 
 
 @pytest.mark.parametrize("rows", [10, 1000, 20_000])
-def test_a_chunk_is_some_whole_forward_passes(rows: int) -> None:
+def test_a_chunk_consists_of_whole_forward_passes(rows: int) -> None:
     arrays = {"image": np.zeros((rows, 3), np.float32), "label": np.zeros(rows, np.int64)}
-    task = Given()
+    task = ScoresInData()
     task.num_classes, task.classes = 3, ["a", "b", "c"]
     sizes = [chunk.rows for chunk in score(task, nn.Identity(), arrays, 8, CPU)]
     assert sum(sizes) == rows
     assert all(size % 8 == 0 for size in sizes[:-1])
-    assert len(sizes) <= 100, "an update of a metric costs much more than a row"
+    assert len(sizes) <= 100, "chunks are large because an update of a metric costs much more than a row"
 
 
 def test_a_chunk_of_rows_of_different_length_is_one_forward_pass() -> None:
-    class Words(Given):
+    class Words(ScoresInData):
         def forward(self, model: nn.Module, batch: Batch) -> Any:
-            assert batch["image"].shape[1] == int(batch["image_lengths"].max()), "padded to the longest row of the pass"
+            assert batch["image"].shape[1] == int(batch["image_lengths"].max()), "a pass is padded to its longest row"
             return torch.zeros(len(batch["label"]), 3)
 
     rows = 1000

@@ -1,6 +1,4 @@
-"""Metrics of all kinds: put together from the states of chunks they are what torchmetrics gives of all rows at once, or
-are refused.
-"""
+"""Metrics combined from the states of chunks equal those that torchmetrics computes over all rows, or are refused."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ import pytest
 import torch
 import torchmetrics as tm
 from torch import Tensor, nn
-from torchmetrics import classification as known
-from torchmetrics import wrappers
+from torchmetrics import classification, wrappers
 
 from ray_app.errors import ConfigError
 from ray_app.task.base import Task
@@ -22,12 +19,12 @@ from ray_app.task.metric_states import load_states, make_metrics, reset_parts, s
 ROWS, CLASSES = 23, 3
 
 
-class Inside(tm.Metric):
-    """Keeps its numbers in another metric, as an attribute, in a list or in a dictionary."""
+class WrappingMetric(tm.Metric):
+    """Keeps its state in another metric: an attribute, in a list or in a dictionary."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        accuracy = known.MulticlassAccuracy(CLASSES, average="micro")
+        accuracy = classification.MulticlassAccuracy(CLASSES, average="micro")
         self.inner: Any = {"attribute": accuracy, "list": [accuracy], "dict": {"a": {"b": accuracy}}}[how]
         self.how = how
 
@@ -44,53 +41,53 @@ class Inside(tm.Metric):
         return self._metric.compute()
 
 
-class Counts(tm.Metric):
-    """Counts in plain attributes."""
+class StatelessMetric(tm.Metric):
+    """Counts in plain attributes instead of states."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.right = self.seen = 0
+        self.correct = self.count = 0
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
-        self.right += int((outputs.argmax(1) == target).sum())
-        self.seen += len(target)
+        self.correct += int((outputs.argmax(1) == target).sum())
+        self.count += len(target)
 
     def compute(self) -> Tensor:
-        return torch.tensor(self.right / max(1, self.seen))
+        return torch.tensor(self.correct / max(1, self.count))
 
 
 def accuracy() -> Any:
-    return known.MulticlassAccuracy(CLASSES, average="micro")
+    return classification.MulticlassAccuracy(CLASSES, average="micro")
 
 
 def per_class() -> Any:
-    return known.MulticlassF1Score(CLASSES, average=None)
+    return classification.MulticlassF1Score(CLASSES, average=None)
 
 
 SEVERAL: dict[str, Callable[[], Any]] = {
     "accuracy": accuracy,
     "f1": per_class,
-    "top 2": lambda: known.MulticlassAccuracy(CLASSES, top_k=2),
-    "auroc": lambda: known.MulticlassAUROC(CLASSES),
-    "binned auroc": lambda: known.MulticlassAUROC(CLASSES, thresholds=20),
-    "average precision": lambda: known.MulticlassAveragePrecision(CLASSES),
-    "calibration": lambda: known.MulticlassCalibrationError(CLASSES),
-    "cohen kappa": lambda: known.MulticlassCohenKappa(CLASSES),
-    "confusion": lambda: known.MulticlassConfusionMatrix(CLASSES),
-    "exact match": lambda: known.MulticlassExactMatch(CLASSES, multidim_average="global"),
-    "hinge": lambda: known.MulticlassHingeLoss(CLASSES),
-    "jaccard": lambda: known.MulticlassJaccardIndex(CLASSES),
-    "matthews": lambda: known.MulticlassMatthewsCorrCoef(CLASSES),
-    "specificity": lambda: known.MulticlassSpecificity(CLASSES),
+    "top 2": lambda: classification.MulticlassAccuracy(CLASSES, top_k=2),
+    "auroc": lambda: classification.MulticlassAUROC(CLASSES),
+    "binned auroc": lambda: classification.MulticlassAUROC(CLASSES, thresholds=20),
+    "average precision": lambda: classification.MulticlassAveragePrecision(CLASSES),
+    "calibration": lambda: classification.MulticlassCalibrationError(CLASSES),
+    "cohen kappa": lambda: classification.MulticlassCohenKappa(CLASSES),
+    "confusion": lambda: classification.MulticlassConfusionMatrix(CLASSES),
+    "exact match": lambda: classification.MulticlassExactMatch(CLASSES, multidim_average="global"),
+    "hinge": lambda: classification.MulticlassHingeLoss(CLASSES),
+    "jaccard": lambda: classification.MulticlassJaccardIndex(CLASSES),
+    "matthews": lambda: classification.MulticlassMatthewsCorrCoef(CLASSES),
+    "specificity": lambda: classification.MulticlassSpecificity(CLASSES),
     "by task": lambda: tm.Accuracy(task="multiclass", num_classes=CLASSES),
     "error rate": lambda: 1 - accuracy(),
-    "sum": lambda: accuracy() + known.MulticlassRecall(CLASSES),
+    "sum": lambda: accuracy() + classification.MulticlassRecall(CLASSES),
     "composed twice": lambda: abs(2 * (accuracy() - 0.5)),
     "min max": lambda: wrappers.MinMaxMetric(accuracy()),
     "classwise": lambda: wrappers.ClasswiseWrapper(per_class()),
-    "inside attribute": lambda: Inside("attribute"),
-    "inside list": lambda: Inside("list"),
-    "inside dict": lambda: Inside("dict"),
+    "inside attribute": lambda: WrappingMetric("attribute"),
+    "inside list": lambda: WrappingMetric("list"),
+    "inside dict": lambda: WrappingMetric("dict"),
 }
 NUMBERS: dict[str, Callable[[], Any]] = {
     "mae": tm.MeanAbsoluteError,
@@ -108,18 +105,18 @@ NUMBERS: dict[str, Callable[[], Any]] = {
     "difference": lambda: tm.MeanSquaredError() - tm.MeanAbsoluteError(),
 }
 BINARY: dict[str, Callable[[], Any]] = {
-    "accuracy": known.BinaryAccuracy,
-    "auroc": known.BinaryAUROC,
-    "average precision": known.BinaryAveragePrecision,
-    "f1": known.BinaryF1Score,
-    "fbeta": lambda: known.BinaryFBetaScore(2.0),
-    "calibration": known.BinaryCalibrationError,
-    "specificity": lambda: known.BinarySpecificityAtSensitivity(0.5),
-    "recall at precision": lambda: known.BinaryRecallAtFixedPrecision(0.5),
-    "hinge": known.BinaryHingeLoss,
-    "eer": known.BinaryEER,
-    "log auc": known.BinaryLogAUC,
-    "fairness": lambda: known.BinaryAccuracy() * known.BinaryRecall(),
+    "accuracy": classification.BinaryAccuracy,
+    "auroc": classification.BinaryAUROC,
+    "average precision": classification.BinaryAveragePrecision,
+    "f1": classification.BinaryF1Score,
+    "fbeta": lambda: classification.BinaryFBetaScore(2.0),
+    "calibration": classification.BinaryCalibrationError,
+    "specificity": lambda: classification.BinarySpecificityAtSensitivity(0.5),
+    "recall at precision": lambda: classification.BinaryRecallAtFixedPrecision(0.5),
+    "hinge": classification.BinaryHingeLoss,
+    "eer": classification.BinaryEER,
+    "log auc": classification.BinaryLogAUC,
+    "fairness": lambda: classification.BinaryAccuracy() * classification.BinaryRecall(),
 }
 
 
@@ -134,8 +131,8 @@ def outputs_and_target(kind: str) -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, generator=generator), torch.randn(ROWS, generator=generator)
 
 
-class Measured(Task):
-    """Has metrics, and no more."""
+class MetricTask(Task):
+    """A task that has only metrics."""
 
     def __init__(self, **metrics: Callable[[], Any]) -> None:
         self.make = metrics
@@ -153,9 +150,9 @@ class Measured(Task):
         return tm.MetricCollection({name: make() for name, make in self.make.items()})
 
 
-def in_chunks(make: Callable[[], Any], outputs: Tensor, target: Tensor, rows: int) -> Any:
-    """What a metric gives from the states of chunks of so many rows, as an evaluation makes it."""
-    task, states = Measured(m=make), []
+def compute_in_chunks(make: Callable[[], Any], outputs: Tensor, target: Tensor, rows: int) -> Any:
+    """Computes a metric from the states of chunks of `rows` rows, as an evaluation does."""
+    task, states = MetricTask(m=make), []
     scoring = make_metrics(task)["m"]
     for low in range(0, ROWS, rows):
         reset_parts(scoring)
@@ -166,8 +163,8 @@ def in_chunks(make: Callable[[], Any], outputs: Tensor, target: Tensor, rows: in
     return combined.compute()
 
 
-def close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True, check_dtype=False)
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True, check_dtype=False)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +175,7 @@ def close(found: Any, expected: Any) -> None:
         for name, make in metrics.items()
     ],
 )
-def test_chunks_of_any_size_give_what_all_rows_give_at_once(kind: str, make: Callable[[], Any]) -> None:
+def test_a_metric_is_the_same_for_every_chunk_size(kind: str, make: Callable[[], Any]) -> None:
     outputs, target = outputs_and_target(kind)
     if kind == "numbers" and "tweedie" in str(make):
         outputs, target = outputs.abs(), target.abs()
@@ -188,29 +185,30 @@ def test_chunks_of_any_size_give_what_all_rows_give_at_once(kind: str, make: Cal
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for rows in (ROWS, 16, 5, 1):
-            close(in_chunks(make, outputs, target, rows), expected)
+            assert_close(compute_in_chunks(make, outputs, target, rows), expected)
 
 
-def test_several_outputs_of_a_wrapper_are_carried() -> None:
+def test_the_states_of_a_multioutput_wrapper_combine() -> None:
     generator = torch.Generator().manual_seed(3)
     outputs, target = torch.randn(ROWS, 2, generator=generator), torch.randn(ROWS, 2, generator=generator)
     at_once = wrappers.MultioutputWrapper(tm.MeanAbsoluteError(), 2)
     at_once.update(outputs, target)
-    close(
-        in_chunks(lambda: wrappers.MultioutputWrapper(tm.MeanAbsoluteError(), 2), outputs, target, 5), at_once.compute()
+    assert_close(
+        compute_in_chunks(lambda: wrappers.MultioutputWrapper(tm.MeanAbsoluteError(), 2), outputs, target, 5),
+        at_once.compute(),
     )
 
 
-@pytest.mark.parametrize("make", [Counts, lambda: 1 - Counts()])
+@pytest.mark.parametrize("make", [StatelessMetric, lambda: 1 - StatelessMetric()])
 def test_a_metric_without_states_is_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(ConfigError, match=r"has no states.*self\.add_state"):
-        in_chunks(make, *outputs_and_target("several"), rows=5)
+        compute_in_chunks(make, *outputs_and_target("several"), rows=5)
 
 
 @pytest.mark.parametrize(
     "make", [tm.PearsonCorrCoef, tm.ConcordanceCorrCoef, lambda: tm.MeanMetric() + tm.PearsonCorrCoef()]
 )
-def test_states_that_are_not_sums_or_lists_are_refused_without_an_address(make: Callable[[], Any]) -> None:
+def test_states_without_a_supported_reduction_are_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(
         ConfigError,
         match=r"CorrCoef cannot be put together from parts: the reduction of its state 'mean_x' is NoneType",
@@ -218,11 +216,12 @@ def test_states_that_are_not_sums_or_lists_are_refused_without_an_address(make: 
         load_states(make(), [states_of(make()), states_of(make())])
 
 
-def test_metrics_that_agree_on_the_first_rows_are_not_taken_for_one() -> None:
-    """torchmetrics groups metrics whose states are equal after the first batch, and updates only one of them from then
-    on.
-    """
-    task = Measured(low=lambda: known.BinaryAccuracy(threshold=0.5), high=lambda: known.BinaryAccuracy(threshold=0.9))
+def test_metrics_with_equal_states_on_the_first_rows_stay_separate() -> None:
+    """torchmetrics groups metrics with equal states after the first batch and updates only one of each group."""
+    task = MetricTask(
+        low=lambda: classification.BinaryAccuracy(threshold=0.5),
+        high=lambda: classification.BinaryAccuracy(threshold=0.9),
+    )
     metrics = make_metrics(task)
     target = torch.ones(4, dtype=torch.long)
     for scores in ([0.95] * 4, [0.7] * 4):
@@ -230,8 +229,8 @@ def test_metrics_that_agree_on_the_first_rows_are_not_taken_for_one() -> None:
     assert {name: float(value) for name, value in metrics.compute().items()} == {"low": 1.0, "high": 0.5}
 
 
-def test_what_metrics_returns_is_a_collection() -> None:
-    class Single(Measured):
+def test_metrics_must_return_a_metric_collection() -> None:
+    class Single(MetricTask):
         def metrics(self) -> Any:
             return accuracy()
 

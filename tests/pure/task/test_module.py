@@ -1,6 +1,4 @@
-"""Tasks that a configuration describes alone: what works without a word, and what is refused before the start with
-words.
-"""
+"""Tasks that a configuration alone describes: configurations that work, and those refused before the start."""
 
 from __future__ import annotations
 
@@ -35,13 +33,13 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def module(**init_args: Any) -> dict[str, Any]:
-    given = {"model": NET, "inputs": ["x"], "target": "y", "loss": MSE} | init_args
-    return {"class_path": TASKS + "module.ModuleTask", "init_args": given}
+    arguments = {"model": NET, "inputs": ["x"], "target": "y", "loss": MSE} | init_args
+    return {"class_path": TASKS + "module.ModuleTask", "init_args": arguments}
 
 
 def lightning(**init_args: Any) -> dict[str, Any]:
-    given = {"module": {**NET, "class_path": UNTYPED + "Stepping"}, "batch": ["x", "y"], "target": "y"} | init_args
-    return {"class_path": TASKS + "lightning.LightningTask", "init_args": given}
+    arguments = {"module": {**NET, "class_path": UNTYPED + "Stepping"}, "batch": ["x", "y"], "target": "y"} | init_args
+    return {"class_path": TASKS + "lightning.LightningTask", "init_args": arguments}
 
 
 @pytest.mark.parametrize(
@@ -77,18 +75,18 @@ def prepared(task: dict[str, Any], data: dict[str, Any], tmp_path: Path, **field
     return prepare(load_config(task=task, run__storage_path=str(tmp_path / "runs"), **named, **fields)).job
 
 
-def refused(task: dict[str, Any], data: dict[str, Any], tmp_path: Path, **fields: Any) -> str:
-    with pytest.raises((ConfigError, DataError)) as found:
+def refusal_of(task: dict[str, Any], data: dict[str, Any], tmp_path: Path, **fields: Any) -> str:
+    with pytest.raises((ConfigError, DataError)) as caught:
         prepared(task, data, tmp_path, **fields)
     assert not (tmp_path / "runs").exists()
-    return str(found.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("metric", "mode"),
     [({}, ("loss", "min")), ({"best_metric": "r2"}, ("r2", "max")), ({"best_metric": "error"}, ("error", "min"))],
 )
-def test_the_metric_says_whether_more_is_better(
+def test_the_best_mode_follows_from_the_metric(
     metric: dict[str, str], mode: tuple[str, str], numbers: dict[str, Any], tmp_path: Path
 ) -> None:
     job = prepared(module(metrics=MEASURED, **metric), numbers, tmp_path)
@@ -99,7 +97,7 @@ def test_the_metric_says_whether_more_is_better(
 
 
 @pytest.mark.parametrize(
-    ("task", "fields", "said"),
+    ("task", "fields", "message"),
     [
         (module(best_mode="maximum"), {}, "ModuleTask got best_mode = 'maximum'; it must be "),
         (
@@ -134,12 +132,12 @@ def test_the_metric_says_whether_more_is_better(
         ),
     ],
 )
-def test_what_decides_must_be_there_and_have_a_direction(
-    task: dict[str, Any], fields: dict[str, Any], said: str, numbers: dict[str, Any], tmp_path: Path
+def test_a_best_metric_must_exist_and_have_a_mode(
+    task: dict[str, Any], fields: dict[str, Any], message: str, numbers: dict[str, Any], tmp_path: Path
 ) -> None:
     if task["class_path"].endswith("ModuleTask"):
         task = {**task, "init_args": {**task["init_args"], "metrics": MEASURED}}
-    assert said in refused(task, numbers, tmp_path, **fields)
+    assert message in refusal_of(task, numbers, tmp_path, **fields)
 
 
 BCE = {"class_path": "torch.nn.BCEWithLogitsLoss"}
@@ -153,16 +151,16 @@ def outputs(count: int) -> dict[str, Any]:
 
 def bert(**config: Any) -> dict[str, Any]:
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    known = {"vocab_size": 200, "num_labels": 4} | config
+    arguments = {"vocab_size": 200, "num_labels": 4} | config
     return {
         "class_path": "transformers.BertForSequenceClassification",
-        "init_args": {"config": {"class_path": "transformers.BertConfig", "init_args": small | known}},
+        "init_args": {"config": {"class_path": "transformers.BertConfig", "init_args": small | arguments}},
     }
 
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Columns of classes, tags and texts; the greatest numbers are not in the first row."""
+    """Columns of classes, tags and texts; the largest numbers are not in the first row."""
     random, rows = np.random.default_rng(0), 64
     tags = random.integers(0, 2, (rows, 3))
     columns = {
@@ -202,15 +200,15 @@ TEXTS: dict[str, Any] = {
         module(model=bert(), **TEXTS),
     ],
 )
-def test_binary_and_multi_label_classes_and_lists_of_one_size(
+def test_binary_multilabel_and_fixed_size_list_targets_are_accepted(
     task: dict[str, Any], classes: dict[str, Any], tmp_path: Path
 ) -> None:
     settings = vars(prepared(task, classes, tmp_path).task)
-    assert json.loads(json.dumps(settings)) == settings, "a package could not keep them"
+    assert json.loads(json.dumps(settings)) == settings, "an exported package stores the settings as JSON"
 
 
 @pytest.mark.parametrize(
-    ("task", "said"),
+    ("task", "message"),
     [
         (
             module(model=outputs(2), target="label", loss=TEXTS["loss"]),
@@ -241,29 +239,29 @@ def test_binary_and_multi_label_classes_and_lists_of_one_size(
         ),
     ],
 )
-def test_what_a_model_lacks_for_the_data_is_refused(
-    task: dict[str, Any], said: str, classes: dict[str, Any], tmp_path: Path
+def test_a_model_that_does_not_fit_the_data_is_refused(
+    task: dict[str, Any], message: str, classes: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert said in refused(task, classes, tmp_path)
+    assert message in refusal_of(task, classes, tmp_path)
 
 
-def test_rows_that_are_cut_need_fewer_positions(classes: dict[str, Any], tmp_path: Path) -> None:
+def test_max_length_reduces_the_positions_that_a_model_needs(classes: dict[str, Any], tmp_path: Path) -> None:
     prepared(module(model=bert(max_position_embeddings=8), **TEXTS, max_length=8), classes, tmp_path)
 
 
-def test_an_argument_without_a_hint_is_needed_all_the_same_and_may_be_null() -> None:
-    with pytest.raises(ConfigError) as found:
+def test_an_argument_without_a_type_hint_is_required_and_may_be_null() -> None:
+    with pytest.raises(ConfigError) as caught:
         load_config(task={"class_path": UNTYPED + "Untyped"}, data__path="data")
-    assert str(found.value) == (
+    assert str(caught.value) == (
         f"The configuration is refused: {UNTYPED}Untyped needs width, which is not given; write it below"
         f" task.init_args."
     )
-    null = load_config(task=module(model={**NET, "init_args": {"width": None}}), data__path="data")
-    assert null.task.init_args["model"]["init_args"] == {"width": None}
+    config = load_config(task=module(model={**NET, "init_args": {"width": None}}), data__path="data")
+    assert config.task.init_args["model"]["init_args"] == {"width": None}
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"),
+    ("stored", "converted"),
     [
         (np.int16, np.int64),
         (np.uint8, np.int64),
@@ -276,10 +274,10 @@ def test_an_argument_without_a_hint_is_needed_all_the_same_and_may_be_null() -> 
         (np.float16, np.float32),
     ],
 )
-def test_numbers_in_lists_are_of_types_that_layers_take(kind: Any, wanted: Any) -> None:
-    lists = convert_column(Ragged.of([[1, 0], [1]], kind), "list")
+def test_list_columns_convert_to_types_that_layers_accept(stored: Any, converted: Any) -> None:
+    lists = convert_column(Ragged.of([[1, 0], [1]], stored), "list")
     assert isinstance(lists, Ragged)
-    assert lists.values.dtype == wanted
+    assert lists.values.dtype == converted
     assert lists.values.tolist() == [1, 0, 1]
     with pytest.raises(ValueError, match="a list holds no numbers"):
         convert_column([[1], [2]], "list")
@@ -289,11 +287,11 @@ def test_numbers_in_lists_are_of_types_that_layers_take(kind: Any, wanted: Any) 
     "decode",
     [lambda values: convert_column(values, "list" if isinstance(values, Ragged) else "integer"), to_model_types],
 )
-def test_integers_that_int64_does_not_hold_are_refused(decode: Any) -> None:
-    for great in (2**63, 2**64 - 1):
-        for values in (np.array([1, great], np.uint64), Ragged.of([[1], [great]], np.uint64)):
-            with pytest.raises(ValueError, match=f"{great} is above"):
+def test_integers_above_the_range_of_int64_are_refused(decode: Any) -> None:
+    for large in (2**63, 2**64 - 1):
+        for values in (np.array([1, large], np.uint64), Ragged.of([[1], [large]], np.uint64)):
+            with pytest.raises(ValueError, match=f"{large} is above"):
                 decode(values)
     for values in (np.array([1, 2**63 - 1], np.uint64), Ragged.of([[1], [2**63 - 1]], np.uint64)):
-        found = decode(values)
-        assert (found.values if isinstance(found, Ragged) else found).tolist() == [1, 2**63 - 1]
+        decoded = decode(values)
+        assert (decoded.values if isinstance(decoded, Ragged) else decoded).tolist() == [1, 2**63 - 1]

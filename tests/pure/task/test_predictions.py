@@ -1,4 +1,4 @@
-"""What a batch prediction writes, and how it cuts a data set into parts."""
+"""The output of a batch prediction, and how it splits a data set into parts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification, TabularRegression
 
 
-def test_a_class_has_a_name_a_number_and_a_confidence() -> None:
-    found = predict_classes(torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]]), ["cat", "dog", "sea lion"])
-    assert found["predicted"].tolist() == ["dog", "cat"]
-    assert found["predicted_index"].tolist() == [1, 0]
+def test_a_predicted_class_has_a_name_an_index_and_a_confidence() -> None:
+    predictions = predict_classes(torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]]), ["cat", "dog", "sea lion"])
+    assert predictions["predicted"].tolist() == ["dog", "cat"]
+    assert predictions["predicted_index"].tolist() == [1, 0]
     expected = [np.exp(3) / (1 + np.exp(3) + np.exp(1)), np.exp(5) / (np.exp(5) + 2)]
-    assert np.allclose(found["confidence"], expected)
+    assert np.allclose(predictions["confidence"], expected)
 
 
 @pytest.mark.parametrize("task", [ImageClassification(num_classes=4), TabularClassification(num_classes=4)])
-def test_a_class_without_a_name_has_its_number_as_its_name(task: ImageClassification | TabularClassification) -> None:
+def test_a_class_without_a_name_is_named_by_its_index(task: ImageClassification | TabularClassification) -> None:
     label = ColumnFacts("integer", "int64", minimum=0.0, maximum=1.0)
     columns = {"label": label, "image": ColumnFacts("array", "uint8", (8, 8)), "a": ColumnFacts("number", "float64")}
-    made = task.prepare(DataFacts("data", 9, columns, ("cat", "dog")))
+    prepared = task.prepare(DataFacts("data", 9, columns, ("cat", "dog")))
     scores, labels = torch.eye(4), torch.tensor([0, 1, 1, 0])
-    assert made.predictions(scores, {"label": labels})["predicted"].tolist() == ["cat", "dog", "2", "3"]
-    assert [(wrong.truth, wrong.predicted) for wrong in made.mistakes(scores, {"label": labels}, 9)] == [
+    assert prepared.predictions(scores, {"label": labels})["predicted"].tolist() == ["cat", "dog", "2", "3"]
+    assert [(mistake.truth, mistake.predicted) for mistake in prepared.mistakes(scores, {"label": labels}, 9)] == [
         ("dog", "2"),
         ("cat", "3"),
     ]
@@ -46,13 +46,13 @@ def test_targets_are_not_inputs() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=6), min_size=1, max_size=4), st.integers(1, 50))
-def test_parts_hold_every_row_once_in_order_and_are_bounded(files: list[list[int]], most_rows: int) -> None:
+def test_parts_contain_every_row_once_in_order_and_have_a_maximum_size(files: list[list[int]], max_rows: int) -> None:
     manifest = Manifest.from_files((f"part-{i}.parquet", groups) for i, groups in enumerate(files))
-    parts = cut_parts(manifest, most_rows)
+    parts = cut_parts(manifest, max_rows)
     spans = [span for part in parts for span in part]
     assert sum(span.rows for span in spans) == manifest.num_rows
     assert [span.position for span in spans] == [0, *accumulate(span.rows for span in spans)][: len(spans)]
-    assert all(0 < sum(span.rows for span in part) <= most_rows for part in parts)
+    assert all(0 < sum(span.rows for span in part) <= max_rows for part in parts)
     cut = {(span.path, span.row_group) for part in parts for span in part if span.first}
     sizes = {(f"part-{i}.parquet", j): rows for i, groups in enumerate(files) for j, rows in enumerate(groups)}
-    assert all(sizes[group] > most_rows for group in cut), "a row group that fits into a part was cut"
+    assert all(sizes[group] > max_rows for group in cut), "a row group that fits into one part was split"

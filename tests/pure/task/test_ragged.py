@@ -1,5 +1,5 @@
-"""Rows of different length, through columns, windows and caches to batches: every row once, the same bits for every
-number of workers.
+"""Rows of different length from columns through windows and caches to batches: every row once, and bit-identical for
+every number of workers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROWS, EPOCHS = 300, 2
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Token lists of log-normal lengths (sigma 0.6), whose first token is the row's number, in four files."""
+    """Token lists of log-normal lengths (sigma 0.6), in four files; the first token is the number of the row."""
     root = tmp_path_factory.mktemp("texts")
     lengths = np.random.default_rng(0).lognormal(3.5, 0.6, ROWS).astype(int) + 1
     for i, rows in enumerate(np.array_split(np.arange(ROWS), 4)):
@@ -54,50 +54,54 @@ def decode(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def shifted_by_key(rows: dict[str, Any]) -> dict[str, Any]:
-    """Decodes another way in every epoch: the number beside each row is its key."""
+    """Decodes differently in every epoch: each row also has its key."""
     return decode(rows) | {"key": rows.get(KEYS, rows["id"])}
 
 
-def windows(dataset: Dataset, plan: Plan, cursor: Cursor, played: range, cache: bool, keyed: bool = False) -> Windows:
-    used = shifted_by_key if keyed else decode
-    reader = Reader(dataset.root, ["tokens", "id"], used, probe(dataset, ["tokens", "id"], used), keyed=keyed)
+def windows(dataset: Dataset, plan: Plan, cursor: Cursor, assigned: range, cache: bool, keyed: bool = False) -> Windows:
+    decoder = shifted_by_key if keyed else decode
+    reader = Reader(dataset.root, ["tokens", "id"], decoder, probe(dataset, ["tokens", "id"], decoder), keyed=keyed)
     source = RowSource(reader, plan.manifest, 23)
     return (
         CachedWindows(load_all(fetch_in_process, source))
         if cache
-        else StreamedWindows(plan, cursor, played, EPOCHS, fetch_in_process, source)
+        else StreamedWindows(plan, cursor, assigned, EPOCHS, fetch_in_process, source)
     )
 
 
 def deliver(
     dataset: Dataset, plan: Plan, size: int, cache: bool = False, start: Cursor = Cursor(), keyed: bool = False
 ) -> dict[Place, MicroBatch]:
-    return delivered(plan, EPOCHS, size, start, lambda played: windows(dataset, plan, start, played, cache, keyed))
+    return delivered(plan, EPOCHS, size, start, lambda assigned: windows(dataset, plan, start, assigned, cache, keyed))
 
 
 @pytest.mark.parametrize("field", [None, "tokens"])
-def test_the_same_batches_for_every_number_of_workers_cache_and_cursor(texts: Dataset, field: str | None) -> None:
+def test_batches_are_equal_for_every_number_of_workers_cache_and_cursor(texts: Dataset, field: str | None) -> None:
     plan = Plan(texts.manifest, 3, 4, 32, 20, by_length=field)
     first = deliver(texts, plan, 1)
     for size, cache in ((3, False), (4, False), (2, True)):
         assert_same(first, deliver(texts, plan, size, cache))
     middle = Cursor(0, 4)
     assert_same(
-        {place: batch for place, batch in first.items() if place[:2] >= (0, 4)}, deliver(texts, plan, 2, start=middle)
+        {position: batch for position, batch in first.items() if position[:2] >= (0, 4)},
+        deliver(texts, plan, 2, start=middle),
     )
     for epoch in range(EPOCHS):
-        counted = Counter(i for place, batch in first.items() if place[0] == epoch for i in batch.fields["id"].tolist())
+        counted = Counter(
+            i for position, batch in first.items() if position[0] == epoch for i in batch.fields["id"].tolist()
+        )
         assert counted == Counter(range(ROWS))
 
 
-def test_rows_of_different_length_are_in_memory_once_when_all_are_read(tmp_path: Path) -> None:
+def test_loading_all_rows_of_different_length_holds_them_in_memory_once(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).lognormal(6, 0.6, 4000).astype(int) + 1
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tokens = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.arange(offsets[-1])))
     pq.write_table(pa.table({"tokens": tokens, "id": np.arange(4000)}), tmp_path / "rows.parquet", row_group_size=100)
     dataset = open_dataset(str(tmp_path))
     reader = Reader(dataset.root, ["tokens", "id"], decode, probe(dataset, ["tokens", "id"], decode))
-    for length in (reader.fields["tokens"].length, 1.0):  # also where the first rows say nothing of the others
+    # The length of 1.0 stands for first rows that are much shorter than the others.
+    for length in (reader.fields["tokens"].length, 1.0):
         fields = {"tokens": replace(reader.fields["tokens"], length=length), "id": reader.fields["id"]}
         tracemalloc.start()
         loaded = load_all(fetch_in_process, RowSource(replace(reader, fields=fields), dataset.manifest, 100)).arrays[
@@ -112,7 +116,7 @@ def test_rows_of_different_length_are_in_memory_once_when_all_are_read(tmp_path:
         assert loaded.nbytes < peak < 1.25 * loaded.nbytes
 
 
-def test_a_batch_is_padded_to_its_longest(texts: Dataset) -> None:
+def test_a_batch_is_padded_to_its_longest_row(texts: Dataset) -> None:
     for batch in deliver(texts, Plan(texts.manifest, 3, 2, 16, 20), 1).values():
         tokens, lengths = batch.fields["tokens"], batch.fields["tokens_lengths"]
         longest = int(lengths.max())
@@ -121,20 +125,20 @@ def test_a_batch_is_padded_to_its_longest(texts: Dataset) -> None:
         assert torch.equal(tokens == -1, torch.arange(tokens.shape[1]) >= lengths[:, None])
 
 
-def test_a_batch_without_numbers_has_a_place_for_one() -> None:
+def test_a_batch_of_empty_rows_is_padded_to_the_multiple() -> None:
     empty = Ragged.of([[], []], np.int64, fill=-1, multiple=8)
     assert empty.padded(np.arange(2)).tolist() == [[-1] * 8] * 2
     assert empty.batch("tokens", np.array([1]))["tokens_lengths"].tolist() == [0]
 
 
-def test_a_batch_looks_at_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_reads_the_lengths_of_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Ragged.of([[1], [2, 3], [4, 5, 6]], np.int64)
     monkeypatch.setattr(Ragged, "lengths", property(lambda rows: pytest.fail("the lengths of all rows were computed")))
     assert rows.batch("x", np.array([2, 0]))["x"].tolist() == [[4, 5, 6], [1, 0, 0]]
 
 
-def test_grouped_by_length_little_is_padding(texts: Dataset) -> None:
-    """The bar: tokens computed / tokens useful <= 1.15 for log-normal lengths (sigma 0.6)."""
+def test_grouping_by_length_keeps_the_padding_below_15_percent(texts: Dataset) -> None:
+    """The limit for computed tokens / useful tokens is 1.15 for log-normal lengths (sigma 0.6)."""
 
     def waste(field: str | None) -> float:
         batches = deliver(texts, Plan(texts.manifest, 3, 1, 8, 300, by_length=field), 1).values()
@@ -147,7 +151,9 @@ def test_grouped_by_length_little_is_padding(texts: Dataset) -> None:
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 9), st.integers(0, 2**40))
-def test_an_order_by_length_is_a_permutation_of_like_rows(lengths: list[int], micro_batch: int, base: int) -> None:
+def test_an_order_by_length_is_a_permutation_with_rows_of_like_length(
+    lengths: list[int], micro_batch: int, base: int
+) -> None:
     given_lengths = np.array(lengths, np.int64)
     order = order_by_length(given_lengths, micro_batch, base)
     assert sorted(order.tolist()) == list(range(len(lengths)))
@@ -157,16 +163,16 @@ def test_an_order_by_length_is_a_permutation_of_like_rows(lengths: list[int], mi
     assert all(low >= high for (_, high), (low, _) in pairwise(ranges))
 
 
-def test_keys_of_an_epoch_are_those_of_its_rows(texts: Dataset) -> None:
+def test_the_keys_of_an_epoch_are_unique_and_independent_of_the_workers(texts: Dataset) -> None:
     plan = Plan(texts.manifest, 3, 4, 32, 20)
     first = deliver(texts, plan, 1, keyed=True)
     assert_same(first, deliver(texts, plan, 3, keyed=True))
-    later = {place: batch for place, batch in first.items() if place[:2] >= (1, 2)}
+    later = {position: batch for position, batch in first.items() if position[:2] >= (1, 2)}
     assert_same(later, deliver(texts, plan, 2, start=Cursor(1, 2), keyed=True))
     keys: set[tuple[int, int]] = set()
     for (epoch, _, _), batch in first.items():
-        keys |= {(epoch, found) for found in batch.fields["key"].tolist()}
-    assert len(keys) == len({found for _, found in keys}) == EPOCHS * ROWS
+        keys |= {(epoch, key) for key in batch.fields["key"].tolist()}
+    assert len(keys) == len({key for _, key in keys}) == EPOCHS * ROWS
 
 
 @given(st.lists(st.lists(st.integers(-100, 100), max_size=7), min_size=1, max_size=12), st.data())
@@ -179,42 +185,42 @@ def test_columns_keep_rows_of_any_length(rows: list[list[int]], data: st.DataObj
     moved = pa.concat_tables([table.slice(cut), table.slice(0, cut)])
     spec = spec_of_field(moved.schema.field(0))
     assert spec is not None
-    found = from_column(moved.column(0), spec)
-    assert isinstance(found, Ragged)
-    assert [found.row(i).tolist() for i in range(len(found))] == rows[cut:] + rows[:cut]
-    assert (found.fill, found.multiple, found.values.dtype) == (-7, 2, np.int16)
+    restored = from_column(moved.column(0), spec)
+    assert isinstance(restored, Ragged)
+    assert [restored.row(i).tolist() for i in range(len(restored))] == rows[cut:] + rows[:cut]
+    assert (restored.fill, restored.multiple, restored.values.dtype) == (-7, 2, np.int16)
     again = concat_ragged([ragged[:cut], ragged[cut:]])
     assert [again.row(i).tolist() for i in range(len(again))] == rows
 
 
 def test_lists_of_boxes_become_one_array() -> None:
     column = pa.chunked_array([pa.array([[[1.0, 2.0], [3.0, 4.0]], []]), pa.array([[[5.0, 6.0]]])])
-    found = ragged_lists(column)
-    assert found is not None
-    assert found.lengths.tolist() == [2, 0, 1]
-    assert to_batch({"boxes": found})["boxes"].tolist() == [[[1, 2], [3, 4]], [[0, 0], [0, 0]], [[5, 6], [0, 0]]]
+    boxes = ragged_lists(column)
+    assert boxes is not None
+    assert boxes.lengths.tolist() == [2, 0, 1]
+    assert to_batch({"boxes": boxes})["boxes"].tolist() == [[[1, 2], [3, 4]], [[0, 0], [0, 0]], [[5, 6], [0, 0]]]
     assert ragged_lists(pa.chunked_array([pa.array([[[1.0], [3.0, 4.0]]])])) is None
     assert ragged_lists(pa.chunked_array([pa.array([[1], None])])) is None
 
 
-def test_rows_that_cannot_be_decoded_have_no_length() -> None:
-    def picky(rows: dict[str, Any]) -> dict[str, Any]:
+def test_rows_that_cannot_be_decoded_have_a_length_of_zero() -> None:
+    def decode_except_three(rows: dict[str, Any]) -> dict[str, Any]:
         if any(n == 3 for n in rows["n"]):
             raise ValueError("three")
         return {"x": Ragged.of([np.arange(n) for n in rows["n"]], np.int64)}
 
     from ray_app.data.arrays import spec_of_values
 
-    fields = {"x": spec_of_values(picky({"n": np.array([1])})["x"])}
-    found, reasons = decode_good_rows(picky, {"n": np.array([2, 3, 1, 3, 4])}, 5, fields)
-    values = found["x"]
+    fields = {"x": spec_of_values(decode_except_three({"n": np.array([1])})["x"])}
+    decoded, reasons = decode_good_rows(decode_except_three, {"n": np.array([2, 3, 1, 3, 4])}, 5, fields)
+    values = decoded["x"]
     assert isinstance(values, Ragged)
     assert values.lengths.tolist() == [2, 0, 1, 0, 4]
     assert [values.row(i).tolist() for i in range(5)] == [[0, 1], [], [0], [], [0, 1, 2, 3]]
     assert [reason is not None for reason in reasons] == [False, True, False, True, False]
 
 
-def test_drawing_touches_no_generator_but_its_own() -> None:
+def test_drawing_changes_no_other_generator() -> None:
     from torchvision.transforms import v2
 
     turn = v2.Compose([v2.RandomResizedCrop(8, antialias=True), v2.RandAugment(), v2.RandomErasing(0.5)])
@@ -253,7 +259,7 @@ def test_a_column_of_lists_is_a_sequence_of_its_rows() -> None:
             lists[row]
 
 
-def test_drawing_covers_distributions_and_integers_like_a_tensor() -> None:
+def test_drawing_makes_distributions_and_randint_like_deterministic() -> None:
     def draw(key: int) -> list[Tensor]:
         with drawing(key):
             like = torch.zeros(2, 3, 4, 4)
@@ -267,7 +273,8 @@ def test_drawing_covers_distributions_and_integers_like_a_tensor() -> None:
             ]
 
     state = torch.random.get_rng_state()
-    first, again, other = draw(1), draw(1), draw(2)
+    first, again = draw(1), draw(1)
+    other = draw(2)
     assert torch.equal(state, torch.random.get_rng_state())
     for a, b, c in zip(first, again, other, strict=True):
         assert torch.equal(a, b)

@@ -1,4 +1,4 @@
-"""A value for each token of a list: what is compared, and predicted, has nothing of what rows are padded with."""
+"""One value per token of a list: losses, metrics and predictions leave out the padding of rows."""
 
 from __future__ import annotations
 
@@ -35,72 +35,73 @@ TOKENS = [[4, 1, 5], [7], [], [3, 3, 9, 8, 2], [6, 2]]
 
 
 class OfToken(nn.Module):
-    """Scores of each token that depend on it alone, shape (rows, tokens, outputs), (rows, outputs, tokens), or without
-    an axis of one.
-    """
+    """Scores each token by itself; the shape is (rows, tokens, outputs) or (rows, outputs, tokens)."""
 
     def __init__(self, outputs: int = 3, last: bool = True) -> None:
         super().__init__()
-        self.scores, self.last = (
-            nn.Embedding.from_pretrained(torch.randn(100, outputs, generator=torch.Generator().manual_seed(outputs))),
-            last,
+        self.scores = nn.Embedding.from_pretrained(
+            torch.randn(100, outputs, generator=torch.Generator().manual_seed(outputs))
         )
+        self.last = last
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The scores."""
+        """Returns the scores."""
         scores: Tensor = self.scores(tokens)
         return scores if self.last else scores.movedim(2, 1)
 
 
-def tagging(classes_last: bool = True, kind: str = "list", **init_args: Any) -> ModuleTask:
-    given = {
+def tagging_task(classes_last: bool = True, kind: str = "list", **init_args: Any) -> ModuleTask:
+    arguments = {
         "model": {"class_path": f"{__name__}.OfToken"},
         "inputs": ["tokens"],
         "target": "tags",
         "loss": CROSS_ENTROPY,
     } | init_args
-    task = ModuleTask(**given, classes_last=classes_last)
+    task = ModuleTask(**arguments, classes_last=classes_last)
     task.kinds = {"tokens": "list", "tags": kind}
     return task
 
 
-def lists(rows: list[list[int]]) -> Ragged:
+def ragged_of(rows: list[list[int]]) -> Ragged:
     return Ragged.of(rows, np.int64)
 
 
-def of(values: Any) -> list[Any]:
+def rows_of_ragged(values: Any) -> list[Any]:
     assert isinstance(values, Ragged)
     return [values.row(i).tolist() for i in range(len(values))]
 
 
-WITHOUT_TAGS: Arrays = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
+WITHOUT_TAGS: Arrays = WithoutTargets(tagging_task())({"tokens": ragged_of(TOKENS)})
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize(
     ("task", "model", "name"),
     [
-        (tagging(), OfToken(), "predicted_index"),
-        (tagging(pad_to=4), OfToken(), "predicted_index"),
-        (tagging(False), OfToken(3, last=False), "predicted"),
-        (tagging(False), OfToken(1), "predicted"),
+        (tagging_task(), OfToken(), "predicted_index"),
+        (tagging_task(pad_to=4), OfToken(), "predicted_index"),
+        (tagging_task(False), OfToken(3, last=False), "predicted"),
+        (tagging_task(False), OfToken(1), "predicted"),
     ],
 )
 def test_predictions_of_tokens_are_as_long_as_their_rows(
     task: ModuleTask, model: OfToken, name: str, size: int
 ) -> None:
-    rows = task.decode({"tokens": lists(TOKENS), "tags": np.zeros(5, np.int64)})
+    rows = task.decode({"tokens": ragged_of(TOKENS), "tags": np.zeros(5, np.int64)})
     batches = [to_batch(rows, slice(low, low + size)) for low in range(0, 5, size)]
-    found = concat_fields([task.predictions(task.forward(model, batch), batch)[name] for batch in batches])
+    predictions = concat_fields([task.predictions(task.forward(model, batch), batch)[name] for batch in batches])
     scores = [[model.scores.weight[token] for token in row] for row in TOKENS]
-    wanted: list[Any] = [[int(each.argmax()) for each in row] for row in scores]
+    expected: list[Any] = [[int(token_scores.argmax()) for token_scores in row] for row in scores]
     if name == "predicted":
-        wanted = [[each.tolist() if len(each) > 1 else each.item() for each in row] for row in scores]
-    assert of(found) == wanted
+        expected = [
+            [token_scores.tolist() if len(token_scores) > 1 else token_scores.item() for token_scores in row]
+            for row in scores
+        ]
+    assert rows_of_ragged(predictions) == expected
 
 
-def test_a_part_has_a_list_of_the_length_of_each_row_whatever_the_batches() -> None:
-    task = tagging()
+def test_a_part_has_one_prediction_per_token_for_every_batch_size() -> None:
+    task = tagging_task()
     actor = PredictActor.__new__(PredictActor)
     actor._device, actor._predict = torch.device("cpu"), lambda batch: task.forward(OfToken(), batch)
     fields = {name: spec_of_values(values) for name, values in WITHOUT_TAGS.items()}
@@ -110,109 +111,111 @@ def test_a_part_has_a_list_of_the_length_of_each_row_whatever_the_batches() -> N
         actor._job = SimpleNamespace(fields=fields, batch_size=size, model=SimpleNamespace(task=task))  # type: ignore[assignment]
         parts.append(encode_part(pa.table({"position": range(5)}), actor._outputs(pa.table(columns), 0), "x"))
     assert parts[0] == parts[1] == parts[2]
-    read = pq.read_table(pa.BufferReader(parts[0]))["predicted_index"].to_pylist()
-    assert [len(row) for row in read] == [len(row) for row in TOKENS]
+    predicted = pq.read_table(pa.BufferReader(parts[0]))["predicted_index"].to_pylist()
+    assert [len(row) for row in predicted] == [len(row) for row in TOKENS]
 
 
 def test_a_result_predicts_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Result, "load_model", lambda self, which: OfToken())
+    monkeypatch.setattr(Result, "load_model", lambda self, checkpoint: OfToken())
     job = SimpleNamespace(config=SimpleNamespace(evaluate=SimpleNamespace(batch_size=2)))
     monkeypatch.setattr(Result, "_job", job)
-    found = Result(Path("run"), {}, tagging()).predict({"tokens": lists(TOKENS)})
-    assert [len(row) for row in of(found["predicted_index"])] == [len(row) for row in TOKENS]
+    predictions = Result(Path("run"), {}, tagging_task()).predict({"tokens": ragged_of(TOKENS)})
+    assert [len(row) for row in rows_of_ragged(predictions["predicted_index"])] == [len(row) for row in TOKENS]
 
 
 class Halved(OfToken):
-    """Gives a score of every second token."""
+    """Returns the scores of every second token."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The scores."""
+        """Returns the scores."""
         return super().forward(tokens)[:, ::2]
 
 
-def test_what_goes_along_with_no_list_is_not_predicted() -> None:
+def test_outputs_that_match_no_padded_list_are_refused() -> None:
     batch = to_batch(WITHOUT_TAGS)
     with pytest.raises(
         DataError,
         match=r"of shape \(5, 3\), of rows whose lists are padded: 'tokens' to 5; which of these they go along",
     ):
-        tagging().predictions(tagging().forward(Halved(), batch), batch)
+        tagging_task().predictions(tagging_task().forward(Halved(), batch), batch)
 
 
 CLASSIFICATION = "torchmetrics.classification"
 ACCURACY = {"class_path": f"{CLASSIFICATION}.MulticlassAccuracy", "init_args": {"num_classes": 3, "average": "micro"}}
 
 
-def test_a_chunk_of_empty_rows_alone_is_evaluated() -> None:
-    task, rows = tagging(metrics={"accuracy": ACCURACY}), [[4, 1, 5], [7], [], []]
+def test_a_chunk_that_has_only_empty_rows_is_evaluated() -> None:
+    task, rows = tagging_task(metrics={"accuracy": ACCURACY}), [[4, 1, 5], [7], [], []]
     tags = [[int(OfToken().scores.weight[token].argmax()) for token in row] for row in rows]
-    arrays = task.decode({"tokens": lists(rows), "tags": lists(tags)})
-    found = combine(task, score(task, OfToken(), arrays, 2, torch.device("cpu")))
-    assert found.values["accuracy"] == 1
-    assert found.values == combine(task, score(task, OfToken(), arrays, 4, torch.device("cpu"))).values
+    arrays = task.decode({"tokens": ragged_of(rows), "tags": ragged_of(tags)})
+    evaluation = combine(task, score(task, OfToken(), arrays, 2, torch.device("cpu")))
+    assert evaluation.values["accuracy"] == 1
+    assert evaluation.values == combine(task, score(task, OfToken(), arrays, 4, torch.device("cpu"))).values
 
 
 @pytest.mark.parametrize("rows", [[[4]], [[4], [7]], [[4], []], [[4, 1], [7]]])
 @pytest.mark.parametrize(("outputs", "loss"), [(3, CROSS_ENTROPY), (1, {"class_path": "torch.nn.MSELoss"})])
-def test_a_micro_batch_of_one_token_for_each_row_is_compared_as_longer_ones_are(
+def test_the_loss_of_a_micro_batch_of_one_token_per_row_is_the_mean_over_tokens(
     rows: Any, outputs: int, loss: Any
 ) -> None:
-    task, model = tagging(False, loss=loss), OfToken(outputs, last=outputs == 1)
+    task, model = tagging_task(False, loss=loss), OfToken(outputs, last=outputs == 1)
     tags = [[token % 3 for token in row] for row in rows]
-    batch = to_batch(task.decode({"tokens": lists(rows), "tags": lists(tags)}))
-    found = sum_losses(task, Losses.of(task.loss(task.forward(model, batch), batch)))
+    batch = to_batch(task.decode({"tokens": ragged_of(rows), "tags": ragged_of(tags)}))
+    sums = sum_losses(task, Losses.of(task.loss(task.forward(model, batch), batch)))
     scores, target = model.scores.weight[[*chain(*rows)]], torch.tensor([*chain(*tags)])
-    wanted = nn.CrossEntropyLoss()(scores, target) if outputs == 3 else nn.MSELoss()(scores[:, 0], target.float())
-    assert found.loss / found.weight == pytest.approx(wanted.item())
+    expected = nn.CrossEntropyLoss()(scores, target) if outputs == 3 else nn.MSELoss()(scores[:, 0], target.float())
+    assert sums.loss / sums.weight == pytest.approx(expected.item())
 
 
-def test_a_row_with_more_classes_than_tokens_is_named(tmp_path: Path) -> None:
+def test_a_row_with_more_tags_than_tokens_is_named(tmp_path: Path) -> None:
     tokens = [[1 + n % 9] * (1 + n % 16) for n in range(64)]
-    wrong = [[0] * (len(row) + (n == 37)) for n, row in enumerate(tokens)]
-    data = {"tokens": pa.array(tokens, pa.list_(pa.int32())), "tags": pa.array(wrong, pa.list_(pa.int64()))}
+    tags = [[0] * (len(row) + (n == 37)) for n, row in enumerate(tokens)]
+    data = {"tokens": pa.array(tokens, pa.list_(pa.int32())), "tags": pa.array(tags, pa.list_(pa.int64()))}
     dataset = open_dataset(table_data(tmp_path / "tagged", data)["path"])
-    for task, said in (
+    for task, message in (
         (
-            tagging(max_length=2),
+            tagging_task(max_length=2),
             r"row group 2, row 5: 7 numbers in 'tags', 6 in 'tokens'; there must be one for each of these",
         ),
-        (tagging(max_length=2, inputs={"tokens": "tokens", "labels": "tags"}), None),
-        (tagging(False), None),
+        (tagging_task(max_length=2, inputs={"tokens": "tokens", "labels": "tags"}), None),
+        (tagging_task(False), None),
     ):
         prepared = task.prepare(dataset.facts)
         fields = probe(dataset, prepared.columns(), prepared.decode)
         source = RowSource(Reader(dataset.root, prepared.columns(), prepared.decode, fields), dataset.manifest, 64)
-        with nullcontext() if said is None else pytest.raises(DataError, match=said):
+        with nullcontext() if message is None else pytest.raises(DataError, match=message):
             load_all(fetch_in_process, source)
-    unread = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
-    assert len(unread["tags"]) == len(TOKENS), "what stands in for tags has other lengths"
+    without_tags = WithoutTargets(tagging_task())({"tokens": ragged_of(TOKENS)})
+    assert len(without_tags["tags"]) == len(TOKENS), "the substitute for the tags has one value per row"
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.int16, np.int8, np.uint8, np.uint16, np.bool_])
 @pytest.mark.parametrize("labels", [False, True])
-def test_classes_in_arrays_are_of_any_type_of_integers(kind: Any, labels: bool) -> None:
+def test_classes_in_arrays_may_have_any_integer_type(kind: Any, labels: bool) -> None:
     metric = (
         {"class_path": f"{CLASSIFICATION}.MultilabelAccuracy", "init_args": {"num_labels": 3}} if labels else ACCURACY
     )
-    given = {"loss": {"class_path": "torch.nn.BCEWithLogitsLoss"}} if labels else {}
+    arguments = {"loss": {"class_path": "torch.nn.BCEWithLogitsLoss"}} if labels else {}
     task, model = (
-        tagging(not labels, "array", **given, train_accuracy=True, metrics={"accuracy": metric}),
+        tagging_task(not labels, "array", **arguments, train_accuracy=True, metrics={"accuracy": metric}),
         OfToken(1 if labels else 3),
     )
-    tokens, tags, found = lists([[4, 1, 5], [7, 2, 2]]), np.array([[0, 1, 1], [1, 0, 1]]), []
-    for some in (tags, tags.astype(kind)):
-        batch, metrics = to_batch(task.decode({"tokens": tokens, "tags": some})), task.metrics()
+    tokens = ragged_of([[4, 1, 5], [7, 2, 2]])
+    tags = np.array([[0, 1, 1], [1, 0, 1]])
+    results = []
+    for typed_tags in (tags, tags.astype(kind)):
+        batch, metrics = to_batch(task.decode({"tokens": tokens, "tags": typed_tags})), task.metrics()
         outputs = task.forward(model, batch)
         task.update(metrics, outputs, batch)
-        found.append((sum_losses(task, Losses.of(task.loss(outputs, batch))), metrics.compute()))
-    assert found[0] == found[1]
+        results.append((sum_losses(task, Losses.of(task.loss(outputs, batch))), metrics.compute()))
+    assert results[0] == results[1]
 
 
 class Boxed(BatchTask):
-    """Compares lists of lists by itself."""
+    """A task that accepts lists of lists as its target."""
 
     def eval_outputs(self, model: nn.Module, batch: Any) -> Any:
-        """Not called."""
+        """Raises an error, since no test of this file evaluates."""
         raise NotImplementedError
 
 
@@ -224,6 +227,6 @@ def test_a_target_of_lists_of_lists_is_refused(tmp_path: Path) -> None:
     facts = open_dataset(table_data(tmp_path / "boxes", columns | {"tokens": tokens})["path"]).facts
     for name in kinds:
         with pytest.raises(DataError, match=f"target names '{name}', and of .* that holds lists of lists, "):
-            tagging(target=name, loss={"class_path": "torch.nn.MSELoss"}).prepare(facts)
+            tagging_task(target=name, loss={"class_path": "torch.nn.MSELoss"}).prepare(facts)
         assert Boxed({"class_path": "x"}, ["tokens", name], name).prepare(facts).kinds[name] == "list"
-        assert tagging(inputs=[name], target="tokens").prepare(facts).kinds[name] == "list"
+        assert tagging_task(inputs=[name], target="tokens").prepare(facts).kinds[name] == "list"

@@ -1,4 +1,4 @@
-"""What does not go with a script's own loop or module is refused before the start, with what to do."""
+"""Settings that are incompatible with a user loop or a Lightning module are refused before the start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIGHTNING = {
 ADAM = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}
 SCHEDULE = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}
 GPU = {"scaling__gpus_per_worker": 1.0}
-OWN = "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out."
+OPTIMIZER_OF_SCRIPT = "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out."
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("task", "fields", "said"),
+    ("task", "fields", "message"),
     [
-        (LOOP, {"optimizer": ADAM}, OWN),
-        (LOOP, {"optimizers": {"one": {**ADAM, "parameters": ["*"]}}}, OWN),
+        (LOOP, {"optimizer": ADAM}, OPTIMIZER_OF_SCRIPT),
+        (LOOP, {"optimizers": {"one": {**ADAM, "parameters": ["*"]}}}, OPTIMIZER_OF_SCRIPT),
         (
             LOOP,
             {"train__compile": True},
@@ -87,14 +87,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_the_start(
-    task: dict[str, Any], fields: dict[str, Any], said: str, images: Path, tmp_path: Path
+def test_settings_that_a_user_loop_or_module_rules_out_are_refused(
+    task: dict[str, Any], fields: dict[str, Any], message: str, images: Path, tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {
+    paths: dict[str, Any] = {
         "data__path": str(images),
         "data__eval_path": str(images),
         "run__storage_path": str(tmp_path / "runs"),
     }
-    with pytest.raises(ConfigError) as found:
-        prepare(load_config(task=task, **given, **fields))
-    assert said in str(found.value)
+    with pytest.raises(ConfigError) as caught:
+        prepare(load_config(task=task, **paths, **fields))
+    assert message in str(caught.value)

@@ -31,11 +31,13 @@ from ray_app.train.membership import Heartbeat
 from tests.support.places import ROOT
 
 ERROR = PreemptedError("all leave")
-TRAINS, LEFT, FAILED = {}, {"is_running": False}, {"is_running": False, "error": ERROR}
+TRAINS: dict[str, Any] = {}
+LEFT = {"is_running": False}
+FAILED = {"is_running": False, "error": ERROR}
 
 
 def state_of(workers: dict[str, dict[str, Any]] | int = 0, config: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """A state with workers that are their own nodes; of at least 2 and at most 4 workers, with 4 logical workers."""
+    """Returns a state of 2 to 4 workers, each on a node of its own, and 4 logical workers."""
     shape: dict[str, Any] = {"min_workers": 2, "max_workers": 4, "logical_workers": 4, "resize_interval_s": 30.0}
     settings = {f"scaling__{name}": value for name, value in (shape | (config or {})).items()}
     if isinstance(workers, int):
@@ -113,7 +115,7 @@ def test_a_worker_that_was_declared_lost_is_dropped_after_a_while() -> None:
     assert name_of(state_of({"a": TRAINS, "b": {"lost_for_s": 1.9}}, possible=2)) == "keep"
 
 
-def test_the_table_has_no_other_rows_and_the_page_names_them_all() -> None:
+def test_the_tests_and_the_page_name_all_rows_of_the_table() -> None:
     names = [row.name for row in TRANSITIONS]
     assert {name for name, *_ in STATES} | {"drop silent"} == set(names)
     page = (ROOT / "docs" / "architecture.md").read_text()
@@ -129,13 +131,14 @@ def test_the_table_has_no_other_rows_and_the_page_names_them_all() -> None:
         ({"a": LEFT, "b": FAILED, "c": TRAINS}, {"a"}, set(), ["c"], 1),
         ({"a": LEFT, "b": FAILED, "c": TRAINS}, set(), {"a"}, ["c"], 0),
         ({"a": TRAINS, "b": FAILED}, {"a"}, set(), ["a"], 0),
-        ({"a": LEFT, "b": FAILED}, set(), set(), ["a"], 0),  # it has done all steps
+        # It left because it has done all steps.
+        ({"a": LEFT, "b": FAILED}, set(), set(), ["a"], 0),
     ],
 )
-def test_a_worker_that_has_left_does_not_count_as_going_on(
+def test_a_worker_that_has_left_does_not_count_as_running(
     workers: dict[str, dict[str, Any]], draining: set[str], evicted: set[str], stay: list[str] | None, preempted: int
 ) -> None:
-    """None: the others restart. Where all have ended without an error the run ends at the next poll."""
+    """A `stay` of None means that all restart. If all workers ended without an error, the run ends at the next poll."""
     state = state_of(workers, draining_nodes=frozenset(draining), evicted=frozenset(evicted))
     decision = decide(state)
     if stay is None:
@@ -146,57 +149,59 @@ def test_a_worker_that_has_left_does_not_count_as_going_on(
         assert (decision.errors, decision.preempted) == ({1: ERROR}, preempted)
 
 
-def test_only_a_worker_that_has_left_for_no_other_reason_shows_that_the_run_is_over() -> None:
+def test_only_a_worker_that_left_without_drain_or_eviction_shows_the_end_of_the_run() -> None:
     state = state_of({"a": LEFT, "b": LEFT, "c": TRAINS}, draining_nodes=frozenset("a"), evicted=frozenset("b"))
     assert not state.is_run_over
     assert replace(state, evicted=frozenset()).is_run_over
 
 
-def resized(workers: int, possible: int, config: dict[str, Any] | None = None, **fields: Any) -> Resize:
+def resize_of(workers: int, possible: int, config: dict[str, Any] | None = None, **fields: Any) -> Resize:
     decision = decide(state_of(workers, config, possible=possible, **fields))
     assert isinstance(decision, Resize)
     return decision
 
 
-def test_below_the_minimum_the_run_waits_and_goes_on_when_there_is_capacity() -> None:
-    one_starts = resized(1, 2)
+def test_below_the_minimum_the_run_waits_and_continues_when_there_is_capacity() -> None:
+    one_starts = resize_of(1, 2)
     assert (one_starts.joining, one_starts.pending, one_starts.waiting_reason) == (0, 1, None)
-    it_joins = resized(1, 2, pending=1, ready=1)
+    it_joins = resize_of(1, 2, pending=1, ready=1)
     assert (it_joins.joining, it_joins.pending, it_joins.waiting_reason) == (1, 0, None)
 
 
-def test_a_group_without_workers_is_filled() -> None:
-    """All of its workers were declared lost."""
-    joins = resized(0, 2, has_group=True, pending=2, ready=2, unreplaced=2)
+def test_a_group_without_workers_gets_pending_workers() -> None:
+    """All of its former workers were declared lost."""
+    joins = resize_of(0, 2, has_group=True, pending=2, ready=2, unreplaced=2)
     assert (joins.workers, joins.joining, joins.waiting_reason) == (2, 2, None)
-    holds = resized(0, 1, has_group=True)
+    holds = resize_of(0, 1, has_group=True)
     assert (holds.joining, holds.waiting_reason) == (0, "0 of at least 2 workers; waiting for capacity")
 
 
-def test_standby_workers_start_where_there_is_capacity_and_start_alone_if_all_others_are_lost() -> None:
+def test_standby_workers_start_with_free_capacity_and_replace_all_lost_workers() -> None:
     standby = {"standby_workers": 1}
-    assert [resized(4, possible, standby).pending for possible in (4, 5, 9)] == [0, 1, 1]
-    assert decide(state_of(config=standby, possible=5, ready=1)) == Start(4, may_grow=False), "1 is too few"
+    assert [resize_of(4, possible, standby).pending for possible in (4, 5, 9)] == [0, 1, 1]
+    assert decide(state_of(config=standby, possible=5, ready=1)) == Start(4, may_grow=False), (
+        "one ready worker is below the minimum"
+    )
     assert decide(state_of(config=standby, possible=5, ready=2)) == Start(2, may_grow=True)
-    joins = resized(3, 5, standby, pending=1, ready=1, unreplaced=1)
+    joins = resize_of(3, 5, standby, pending=1, ready=1, unreplaced=1)
     assert (joins.joining, joins.pending) == (1, 1), "another standby worker starts for the one that joins"
 
 
 @pytest.mark.parametrize(("ready", "has_waited", "joining"), [(1, False, 0), (1, True, 1), (2, False, 2)])
 def test_a_worker_that_is_ready_waits_a_while_for_the_others(ready: int, has_waited: bool, joining: int) -> None:
-    decision = resized(2, 4, pending=2, ready=ready, has_waited=has_waited)
+    decision = resize_of(2, 4, pending=2, ready=ready, has_waited=has_waited)
     assert (decision.joining, decision.pending) == (joining, 2 - joining)
 
 
 def test_after_failed_starts_only_pending_workers_join() -> None:
-    assert resized(2, 4, can_start=False).pending == 0
-    assert resized(2, 4, can_start=False, pending=2, ready=2).joining == 2
+    assert resize_of(2, 4, can_start=False).pending == 0
+    assert resize_of(2, 4, can_start=False, pending=2, ready=2).joining == 2
 
 
 STRAGGLERS = {"min_workers": 1, "evict_straggler_after_s": 60.0}
 
 
-def evicted(
+def evict_decision(
     *stragglers: SlowWorker, workers: int = 4, config: dict[str, Any] | None = None, **fields: Any
 ) -> Evict | None:
     decision = decide(state_of(workers, STRAGGLERS | (config or {}), slow=stragglers, possible=workers, **fields))
@@ -205,38 +210,38 @@ def evicted(
 
 @pytest.mark.parametrize(("slowdown", "leaves"), [(2.1, False), (2.3, True)])
 def test_without_a_replacement_a_straggler_leaves_if_the_others_are_faster(slowdown: float, leaves: bool) -> None:
-    """Of four workers with one logical worker each, three have one with two: a step takes twice as long."""
-    decision = evicted(slow("a", slowdown, is_replaceable=False))
+    """Without one of four workers, one of the remaining three runs two logical workers: a step takes twice as long."""
+    decision = evict_decision(slow("a", slowdown, is_replaceable=False))
     assert (decision is not None) == leaves
     assert decision is None or decision.reason.endswith("without it a step takes 0.87 of the time")
 
 
-def test_enough_workers_stay() -> None:
+def test_no_straggler_is_evicted_below_the_minimum_of_workers() -> None:
     fast, four = slow("a", 9.0), {"min_workers": 4}
-    assert evicted(fast, config=four) is None, "the capacity may be gone when a replacement would take it"
-    assert evicted(replace(fast, is_replaceable=False), config=four, pending=1, ready=1) is not None
-    assert evicted(replace(fast, is_replaceable=False), config=four) is None
-    assert evicted(replace(fast, is_replaceable=False), workers=1) is None
+    assert evict_decision(fast, config=four) is None, "the capacity may be gone when a replacement would take it"
+    assert evict_decision(replace(fast, is_replaceable=False), config=four, pending=1, ready=1) is not None
+    assert evict_decision(replace(fast, is_replaceable=False), config=four) is None
+    assert evict_decision(replace(fast, is_replaceable=False), workers=1) is None
 
 
-def test_the_slowest_straggler_leaves_first_and_so_many_at_most() -> None:
+def test_the_slowest_straggler_is_evicted_first_up_to_the_maximum() -> None:
     stragglers, two = [slow("a", 2.0), slow("b", 3.0), slow("c", 2.5)], {"max_workers": 2}
-    decision = evicted(*stragglers, config=two)
+    decision = evict_decision(*stragglers, config=two)
     assert decision is not None
     assert decision.slow == stragglers[1]
-    second = evicted(stragglers[0], stragglers[2], config=two, evicted=frozenset("b"))
+    second = evict_decision(stragglers[0], stragglers[2], config=two, evicted=frozenset("b"))
     assert second is not None
     assert second.slow == stragglers[2]
-    assert evicted(stragglers[0], config=two, evicted=frozenset("bc")) is None
+    assert evict_decision(stragglers[0], config=two, evicted=frozenset("bc")) is None
 
 
 def record_of(generation: str, slow: dict[str, float]) -> StepRecord:
     return StepRecord(8, 0, 0.0, 0.5, 0.1, 1.0, 1.0, 0.0, 3, [4], [0], generation, slow=slow)
 
 
-def test_a_rank_is_that_of_the_workers_in_the_generation_of_the_record() -> None:
-    """Rank 1 waits already, so that rank 2 is the second of the workers that step."""
+def test_ranks_are_resolved_in_the_generation_of_the_record() -> None:
+    """Rank 1 waits already, so rank 2 is the second of the workers that step."""
     heartbeats = [Heartbeat(name, "n", "h", 1, generation=7, rank=rank) for name, rank in (("a", 0), ("c", 2))]
     assert slow_workers(record_of("1.7", {"2": 3.0, "1": 2.0}), heartbeats) == {"c": 3.0}
-    assert slow_workers(record_of("1.6", {"2": 3.0}), heartbeats) == {}, "ranks of an earlier generation"
+    assert slow_workers(record_of("1.6", {"2": 3.0}), heartbeats) == {}, "ranks of an earlier generation are ignored"
     assert slow_workers(record_of("1.17", {"2": 3.0}), heartbeats) == {}

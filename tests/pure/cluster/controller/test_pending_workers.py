@@ -1,8 +1,4 @@
-"""Newcomers that take long: each is asked once whether it has its slot, however often one looks, and given up if it has
-none.
-
-And those that die, again and again.
-"""
+"""Pending workers: the query for the slot of each, the wait until they are ready, and workers that die at the start."""
 
 from __future__ import annotations
 
@@ -24,35 +20,38 @@ from ray_app.cluster.controller.worker_group import ElasticGroup, WorkersFailedT
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often Ray was asked about which slot; none that begins with `no` is there, and nobody answers."""
-    found: Counter[str] = Counter()
+def slot_queries(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the queries for each slot; slots named `no...` are never placed, and no worker becomes ready."""
+    queries: Counter[str] = Counter()
 
     def table(group: str) -> dict[str, Any]:
-        found[group] += 1
+        queries[group] += 1
         return {"state": "PENDING" if group.startswith("no") else "CREATED"}
 
     monkeypatch.setattr(module, "ray", SimpleNamespace(wait=lambda refs, **_: ([], refs), kill=lambda actor: None))
     monkeypatch.setattr(module, "placement_group_table", table)
     monkeypatch.setattr(module, "remove_placement_group", lambda group: None)
-    return found
+    return queries
 
 
-def test_each_is_asked_for_its_slot_once_and_those_without_are_given_up(asked: Counter[str]) -> None:
-    ours, now = PendingWorkers(None, 1, bool), time.monotonic()
-    ours._pending = [PendingWorker(None, group, None, group, now - 1, now + 60) for group in ("a", "no slot", "b")]  # type: ignore[arg-type]
-    assert ours.poll() == [NO_CAPACITY]
-    assert [ours.poll() for _ in range(9)] == [[]] * 9
-    assert len(ours) == 2
-    assert asked == {"a": 1, "no slot": 1, "b": 1}
+def test_each_slot_is_queried_once_and_workers_without_a_slot_are_given_up(slot_queries: Counter[str]) -> None:
+    pending_workers, now = PendingWorkers(None, 1, bool), time.monotonic()
+    pending_workers._pending = [
+        PendingWorker(None, group, None, group, now - 1, now + 60)  # type: ignore[arg-type]
+        for group in ("a", "no slot", "b")
+    ]
+    assert pending_workers.poll() == [NO_CAPACITY]
+    assert [pending_workers.poll() for _ in range(9)] == [[]] * 9
+    assert len(pending_workers) == 2
+    assert slot_queries == {"a": 1, "no slot": 1, "b": 1}
 
 
-class DiedError(ray.exceptions.RayError):
-    """A newcomer is no more."""
+class WorkerDiedError(ray.exceptions.RayError):
+    """A pending worker died."""
 
 
 class Method:
-    """A method of an actor: what it is called with, and what its references are."""
+    """A method of an actor; it records its calls and returns one reference."""
 
     def __init__(self, answer: str) -> None:
         self.answer, self.calls = answer, list[tuple[Any, ...]]()
@@ -63,10 +62,12 @@ class Method:
 
 
 class Node:
-    """A node that makes of newcomers what `now` says: `dead`, `ready`, or `slow`, which do not answer."""
+    """A node on which new workers are as `now` says: `dead`, `ready`, or `slow` (they do not answer)."""
 
     def __init__(self) -> None:
-        self.now, self.prepared, self.number = "dead", list[bool](), 0
+        self.now = "dead"
+        self.prepared = list[bool]()
+        self.number = 0
 
     def options(self, **unused: Any) -> Node:
         return self
@@ -86,69 +87,69 @@ class Node:
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Node:
-    """Where newcomers begin."""
-    found = Node()
+    """Replaces Ray by a node on which pending workers start."""
+    fake_node = Node()
 
     def get(reference: str) -> Any:
         if reference.startswith("dead"):
-            raise DiedError("the node kills who comes")
+            raise WorkerDiedError("the node kills who comes")
         return SimpleNamespace(node_id="n")
 
-    def wait(asked: list[str], **_: Any) -> tuple[list[str], list[str]]:
-        return [ref for ref in asked if not ref.startswith("slow")], []
+    def wait(references: list[str], **_: Any) -> tuple[list[str], list[str]]:
+        return [ref for ref in references if not ref.startswith("slow")], []
 
-    said = {
+    fake_ray = {
         "get": get,
         "wait": wait,
         "kill": lambda actor: None,
         "exceptions": ray.exceptions,
-        "remote": lambda **_: lambda made: found,
+        "remote": lambda **_: lambda worker_class: fake_node,
     }
-    monkeypatch.setattr(module, "ray", SimpleNamespace(**said))
+    monkeypatch.setattr(module, "ray", SimpleNamespace(**fake_ray))
     for name in ("placement_group", "remove_placement_group", "PlacementGroupSchedulingStrategy"):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     monkeypatch.setattr(module, "placement_group_table", lambda group: {"state": "CREATED"})
-    return found
+    return fake_node
 
 
 SLOT = Slot(1.0, 0.0, {})
 
 
-def test_who_is_ready_does_not_hide_that_others_die_while_they_prepare_themselves(node: Node) -> None:
-    """A healthy newcomer answers at every look; those of the other node die nevertheless, and at last begin without
+def test_a_ready_worker_does_not_hide_that_others_die_during_preparation(node: Node) -> None:
+    """The healthy worker answers each poll; the workers of the other node still die, and finally start without
     preparation.
     """
-    ours = PendingWorkers("prepare", 2, bool)
+    pending_workers = PendingWorkers("prepare", 2, bool)
     node.now = "ready"
-    ours.start(1, SLOT)
-    ours.wait_until_ready(1)
+    pending_workers.start(1, SLOT)
+    pending_workers.wait_until_ready(1)
     node.now, node.prepared = "dead", []
     for _ in range(5):
-        ours.start(1, SLOT)
-        assert ours.wait_until_ready(2) == ["the node kills who comes"]
+        pending_workers.start(1, SLOT)
+        assert pending_workers.wait_until_ready(2) == ["the node kills who comes"]
     assert node.prepared == [True, True, True, False, False]
-    assert ours.failed_rounds == 2
+    assert pending_workers.failed_rounds == 2
     node.now = "ready"
-    ours.start(1, SLOT)
-    ours.wait_until_ready(2)
-    assert (ours.count_ready(), ours.failed_rounds) == (2, 0)
+    pending_workers.start(1, SLOT)
+    pending_workers.wait_until_ready(2)
+    assert (pending_workers.count_ready(), pending_workers.failed_rounds) == (2, 0)
 
 
-def group_of(newcomers: PendingWorkers) -> Any:
-    """A worker group that begins."""
+def group_of(pending_workers: PendingWorkers) -> Any:
+    """Returns a worker group of two workers that starts."""
     group = ElasticGroup.__new__(ElasticGroup)
     context = SimpleNamespace(num_workers=2, resources_per_worker={"CPU": 1.0})
-    vars(group).update(_pending_workers=newcomers, _slot=SLOT, _callbacks=[], _worker_group_state=None)
+    vars(group).update(_pending_workers=pending_workers, _slot=SLOT, _callbacks=[], _worker_group_state=None)
     vars(group)["_worker_group_context"] = context
     return group
 
 
-def test_a_start_at_which_workers_die_again_and_again_counts_as_a_failure_at_last(node: Node) -> None:
-    """The first deaths may be those of the preparation, which the next workers skip."""
-    ours = PendingWorkers("prepare", 2, bool)
-    group, charged = group_of(ours), list[bool]()
+def test_a_start_whose_workers_keep_dying_is_charged_after_three_rounds(node: Node) -> None:
+    """The preparation may have caused the first deaths; the next workers skip it."""
+    pending_workers = PendingWorkers("prepare", 2, bool)
+    group, charged = group_of(pending_workers), list[bool]()
     for _ in range(6):
-        ours.start(1, SLOT)
+        pending_workers.start(1, SLOT)
         with pytest.raises(WorkersFailedToStartError, match="0 of 2 workers are ready") as caught:
             group._create_workers(2)
         assert caught.value.reasons == ["the node kills who comes"]
@@ -156,70 +157,70 @@ def test_a_start_at_which_workers_die_again_and_again_counts_as_a_failure_at_las
     assert charged == [False, False, False, True, True, True]
 
 
-def test_a_node_without_room_is_no_failure(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_capacity_is_not_charged_as_a_failure(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "placement_group_table", lambda group: {"state": "PENDING"})
     monkeypatch.setattr(module, "_PLACEMENT_TIMEOUT_S", -60.0)
-    node.now, ours = "slow", PendingWorkers("prepare", 2, bool)
-    group = group_of(ours)
+    node.now, pending_workers = "slow", PendingWorkers("prepare", 2, bool)
+    group = group_of(pending_workers)
     for _ in range(9):
-        ours.start(2, SLOT)
+        pending_workers.start(2, SLOT)
         with pytest.raises(WorkersFailedToStartError) as caught:
             group._create_workers(2)
         assert (caught.value.reasons, caught.value.is_charged) == ([NO_CAPACITY] * 2, False)
 
 
 @pytest.mark.parametrize(
-    ("least", "took_s", "waited_s"), [(2, 1.0, 10.0), (2, 30.0, 30.0), (1, 1.0, 10.0), (3, 1.0, 600.0)]
+    ("min_workers", "elapsed_s", "waited_s"), [(2, 1.0, 10.0), (2, 30.0, 30.0), (1, 1.0, 10.0), (3, 1.0, 600.0)]
 )
-def test_who_is_not_ready_holds_a_start_up_for_a_while_only(
-    node: Node, monkeypatch: pytest.MonkeyPatch, least: int, took_s: float, waited_s: float
+def test_a_worker_that_is_not_ready_delays_a_start_for_a_limited_time(
+    node: Node, monkeypatch: pytest.MonkeyPatch, min_workers: int, elapsed_s: float, waited_s: float
 ) -> None:
-    """Of three two are ready, and the third prepares itself for ever: the run starts with two if that is enough."""
+    """Of three workers two are ready and the third never is: the run starts with two if that is enough."""
     now = {"s": 1000.0}
-    look = PendingWorkers.poll
+    poll = PendingWorkers.poll
 
-    def later(self: PendingWorkers) -> list[str]:
+    def poll_a_second_later(self: PendingWorkers) -> list[str]:
         now["s"] += 1
-        return look(self)
+        return poll(self)
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now["s"]))
-    monkeypatch.setattr(PendingWorkers, "poll", later)
-    ours = PendingWorkers("prepare", least, bool)
+    monkeypatch.setattr(PendingWorkers, "poll", poll_a_second_later)
+    pending_workers = PendingWorkers("prepare", min_workers, bool)
     node.now = "ready"
-    ours.start(2, SLOT)
-    for newcomer in ours._pending:
-        newcomer.started_s = now["s"] + 1 - took_s
+    pending_workers.start(2, SLOT)
+    for pending_worker in pending_workers._pending:
+        pending_worker.started_s = now["s"] + 1 - elapsed_s
     node.now = "slow"
-    ours.start(1, SLOT)
+    pending_workers.start(1, SLOT)
     with pytest.raises(WorkersFailedToStartError, match="2 of 3 workers are ready") as caught:
-        group_of(ours)._create_workers(3)
+        group_of(pending_workers)._create_workers(3)
     assert now["s"] - 1001 == waited_s
-    assert (ours.count_ready(), len(ours)) == (2, 3 if waited_s < 600 else 2)
+    assert (pending_workers.count_ready(), len(pending_workers)) == (2, 3 if waited_s < 600 else 2)
     assert not caught.value.is_charged
 
 
-def test_who_waits_for_newcomers_heeds_a_stop(node: Node) -> None:
-    asked = itertools.count()
-    ours = PendingWorkers("prepare", 2, lambda: next(asked) > 3)
+def test_waiting_for_pending_workers_ends_at_a_stop(node: Node) -> None:
+    stop_checks = itertools.count()
+    pending_workers = PendingWorkers("prepare", 2, lambda: next(stop_checks) > 3)
     node.now = "slow"
-    ours.start(2, SLOT)
-    assert ours.wait_until_ready(2) == []
-    assert next(asked) == 5
+    pending_workers.start(2, SLOT)
+    assert pending_workers.wait_until_ready(2) == []
+    assert next(stop_checks) == 5
 
 
-class Died(ray.exceptions.RayActorError):
-    """A worker is no more."""
+class ActorDiedError(ray.exceptions.RayActorError):
+    """A worker died."""
 
     def __str__(self) -> str:
         return "the node is gone"
 
 
-@pytest.mark.parametrize("raised", [Died(), ray.exceptions.RayTaskError("run", "wrong", ValueError("wrong"))])
+@pytest.mark.parametrize("raised", [ActorDiedError(), ray.exceptions.RayTaskError("run", "wrong", ValueError("wrong"))])
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_a_worker_lost_while_the_group_starts_is_a_failure_and_it_starts_again(
+def test_a_worker_lost_while_the_group_starts_is_charged_and_the_start_is_retried(
     monkeypatch: pytest.MonkeyPatch, raised: Exception, has_begun: bool
 ) -> None:
-    """Ray launches the training outside of where it looks for lost workers; before that it names no cause."""
+    """Ray launches the training outside the block that detects lost workers; before that it names no cause."""
     group, ended = group_of(PendingWorkers("prepare", 2, bool)), list[Any]()
 
     def start(self: Any, builder: Any) -> None:
@@ -228,7 +229,7 @@ def test_a_worker_lost_while_the_group_starts_is_a_failure_and_it_starts_again(
             raise raised
         raise WorkerGroupStartupFailedError("At least one of the worker actors failed to initialize.") from raised
 
-    is_lost = isinstance(raised, Died)
+    is_lost = isinstance(raised, ActorDiedError)
     monkeypatch.setattr(WorkerGroup, "_start_impl", start)
     vars(group).update(_replica_groups=None, _worker_rank_to_replica_group_rank=None, _world_rank_to_ongoing_poll={})
     with pytest.raises(WorkerGroupStartupFailedError if is_lost or not has_begun else type(raised)) as caught:
@@ -239,43 +240,41 @@ def test_a_worker_lost_while_the_group_starts_is_a_failure_and_it_starts_again(
         assert (caught.value.reasons, caught.value.is_charged) == (["the node is gone"], True)
 
 
-def test_a_worker_that_does_not_answer_at_the_start_is_a_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time-out of Ray's would end the run, and does not say who was asked."""
-    group, ids = group_of(PendingWorkers("prepare", 2, bool)), [ray.ActorID.from_random() for _ in range(2)]
+def test_a_worker_that_does_not_answer_at_the_start_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time-out of Ray would end the run without naming the worker that did not answer."""
+    group, actor_ids = group_of(PendingWorkers("prepare", 2, bool)), [ray.ActorID.from_random() for _ in range(2)]
     actors = [
-        SimpleNamespace(_actor_id=each, init_train_context=SimpleNamespace(remote=lambda _id=each, **_: _id))
-        for each in ids
+        SimpleNamespace(_actor_id=actor_id, init_train_context=SimpleNamespace(remote=lambda _id=actor_id, **_: _id))
+        for actor_id in actor_ids
     ]
     workers = [SimpleNamespace(actor=actor, distributed_context=None) for actor in actors]
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs[:1], refs[1:]))
     vars(group).update(_train_run_context=None, _storage_context=None, _worker_callbacks_to_propagate=[])
     with pytest.raises(
-        ray.exceptions.RayActorError, match=f"{ids[1].hex()} is unavailable: .* has not answered for 120 s"
+        ray.exceptions.RayActorError, match=f"{actor_ids[1].hex()} is unavailable: .* has not answered for 120 s"
     ):
         group._init_train_context_on_workers(workers, None, {})
 
 
-def test_the_unused_collectives_actor_is_ended_before_the_workers_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take a worker's time to import what it needs."""
-    group, builder, done = (
-        group_of(PendingWorkers(None, 1, bool)),
-        SimpleNamespace(sync_actor=None),
-        list[Any](),
-    )
+def test_the_unused_sync_actor_is_killed_before_the_group_waits_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its imports would take CPU time from the workers."""
+    group = group_of(PendingWorkers(None, 1, bool))
+    builder = SimpleNamespace(sync_actor=None)
+    calls = list[Any]()
 
     def start(self: Any, builder: Any) -> None:
         builder.sync_actor = "made"
         self._create_workers(0)
 
     monkeypatch.setattr(WorkerGroup, "_start_impl", start)
-    monkeypatch.setattr(ray, "kill", done.append)
-    vars(group).update(_adopt_workers=done.append)
+    monkeypatch.setattr(ray, "kill", calls.append)
+    vars(group).update(_adopt_workers=calls.append)
     group._start_impl(builder)
-    assert done == ["made", []]
+    assert calls == ["made", []]
 
 
-def test_a_newcomer_looks_for_no_garbage_while_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = list[bool]()
-    monkeypatch.setattr(ray, "get", lambda ref: lambda: looks.append(gc.isenabled()))
+def test_a_pending_worker_disables_garbage_collection_while_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc_states = list[bool]()
+    monkeypatch.setattr(ray, "get", lambda ref: lambda: gc_states.append(gc.isenabled()))
     module._prepare({}, ["a reference"])
-    assert (looks, gc.isenabled()) == ([False], True)
+    assert (gc_states, gc.isenabled()) == ([False], True)

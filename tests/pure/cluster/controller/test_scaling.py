@@ -1,4 +1,4 @@
-"""How many workers there should be."""
+"""The number of workers of a group, and the memory that snapshots of the state need."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from ray_app.train.checkpointing.snapshots import check_snapshot_memory, page_lo
 
 
 @pytest.mark.parametrize(
-    ("now", "possible", "logical", "least", "most", "since_s", "workers", "reason"),
+    ("now", "possible", "logical", "min_workers", "max_workers", "since_s", "workers", "reason"),
     [
         (2, 4, 4, 1, 4, 60, 4, "1 logical workers instead of 2"),
         (2, 3, 4, 1, 4, 60, 2, "as slow as 2"),
@@ -27,30 +27,32 @@ from ray_app.train.checkpointing.snapshots import check_snapshot_memory, page_lo
         (4, 7, 8, 1, 8, 60, 4, "as slow as 4"),
     ],
 )
-def test_growing_where_it_pays(
-    now: int, possible: int, logical: int, least: int, most: int, since_s: float, workers: int, reason: str
+def test_the_group_grows_only_where_a_step_gets_faster(
+    now: int, possible: int, logical: int, min_workers: int, max_workers: int, since_s: float, workers: int, reason: str
 ) -> None:
-    config = Config().replace(scaling__logical_workers=logical, scaling__min_workers=least, scaling__max_workers=most)
+    config = Config().replace(
+        scaling__logical_workers=logical, scaling__min_workers=min_workers, scaling__max_workers=max_workers
+    )
     group = tuple(WorkerState(f"w{index}", "node") for index in range(now))
-    decided, why = choose_size(ControllerState(config, True, group, since_change_s=since_s), possible)
-    assert decided == workers
-    assert reason in why
+    size, size_reason = choose_size(ControllerState(config, True, group, since_change_s=since_s), possible)
+    assert size == workers
+    assert reason in size_reason
 
 
 @pytest.mark.parametrize(
     ("fields", "copies"),
     [({}, 2), ({"strategy": "fsdp"}, 3), ({"strategy": "central_storage"}, 3), ({"ema_decay": 0.9}, 2)],
 )
-def test_copies_of_the_state_that_do_not_fit_beside_each_other_are_told(fields: dict[str, Any], copies: int) -> None:
+def test_copies_of_the_state_that_exceed_page_locked_memory_are_warned_of(fields: dict[str, Any], copies: int) -> None:
     model, train = nn.Linear(999, 1000), TrainSection(**fields)
     needed = 4 * copies * 1_000_000 * 4 * (3 + ("ema_decay" in fields))
     assert page_locked_memory_warnings(model, train, 4, needed) == []
-    [said] = page_locked_memory_warnings(model, train, 4, needed - 1)
-    assert f"{copies} copies of the state" in said
-    assert f"4 of them on a machine like this {needed / 1e9:.1f} GB" in said
+    [warning] = page_locked_memory_warnings(model, train, 4, needed - 1)
+    assert f"{copies} copies of the state" in warning
+    assert f"4 of them on a machine like this {needed / 1e9:.1f} GB" in warning
 
 
-def test_snapshots_that_do_not_fit_are_refused() -> None:
+def test_snapshots_that_do_not_fit_into_the_drivers_memory_are_refused() -> None:
     model = nn.Linear(1000, 1000)
     check_snapshot_memory(model, 30_000_000)
     with pytest.raises(ConfigError, match="of memory on the driver"):

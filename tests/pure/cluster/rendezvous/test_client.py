@@ -1,4 +1,4 @@
-"""The heartbeats of a worker."""
+"""The heartbeats that a worker sends."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ray_app.cluster.rendezvous.client import RendezvousClient
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), ValueError("a message that nobody expects"), MemoryError()])
-def test_signs_of_life_go_on_after_any_error(error: Exception) -> None:
-    over = iter([False, False, True])
-    tried = []
+def test_heartbeats_continue_after_any_error(error: Exception) -> None:
+    closed_states = iter([False, False, True])
+    attempts = []
 
     def connect() -> None:
-        tried.append(error)
+        attempts.append(error)
         raise error
 
-    closed = SimpleNamespace(is_set=lambda: next(over), wait=lambda seconds: None)
+    closed = SimpleNamespace(is_set=lambda: next(closed_states), wait=lambda seconds: None)
     worker = SimpleNamespace(_closed=closed, _connection=None, _connect=connect, _disconnect=lambda: None)
     RendezvousClient._run(worker)  # type: ignore[arg-type]
-    assert tried == [error, error]
+    assert attempts == [error, error]

@@ -16,19 +16,19 @@ from tests.support.rendezvous_world import PARTED, World
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
-def test_workers_of_one_host_rank_side_by_side_behind_the_first_who_has_the_state() -> None:
+def test_workers_of_one_host_have_adjacent_ranks_and_rank_0_has_the_state() -> None:
     members = Members()
     steps = {"a": ("one", -1), "b": ("two", 7), "c": ("one", 7), "d": ("two", -1)}
-    for place, (worker, (host, step)) in enumerate(steps.items()):
+    for index, (worker, (host, step)) in enumerate(steps.items()):
         member = members.add(
-            Heartbeat(worker, f"node of {host}", host, 1, 1, generation=3 if step >= 0 else 0, rank=place, step=step)
+            Heartbeat(worker, f"node of {host}", host, 1, 1, generation=3 if step >= 0 else 0, rank=index, step=step)
         )
-        member.waiting_since_s = float(place)
+        member.waiting_since_s = float(index)
     assert [m.heartbeat.worker for m in sort_by_rank(list(members))] == ["b", "d", "c", "a"]
 
 
 def rows(head: str) -> dict[str, list[str]]:
-    """The rows of a table of the page: the states of the third column, by the state of the first."""
+    """Returns the states in the third column of a table of the page, by the state in its first column."""
     lines = PAGE.split(f"| {head} | when | ")[1].split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     parts = {name: [part.split(":")[0] for part in then.split("; ")] for name, _, then in cells}
@@ -50,25 +50,28 @@ def test_the_page_has_the_states_of_a_generation_and_the_conditions_of_the_code(
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[MemberState, MemberState]]:
-    """The transitions of members that happen."""
-    found, lost = set[tuple[MemberState, MemberState]](), set[str]()
+def observed_transitions(monkeypatch: pytest.MonkeyPatch) -> set[tuple[MemberState, MemberState]]:
+    """Records the transitions of members that occur."""
+    transitions, lost = set[tuple[MemberState, MemberState]](), set[str]()
     change = Members._change_kind
 
-    def watched(self: Members, member: Member, kind: Kind | None) -> None:
-        worker, before = member.heartbeat.worker, member.kind
-        if kind is None and before is not None:
-            gone = MemberState.LEFT if worker in leaving else MemberState.LOST
-            found.add((before.state, gone))
+    def watched_change_kind(self: Members, member: Member, kind: Kind | None) -> None:
+        worker, previous = member.heartbeat.worker, member.kind
+        if kind is None and previous is not None:
+            end_state = MemberState.LEFT if worker in leaving else MemberState.LOST
+            transitions.add((previous.state, end_state))
             lost.add(worker)
-        elif kind is not None and before is None and worker in lost:
-            found.add((MemberState.LOST, kind.state))
+        elif kind is not None and previous is None and worker in lost:
+            transitions.add((MemberState.LOST, kind.state))
             lost.discard(worker)
-        elif kind is not None and before is not None and kind.state is not before.state:
-            found.add((before.state, kind.state))
+        elif kind is not None and previous is not None and kind.state is not previous.state:
+            transitions.add((previous.state, kind.state))
         change(self, member, kind)
 
-    leaving, leave, evict, start = set[str](), Rendezvous.leave, Rendezvous.evict, Rendezvous.__init__
+    leaving = set[str]()
+    leave = Rendezvous.leave
+    evict = Rendezvous.evict
+    start = Rendezvous.__init__
 
     async def watched_leave(self: Rendezvous, heartbeat: Heartbeat, over: bool = False) -> None:
         leaving.add(heartbeat.worker)
@@ -77,22 +80,24 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[MemberState, MemberState]
 
     async def watched_evict(self: Rendezvous, workers: set[str]) -> None:
         await evict(self, workers)
-        found.update((MemberState.LOST, MemberState.EVICTED) for worker in workers if worker in lost)
+        transitions.update((MemberState.LOST, MemberState.EVICTED) for worker in workers if worker in lost)
 
     def watched_start(self: Rendezvous, *arguments: object, **options: object) -> None:
         lost.clear()
         leaving.clear()
         start(self, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Members, "_change_kind", watched)
+    monkeypatch.setattr(Members, "_change_kind", watched_change_kind)
     monkeypatch.setattr(Rendezvous, "leave", watched_leave)
     monkeypatch.setattr(Rendezvous, "evict", watched_evict)
     monkeypatch.setattr(Rendezvous, "__init__", watched_start)
-    return found
+    return transitions
 
 
-def test_members_make_the_transitions_of_the_table_and_no_others(seen: set[tuple[MemberState, MemberState]]) -> None:
-    """In random schedules of all that happens to workers, and in what these seldom or never have."""
+def test_members_make_exactly_the_transitions_of_the_table(
+    observed_transitions: set[tuple[MemberState, MemberState]],
+) -> None:
+    """The test runs random schedules, and then the cases that these seldom or never contain."""
     for seed in range(600):
         shape = random.Random(seed)
         World(seed, shape.randint(2, 5), shape.randint(4, 12), shape.randint(1, 6), PARTED).run()
@@ -108,37 +113,37 @@ def test_members_make_the_transitions_of_the_table_and_no_others(seen: set[tuple
         late.on_disconnect(heartbeat.worker)
     late.handle_heartbeat(Heartbeat("a", "node", "host", 1, generation=1, step=1))
     late.on_disconnect("a")
-    assert seen == {(state, then) for state, to in MEMBER_TRANSITIONS.items() for then in to}
+    assert observed_transitions == {(state, then) for state, to in MEMBER_TRANSITIONS.items() for then in to}
 
 
-def test_the_states_of_a_generation() -> None:
+def test_a_generation_passes_through_its_states() -> None:
     now = [0.0]
-    meeting = Rendezvous(5.0, None, lambda: now[0], min_workers=1)
+    rendezvous = Rendezvous(5.0, None, lambda: now[0], min_workers=1)
 
     def beat(name: str, **fields: object) -> None:
-        meeting.handle_heartbeat(Heartbeat(name, "node", "host", 1, **fields))  # type: ignore[arg-type]
+        rendezvous.handle_heartbeat(Heartbeat(name, "node", "host", 1, **fields))  # type: ignore[arg-type]
 
     def call(coroutine: object) -> None:
         with pytest.raises(StopIteration):
             coroutine.send(None)  # type: ignore[attr-defined]
 
-    states = [meeting.generation_state]
-    call(meeting.set_expected(2, "1 of at least 2 workers"))
-    states.append(meeting.generation_state)
-    call(meeting.set_expected(2))
+    states = [rendezvous.generation_state]
+    call(rendezvous.set_expected(2, "1 of at least 2 workers"))
+    states.append(rendezvous.generation_state)
+    call(rendezvous.set_expected(2))
     for name in "ab":
         beat(name, wait_number=1)
-        states.append(meeting.generation_state)
+        states.append(rendezvous.generation_state)
     for name, rank in (("a", 0), ("b", 1)):
         beat(name, generation=1, rank=rank, step=0, phase="forming")
-    states.append(meeting.generation_state)
+    states.append(rendezvous.generation_state)
     for name, rank in (("a", 0), ("b", 1)):
         beat(name, generation=1, rank=rank, step=1, phase="compute")
-    states.append(meeting.generation_state)
-    meeting.on_disconnect("b")
-    states.append(meeting.generation_state)
-    call(meeting.leave(Heartbeat("a", "node", "host", 1, generation=1, step=1), over=True))
-    call(meeting.raise_flags(Flags.STOP))
+    states.append(rendezvous.generation_state)
+    rendezvous.on_disconnect("b")
+    states.append(rendezvous.generation_state)
+    call(rendezvous.leave(Heartbeat("a", "node", "host", 1, generation=1, step=1), over=True))
+    call(rendezvous.raise_flags(Flags.STOP))
     assert [state.value for state in states] == [
         *("gathering", "paused", "gathering", "stepping", "forming", "stepping", "broken")
     ]

@@ -1,4 +1,4 @@
-"""How generations form, driven without Ray."""
+"""How the rendezvous forms generations, without Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SILENCE_S = 5.0
 
 
 class Clock:
-    """Time that a test moves."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -43,7 +43,7 @@ def in_generation(beat: Heartbeat, formed: GenerationInfo, step: int) -> Heartbe
 
 
 class Group:
-    """Workers that join and beat."""
+    """Workers that join the rendezvous and send heartbeats."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
@@ -60,23 +60,23 @@ class Group:
             self.waiting = [*(other for other in self.waiting if other != name), name]
 
     def formed(self, step: int = 0) -> dict[str, tuple[int, int, int]]:
-        """(generation, rank, size) of those who are through."""
-        found = {}
+        """Returns generation, rank and size for each worker that a generation has formed with."""
+        placements = {}
         for name in list(self.waiting):
             result = self.rendezvous.reply_for(name).formed
             if result is not None:
                 self.beats[name] = in_generation(self.beats[name], result, step)
-                found[name] = (result.number, result.rank, result.size)
+                placements[name] = (result.number, result.rank, result.size)
                 self.waiting.remove(name)
-        return found
+        return placements
 
     async def beat(self, name: str) -> module.Orders:
         return self.rendezvous.handle_heartbeat(self.beats[name])
 
 
-def play(story: Callable[[Group], Coroutine[Any, Any, None]], step_timeout_s: float | None = None) -> None:
+def run_scenario(scenario: Callable[[Group], Coroutine[Any, Any, None]], step_timeout_s: float | None = None) -> None:
     async def run() -> None:
-        await story(Group(Rendezvous(SILENCE_S, step_timeout_s, CLOCK.monotonic)))
+        await scenario(Group(Rendezvous(SILENCE_S, step_timeout_s, CLOCK.monotonic)))
 
     asyncio.run(run())
 
@@ -90,8 +90,8 @@ async def start(group: Group, names: str, clock: Clock, step: int = 0) -> None:
         await group.beat(name)
 
 
-def test_the_first_generation_waits_for_everybody(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_the_first_generation_waits_for_all_expected_workers(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await group.rendezvous.set_expected(3)
         await group.join("ab")
         clock.now += 100
@@ -99,11 +99,11 @@ def test_the_first_generation_waits_for_everybody(clock: Clock) -> None:
         await group.join("c")
         assert group.formed() == {"a": (1, 0, 3), "b": (1, 1, 3), "c": (1, 2, 3)}
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_fewer_than_the_least_number_wait_unless_the_run_stops(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_fewer_workers_than_the_minimum_wait_unless_the_run_stops(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, min_workers=2)
         await start(group, "ab", clock)
         await group.rendezvous.evict({"b"})
@@ -118,22 +118,21 @@ def test_fewer_than_the_least_number_wait_unless_the_run_stops(clock: Clock) -> 
         await group.rendezvous.evict({"c"})
         await group.rendezvous.raise_flags(Flags.STOP)
         await group.join("a", lost=True)
-        assert group.formed() == {"a": (3, 0, 1)}, "who is left saves"
+        assert group.formed() == {"a": (3, 0, 1)}, "the last worker forms a generation to save the state"
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_it_says_that_too_few_are_there_and_forms_what_is_left_once_one_has_ended(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_the_status_reports_too_few_workers_and_the_rest_forms_at_the_end_of_the_run(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, min_workers=2)
         assert (await group.rendezvous.status()).waiting is None
         await start(group, "ab", clock)
         assert (await group.rendezvous.status()).waiting is None
         await group.rendezvous.evict({"b"})
         assert (await group.rendezvous.status()).waiting == "1 of at least 2 workers; waiting for others"
-        group.rendezvous = Rendezvous(
-            SILENCE_S, None, CLOCK.monotonic, min_workers=2
-        )  # started anew, after b has ended as it should
+        # The rendezvous restarts after b has finished normally.
+        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, min_workers=2)
         await group.join("a", lost=True)
         clock.now += 10 * SILENCE_S
         await group.rendezvous.set_expected(2)
@@ -141,11 +140,11 @@ def test_it_says_that_too_few_are_there_and_forms_what_is_left_once_one_has_ende
         await group.rendezvous.set_expected(2, over=True)
         assert [size for _, _, size in group.formed().values()] == [1]
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_it_tells_who_steps_now_by_rank(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_the_stepping_workers_are_listed_by_rank(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "abc", clock)
         assert [beat.worker for beat in await group.rendezvous.workers()] == ["a", "b", "c"]
         await group.rendezvous.evict({"a"})
@@ -154,11 +153,11 @@ def test_it_tells_who_steps_now_by_rank(clock: Clock) -> None:
         group.formed()
         assert [(beat.worker, beat.rank) for beat in await group.rendezvous.workers()] == [("b", 0), ("c", 1)]
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_survivors_form_the_next_at_once_and_keep_their_order(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_survivors_form_the_next_generation_at_once_and_keep_their_order(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "abc", clock)
         await group.rendezvous.evict({"a"})
         assert (await group.beat("b")).abort
@@ -169,11 +168,11 @@ def test_survivors_form_the_next_at_once_and_keep_their_order(clock: Clock) -> N
         assert group.formed() == {"b": (2, 0, 2), "c": (2, 1, 2)}
         assert not (await group.beat("b")).abort
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_a_newcomer_joins_at_a_step_boundary_with_the_flag(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_a_pending_worker_joins_at_the_step_boundary_that_the_reform_flag_sets(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock, step=7)
         await group.rendezvous.set_expected(3)
         assert (await group.beat("a")).flags == Flags(0)
@@ -184,26 +183,26 @@ def test_a_newcomer_joins_at_a_step_boundary_with_the_flag(clock: Clock) -> None
         assert group.formed() == {"a": (2, 0, 3), "b": (2, 1, 3), "c": (2, 2, 3)}
         assert (await group.beat("a")).flags == Flags(0)
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_a_newcomer_does_not_wait_for_those_who_have_finished_the_run(clock: Clock) -> None:
-    """It finds nothing left to do, and the run can end."""
+def test_a_pending_worker_does_not_wait_for_workers_that_have_finished_the_run(clock: Clock) -> None:
+    """The pending worker finds no step left, and the run can end."""
 
-    async def story(group: Group) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock, step=7)
         await group.rendezvous.set_expected(3)
         await group.join("c")
         await group.rendezvous.leave(group.beats["a"], over=True)
-        assert group.formed() == {}, "another one has not finished yet"
+        assert group.formed() == {}, "b has not finished yet"
         await group.rendezvous.leave(group.beats["b"], over=True)
         assert group.formed() == {"c": (2, 0, 1)}
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_newcomers_are_waited_for_together_but_not_long(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_pending_workers_join_together_after_a_short_wait(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "a", clock)
         await group.rendezvous.set_expected(3)
         await group.join("b")
@@ -211,11 +210,11 @@ def test_newcomers_are_waited_for_together_but_not_long(clock: Clock) -> None:
         clock.now += 3
         assert (await group.beat("a")).flags == Flags.REFORM
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_who_is_on_a_draining_node_leaves_and_the_others_go_on(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_a_worker_on_a_draining_node_leaves_and_the_others_continue(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock)
         await group.rendezvous.drain({"node-a"})
         first, second = await group.beat("a"), await group.beat("b")
@@ -227,15 +226,17 @@ def test_who_is_on_a_draining_node_leaves_and_the_others_go_on(clock: Clock) -> 
         await group.join("b")
         assert group.formed() == {"b": (2, 0, 1)}
         await group.rendezvous.drain({"node-a", "node-b"})
-        assert (await group.beat("b")).flags == Flags.REFORM | Flags.SAVE, "the state has to be saved, nobody stays"
+        assert (await group.beat("b")).flags == Flags.REFORM | Flags.SAVE, (
+            "no worker stays, so the state has to be saved"
+        )
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_a_newcomer_without_a_state_is_nobody_who_keeps_it(clock: Clock) -> None:
-    """The only workers with one have to leave: they save it, and the newcomer begins when they have."""
+def test_a_pending_worker_without_a_state_does_not_preserve_the_state(clock: Clock) -> None:
+    """The only workers with the state have to leave: they save it, and then the pending worker starts."""
 
-    async def story(group: Group) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock, step=7)
         await group.rendezvous.set_expected(3)
         await group.join("c")
@@ -243,17 +244,17 @@ def test_a_newcomer_without_a_state_is_nobody_who_keeps_it(clock: Clock) -> None
         assert (await group.beat("a")).flags == Flags.REFORM | Flags.SAVE
         await group.rendezvous.leave(group.beats["b"])
         await group.rendezvous.set_expected(1)
-        assert group.formed() == {}, "a has not saved it yet"
+        assert group.formed() == {}, "a has not saved the state yet"
         await group.rendezvous.leave(group.beats["a"])
         assert group.formed() == {"c": (2, 0, 1)}
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_who_leaves_brings_a_step_that_nobody_else_has_finished_first(clock: Clock) -> None:
-    """It finished the step in which another died, the others did not; found by the search (seed 18503)."""
+def test_a_leaving_worker_with_the_newest_step_joins_one_more_generation(clock: Clock) -> None:
+    """It alone finished the step in which another worker died; the search found this case (seed 18503)."""
 
-    async def story(group: Group) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "abcd", clock, step=6)
         await group.rendezvous.drain({"node-b"})
         assert (await group.beat("b")).leave
@@ -264,13 +265,13 @@ def test_who_leaves_brings_a_step_that_nobody_else_has_finished_first(clock: Clo
         await group.join("b", lost=True)
         assert group.formed(step=7) == {"a": (2, 0, 3), "b": (2, 1, 3), "c": (2, 2, 3)}
         orders = await group.beat("b")
-        assert (orders.leave, orders.flags) == (True, Flags.REFORM), "it leaves after the next step"
+        assert (orders.leave, orders.flags) == (True, Flags.REFORM), "b leaves after the next step"
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_who_leaves_with_what_the_others_have_leaves_at_once(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_a_leaving_worker_at_the_step_of_the_others_leaves_at_once(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "abc", clock, step=6)
         await group.rendezvous.drain({"node-b"})
         await group.rendezvous.evict({"c"})
@@ -280,23 +281,23 @@ def test_who_leaves_with_what_the_others_have_leaves_at_once(clock: Clock) -> No
         await group.join("a", lost=True)
         assert group.formed() == {"a": (2, 0, 1)}
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_a_sign_of_life_from_before_its_generation_takes_nobody_out_of_it(clock: Clock) -> None:
-    """It is sent by another thread than the one that hears of the generation."""
+def test_a_heartbeat_from_before_its_generation_does_not_break_the_generation(clock: Clock) -> None:
+    """One thread of the worker sends it while another thread receives the generation."""
 
-    async def story(group: Group) -> None:
+    async def scenario(group: Group) -> None:
         await group.rendezvous.set_expected(1)
         await group.join("a")
         await group.beat("a")
         await group.join("b")
         assert group.formed() == {"a": (1, 0, 1)}
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_a_new_instance_gives_no_number_again() -> None:
+def test_a_restarted_rendezvous_reuses_no_generation_number() -> None:
     rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, first_generation=5000)
     asyncio.run(rendezvous.set_expected(1))
     formed = rendezvous.handle_heartbeat(worker("a", wait_number=1)).formed
@@ -304,8 +305,8 @@ def test_a_new_instance_gives_no_number_again() -> None:
     assert formed.number == 5000
 
 
-def test_below_the_minimum_all_wait_until_told_otherwise(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_below_the_minimum_all_workers_wait_until_a_stop(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock)
         await group.rendezvous.evict({"b"})
         await group.rendezvous.set_expected(1, "1 of at least 2 workers")
@@ -316,11 +317,11 @@ def test_below_the_minimum_all_wait_until_told_otherwise(clock: Clock) -> None:
         await group.rendezvous.set_expected(1, "1 of at least 2 workers")
         assert group.formed() == {"a": (2, 0, 1)}, "a stop needs no minimum"
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_silence_is_a_loss_and_the_silent_one_may_come_back(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_a_worker_without_heartbeats_is_lost_and_may_join_again(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock)
         clock.now += SILENCE_S / 2
         await group.beat("a")
@@ -330,17 +331,17 @@ def test_silence_is_a_loss_and_the_silent_one_may_come_back(clock: Clock) -> Non
         assert list((await group.rendezvous.status()).lost_for_s) == ["b"]
         await group.join("a", lost=True)
         assert group.formed() == {"a": (2, 0, 1)}
-        assert (await group.beat("b")).abort, "its generation is over"
+        assert (await group.beat("b")).abort, "the generation of b is over"
         await group.join("b", lost=True)
         assert (await group.beat("a")).flags == Flags.REFORM
         await group.join("a")
         assert group.formed() == {"a": (3, 0, 2), "b": (3, 1, 2)}
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_a_new_instance_learns_from_heartbeats_who_is_there(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_a_restarted_rendezvous_learns_the_members_from_heartbeats(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock)
         group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic)
         await group.rendezvous.set_expected(2)
@@ -350,11 +351,11 @@ def test_a_new_instance_learns_from_heartbeats_who_is_there(clock: Clock) -> Non
         await group.join("a", lost=True)
         assert group.formed() == {"a": (2, 0, 2), "b": (2, 1, 2)}
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_a_standstill_ends_who_holds_the_others_up(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_a_stalled_step_ends_the_worker_that_is_outside_the_reduction(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock, step=3)
         for step in (4, 5):
             for name in "ab":
@@ -371,25 +372,25 @@ def test_a_standstill_ends_who_holds_the_others_up(clock: Clock) -> None:
         group.rendezvous.check_liveness(clock.now)
         orders = [await group.beat(name) for name in "bab"]
         assert [(order.dump, order.exit) for order in orders] == [(True, False), (True, False), (False, True)], (
-            "a has not shown its stacks"
+            "b exits only after a has dumped its stacks"
         )
 
-    play(story, step_timeout_s=8.0)
+    run_scenario(scenario, step_timeout_s=8.0)
 
 
-@pytest.mark.parametrize("who", ["a worker", "a coordinator"])
-def test_nobody_is_ended_for_a_slow_storage(clock: Clock, who: str) -> None:
-    """With parameter servers all workers are in an exchange while the coordinator waits for it."""
+@pytest.mark.parametrize("saving_process", ["a worker", "a coordinator"])
+def test_the_step_watchdog_ends_no_worker_during_a_slow_save(clock: Clock, saving_process: str) -> None:
+    """With parameter servers all workers are in a reduction while the coordinator waits for the storage."""
 
-    async def story(group: Group) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock, step=3)
         for step in (4, 5):
-            for name, phase in (("a", "saving" if who == "a worker" else "reduction"), ("b", "reduction")):
+            for name, phase in (("a", "saving" if saving_process == "a worker" else "reduction"), ("b", "reduction")):
                 group.beats[name] = replace(group.beats[name], step=step, phase=phase)
                 await group.beat(name)
         for _ in range(20):
             clock.now += 4
-            if who == "a coordinator":
+            if saving_process == "a coordinator":
                 await group.rendezvous.pause_watchdog()
             orders = [await group.beat(name) for name in "ab"]
             group.rendezvous.check_liveness(clock.now)
@@ -400,13 +401,13 @@ def test_nobody_is_ended_for_a_slow_storage(clock: Clock, who: str) -> None:
             for name in "ab":
                 await group.beat(name)
             group.rendezvous.check_liveness(clock.now)
-        assert (await group.beat("a")).exit, "it is a standstill all the same once nobody waits for the storage"
+        assert (await group.beat("a")).exit, "a stall ends the worker once no process waits for the storage"
 
-    play(story, step_timeout_s=8.0)
+    run_scenario(scenario, step_timeout_s=8.0)
 
 
-def test_a_stuck_collective_is_broken_and_if_that_does_not_help_all_are_ended(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_a_stuck_collective_is_aborted_first_and_its_workers_end_at_the_next_stall(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock, step=3)
         for step in (4, 5):
             for name in "ab":
@@ -424,23 +425,22 @@ def test_a_stuck_collective_is_broken_and_if_that_does_not_help_all_are_ended(cl
             orders = await group.beat("a")
             assert (orders.abort, orders.exit) == expected
 
-    play(story, step_timeout_s=8.0)
+    run_scenario(scenario, step_timeout_s=8.0)
 
 
-def test_who_begins_on_its_own_has_time_to(clock: Clock) -> None:
-    """With parameter servers there are no generations to form; waiting for room, or for a new worker's first rows, is
-    no standstill.
-    """
+def test_the_step_watchdog_waits_for_the_first_steps_of_each_worker(clock: Clock) -> None:
+    """With parameter servers no generations form; waiting for capacity or for first rows is not a stall."""
 
     async def beat(group: Group, name: str, **fields: Any) -> bool:
-        """Whether the worker is ended, after a look."""
+        """Sends a heartbeat and returns whether the worker has to exit after a liveness check."""
         group.beats[name] = replace(group.beats.get(name, worker(name)), generation=1, **fields)
         await group.beat(name)
         group.rendezvous.check_liveness(clock.now)
         return (await group.beat(name)).exit
 
-    async def story(group: Group) -> None:
-        clock.now += 600  # there was no room
+    async def scenario(group: Group) -> None:
+        # The cluster had no capacity for this time.
+        clock.now += 600
         assert not await beat(group, "a", phase="data")
         for step in (0, 1, 2):
             clock.now += 4
@@ -452,37 +452,37 @@ def test_who_begins_on_its_own_has_time_to(clock: Clock) -> None:
             assert not await beat(group, "b")
         clock.now += 4.5
         assert not await beat(group, "a")
-        assert await beat(group, "b"), "it hangs"
+        assert await beat(group, "b"), "b is stalled in its first step"
 
-    play(story, step_timeout_s=8.0)
+    run_scenario(scenario, step_timeout_s=8.0)
 
 
-def test_flags_reach_all_workers_without_a_heartbeat(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_a_raised_flag_notifies_the_observers_without_a_heartbeat(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock)
         calls: list[Flags] = []
         group.rendezvous.on_change = lambda: calls.append(group.rendezvous.reply_for("a").flags)
         await group.rendezvous.raise_flags(Flags.STOP)
         assert calls == [Flags.STOP]
         await group.rendezvous.raise_flags(Flags.STOP)
-        assert calls == [Flags.STOP], "nothing has changed"
+        assert calls == [Flags.STOP], "a flag that is set already changes nothing"
 
-    play(story)
+    run_scenario(scenario)
 
 
 def test_the_status_counts_steps_from_zero(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+    async def scenario(group: Group) -> None:
         assert (await group.rendezvous.status()).step == 0
         await start(group, "ab", clock, step=3)
         assert (await group.rendezvous.status()).step == 3
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_a_worker_that_leaves_without_knowing_its_generation_breaks_it(clock: Clock) -> None:
-    """It had to leave while it waited, and a generation formed with it before it said so."""
+def test_a_worker_that_leaves_without_knowing_its_new_generation_breaks_it(clock: Clock) -> None:
+    """It had to leave while it waited, and a generation formed with it before the rendezvous knew."""
 
-    async def story(group: Group) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "ab", clock)
         await group.rendezvous.set_expected(3)
         await group.join("c")
@@ -494,20 +494,20 @@ def test_a_worker_that_leaves_without_knowing_its_generation_breaks_it(clock: Cl
         await group.rendezvous.leave(waiting)
         assert group.rendezvous.reply_for("a").abort
 
-    play(story)
+    run_scenario(scenario)
 
 
 def test_a_worker_that_leaves_at_the_end_of_its_generation_breaks_nothing(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "abc", clock)
         await group.rendezvous.leave(group.beats["c"])
         assert not group.rendezvous.reply_for("a").abort
 
-    play(story)
+    run_scenario(scenario)
 
 
-def test_a_worker_that_comes_back_from_an_old_generation_keeps_no_watchdog_waiting(clock: Clock) -> None:
-    async def story(group: Group) -> None:
+def test_a_heartbeat_of_an_old_generation_does_not_change_the_watchdog_limit(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
         await start(group, "abc", clock)
         stale = group.beats["c"]
         group.rendezvous.on_disconnect("c")
@@ -521,4 +521,4 @@ def test_a_worker_that_comes_back_from_an_old_generation_keeps_no_watchdog_waiti
         group.rendezvous.handle_heartbeat(stale)
         assert (await group.rendezvous.status()).limit_s == limit_s
 
-    play(story)
+    run_scenario(scenario)

@@ -1,6 +1,4 @@
-"""Random schedules of everything that happens to workers, around the real rendezvous: see
-`tests/support/rendezvous_world.py`.
-"""
+"""Random schedules of all events of workers around the real rendezvous: see `tests/support/rendezvous_world.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tests.support.rendezvous_world import KINDS, PARTED, BrokenPromiseError, Wo
 
 
 def search(first: int, schedules: int, limit_s: float, kinds: tuple[str, ...] = KINDS) -> int:
-    """Plays schedules until they or the time are up; returns how many."""
+    """Runs schedules until all are done or the time is up; returns how many ran."""
     until_s = time.monotonic() + limit_s
     for seed in range(first, first + schedules):
         shape = random.Random(seed)
@@ -26,28 +24,27 @@ def search(first: int, schedules: int, limit_s: float, kinds: tuple[str, ...] = 
 
 
 @pytest.mark.parametrize("kinds", [KINDS, PARTED], ids=["", "parted"])
-def test_no_schedule_breaks_a_promise(kinds: tuple[str, ...]) -> None:
-    """1.2 s of one core each."""
+def test_no_random_schedule_violates_an_invariant(kinds: tuple[str, ...]) -> None:
+    """Each case takes 1.2 s of one core."""
     assert search(0, 2000, 120, kinds) == 2000
 
 
-def test_who_leaves_takes_no_step_along() -> None:
-    """Found at seed 18503: the only one that has finished a step is on a node that goes away when another dies."""
+def test_a_leaving_worker_does_not_take_the_only_copy_of_a_step() -> None:
+    """Seed 18503: the only worker that has finished a step is on a draining node when another worker dies."""
     World(18503, 5, 12, 2).run()
 
 
-def test_who_cannot_hear_that_its_generation_is_over_may_begin_it_behind() -> None:
-    """Found at seed 29057: w1, alone and cut off, begins generation 1 at step 0 when w2 has made 2 steps in generation
-    2001.
+def test_a_partitioned_worker_may_start_an_outdated_generation_behind_the_newest() -> None:
+    """Seed 29057: w1, alone and cut off, starts generation 1 at step 0 after w2 has done 2 steps in generation 2001.
 
-    That is right: without the rendezvous it cannot know, and it harms nobody. Its steps have the bits that others gave
-    theirs, what it writes replaces nothing, and when it is heard again it is told to give the generation up. A
-    generation that is the newest has no such excuse, whoever of it is cut off.
+    That is correct: without the rendezvous w1 cannot know, and it does no harm. Its steps are bit-identical to those of
+    the others, its writes replace nothing, and the rendezvous aborts the generation when w1 is reachable again. The
+    newest generation may never start behind, even if some of its workers are cut off.
     """
     world = World(29057, 1, 6, 6)
     world.run()
-    begun = [line.split("  ")[-1] for line in world.story if "begins at step" in line]
-    assert begun[:2] == ["generation 2001 of w2, w3 begins at step 0", "generation 1 of w1 begins at step 0"]
+    starts = [line.split("  ")[-1] for line in world.story if "begins at step" in line]
+    assert starts[:2] == ["generation 2001 of w2, w3 begins at step 0", "generation 1 of w1 begins at step 0"]
 
 
 def test_workers_that_cannot_reach_each_other_abandon_the_generation_and_re_form() -> None:
@@ -61,33 +58,35 @@ def test_workers_that_cannot_reach_each_other_abandon_the_generation_and_re_form
 
 @pytest.mark.search
 @pytest.mark.parametrize("part", range(10))
-def test_no_schedule_of_many_breaks_a_promise(part: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """20,000 each, 200,000 in all: 12 s of one core each."""
-    played = search(10_000 + 20_000 * part, 20_000, 600, (KINDS, PARTED)[part % 2])
+def test_no_schedule_of_the_long_search_violates_an_invariant(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of the ten parts runs 20,000 schedules and takes 12 s of one core."""
+    schedules = search(10_000 + 20_000 * part, 20_000, 600, (KINDS, PARTED)[part % 2])
     with capsys.disabled():
-        print(f" {played} schedules of the rendezvous")
-    assert played == 20_000, "ten minutes were not enough"
+        print(f" {schedules} schedules of the rendezvous")
+    assert schedules == 20_000, "the part did not finish within ten minutes"
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("workers", [100, 1000])
-def test_many_workers(workers: int) -> None:
+def test_schedules_of_many_workers_violate_no_invariant(workers: int) -> None:
     for seed in range(5):
         World(seed, workers, 4, 4).run()
 
 
-def test_a_newcomer_that_counted_as_one_who_keeps_the_state_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault that this search was made for, put back."""
+def test_the_search_detects_a_pending_worker_that_counts_as_a_holder_of_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """This puts back the bug that the search was written for."""
     monkeypatch.setattr(members, "_has_state", lambda beat: True)
     with pytest.raises(BrokenPromiseError, match=r"(?s)drain.*nobody else has it|begins with step"):
         search(0, 2000, 120)
 
 
-def test_a_thousand_workers_form_their_next_generation_at_once() -> None:
-    """Each that came was compared with all, for minutes in which nobody's sign of life was answered."""
+def test_a_thousand_workers_form_their_next_generation_in_linear_time() -> None:
+    """A comparison of each joining worker with all others once left heartbeats unanswered for minutes."""
     meeting, workers = rendezvous.Rendezvous(60.0, 60.0), range(1000)
     meeting._expected = len(workers)
-    began_s = time.process_time()
+    start_s = time.process_time()
     for generation in (0, 1):
         beats = [
             Heartbeat(
@@ -105,7 +104,7 @@ def test_a_thousand_workers_form_their_next_generation_at_once() -> None:
         ]
         for beat in beats:
             meeting.handle_heartbeat(beat)
-        formed = [meeting.reply_for(beat.worker).formed for beat in beats]
-        assert {each.number for each in formed if each} == {generation + 1}
-        assert None not in formed
-    assert time.process_time() - began_s < 5
+        generations = [meeting.reply_for(beat.worker).formed for beat in beats]
+        assert {info.number for info in generations if info} == {generation + 1}
+        assert None not in generations
+    assert time.process_time() - start_s < 5
