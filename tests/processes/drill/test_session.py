@@ -173,12 +173,12 @@ def test_a_drill_without_a_cluster_ends_and_says_how_far_it_came(
 @pytest.mark.rest
 @pytest.mark.usefixtures("no_ray")
 def test_a_cluster_that_scales_from_zero_is_waited_for(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list))
-    monkeypatch.setattr(session, "max_resources", lambda: {"CPU": 8.0})
+    capacity = ClusterCapacity({"CPU": 0.0}, max_resources={"CPU": 8.0})
+    monkeypatch.setattr(session, "cluster_capacity", lambda: capacity)
     assert (
         session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)._workers
         == 2
     )
-    monkeypatch.setattr(session, "max_resources", lambda: {"CPU": 2.0})
+    capacity = ClusterCapacity({"CPU": 0.0}, max_resources={"CPU": 2.0})
     with pytest.raises(ConfigError, match="the cluster grows to at most 2 CPU"):
         session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)
