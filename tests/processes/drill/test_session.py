@@ -175,12 +175,12 @@ def test_a_drill_that_lost_its_cluster_leaves_a_partial_certificate(
 def test_a_drill_plans_with_the_maximal_size_of_an_autoscaled_cluster(
     short_drill: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list))
-    monkeypatch.setattr(session, "max_resources", lambda: {"CPU": 8.0})
+    capacity = ClusterCapacity({"CPU": 0.0}, max_resources={"CPU": 8.0})
+    monkeypatch.setattr(session, "cluster_capacity", lambda: capacity)
     assert (
         session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)._workers
         == 2
     )
-    monkeypatch.setattr(session, "max_resources", lambda: {"CPU": 2.0})
+    capacity = ClusterCapacity({"CPU": 0.0}, max_resources={"CPU": 2.0})
     with pytest.raises(ConfigError, match="the cluster grows to at most 2 CPU"):
         session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)
