@@ -86,7 +86,7 @@ def test_ingesting_with_other_csv_options_into_one_folder_is_refused(tmp_path: P
     ],
 )
 def test_invalid_csv_options_are_refused(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
-    assert expected in refusal(tmp_path, **{"source": "csv", "given": write_file(tmp_path, "a\n1\n"), **options})
+    assert expected in refusal(tmp_path, **{"source": "csv", "input_path": write_file(tmp_path, "a\n1\n"), **options})
 
 
 @pytest.mark.parametrize("first", ["0.5,0.25,no", "39,State,13", "1,2,0", "-1;+2;x", "0,0,0", ".5\tx\ty", "1e3|u|v"])
