@@ -93,7 +93,7 @@ def group_of_one(bench: Bench) -> Outcome:
 
 
 def open_group_twice(rank: int, store: Path, port: int, device: str, variables: dict[str, str]) -> str | None:
-    """Opens a group of one process twice, aborting the first; returns the error of a reduction after the abort.
+    """Opens and aborts a group of one process, and opens another; returns the error of a reduction after the abort.
 
     Raises:
         RuntimeError: The reduction gave a wrong value.

@@ -37,7 +37,7 @@ def readers_folder(page: str, folder: Path) -> None:
     EXECUTED[page](folder)
     for block in blocks(ROOT / page):
         if block.mark == "file":
-            (folder / block.told).write_text(with_one_epoch(block.text))
+            (folder / block.argument).write_text(with_one_epoch(block.text))
 
 
 def script(page: str) -> str:

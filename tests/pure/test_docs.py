@@ -99,9 +99,9 @@ def has_test(test: str) -> bool:
 def problem_of(block: Block) -> str | None:
     """Returns what is wrong with how a block is tested, and the remedy; None if nothing is."""
     if block.mark == "not run":
-        return None if block.told.strip() else "say after `not run:` why no test can execute it"
+        return None if block.argument.strip() else "say after `not run:` why no test can execute it"
     if block.mark == "run by":
-        absent = [test for test in block.told.split(", ") if not has_test(test)]
+        absent = [test for test in block.argument.split(", ") if not has_test(test)]
         return (
             f"there is no test {', '.join(absent)}; name what does the same as tests/FOLDER/FILE.py::FUNCTION"
             if absent

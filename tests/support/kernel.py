@@ -34,7 +34,7 @@ class Kernel:
         self._client = self._manager.client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=_READY_S)
-        self._cell, self.said = "", ""
+        self._cell, self.output = "", ""
 
     def __enter__(self) -> Kernel:
         return self
@@ -48,7 +48,7 @@ class Kernel:
 
     def start(self, code: str) -> None:
         """Starts a cell."""
-        self.said, self._cell = "", self._client.execute(code)
+        self.output, self._cell = "", self._client.execute(code)
 
     def run(self, code: str, limit_s: float) -> str:
         """Executes a cell; returns its output as text."""
@@ -58,11 +58,11 @@ class Kernel:
     def end(self, limit_s: float) -> str:
         """Waits for the end of the cell; returns its output as text."""
         self._listen(limit_s, lambda: False)
-        return self.said
+        return self.output
 
     def wait_until(self, is_there: Callable[[], Any], limit_s: float) -> None:
         """Waits until a condition holds while the cell is executed."""
-        assert self._listen(limit_s, is_there), f"the cell ended before the condition held: {self.said}"
+        assert self._listen(limit_s, is_there), f"the cell ended before the condition held: {self.output}"
 
     def interrupt(self) -> None:
         """Interrupts the cell, as the stop button does."""
@@ -90,5 +90,5 @@ class Kernel:
             if message["msg_type"] == "status" and content["execution_state"] == "idle":
                 return False
             assert message["msg_type"] != "error", "\n".join(content["traceback"])
-            self.said += content.get("text", "") + content.get("data", {}).get("text/plain", "")
-        raise TimeoutError(f"not within {limit_s:g} s; the cell said: {self.said}")
+            self.output += content.get("text", "") + content.get("data", {}).get("text/plain", "")
+        raise TimeoutError(f"not within {limit_s:g} s; the cell said: {self.output}")

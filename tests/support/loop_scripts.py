@@ -45,7 +45,7 @@ def compute_outputs(model: nn.Module, rows: dict[str, Tensor], does: str) -> dic
     return outputs
 
 
-def train(loop: Loop, does: str = "", told: str | None = None) -> None:
+def train(loop: Loop, does: str = "", log_file: str | None = None) -> None:
     model = loop.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = StepLR(optimizer, 3, 0.5)
@@ -70,6 +70,6 @@ def train(loop: Loop, does: str = "", told: str | None = None) -> None:
             optimizer.step()
         if does == "moves the schedule":
             schedule.step()
-    if told is not None:
-        with Path(told).open("a") as file:
+    if log_file is not None:
+        with Path(log_file).open("a") as file:
             file.write("after the loop\n")

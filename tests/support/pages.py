@@ -37,7 +37,7 @@ class Block:
     language: str
     text: str
     mark: str
-    told: str
+    argument: str
 
     def is_code(self) -> bool:
         """Returns whether a reader types it: commands or Python."""
@@ -105,8 +105,8 @@ def _every_source(folder: Path) -> None:
 
 def write_text_maker(folder: Path) -> None:
     """Writes `make_texts.py`, the script of docs/text.md, which language-model.md uses, too."""
-    [script] = [block for block in blocks(ROOT / "docs" / "text.md") if block.told == "make_texts.py"]
-    (folder / script.told).write_text(script.text)
+    [script] = [block for block in blocks(ROOT / "docs" / "text.md") if block.argument == "make_texts.py"]
+    (folder / script.argument).write_text(script.text)
 
 
 def _nothing(folder: Path) -> None:

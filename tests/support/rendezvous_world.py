@@ -122,7 +122,7 @@ class World:
         # The newest generation that has finished a step, and the newest that was reported to a worker.
         self.stepped = self.formed = 0
         self.saved = 0
-        self.made = -1
+        self.finished_steps = -1
         self.names = 0
         for _ in range(workers):
             self._add()
@@ -240,7 +240,7 @@ class World:
         w.wait_number = 0
         self.formed = max(self.formed, formed.number)
         group = self.groups.setdefault(formed.number, Generation(formed.number, formed.size, self.now + FORM_S))
-        if formed.size < self.min_workers and self.made < self.steps:
+        if formed.size < self.min_workers and self.finished_steps < self.steps:
             self._fail(f"generation {formed.number} has {formed.size} workers, fewer than {self.min_workers}")
         if formed.rank in group.members or formed.size != group.size:
             self._fail(f"generation {formed.number} was formed twice: rank {formed.rank} is {w.name}, too")
@@ -308,7 +308,7 @@ class World:
             return None
         for m in members:
             m.step += 1
-        self.made = max(self.made, members[0].step)
+        self.finished_steps = max(self.finished_steps, members[0].step)
         over = members[0].step >= self.steps
         if over or flags & Flags.SAVE:
             self.saved = max(self.saved, members[0].step)
@@ -375,7 +375,7 @@ class World:
             _now(self.actor.evict({w.name}))
             if w in late:
                 self._die(w)
-        if len(self.controlled) < self.min_workers and self.made < self.steps:
+        if len(self.controlled) < self.min_workers and self.finished_steps < self.steps:
             for _ in range(self.random.randint(1, 2) if not self.controlled else 1):
                 self._add()
         _now(self.actor.drain(self.draining))
@@ -388,10 +388,10 @@ class World:
             BrokenPromiseError: An invariant was violated.
         """
         todo, ticks = list(self.schedule), 0
-        while not (self.made >= self.steps and not self.live):
+        while not (self.finished_steps >= self.steps and not self.live):
             ticks += 1
             self.now += TICK_S
-            while todo and todo[0][0] <= ticks and self.made < self.steps:
+            while todo and todo[0][0] <= ticks and self.finished_steps < self.steps:
                 self._inject(todo.pop(0)[1])
             if self.actor is None and self.now >= self.back_s:
                 self.actor = self._new_actor()
@@ -411,7 +411,7 @@ class World:
                 self._control()
             if ticks > 40 * self.steps + 400:
                 self._fail("the run does not end")
-            if self.made >= self.steps:
+            if self.finished_steps >= self.steps:
                 self.live = [w for w in self.live if w.state != "starting" or w.group or w.step >= 0]
                 if all(w.step < self.steps for w in self.live):
                     return

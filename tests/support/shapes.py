@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 
-BLOCKS = {block.told: block.text for block in blocks(ROOT / "docs" / "detection.md") if block.mark == "file"}
+BLOCKS = {block.argument: block.text for block in blocks(ROOT / "docs" / "detection.md") if block.mark == "file"}
 
 
 def write_shapes(folder: Path, rows: int = 64) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def interrupt_training(kernel: Kernel, evidence: Evidence) -> None:
     kernel.start(_TRAIN)
     kernel.wait_until(lambda: evidence.has("reached"), _CELL_S)
     kernel.interrupt()
-    kernel.wait_until(lambda: "Stopping after this step" in kernel.said, _CELL_S)
+    kernel.wait_until(lambda: "Stopping after this step" in kernel.output, _CELL_S)
     evidence.put("open")
     kernel.end(_CELL_S)
 

@@ -1,4 +1,4 @@
-"""Which error is raised when the training thread and the thread that watches it both fail."""
+"""Tests of which error is raised if the training thread and the thread that watches it both fail."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class MeanSign(Optimizer):
 
 
 class OddModel(nn.Module):
-    """A model with tied weights, a padded embedding, a nested unit, a unit that is called twice, an unused parameter,
+    """A model with tied weights, a padded embedding, a nested unit, a unit that runs two times, an unused parameter,
     and a parameter that only some rows use.
     """
 

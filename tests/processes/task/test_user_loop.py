@@ -39,7 +39,7 @@ def arguments(evaluate: str = "measured", **settings: Any) -> dict[str, Any]:
 
 
 def job_of(folder: Path, data: Path, does: str = "", log_file: Path | None = None, **fields: Any) -> Job:
-    task = LoopTask(**arguments(does=does, told=str(log_file) if log_file else None))
+    task = LoopTask(**arguments(does=does, log_file=str(log_file) if log_file else None))
     fields = {"optimizer": {"class_path": TASK_OPTIMIZER}, "train__epochs": 2, **fields}
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
 
@@ -47,7 +47,7 @@ def job_of(folder: Path, data: Path, does: str = "", log_file: Path | None = Non
 def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    log_file = tmp_path / "told"
+    log_file = tmp_path / "log"
     job = job_of(tmp_path / "one", data, log_file=log_file, checkpoint__every_epochs=None, checkpoint__every_steps=3)
     one = pool.train_new_run(job, 1)
     assert log_file.read_text() == "after the loop\n"
@@ -188,7 +188,7 @@ def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(
 def test_a_run_of_the_page_resumes_in_mid_epoch(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in blocks(ROOT / "docs" / f"{page}.md"):
         if block.mark == "file":
-            (tmp_path / block.told).write_text(block.text)
+            (tmp_path / block.argument).write_text(block.text)
     shutil.copytree(ROOT / "datasets", tmp_path / "datasets")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

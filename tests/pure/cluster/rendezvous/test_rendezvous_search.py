@@ -53,7 +53,7 @@ def test_workers_that_cannot_reach_each_other_abandon_the_generation_and_re_form
     world.run()
     lost = [line for line in world.story if "lost a peer" in line]
     assert len(lost) == 2, "\n".join(world.story)
-    assert world.made == 6
+    assert world.finished_steps == 6
 
 
 @pytest.mark.search
