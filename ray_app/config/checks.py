@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ray_app.config.config import SECTIONS, Config, flatten
 from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec
 from ray_app.config.sections import TrainSection
+from ray_app.config.strategies import STRATEGIES, list_strategies
 from ray_app.errors import ConfigError
 
 _NUMERIC_ARGUMENTS = ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha")
@@ -22,14 +24,12 @@ _NON_NEGATIVE_ARGUMENTS = ("lr", "weight_decay", "momentum", "eps")
 def check_optimizers(config: Config) -> list[str]:
     """Returns the problems of the optimizers and schedules, alone and together with other fields."""
     problems: list[str] = []
-    if config.optimizer.class_path == TASK_OPTIMIZER and config.train.strategy not in (
-        "ddp",
-        "single",
-        "central_storage",
-    ):
+    traits = config.train.strategy_traits
+    if config.optimizer.class_path == TASK_OPTIMIZER and not traits.can_use_task_optimizer:
+        allowed = list_strategies(lambda t: t.can_use_task_optimizer)
         problems.append(
             f"The task makes the optimizer (configure_optimizers, or Task.configure_optimizers), and train.strategy"
-            f" {config.train.strategy} makes several. Name it in optimizer, or use ddp, single or central_storage."
+            f" {config.train.strategy} makes several. Name it in optimizer, or use {allowed}."
         )
     problems += _check_spec("optimizer", config.optimizer)
     for name, spec in (config.optimizers or {}).items():
@@ -46,10 +46,10 @@ def check_optimizers(config: Config) -> list[str]:
         problems.append("optimizer and optimizers are both given; leave one of them out.")
     if config.schedule is not None:
         problems.append("schedule is given with optimizers, of which each has its own: optimizers.NAME.schedule.")
-    if config.train.strategy not in ("ddp", "single"):
+    if not traits.can_alternate_optimizers:
         problems.append(
             f"optimizers are given with train.strategy {config.train.strategy}, whose state belongs to one optimizer"
-            " that moves all parameters in each step. Use ddp or single."
+            f" that moves all parameters in each step. Use {list_strategies(lambda t: t.can_alternate_optimizers)}."
         )
     for name, spec in config.optimizers.items():
         if spec.steps < 1:
@@ -198,27 +198,19 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 def check_config(config: Config) -> None:
     """Refuses impossible values and combinations by a `ConfigError` with all problems, one per line."""
     # The other checks need a value in every field.
-    problems = check_empty_fields(config)
-    if problems or (
-        problems := [
-            *check_ranges(config),
-            *_check_scaling(config),
-            *_check_strategy(config),
-            *check_optimizers(config),
-            *_check_data(config),
-            *_check_run(config),
-        ]
-    ):
+    if not (problems := check_empty_fields(config)):
+        problems = check_ranges(config)
+        # An unknown strategy has no traits, which these checks need.
+        if config.train.strategy in STRATEGIES:
+            problems += [*_check_scaling(config), *_check_strategy(config), *check_optimizers(config)]
+        problems += [*_check_data(config), *_check_run(config)]
+    if problems:
         raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
-
-
-LOAD_BALANCED_STRATEGIES = ("ddp", "central_storage")
-"""Strategies with which any worker can run any logical worker at any step."""
 
 
 def _check_scaling(config: Config) -> list[str]:
     """Returns the problems of the number and the resources of workers, and of what depends on them."""
-    scaling = config.scaling
+    scaling, traits = config.scaling, config.train.strategy_traits
     batch = config.data.global_batch_size
     logical = config.logical_workers
     problems = []
@@ -227,7 +219,7 @@ def _check_scaling(config: Config) -> list[str]:
             f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower"
             " the one or raise the other."
         )
-    if not scaling.cpus_per_worker and not scaling.gpus_per_worker and config.train.strategy != "single":
+    if not scaling.cpus_per_worker and not scaling.gpus_per_worker and traits.has_workers:
         problems.append(
             "scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one"
             " above 0."
@@ -237,16 +229,16 @@ def _check_scaling(config: Config) -> list[str]:
             f"scaling.gpus_per_worker is {scaling.gpus_per_worker:g}, but a worker computes on one GPU and would leave"
             " the others idle. Set it to 1, and scaling.max_workers to the number of GPUs."
         )
-    if config.train.strategy == "single" or config.failure.recovery == "restart":
+    if not traits.has_workers or config.failure.recovery == "restart":
         problems += [
             f"scaling.{name} is {getattr(scaling, name)} with train.strategy {config.train.strategy} and"
             f" failure.recovery {config.failure.recovery}, with which no worker joins others that go on. Leave it out."
             for name in ("standby_workers", "evict_straggler_after_s")
             if getattr(scaling, name)
         ]
-    can_move = config.train.strategy in LOAD_BALANCED_STRATEGIES and config.train.reduction == "exact"
+    can_move = traits.can_move_shares and config.train.reduction == "exact"
     setup = f"with train.strategy {config.train.strategy} and train.reduction {config.train.reduction}"
-    needed = f"with {' or '.join(LOAD_BALANCED_STRATEGIES)} and exact only"
+    needed = f"with {list_strategies(lambda t: t.can_move_shares)} and exact only"
     if scaling.load_balancing == "speed" and not can_move:
         problems.append(
             f"scaling.load_balancing is speed {setup}; logical workers can move {needed}. Set scaling.load_balancing to"
@@ -260,10 +252,12 @@ def _check_scaling(config: Config) -> list[str]:
         )
     if not 0 <= rate <= 1:
         problems.append(f"failure.sdc_check_rate is {rate}; it must be between 0 and 1.")
-    if config.failure.compare_params_every_steps is not None and config.train.strategy != "ddp":
+    if config.failure.compare_params_every_steps is not None and not traits.can_compare_parameters:
+        allowed = list_strategies(lambda t: t.can_compare_parameters)
         problems.append(
             f"failure.compare_params_every_steps is {config.failure.compare_params_every_steps} with train.strategy"
-            f" {config.train.strategy}; only with ddp has each worker all parameters. Leave it out, or choose ddp."
+            f" {config.train.strategy}; only with {allowed} has each worker all parameters. Leave it out, or choose"
+            f" {allowed}."
         )
     if scaling.worker_limit > logical >= 1:
         problems.append(
@@ -281,57 +275,30 @@ def _check_scaling(config: Config) -> list[str]:
     return problems
 
 
-_REPLICATED_STRATEGIES = ("ddp", "single", "local_sgd", "central_storage")
-"""Strategies with a full copy of the parameters in every worker."""
-_STRATEGIES_OF_FIELD: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local_sgd",)),
-    **dict.fromkeys(("servers", "server_cpus", "server_label_selector", "staleness"), ("parameter_server",)),
-    "cpu_offload": ("fsdp",),
-    "peer_replica": ("fsdp", "central_storage"),
-    "backend": _REPLICATED_STRATEGIES,
-    "bucket_mb": _REPLICATED_STRATEGIES,
-    "gradient_compression": ("ddp", "single", "central_storage"),
-    "profile_steps": ("ddp", "single", "local_sgd", "fsdp", "central_storage"),
-}
-"""The strategies that use a field of `train`, for fields that not all strategies use."""
-
-
 def _check_strategy(config: Config) -> list[str]:
     """Returns the problems of the strategy together with other fields."""
-    train = config.train
+    train, traits = config.train, config.train.strategy_traits
+    values = flatten(config.to_dict())
     problems = [
-        *_check_fsdp(config),
-        *_check_capture(config),
         *(
-            f"train.{name} is set, but only train.strategy: {' or '.join(strategies)} looks at it; leave it out."
-            for name, strategies in _STRATEGIES_OF_FIELD.items()
-            if train.strategy not in strategies and getattr(train, name) != getattr(TrainSection, name)
+            f"{field} is {'set' if value is True else value} with train.strategy {train.strategy}, {reason}"
+            for field, value, reason in traits.refused_values
+            if values[field] == value
         ),
+        *_check_sharded_parameters(config),
+        *_check_capture(config),
+        *_check_train_fields(train),
         *_check_reduction(config),
     ]
-    if train.precision == "fp16" and train.strategy in ("local_sgd", "parameter_server"):
+    if not traits.has_workers and config.scaling.min_workers > 1:
         problems.append(
-            f"train.precision is fp16 with train.strategy {train.strategy}, whose workers would need a loss scale each;"
-            f" use bf16."
-        )
-    if train.strategy == "parameter_server" and config.evaluate.where == "workers":
-        problems.append(
-            "evaluate.where is workers with train.strategy parameter_server, whose workers never meet; set it to actor."
-        )
-    if train.strategy == "parameter_server" and config.data.on_bad_row == "skip":
-        problems.append(
-            "data.on_bad_row is skip with train.strategy parameter_server, whose workers do not know how many rows of"
-            " a step the others skip; set it to fail."
-        )
-    if train.strategy == "single" and config.scaling.min_workers > 1:
-        problems.append(
-            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers:"
+            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy {train.strategy} has no workers:"
             " everything happens in the calling process. Set it to 1."
         )
-    if train.strategy == "single" and config.scaling.label_selector:
+    if not traits.has_workers and config.scaling.label_selector:
         problems.append(
-            f"scaling.label_selector is {config.scaling.label_selector}, but train.strategy single has no workers to"
-            " place: everything happens in the calling process. Leave it out."
+            f"scaling.label_selector is {config.scaling.label_selector}, but train.strategy {train.strategy} has no"
+            " workers to place: everything happens in the calling process. Leave it out."
         )
     steps = train.profile_steps
     if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
@@ -346,14 +313,26 @@ def _check_strategy(config: Config) -> list[str]:
     return problems
 
 
+def _check_train_fields(train: TrainSection) -> list[str]:
+    """Returns a problem for each field of `train` that is set, and that only other strategies use."""
+    unused = frozenset[str]().union(*(t.train_fields for t in STRATEGIES.values())) - train.strategy_traits.train_fields
+
+    def describe(name: str) -> str:
+        users = list_strategies(lambda t: name in t.train_fields)
+        return f"train.{name} is set, but only train.strategy: {users} looks at it; leave it out."
+
+    return [describe(f.name) for f in fields(train) if f.name in unused and getattr(train, f.name) != f.default]
+
+
 def _check_reduction(config: Config) -> list[str]:
     """Returns the problems of the gradient reduction: shared GPUs and compression."""
     train, problems = config.train, []
     is_gpu_shared = 0 < config.scaling.gpus_per_worker < 1 and config.scaling.max_workers != 1
-    if is_gpu_shared and train.strategy == "fsdp":
+    if is_gpu_shared and not train.strategy_traits.can_share_gpus:
         problems.append(
-            f"scaling.gpus_per_worker is {config.scaling.gpus_per_worker:g} with train.strategy fsdp: workers that"
-            " share a GPU communicate through gloo, which fsdp cannot use. Give each worker a GPU."
+            f"scaling.gpus_per_worker is {config.scaling.gpus_per_worker:g} with train.strategy {train.strategy}:"
+            f" workers that share a GPU communicate through gloo, which {train.strategy} cannot use. Give each worker a"
+            " GPU."
         )
     if train.gradient_compression != "none" and train.reduction == "exact":
         problems.append(
@@ -372,8 +351,9 @@ def _check_capture(config: Config) -> list[str]:
     obstacles = [
         (not config.scaling.gpus_per_worker, "scaling.gpus_per_worker is 0: CPUs have no CUDA graphs"),
         (
-            train.strategy not in ("ddp", "single"),
-            f"train.strategy is {train.strategy}: only the steps of ddp and single are captured",
+            not train.strategy_traits.can_capture_steps,
+            f"train.strategy is {train.strategy}: only steps of {list_strategies(lambda t: t.can_capture_steps)} are"
+            " captured",
         ),
         (train.compile, "train.compile is set: what is compiled is not captured"),
         (
@@ -393,10 +373,10 @@ def _check_capture(config: Config) -> list[str]:
     ]
 
 
-def _check_fsdp(config: Config) -> list[str]:
-    """Returns the problems of `train.strategy: fsdp` together with other fields."""
+def _check_sharded_parameters(config: Config) -> list[str]:
+    """Returns the problems of a strategy that shards the parameters, together with other fields."""
     train = config.train
-    if train.strategy != "fsdp":
+    if not train.strategy_traits.shards_parameters:
         return []
     problems = []
     if train.cpu_offload and not config.scaling.gpus_per_worker:
@@ -404,21 +384,11 @@ def _check_fsdp(config: Config) -> list[str]:
             "train.cpu_offload is set, but scaling.gpus_per_worker is 0: the shards are in host memory already; leave"
             " it out."
         )
-    if train.precision == "fp16":
-        problems.append("train.precision is fp16 with train.strategy fsdp, where bf16 needs no scale; use bf16.")
     if train.reduction == "exact" and config.optimizer.class_path in ("torch.optim.Adafactor", "torch.optim.Muon"):
         problems.append(
-            f"optimizer is {config.optimizer.class_path}, which looks at whole parameters, with train.strategy fsdp,"
-            " where no worker has one: the bits would depend on the number of workers. Set train.reduction to"
-            " overlapped, or choose another optimizer."
-        )
-    if train.compile:
-        problems.append(
-            "train.compile is set with train.strategy fsdp, whose parameters come and go during a pass; leave it out."
-        )
-    if config.evaluate.where == "workers":
-        problems.append(
-            "evaluate.where is workers with train.strategy fsdp, where no worker has a whole model; use actor."
+            f"optimizer is {config.optimizer.class_path}, which looks at whole parameters, with train.strategy"
+            f" {train.strategy}, where no worker has one: the bits would depend on the number of workers. Set"
+            " train.reduction to overlapped, or choose another optimizer."
         )
     return problems
 

@@ -30,6 +30,7 @@ from ray_app.config.sections import (
     TrainSection,
     result_field,
 )
+from ray_app.config.strategies import strategy_with_workers
 from ray_app.errors import ConfigError, RunExistsError
 
 _SQLITE = "sqlite:///"
@@ -192,9 +193,10 @@ def result_fields(config: Config, manifest_digest: str) -> dict[str, Any]:
     for owner, prefix in [(config, ""), *((getattr(config, name), f"{name}.") for name in SECTIONS)]:
         for field in dataclasses.fields(owner):
             value = getattr(owner, field.name)
-            # `single` and `ddp` give bit-identical results, so a run of one may be resumed as the other.
-            if prefix + field.name == "train.strategy" and value == "single":
-                value = "ddp"
+            # A strategy and its form in the calling process give bit-identical results, so a run of one may be resumed
+            # as the other.
+            if prefix + field.name == "train.strategy":
+                value = strategy_with_workers(value)
             if field.metadata.get("affects_result") and value != field.default:
                 fields[prefix + field.name] = _drop_unset(value)
     return flatten(fields)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ray_app.config.strategies import STRATEGIES, StrategyName, StrategyTraits
+
 
 def result_field(default: Any) -> Any:
     """Returns a dataclass field that affects the result, so that its value is part of the run's digest."""
@@ -352,7 +354,7 @@ class TrainSection:
     epochs: int = result_field(1)
     steps_per_epoch: int | None = result_field(None)
     max_steps: int | None = result_field(None)
-    strategy: Literal["ddp", "single", "local_sgd", "parameter_server", "fsdp", "central_storage"] = result_field("ddp")
+    strategy: StrategyName = result_field("ddp")
     local_steps: int = result_field(1)
     outer_lr: float = result_field(1.0)
     outer_momentum: float = result_field(0.0)
@@ -376,6 +378,11 @@ class TrainSection:
     init_from: str | None = None
     profile_steps: list[int] | None = None
     init_digest: str | None = result_field(None)
+
+    @property
+    def strategy_traits(self) -> StrategyTraits:
+        """The traits of the strategy, which must be a known one, see `check_config`."""
+        return STRATEGIES[self.strategy]
 
     def total_steps(self, pass_steps: int) -> int:
         """Steps of the whole run, given those of a pass over the data."""

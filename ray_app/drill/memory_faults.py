@@ -19,7 +19,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor, nn
 
-from ray_app.config.checks import LOAD_BALANCED_STRATEGIES
+from ray_app.config.strategies import list_strategies
 from ray_app.drill.faults import Evidence
 from ray_app.drill.process_scenarios import confirm_deaths
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, unmet
@@ -48,8 +48,9 @@ def flip(context: ScenarioContext) -> Scenario | str:
     train = context.config.train
     if context.workers < 2:
         return "there is no other worker to compute again what one has computed"
-    if train.strategy not in LOAD_BALANCED_STRATEGIES or train.reduction != "exact":
-        return f"shares are computed again with {' or '.join(LOAD_BALANCED_STRATEGIES)} and train.reduction exact only"
+    if not train.strategy_traits.can_move_shares or train.reduction != "exact":
+        allowed = list_strategies(lambda traits: traits.can_move_shares)
+        return f"shares are computed again with {allowed} and train.reduction exact only"
     step, rank = context.choose_step(), context.choose_rank()
     bit = Flip(context.evidence, "flipped", "activation", rank, step)
     hooks = Hooks(after_step=context.delayed(step, bit), built=bit.built)

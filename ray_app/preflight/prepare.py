@@ -18,6 +18,7 @@ import safetensors.torch
 from torch import Tensor
 
 from ray_app.config.config import Config, flatten
+from ray_app.config.strategies import strategy_with_workers
 from ray_app.errors import BadRowError, ConfigError, RayAppError, RunExistsError, TaskError, is_refusal
 from ray_app.evaluate.job import EvaluationJob
 from ray_app.preflight.changes import (
@@ -252,8 +253,8 @@ def check_task(config: Config) -> TaskCheck:
 
 def iter_findings(config: Config) -> Iterator[Finding]:
     """Yields the findings of `check_task` as the checks end."""
-    # The strategy `single` has no workers.
-    strategy = "ddp" if config.train.strategy == "single" else config.train.strategy
+    # The short trainings need workers.
+    strategy = strategy_with_workers(config.train.strategy)
     refused, untried = list[str](), list[str]()
     with closing(PreflightContext(config.replace(run__name=None, train__strategy=strategy))) as context:
         for check in CHECKS:

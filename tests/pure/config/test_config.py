@@ -137,7 +137,7 @@ def test_a_valid_configuration_is_accepted() -> None:
         ),
         (
             {"train__backend": "gloo", "train__strategy": "fsdp"},
-            "train.backend is set, but only train.strategy: ddp or single or local_sgd or central_storage looks at it;"
+            "train.backend is set, but only train.strategy: ddp, single, local_sgd or central_storage looks at it;"
             " leave it out.",
         ),
         (
@@ -150,7 +150,7 @@ def test_a_valid_configuration_is_accepted() -> None:
         ),
         (
             {"train__gradient_compression": "bf16", "train__reduction": "overlapped", "train__strategy": "local_sgd"},
-            "train.gradient_compression is set, but only train.strategy: ddp or single or central_storage looks at it;"
+            "train.gradient_compression is set, but only train.strategy: ddp, single or central_storage looks at it;"
             " leave it out.",
         ),
         (
