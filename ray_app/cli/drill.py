@@ -89,9 +89,9 @@ def make_drill_config(config: Config, section: DrillSection, starts_cluster: boo
         raise ConfigError(f"train.staleness is {train.staleness}, which {free}. Give --train.staleness 0.")
     if config.scaling.max_workers == "all":
         raise ConfigError("scaling.max_workers is all; a drill needs a number. Give --scaling.max_workers 3.")
-    if train.strategy == "single":
+    if not train.strategy_traits.has_workers:
         raise ConfigError(
-            "train.strategy is single: its only worker is the driver, which cannot be disturbed and go on."
+            f"train.strategy is {train.strategy}: its only worker is the driver, which cannot be disturbed and go on."
         )
     changed: dict[str, Any] = {
         "run__name": "undisturbed",

@@ -81,7 +81,7 @@ def cluster_capacity() -> ClusterCapacity:
 
 def needs_cluster(config: Config) -> bool:
     """Returns whether a part of the run is outside the calling process: workers, an evaluator, or a cluster to join."""
-    return config.train.strategy != "single" or has_evaluator(config) or config.run.ray_address is not None
+    return config.train.strategy_traits.has_workers or has_evaluator(config) or config.run.ray_address is not None
 
 
 @contextmanager
@@ -288,12 +288,12 @@ def _evaluator_cpus(config: Config) -> float:
 
 
 def _server_cpus(config: Config) -> float:
-    return config.train.servers * config.train.server_cpus if config.train.strategy == "parameter_server" else 0
+    return config.train.servers * config.train.server_cpus if config.train.strategy_traits.has_servers else 0
 
 
 def wanted_cpus(config: Config, workers: int) -> float:
     """Returns the logical CPUs that a run with this many workers reserves in all."""
-    cpus_per_worker = config.scaling.cpus_per_worker if config.train.strategy != "single" else 0
+    cpus_per_worker = config.scaling.cpus_per_worker if config.train.strategy_traits.has_workers else 0
     return workers * cpus_per_worker + reserved_cpus(config)
 
 
@@ -303,7 +303,7 @@ def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
     Raises:
         ConfigError: Not even `min_workers` fit, so that the run would wait for ever.
     """
-    if config.train.strategy == "single":
+    if not config.train.strategy_traits.has_workers:
         return 1
     scaling, max_resources = config.scaling, capacity.max_resources
     cpus, gpus = (
@@ -338,7 +338,7 @@ def _check_selectors(config: Config, nodes: Sequence[Node]) -> None:
     reservations = []
     if has_evaluator(config):
         reservations.append(("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus))
-    if train.strategy == "parameter_server":
+    if train.strategy_traits.has_servers:
         reservations.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
     for field, selector, cpus, gpus in reservations:
         if not selector:
@@ -396,7 +396,7 @@ def resolve_max_workers(config: Config, before: Config | None = None) -> Config:
     if before is not None:
         return config.replace(scaling__max_workers=before.scaling.max_workers)
     largest = config.replace(scaling__max_workers=scaling.logical_workers or _UNLIMITED_WORKERS)
-    if config.train.strategy == "single" or ray.is_initialized() or _address(config):
+    if not config.train.strategy_traits.has_workers or ray.is_initialized() or _address(config):
         with cluster(config):
             workers = workers_that_fit(largest, cluster_capacity())
             if workers == _UNLIMITED_WORKERS:
@@ -419,8 +419,8 @@ def shared_bytes(job: Job) -> int:
 
     It is the training data with `data.cache: memory`, and the evaluation data if the workers evaluate.
     """
-    # With `single` the data is in the calling process.
-    if job.config.train.strategy == "single":
+    # Without workers the data is in the calling process.
+    if not job.config.train.strategy_traits.has_workers:
         return 0
     train_bytes = _decoded_bytes(job.source) if job.config.data.cache == "memory" else 0
     evaluation = job.evaluation if job.workers_evaluate else None

@@ -172,7 +172,7 @@ def _find_obstacle(context: ScenarioContext) -> str | None:
     """Returns why the run has no connections that can be cut; None if it has."""
     if context.workers < 2:
         return "one worker has no connection to another"
-    if context.config.train.strategy == "parameter_server":
+    if context.config.train.strategy_traits.has_servers:
         return "workers of parameter servers have no connections to each other"
     if context.config.scaling.gpus_per_worker:
         return "what NCCL sends within a machine goes through no connection that could be cut"

@@ -150,7 +150,7 @@ def open_run(
     load_observers(config)
     prepared = prepare(config)
     phases.end("preparation")
-    if config.train.strategy != "single":
+    if config.train.strategy_traits.has_workers:
         import_in_background("ray_app.driver.run")
     interrupted = threading.Event()
     signals = nullcontext() if background else stop_at_signals(interrupted)
@@ -164,7 +164,7 @@ def open_run(
         phases.end("cluster")
         capacity = cluster_capacity()
         max_workers = workers_that_fit(config, capacity)
-        check_window_memory(prepared.job, 1 if config.train.strategy == "single" else max_workers, capacity.nodes)
+        check_window_memory(prepared.job, max_workers, capacity.nodes)
         if needed_bytes := shared_bytes(prepared.job):
             check_object_stores(needed_bytes, capacity.nodes)
         with acquire_lease(prepared.job.paths) as lease:
@@ -254,12 +254,12 @@ class Run:
                     EvaluatorClient(self._evaluation, not self._is_own_cluster, self._faults.before_evaluation)
                 )
                 if not self._is_over_and_intact() and not self._interrupted.is_set():
-                    if self._config.train.strategy == "single":
+                    if self._config.train.strategy_traits.has_workers:
+                        self._train(stack, evaluator, observe)
+                    else:
                         train_single(
                             job, self._stops, self._sampler, self._progress, evaluator.waiting, self._faults.train
                         )
-                    else:
-                        self._train(stack, evaluator, observe)
                 # The evaluation counts as incomplete until `finish` returns, also if it is interrupted.
                 self._is_evaluated = False
                 self._is_evaluated = evaluator.finish(
@@ -521,7 +521,7 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
 
 def _workers_text(config: Config, max_workers: int) -> str:
     """Returns where the run trains, such as `up to 4 workers and 1 standby`."""
-    if config.train.strategy == "single":
+    if not config.train.strategy_traits.has_workers:
         return "in this process"
     scaling = config.scaling
     capped = ""

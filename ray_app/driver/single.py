@@ -59,7 +59,7 @@ _process_lock = threading.Lock()
 @contextmanager
 def exclusive_process(config: Config, background: bool) -> Iterator[None]:
     """Reserves this process and its generators for a run that trains in it; raises `ConfigError` if others may draw."""
-    if config.train.strategy != "single":
+    if config.train.strategy_traits.has_workers:
         yield
         return
     if background:

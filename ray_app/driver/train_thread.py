@@ -34,8 +34,7 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
     They are the rendezvous and, if configured, snapshot actors, memory caches and parameter servers.
     """
     config = job.config
-    # Fewer workers would not have the memory with `fsdp`. With other strategies those that remain go on.
-    min_workers = config.scaling.min_workers if config.train.strategy == "fsdp" else 1
+    min_workers = config.scaling.min_workers if config.train.strategy_traits.needs_min_workers else 1
     rendezvous = start_rendezvous(
         job.rendezvous, config.failure.heartbeat_timeout_s, _step_timeout_s(config), min_workers
     )
@@ -52,7 +51,7 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
         evaluation = start_memory_cache(job.evaluation)
         stack.callback(evaluation.end)
     parameters = None
-    if config.train.strategy == "parameter_server":
+    if config.train.strategy_traits.has_servers:
         parameters = start_parameter_service(job, snapshot_actors, hooks)
         for actor in parameters.actors:
             stack.callback(_end_actor, actor)

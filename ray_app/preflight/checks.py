@@ -389,13 +389,13 @@ CHECKS = (
           applies=lambda context: context.config.checkpoint.snapshot_every_steps is not None),
     Check("page-locked memory", 0, "This machine has enough.", dry_run.check_page_locked_memory, ("model",),
           applies=lambda context: (
-              context.config.scaling.gpus_per_worker > 0 and context.config.train.strategy != "parameter_server")),
+              context.config.scaling.gpus_per_worker > 0 and not context.config.train.strategy_traits.has_servers)),
     Check("parameter servers", 0, "They can have parts of the model.", dry_run.check_server_parts, ("model",),
-          applies=lambda context: context.config.train.strategy == "parameter_server"),
+          applies=lambda context: context.config.train.strategy_traits.has_servers),
     Check("parameter groups", 0, "They are configured.", dry_run.check_parameter_groups, ("model",),
-          applies=lambda context: context.config.train.strategy in ("local_sgd", "parameter_server")),
+          applies=lambda context: not context.config.train.strategy_traits.keeps_parameter_groups),
     Check("shards", 0, "The model can be cut into them.", lambda context: check_shardable(context.model), ("model",),
-          applies=lambda context: context.config.train.strategy == "fsdp"),
+          applies=lambda context: context.config.train.strategy_traits.shards_parameters),
     Check("schedule", 0, "It lasts for all steps of the run.", dry_run.try_schedules, ("model",)),
     Check("data files", 0.01, "Their versions are known.", read_data_files, ("evaluation data",)),
 

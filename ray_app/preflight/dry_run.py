@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from ray_app.config.config import Config
 from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
+from ray_app.config.strategies import list_strategies
 from ray_app.errors import ConfigError, TaskError
 from ray_app.preflight.context import (
     SHORT_LENGTH,
@@ -244,8 +245,8 @@ def check_parameter_groups(context: PreflightContext) -> None:
     if num_groups > 1 + len(config.optimizer.groups or []):
         raise ConfigError(
             f"optimizer.class_path {config.optimizer.class_path} makes {num_groups} groups of parameters by itself,"
-            f" which train.strategy {config.train.strategy} cannot keep apart. Use ddp, fsdp, single or"
-            " central_storage, or optimizer.groups."
+            f" which train.strategy {config.train.strategy} cannot keep apart. Use"
+            f" {list_strategies(lambda t: t.keeps_parameter_groups)}, or optimizer.groups."
         )
 
 

@@ -31,8 +31,6 @@ from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import module_modes, restore_modes
 
 _MAX_NAMED = 5
-_ZERO_FILLING_STRATEGIES = ("fsdp", "local_sgd")
-"""Strategies that replace a missing gradient by zeros even with one logical worker."""
 
 
 def try_gradients(context: PreflightContext) -> list[str]:
@@ -106,7 +104,7 @@ def _unused_parameter_warnings(
     config: Config, logical_workers: int, optimizers: Iterable[Optimizer], unused: Mapping[str, nn.Parameter]
 ) -> list[str]:
     """Returns warnings about trained parameters that get no gradient (`unused`) but are changed by weight decay."""
-    if logical_workers == 1 and config.train.strategy not in _ZERO_FILLING_STRATEGIES:
+    if logical_workers == 1 and not config.train.strategy_traits.fills_missing_gradients:
         return []
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     decayed = {id(p) for group in groups if group.get("weight_decay") for p in group["params"]}

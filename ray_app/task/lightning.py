@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ray_app.config.import_paths import load_class
+from ray_app.config.strategies import list_strategies
 from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric
 from ray_app.task.base import Batch, Losses
@@ -214,9 +215,9 @@ class LightningTask(BatchTask):
     def validate_config(self, config: Config) -> list[str]:
         """Returns a problem for each setting that needs calls of the module itself instead of `training_step`."""
         problems = {
-            "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is"
-            " called; of a Lightning module it is training_step. Use ddp, local_sgd, parameter_server or"
-            " central_storage.": config.train.strategy == "fsdp",
+            f"train.strategy is {config.train.strategy}, which gathers the parameters that are in no unit while the"
+            " module itself is called; of a Lightning module it is training_step. Use"
+            f" {list_strategies(lambda t: not t.shards_parameters)}.": config.train.strategy_traits.shards_parameters,
             "train.compile compiles calls of the module, and training_step is not one; compile parts of it in its"
             " __init__.": config.train.compile,
             "train.capture needs each step to do the same, and training_step may do something else in each; leave it"

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
+from ray_app.config.strategies import list_strategies
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch, Losses
 from ray_app.task.metrics import Mode
@@ -232,7 +233,7 @@ def _ended_early(how: str) -> RuntimeError:
 _NO_COMPILE = (
     "train.compile compiles the model that a task is given; compile the model in the script, and leave it out."
 )
-_STRATEGIES = ("ddp", "single")
+_LOOP_STRATEGIES = list_strategies(lambda traits: traits.can_run_user_loops)
 _RUNNING: dict[nn.Module, Running] = {}
 """The running loops of this process by the model that they train."""
 
@@ -310,7 +311,7 @@ class LoopTask(BatchTask):
                 config.optimizers is not None or not has_default
             ),
             f"train.strategy is {config.train.strategy}, which needs more of a model's than the script's loop leaves"
-            f" it; use {' or '.join(_STRATEGIES)}.": config.train.strategy not in _STRATEGIES,
+            f" it; use {_LOOP_STRATEGIES}.": not config.train.strategy_traits.can_run_user_loops,
             _NO_COMPILE: config.train.compile,
             "train.capture needs each step to do the same, and a script may do something else in each; leave it out.": (
                 config.train.capture
@@ -349,7 +350,8 @@ class LoopTask(BatchTask):
         if model not in _RUNNING:
             raise ConfigError(
                 f"The script makes its optimizer, and the configuration has a {type(optimizer).__name__}, or"
-                " train.strategy keeps a model of its own to be moved. Leave optimizer out, and use ddp or single."
+                " train.strategy keeps a model of its own to be moved. Leave optimizer out, and use"
+                f" {_LOOP_STRATEGIES}."
             )
         _RUNNING[model].update()
 

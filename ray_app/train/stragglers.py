@@ -348,7 +348,7 @@ def median_of_others(values: Seconds) -> Seconds:
 class StragglerReporter:
     """Runs the `StragglerDetector` of a generation and writes its events.
 
-    It does nothing for a single worker, nor with `fsdp`, where workers wait for each other while they compute.
+    It does nothing for a single worker, nor with a strategy with which workers wait for each other while they compute.
 
     Args:
         job: The run.
@@ -368,7 +368,7 @@ class StragglerReporter:
         self._device = device
         self._detector = (
             StragglerDetector(world, job.config.scaling.load_balancing == "speed")
-            if world.size > 1 and job.config.train.strategy != "fsdp"
+            if world.size > 1 and job.config.train.strategy_traits.detects_stragglers
             else None
         )
         self.proposed_assignment: tuple[range, ...] | None = None

@@ -95,7 +95,7 @@ def page_locked_memory_warnings(model: nn.Module, train: TrainSection, workers: 
     """
     average_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) if train.ema_decay is not None else 0
     # A worker keeps its copies for two checkpoints, and with a partitioned state also the copy that is being made.
-    copies = 3 if train.strategy in ("fsdp", "central_storage") else 2
+    copies = 3 if train.strategy_traits.has_partitioned_state else 2
     worker_bytes = copies * (_state_bytes(model) + average_bytes)
     if workers * worker_bytes <= total_bytes:
         return []

@@ -271,7 +271,8 @@ class TrainingState:
         self.train()
         self.average = ParameterAverage(model, config.train.ema_decay) if config.train.ema_decay is not None else None
         self.scale = LossScale() if config.train.precision == "fp16" else None
-        self.outer = _make_outer_optimizer(model, config.train) if config.train.strategy == "local_sgd" else None
+        has_outer = config.train.strategy_traits.has_outer_optimizer
+        self.outer = _make_outer_optimizer(model, config.train) if has_outer else None
         named, self.turns = dict(model.named_parameters()), None
         self.optimizer: Optimizer
         self.schedule: LRScheduler | TurnSchedules | None = None

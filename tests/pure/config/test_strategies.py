@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import get_args
 
@@ -18,6 +19,10 @@ from ray_app.config.strategies import (
     strategy_with_workers,
 )
 from ray_app.preflight.prepare import check_task
+from tests.support.places import ROOT
+
+FACTORIES = {"reduction/bucketed.py", "train/build.py"}
+COMPARISON = re.compile(r"strategy (?:==|!=|in|not in) [\"(\[{]")
 
 
 def test_each_strategy_has_a_record() -> None:
@@ -36,6 +41,16 @@ def test_records_name_fields_of_the_configuration(name: str) -> None:
     traits, values = STRATEGIES[name], flatten(Config().to_dict())
     assert traits.train_fields <= {field.name for field in fields(TrainSection)}
     assert {refused.field for refused in traits.refused_values} <= values.keys()
+
+
+def test_only_factories_compare_names_of_strategies() -> None:
+    package = ROOT / "ray_app"
+    comparing = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if COMPARISON.search(" ".join(path.read_text().split()))
+    }
+    assert comparing == FACTORIES
 
 
 def test_names_of_strategies_are_listed_as_text() -> None:

@@ -79,7 +79,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"train__strategy": "fsdp", "optimizer": ADAM},
             "train.strategy is fsdp, which gathers the parameters that are in no unit",
         ),
-        (LIGHTNING, {"train__strategy": "fsdp"}, "Use ddp, local_sgd, parameter_server or central_storage."),
+        (LIGHTNING, {"train__strategy": "fsdp"}, "Use ddp, single, local_sgd, parameter_server or central_storage."),
         (
             LIGHTNING,
             {"train__compile": True, "optimizer": ADAM},
