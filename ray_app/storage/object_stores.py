@@ -72,12 +72,24 @@ def _azure_config(options: dict[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _ObjectStore:
-    """A class of obstore, its configuration, the parameters of a URI that decide it, and the source of credentials."""
+    """An object store.
+
+    Args:
+        store: Name of its class in obstore.
+        config: Returns the arguments of this class for the parameters of a URI.
+        options: The parameters that a URI may have.
+        credentials: Where credentials come from, for messages.
+        container: What a URI begins with, for messages.
+        uses_botocore: Whether the server speaks S3's protocol, so that botocore does what obstore does not: uploads in
+            parts that replace no object, lists of unfinished uploads, and keys that end with a slash.
+    """
 
     store: str
     config: Callable[[dict[str, str]], dict[str, Any]]
     options: Sequence[str]
     credentials: str
+    container: str = "bucket"
+    uses_botocore: bool = False
 
 
 _OBJECT_STORES = {
@@ -86,6 +98,7 @@ _OBJECT_STORES = {
         lambda options: _s3_config(_endpoint(options), options.get("region"), "anonymous" in options),
         ("endpoint_override", "region", "scheme", "anonymous"),
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine",
+        uses_botocore=True,
     ),
     "gs": _ObjectStore(
         "GCSStore",
@@ -99,6 +112,7 @@ _OBJECT_STORES = {
         ("account_name", "endpoint_override", "scheme", "anonymous"),
         "AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, AZURE_CLIENT_ID with its secret or token, or the identity of the"
         " machine",
+        container="container",
     ),
 }
 
@@ -110,7 +124,7 @@ class ObjectPath:
     A small object that was listed is fetched once: a second read of the same version needs no request.
 
     Args:
-        scheme: `s3`, `gs` or `az`.
+        scheme: The scheme of the store: `s3`, `gs` or `az`.
         bucket: The bucket; Azure calls it a container.
         key: The object's key, or a prefix without its last slash.
         query: The query of the URI, which says how to connect to the server.
@@ -136,9 +150,10 @@ class ObjectPath:
         """
         scheme = uri.partition("://")[0]
         if scheme not in _OBJECT_STORES:
+            *others, last = [f"{name}://{kind.container}/prefix" for name, kind in _OBJECT_STORES.items()]
             raise ConfigError(
-                f"{uri!r} is on {scheme}://; allowed are folders that all nodes see, and s3://bucket/prefix,"
-                " gs://bucket/prefix and az://container/prefix."
+                f"{uri!r} is on {scheme}://; allowed are folders that all nodes see, and {', '.join(others)} and"
+                f" {last}."
             )
         kind, parts = _OBJECT_STORES[scheme], urlsplit(uri)
         if "@" in parts.netloc:
@@ -153,7 +168,7 @@ class ObjectPath:
         if unknown or not parts.netloc or parts.fragment or not is_key:
             raise ConfigError(
                 f"{uri!r} names no place on {scheme}://{f', {unknown[0]!r} is unknown' if unknown else ''}. Write"
-                f" {scheme}://bucket/prefix, with ?{'=...&'.join(kind.options)}=... as far as needed."
+                f" {scheme}://{kind.container}/prefix, with ?{'=...&'.join(kind.options)}=... as far as needed."
             )
         return cls(scheme, parts.netloc, key, parts.query)
 
@@ -235,7 +250,7 @@ class ObjectPath:
         It is one request, except for large objects on S3. With `if_absent` an existing object with the same content
         counts as written: if the answer to a put is lost, the repeated put finds the object of the first.
         """
-        if self.scheme == "s3" and len(data) > PART_BYTES:
+        if self._kind.uses_botocore and len(data) > PART_BYTES:
             with self._errors():
                 written = _put_parts(self._s3, self.bucket, self.key, data, PART_BYTES, if_absent)
         elif if_absent:
@@ -281,7 +296,7 @@ class ObjectPath:
                 store.delete([path.key for path in objects])
                 break
             objects, _ = self._scan()
-        if markers and self.scheme == "s3":
+        if markers and self._kind.uses_botocore:
             with self._errors():
                 for key in markers:
                     self._s3.delete_object(Bucket=self.bucket, Key=f"{key}/")
@@ -291,6 +306,10 @@ class ObjectPath:
     def _prefix(self) -> str:
         """The prefix of the keys below this location; empty if it is the whole bucket."""
         return f"{self.key}/".lstrip("/")
+
+    @property
+    def _kind(self) -> _ObjectStore:
+        return _OBJECT_STORES[self.scheme]
 
     @property
     def _s3(self) -> Any:
@@ -318,7 +337,7 @@ class ObjectPath:
 
     def _uploads(self) -> dict[str, str]:
         """Returns the unfinished uploads below this prefix: the id by the key."""
-        if self.scheme != "s3":
+        if not self._kind.uses_botocore:
             return {}
         with self._errors():
             return _unfinished_uploads(self._s3, self.bucket, self._prefix)
@@ -361,7 +380,7 @@ class ObjectPath:
         from obstore.exceptions import BaseError
 
         raised: tuple[type[Exception], ...] = (OSError, ValueError, BaseError)
-        if self.scheme == "s3":
+        if self._kind.uses_botocore:
             raised += _s3_errors()
         try:
             with _opening:
@@ -370,7 +389,7 @@ class ObjectPath:
         except raised as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            number, reason = _classify(error, _OBJECT_STORES[self.scheme].credentials)
+            number, reason = _classify(error, self._kind.credentials)
             if number == errno.ENOENT:
                 raise FileNotFoundError(number, reason, str(self)) from error
             raise OSError(number, f"{self}: {reason}") from error
