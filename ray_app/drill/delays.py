@@ -39,7 +39,7 @@ class Freeze:
         if (
             step == self.step
             and rank == self.rank
-            and self.evidence.claim([self.name], rank=rank, step=step, seconds=self.seconds)
+            and self.evidence.claim([self.name], rank=rank, step=step, seconds=self.seconds, stopped=True)
         ):
             wake = f"sleep {self.seconds:g}; kill -CONT {os.getpid()}"
             null = subprocess.DEVNULL

@@ -142,9 +142,9 @@ def unmet(*conditions: tuple[bool, str]) -> list[str]:
     return [message for holds, message in conditions if not holds]
 
 
-def kill_frozen_process(evidence: Evidence) -> None:
-    """Kills the process that the scenario has stopped with SIGSTOP, if it has not ended and is on this machine."""
-    entry = evidence.get("frozen")
-    if entry is not None and is_gone(entry) is False:
-        with suppress(ProcessLookupError):
-            os.kill(entry["process"]["pid"], signal.SIGKILL)
+def kill_stopped_processes(evidence: Evidence) -> None:
+    """Kills the processes of this machine that a hook has stopped (SIGSTOP), by the entries with `stopped`."""
+    for entry in evidence.all().values():
+        if entry.get("stopped") and is_gone(entry) is False:
+            with suppress(ProcessLookupError):
+                os.kill(entry["process"]["pid"], signal.SIGKILL)

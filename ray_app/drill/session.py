@@ -41,7 +41,7 @@ from ray_app.drill.faults import Evidence, HookChain
 from ray_app.drill.memory_faults import flip, memory
 from ray_app.drill.network import half_open, partition
 from ray_app.drill.node_scenarios import grow, head, node, node_rank0, shrink
-from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, kill_frozen_process
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, kill_stopped_processes
 from ray_app.drill.tracking import mlflow
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe, run_training
@@ -201,7 +201,7 @@ class Drill:
             reason = str(error) if isinstance(error, LimitExceededError) else f"{type(error).__name__}: {error}"
             result |= {"outcome": "failed", "reason": reason, "is_broken": True}
         finally:
-            kill_frozen_process(context.evidence)
+            kill_stopped_processes(context.evidence)
             self._store_log(name)
         return result | {"evidence": collect_fault_evidence(context.evidence.all()), "run": str(context.paths.root)}
 
@@ -216,7 +216,7 @@ class Drill:
             if plan.first_start is not None:
                 plan.first_start(config)
             result = self._train(config, plan.faults, plan.observe)
-            kill_frozen_process(context.evidence)
+            kill_stopped_processes(context.evidence)
             run = ScenarioResult(RunPaths(result.path), result.summary, context.evidence.all())
             outcome, reason = assess_scenario(plan, run, undisturbed)
             measurements = collect_measurements(plan, run) | compare_restart(run, first)

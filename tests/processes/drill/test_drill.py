@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -34,10 +35,10 @@ from ray_app.drill.certificate import (
     subtract_waits,
     summarize_results,
 )
-from ray_app.drill.delays import Slow
+from ray_app.drill.delays import Freeze, Slow
 from ray_app.drill.faults import Evidence, Kill, KillJoiningWorker
 from ray_app.drill.process_scenarios import evaluator, kill
-from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, kill_stopped_processes
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
@@ -270,6 +271,34 @@ def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
     assert entry is not None
     assert (entry["rank"], entry["step"]) == (1, 3)
     assert entry["seconds"] >= 2 * 2 * 0.01
+
+
+def test_a_frozen_worker_says_so_in_its_evidence_and_goes_on(tmp_path: Path) -> None:
+    evidence = Evidence(str(tmp_path))
+    process = multiprocessing.get_context("fork").Process(target=Freeze(evidence, "silent", 3, 1, 0.3), args=(1, 3))
+    process.start()
+    process.join()
+    entry = evidence.get("silent")
+    assert entry is not None
+    assert (process.exitcode, entry["stopped"]) == (0, True)
+
+
+def test_what_a_scenario_has_stopped_is_ended_and_nothing_else(tmp_path: Path) -> None:
+    evidence = Evidence(str(tmp_path))
+
+    def stop() -> None:
+        evidence.put("silent", stopped=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    # An entry of this process, which goes on.
+    evidence.put("killed-0")
+    process = multiprocessing.get_context("fork").Process(target=stop)
+    process.start()
+    assert process.pid is not None
+    os.waitpid(process.pid, os.WUNTRACED)
+    kill_stopped_processes(evidence)
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_the_verdict_counts_scenarios_left_out_and_not_reached() -> None:
