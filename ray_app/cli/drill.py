@@ -29,6 +29,7 @@ from ray_app.storage.files import Location, to_location
 
 _DESCRIPTION = (
     "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
+    f" The scenarios are {', '.join(SCENARIOS)}."
 )
 _FEWEST_STEPS = 20
 _CHECKPOINTS = 8
@@ -43,10 +44,7 @@ class DrillSection:
     """The scenarios of a drill and their limits.
 
     Args:
-        scenarios: Names of scenarios, separated by commas. Default: all of them. Names: kill, kill_twice, kill_two,
-            kill_all, kill_reduction, kill_saving, kill_forming, kill_joining, kill_phases, rendezvous, evaluator,
-            freeze, slow, slow_storage, storage_away, full_disk, flip, partition, half_open, memory, clock_jump, node,
-            node_rank0, grow, shrink, head, mlflow, damage, torn_write, driver, evaluator_and_driver.
+        scenarios: Names of scenarios, separated by commas. Default: all of them.
         max_steps: Largest number of optimizer steps of every drilled run.
         seed: Seed for the choice of the steps and the workers that are disturbed.
         out: New folder for the runs and the certificate, which every node sees under the same path. Default: a folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -312,9 +313,16 @@ def test_the_verdict_counts_scenarios_left_out_and_not_reached() -> None:
 def test_scenarios_are_chosen_by_name() -> None:
     assert choose_scenarios(DrillSection()) == list(SCENARIOS)
     assert choose_scenarios(DrillSection(scenarios="grow, kill,grow,shrink")) == ["grow", "kill", "shrink"]
-    assert all(name in str(DrillSection.__doc__) for name in SCENARIOS)
     with pytest.raises(ConfigError, match=r"'nod' is not a scenario\. There are kill, kill_twice, .*driver"):
         choose_scenarios(DrillSection(scenarios="kill,nod"))
+
+
+def test_the_help_and_the_page_name_all_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert f"The scenarios are {', '.join(SCENARIOS)}." in " ".join(capsys.readouterr().out.split())
+    table = (ROOT / "docs" / "drill.md").read_text().partition("## The scenarios")[2].partition("\n\nWithout")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(SCENARIOS)
 
 
 @pytest.fixture
