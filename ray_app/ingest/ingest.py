@@ -34,7 +34,7 @@ from ray_app.data.parquet_files import read_footers
 from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
-from ray_app.ingest.options import IngestOptions
+from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.output_folder import side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
@@ -122,18 +122,19 @@ LAYOUT = 5
 It increases with every change of these, so that no ingest continues what an older version has begun.
 """
 
-READERS: dict[str, Callable[[str, IngestOptions], base.FormatReader]] = {
+READERS: dict[str, type[base.SourceReader]] = {
     "images": Images,
     "csv": Csv,
     "jsonl": JsonLines,
     "numpy": Numpy,
-    "idx": lambda path, options: Idx(to_location(path), options.shard_rows),
-    "cifar": lambda path, options: Cifar(to_location(path)),
+    "idx": Idx,
+    "cifar": Cifar,
     "webdataset": WebDataset,
     "tfrecord": TFRecord,
     "hf": HuggingFace,
     "digits": Digits,
 }
+_PARQUET = FormatTraits(has_output=False)
 
 
 @dataclass(frozen=True)
@@ -189,16 +190,19 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
         DataError: The input is missing, empty, damaged or inconsistent; nothing that was written is left then.
         StorageError: A disk, the network or an object store failed; what is finished is kept.
     """
-    checks.check_options(options, [*READERS, "parquet"])
-    if options.source == "parquet":
+    formats = {name: reader_class.traits for name, reader_class in READERS.items()} | {"parquet": _PARQUET}
+    checks.check_options(options, formats)
+    traits = formats[options.source]
+    if not traits.has_output:
         return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
+    options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
     reader, out = READERS[options.source](options.input or "", options), to_location(options.out)
     made_from = _made_from(options, reader)
     if described := output.load_existing(out, made_from):
         return _summary(str(out), described, reused=True)
     parts = reader.parts(run)
-    options = replace(options, eval_fraction=options.held_out([part.name for part in parts]))
-    sides = _sides(parts, options)
+    options = replace(options, eval_fraction=reader.held_out([part.name for part in parts]))
+    sides = _sides(parts, options, traits.divides_rows)
     with output.work_folder(out, made_from, sorted({side for part in sides.values() for side in part})) as folder:
         # Another process may have had the folder and finished it.
         if described := output.load_existing(out, made_from):
@@ -237,12 +241,11 @@ def _path(out: str, side: str) -> str:
     return str(side_folder(to_location(out), side)) if side else out
 
 
-def _made_from(options: IngestOptions, reader: base.FormatReader) -> dict[str, Any]:
+def _made_from(options: IngestOptions, reader: base.SourceReader) -> dict[str, Any]:
     """Returns all that decides the output: options without paths, names, sizes and times of files, the layout."""
     chosen = {name: value for name, value in asdict(options).items() if name not in ("input", "out")}
-    chosen["row_group_rows"] = options.limits[1]
-    if options.source in ("digits", "idx", "cifar"):
-        chosen["eval_fraction"] = options.held_out(["train"])
+    if reader.traits.has_named_parts:
+        chosen["eval_fraction"] = reader.held_out(["train"])
     if options.tokenizer:
         chosen["tokenizer"] = Texts(options).digest
     sha = hashlib.sha256()
@@ -260,10 +263,10 @@ def _relative_name(file: Location, options: IngestOptions) -> str:
     return relative_path(file, root) if is_within(file, root) else file.name
 
 
-def _sides(parts: list[base.Part], options: IngestOptions) -> dict[str, tuple[str, ...]]:
+def _sides(parts: list[base.Part], options: IngestOptions, are_divided: bool) -> dict[str, tuple[str, ...]]:
     """Returns the names of the data sets that the rows of each part go to."""
     names = [part.name for part in parts]
-    if not options.eval_fraction or options.source == "digits":
+    if are_divided or not options.eval_fraction:
         return {name: (name,) for name in names}
     if not set(names) <= {"", "train", "test"}:
         raise ConfigError(f"eval_fraction is {options.eval_fraction}, but the source itself has {names}. Leave it out.")

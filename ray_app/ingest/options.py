@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,9 +11,29 @@ from ray_app.storage.data_files import is_within
 from ray_app.storage.files import to_location
 
 Source = Literal["images", "csv", "jsonl", "numpy", "idx", "cifar", "webdataset", "tfrecord", "hf", "parquet", "digits"]
-_GROUP_ROWS, _DIGITS_GROUP_ROWS = 500, 5_000
-_EVAL_FRACTION: dict[str, float] = {"digits": 0.2, "idx": 0.1, "cifar": 0.1, "numpy": 0.1}
-"""Default of `eval_fraction` for digits, and for the training rows of sources that have training and test rows."""
+
+
+@dataclass(frozen=True)
+class FormatTraits:
+    """What distinguishes a raw format from the others for the ingest.
+
+    Args:
+        options: The options that it has, of those that not all formats have.
+        eval_fraction: Default of `eval_fraction` for a source with named data sets.
+        has_named_parts: Its data sets always have names, so that the default of `eval_fraction` always counts.
+        divides_rows: It divides its rows into `train` and `eval` itself.
+        row_group_rows: Default of `row_group_rows`.
+        has_input: It reads an input.
+        has_output: It is written; otherwise it can be trained on as it is.
+    """
+
+    options: frozenset[str] = frozenset()
+    eval_fraction: float = 0.0
+    has_named_parts: bool = False
+    divides_rows: bool = False
+    row_group_rows: int = 500
+    has_input: bool = True
+    has_output: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,29 +115,13 @@ class IngestOptions:
     row_group_bytes: int = 32 << 20
     split_bytes: int = 256 << 20
 
-    def held_out(self, parts: list[str]) -> float:
-        """Returns the fraction of the training rows that goes to `eval`, 0 for none, for a source with these parts."""
-        if self.eval_fraction is not None:
-            return self.eval_fraction
-        return _EVAL_FRACTION.get(self.source, 0.0) if parts != [""] else 0.0
-
     @property
     def limits(self) -> tuple[int, int, int]:
         """Maximum rows of a file, maximum rows of a row group, maximum bytes of a row group."""
-        default = _DIGITS_GROUP_ROWS if self.source == "digits" else _GROUP_ROWS
-        return self.shard_rows, self.row_group_rows or default, self.row_group_bytes
+        assert self.row_group_rows is not None, "the ingest has completed it"
+        return self.shard_rows, self.row_group_rows, self.row_group_bytes
 
 
-_ONLY_FOR: dict[str, tuple[str, ...]] = {
-    "label": ("csv", "jsonl", "hf", "webdataset", "tfrecord"),
-    "delimiter": ("csv",),
-    "column_names": ("csv",),
-    "columns": ("jsonl", "hf", "tfrecord", "webdataset"),
-    "ragged": ("jsonl", "hf"),
-    "check": ("images", "webdataset", "tfrecord", "hf"),
-    "tokenizer": ("csv", "jsonl", "hf", "webdataset"),
-}
-"""The formats that have an option; all formats have the other options."""
 _ALTERNATIVES = {"label": " (a column gets another name by rename={NAME: 'label'})"}
 _TOKENIZER_OPTIONS = ("text", "end_of_text", "pack")
 _POSITIVE: dict[str, int | None] = {
@@ -136,23 +141,28 @@ def _is_delimiter(text: str) -> bool:
     return text == r"\t" or (len(text) == 1 and text.isascii() and text not in '"\r\n\0')
 
 
-def check_options(options: IngestOptions, sources: list[str]) -> None:
-    """Raises ConfigError for an option with a value that is not allowed, or that does not fit the others."""
-    if options.source not in sources:
-        raise ConfigError(f"source is {options.source!r}; allowed are {', '.join(sources)}.")
-    if (options.source == "digits") == bool(options.input):
-        needs = (
-            "reads no input; leave it out" if options.source == "digits" else "needs an input; give a file or folder"
-        )
+def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits]) -> None:
+    """Raises ConfigError for an option with a value that is not allowed, or that does not fit the others.
+
+    Args:
+        options: The options.
+        formats: The traits of all formats by name.
+    """
+    if options.source not in formats:
+        raise ConfigError(f"source is {options.source!r}; allowed are {', '.join(formats)}.")
+    traits = formats[options.source]
+    if traits.has_input != bool(options.input):
+        needs = "needs an input; give a file or folder" if traits.has_input else "reads no input; leave it out"
         raise ConfigError(f"input is {options.input!r}: source {options.source!r} {needs}.")
-    if (options.source == "parquet") == bool(options.out):
-        needs = "is trained on as it is; leave out away" if options.source == "parquet" else "needs a folder to create"
+    if traits.has_output != bool(options.out):
+        needs = "needs a folder to create" if traits.has_output else "is trained on as it is; leave out away"
         raise ConfigError(f"out is {options.out!r}: source {options.source!r} {needs}.")
     if options.input and options.out and is_within(to_location(options.out), to_location(options.input)):
         raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; give a folder beside it.")
-    for name, allowed in _ONLY_FOR.items():
+    for name in sorted(frozenset[str]().union(*(t.options for t in formats.values())) - traits.options):
         value = getattr(options, name)
-        if value != getattr(IngestOptions, name) and options.source not in allowed:
+        if value != getattr(IngestOptions, name):
+            allowed = [source for source, t in formats.items() if name in t.options]
             raise ConfigError(
                 f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it"
                 f" out for {options.source!r}{_ALTERNATIVES.get(name, '')}."

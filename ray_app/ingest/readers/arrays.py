@@ -22,9 +22,9 @@ import pyarrow as pa
 from ray_app.config.import_paths import require
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
+from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.storage.data_files import File, files_in, find_file, is_folder, parser_errors
-from ray_app.storage.files import Location
 
 Header = tuple[np.dtype, tuple[int, ...]]
 
@@ -150,6 +150,8 @@ class Numpy(base.SourceReader):
 
     One task reads up to `shard_rows` rows, or a whole archive.
     """
+
+    traits = FormatTraits(eval_fraction=0.1)
 
     def files(self) -> list[File]:
         """Returns the files, sorted by name."""
@@ -279,15 +281,13 @@ def _column_name(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Idx:
+class Idx(base.SourceReader):
     """MNIST-format files in one folder, gzipped or not: the pair `train-*` becomes `train`, the pair `t10k-*` `test`.
 
-    Args:
-        split_rows: Rows that one task reads; a gzipped file is read by one.
+    One task reads up to `shard_rows` rows, or a whole gzipped file.
     """
 
-    root: Location
-    split_rows: int
+    traits = FormatTraits(eval_fraction=0.1, has_named_parts=True)
 
     def files(self) -> Iterator[File]:
         """The files of each pair: images, labels."""
@@ -303,7 +303,8 @@ class Idx:
                 "image": _in_file(images, partial(_idx_header, 3)),
                 "label": _in_file(labels, partial(_idx_header, 1)),
             }
-            parts.append(_array_part("train" if prefix == "train" else "test", arrays, self.split_rows, f"{prefix}:"))
+            side = "train" if prefix == "train" else "test"
+            parts.append(_array_part(side, arrays, self.options.shard_rows, f"{prefix}:"))
         return parts
 
     def _pairs(self) -> dict[str, list[File]]:
@@ -314,16 +315,16 @@ class Idx:
             files = {
                 name: file
                 for name in names
-                if (file := find_file(self.root / name) or find_file(self.root / f"{name}.gz"))
+                if (file := find_file(self.path / name) or find_file(self.path / f"{name}.gz"))
             }
             if len(files) == 1:
                 missing = next(name for name in names if name not in files)
-                raise DataError(f"{self.root}: half a pair of IDX files: {missing}[.gz] is missing. Add it.")
+                raise DataError(f"{self.path}: half a pair of IDX files: {missing}[.gz] is missing. Add it.")
             if files:
                 pairs[prefix] = list(files.values())
         if not pairs:
             raise DataError(
-                f"{self.root}: no IDX files; expected a folder with train-images-idx3-ubyte[.gz] and "
+                f"{self.path}: no IDX files; expected a folder with train-images-idx3-ubyte[.gz] and "
                 "train-labels-idx1-ubyte[.gz], and the same for t10k. Give that folder as input."
             )
         return pairs
@@ -343,6 +344,10 @@ class Digits(base.SourceReader):
     Each class has the same fraction of its images in `eval`.
     """
 
+    traits = FormatTraits(
+        eval_fraction=0.2, has_named_parts=True, divides_rows=True, row_group_rows=5_000, has_input=False
+    )
+
     def files(self) -> list[File]:
         """Returns no files: the images come with scikit-learn."""
         return []
@@ -353,7 +358,7 @@ class Digits(base.SourceReader):
         require("sklearn", "--source digits")
         from sklearn.datasets import load_digits
 
-        data, fraction = load_digits(), self.options.held_out(["train", "eval"])
+        data, fraction = load_digits(), self.held_out(["train", "eval"])
         held_out: list[int] = []
         for label in range(10):
             indices = np.flatnonzero(data.target == label).tolist()

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import IO, Any, Protocol, TypeVar, cast
+from typing import IO, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
 
 from ray_app.data.arrays import Array, to_column
 from ray_app.errors import DataError
-from ray_app.ingest.options import IngestOptions
+from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.storage.data_files import (
     HEAD_BYTES,
     File,
@@ -77,22 +78,22 @@ class Part:
     index_columns: tuple[str, ...] = ()
 
 
-class FormatReader(Protocol):
-    """The reader of one raw format."""
-
-    def files(self) -> Iterable[File]:
-        """Returns every file that is read, in a fixed order; raises DataError where the input is missing or empty."""
-
-    def parts(self, run: Run) -> list[Part]:
-        """Returns the data sets of the source; may read the input once, by `run`, to learn its types and classes."""
-
-
 @dataclass(frozen=True)
-class SourceReader:
-    """Base of readers of files; `pattern` is the option `input`: a file, a folder or a pattern of names."""
+class SourceReader(ABC):
+    """The reader of one raw format; `pattern` is the option `input`: a file, a folder or a pattern of names."""
+
+    traits: ClassVar[FormatTraits] = FormatTraits()
 
     pattern: str
     options: IngestOptions
+
+    @abstractmethod
+    def files(self) -> Iterable[File]:
+        """Returns every file that is read, in a fixed order; raises DataError where the input is missing or empty."""
+
+    @abstractmethod
+    def parts(self, run: Run) -> list[Part]:
+        """Returns the data sets of the source; may read the input once, by `run`, to learn its types and classes."""
 
     @property
     def path(self) -> Location:
@@ -103,6 +104,12 @@ class SourceReader:
     def skips(self) -> bool:
         """Whether rows that cannot be used are left out; otherwise they are errors."""
         return self.options.on_bad_row == "skip"
+
+    def held_out(self, parts: list[str]) -> float:
+        """Returns the fraction of the training rows that goes to `eval`, 0 for none, for a source with these parts."""
+        if self.options.eval_fraction is not None:
+            return self.options.eval_fraction
+        return self.traits.eval_fraction if parts != [""] else 0.0
 
     def input_splits(self, files: Iterable[File], tables: Callable[..., Iterator[pa.Table]]) -> list[InputSplit]:
         """Returns the input splits of files; `tables` is called with the files of one and a `Refuse`."""

@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
+from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.storage.data_files import File, files_in, find_file, is_folder
-from ray_app.storage.files import Location
 
 _PART_BYTES = 1 << 20
 _IN_PROGRESS = object()
@@ -252,14 +252,10 @@ _PYTHON = [
 
 
 @dataclass(frozen=True)
-class Cifar:
-    """The folder of one of the four archives: images (32, 32, 3), `label`, and for CIFAR-100 `coarse_label`.
+class Cifar(base.SourceReader):
+    """The folder of one of the four archives: images (32, 32, 3), `label`, and for CIFAR-100 `coarse_label`."""
 
-    Args:
-        root: The folder.
-    """
-
-    root: Location
+    traits = FormatTraits(eval_fraction=0.1, has_named_parts=True)
 
     def files(self) -> list[File]:
         """Returns the files with images, the training data first, and the file with the names of the classes."""
@@ -293,18 +289,18 @@ class Cifar:
         Raises:
             DataError: The folder holds no version, or an incomplete one.
         """
-        available = {file.name: file for file in files_in(self.root)} if is_folder(self.root) else {}
+        available = {file.name: file for file in files_in(self.path)} if is_folder(self.path) else {}
         for version in (*_BINARY, *_PYTHON):
             required = [name for names in version.files.values() for name in names]
             missing = [name for name in required if name not in available]
             if len(missing) < len(required):
                 if missing:
                     raise DataError(
-                        f"{self.root}: {', '.join(missing)} of CIFAR is missing. Unpack the whole archive again."
+                        f"{self.path}: {', '.join(missing)} of CIFAR is missing. Unpack the whole archive again."
                     )
                 return version, {side: [available[name] for name in names] for side, names in version.files.items()}
         raise DataError(
-            f"{self.root}: no CIFAR files; expected the unpacked folder of one archive, such as cifar-10-batches-py"
+            f"{self.path}: no CIFAR files; expected the unpacked folder of one archive, such as cifar-10-batches-py"
             " with data_batch_1 to 5 and test_batch, or cifar-100-binary with train.bin and test.bin. Give that folder"
             " as input."
         )
@@ -312,7 +308,7 @@ class Cifar:
     def _names(self, version: _Version) -> File | None:
         """Returns the file with the names of the classes, or None where it is missing."""
         [(first, second)] = version.meta.items()
-        return find_file(self.root / (second if version in _BINARY else first))
+        return find_file(self.path / (second if version in _BINARY else first))
 
     def _classes(self, version: _Version) -> tuple[str, ...] | None:
         """Returns the names of the classes, or None where their file is missing."""

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from ray_app.errors import DataError
+from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
 from ray_app.storage.data_files import File, parser_errors
@@ -182,6 +183,8 @@ def find_open_quote(file: File, delimiter: str) -> str | None:
 
 class Csv(base.SourceReader):
     """One CSV file or a folder of them."""
+
+    traits = FormatTraits(options=frozenset({"label", "delimiter", "column_names", "tokenizer"}))
 
     def files(self) -> list[File]:
         """Returns the files, sorted by name."""

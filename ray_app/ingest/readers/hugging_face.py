@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from ray_app.data.arrays import is_bytes, is_list, is_number, is_numbers, is_text
 from ray_app.data.dataset import index_columns
 from ray_app.errors import DataError
+from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.base import sort_classes
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
@@ -178,6 +179,8 @@ _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 
 class HuggingFace(base.SourceReader):
     """A folder of one data set with its splits, or one file."""
+
+    traits = FormatTraits(options=frozenset({"label", "columns", "ragged", "check", "tokenizer"}))
 
     def files(self) -> list[File]:
         """Returns the files, split by split, and the files that describe them."""

@@ -15,6 +15,7 @@ from functools import cached_property, partial
 import pyarrow as pa
 
 from ray_app.errors import DataError
+from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.storage.data_files import (
     HEAD_BYTES,
@@ -44,6 +45,8 @@ NOT_AN_IMAGE = (
 @dataclass(frozen=True)
 class Images(base.SourceReader):
     """A folder with one sub-folder a class."""
+
+    traits = FormatTraits(options=frozenset({"check"}))
 
     def files(self) -> Iterator[File]:
         """Yields the images, class after class."""

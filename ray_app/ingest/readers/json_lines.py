@@ -20,7 +20,7 @@ import pyarrow.json as pj
 
 from ray_app.data.arrays import is_list, is_numbers
 from ray_app.errors import DataError
-from ray_app.ingest.options import IngestOptions
+from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
 from ray_app.storage.data_files import File, parser_errors
@@ -48,6 +48,8 @@ class JsonLines(base.SourceReader):
     With `on_bad_row: skip` lines without a JSON object, with lists of another shape or without a label are left out. A
     value of another type than in other lines is refused in any case, because nothing tells which one is wrong.
     """
+
+    traits = FormatTraits(options=frozenset({"label", "columns", "ragged", "tokenizer"}))
 
     def files(self) -> list[File]:
         """Returns the files, sorted by name."""

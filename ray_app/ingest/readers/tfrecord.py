@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from ray_app.config.import_paths import require
 from ray_app.errors import DataError
+from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.hugging_face import need_all_numbers
@@ -39,6 +40,8 @@ Kind = tuple[str, int]
 
 class TFRecord(base.SourceReader):
     """TFRecord files; an image is a feature that holds one in the first row."""
+
+    traits = FormatTraits(options=frozenset({"label", "columns", "check"}))
 
     def files(self) -> list[File]:
         """Returns the files of every split."""

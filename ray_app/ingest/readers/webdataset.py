@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
+from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
@@ -47,6 +48,8 @@ Members = dict[str, bytes]
 
 class WebDataset(base.SourceReader):
     """Tar files; the label is a key of each row's .json (option `label`), or the member .cls, if there is one."""
+
+    traits = FormatTraits(options=frozenset({"label", "columns", "check", "tokenizer"}))
 
     def files(self) -> list[File]:
         """Returns the files, sorted, or in the order of the braces."""
