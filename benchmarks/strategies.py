@@ -51,6 +51,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Hooks
 from ray_app.train.state.state import TrainingState
 from ray_app.train.strategies.parameter_server.actors import server_names
+from ray_app.train.strategies.parameter_server.layout import Layout
 
 WORKERS, SERVERS = 2, 2
 ROUND = 8
@@ -179,6 +180,8 @@ def count_tensors() -> tuple[float, float]:
     gc.freeze()
     states = [o for o in objects if issubclass(type(o), TrainingState)]
     parts = [[*s.model.parameters(), *(_values_of(s) if s.master is s.model else ())] for s in states]
+    # The workers of parameter servers have no training state.
+    parts += [o.trained for o in objects if issubclass(type(o), Layout)]
     return _megabytes(t for part in parts for t in part), _megabytes(o for o in objects if issubclass(type(o), Tensor))
 
 

@@ -1,10 +1,10 @@
-"""A task with a mistake that a dry run on two rows does not find."""
+"""A task with a mistake that the preflight, which runs in the driver, does not find."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
+import ray
 from torch import Tensor
 
 from ray_app.task.base import Batch
@@ -12,25 +12,10 @@ from ray_app.task.image import ImageClassification
 
 
 class LateMistake(ImageClassification):
-    """Digits; raises KeyError for batches of more than two rows.
-
-    Args:
-        where: The method that raises: `loss` or `update`.
-        pixel_max: See `ImageClassification`.
-    """
-
-    def __init__(self, where: str, pixel_max: float = 16.0) -> None:
-        super().__init__(pixel_max=pixel_max)
-        self.where = where
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Raises in training if `where` is `loss`."""
-        if self.where == "loss" and len(batch["label"]) > 2 and torch.is_grad_enabled():
-            batch["labels"]
-        return super().loss(outputs, batch)
+    """Digits; raises KeyError when it is evaluated in an actor."""
 
     def update(self, metrics: Any, outputs: Tensor, batch: Batch) -> None:
-        """Raises in evaluations if `where` is `update`."""
-        if self.where == "update" and len(batch["label"]) > 2:
+        """See `Task.update`."""
+        if ray.get_runtime_context().get_actor_id() is not None:
             batch["labels"]
         super().update(metrics, outputs, batch)

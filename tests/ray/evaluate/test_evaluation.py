@@ -157,7 +157,7 @@ def test_a_run_without_its_last_evaluations_is_not_finished(
 def test_a_run_with_a_failed_evaluator_raises_its_error(
     ray_cluster: None, evaluated_run: Callable[..., Config], tmp_path: Path
 ) -> None:
-    task = {"class_path": "tests.support.late_mistake.LateMistake", "init_args": {"where": "update"}}
+    task = {"class_path": "tests.support.late_mistake.LateMistake", "init_args": {"pixel_max": 16.0}}
     with pytest.raises(EvaluationError, match=r"ray-app evaluate --run") as caught:
         run_training(evaluated_run(task=task, train__max_steps=8), Console(file=StringIO()))
     assert "KeyError: 'labels' (late_mistake.py, line " in str(caught.value)

@@ -121,8 +121,6 @@ def test_predictions_without_labels_are_bit_identical_with_and_without_a_cluster
     pq.write_table(table.drop_columns(["label"])[:200], data / "part-a.parquet", row_group_size=33)
     pq.write_table(table.drop_columns(["label"])[200:], data / "part-b.parquet", row_group_size=120)
     arguments = ["--predict.run", str(run.job.paths.root), "--predict.columns", "image,row_id"]
-    # Without the label a row has 64 bytes.
-    arguments += ["--data.read_task_mb", "0.00325"]
     assert main(predict_command(run, data, tmp_path / "out", *arguments)) == 0
     exported = export_run(ExportOptions(str(run.job.paths.root), str(tmp_path / "model")))
     assert (
