@@ -297,7 +297,17 @@ def test_a_stalled_worker_is_killed_and_its_stacks_are_recorded(
     assert "injector.py" in stacks[1]["stacks"]
 
 
-def test_a_run_survives_a_killed_rendezvous(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recovery", "redone_steps", "first_sizes"), [("in_place", 0, [2, 1]), ("restart", 20 - 16, [2, 2])]
+)
+def test_a_run_survives_a_killed_rendezvous(
+    short_run: ShortRun,
+    reference: dict[str, Any],
+    tmp_path: Path,
+    recovery: str,
+    redone_steps: int,
+    first_sizes: list[int],
+) -> None:
     """The new rendezvous has no state; the run still survives the death of a worker after it."""
     done = tmp_path / "rendezvous-killed"
 
@@ -306,14 +316,14 @@ def test_a_run_survives_a_killed_rendezvous(short_run: ShortRun, reference: dict
             ray.kill(ray.get_actor(job.rendezvous), no_restart=False)
             done.touch()
 
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__recovery=recovery)
     kill = Kill(str(tmp_path / "killed"), step=20, rank=0)
     slow = WaitFor(str(done), step=5)
     summary, events = run_with(config, reference, after_step=HookChain((slow, kill)), watch=watch)
     assert done.exists()
     assert kill.happened == 1
-    assert summary["redone_steps"] == 0
-    assert sizes(events)[:2] == [2, 1]
+    assert summary["redone_steps"] == redone_steps
+    assert sizes(events)[:2] == first_sizes
 
 
 def test_recovery_by_restart_restarts_all_workers_like_stock_ray_train(
