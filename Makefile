@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup train test test-rest test-again test-campaigns test-search test-all lint notebooks docs picture pictures gpu clean
+.PHONY: help setup train test test-rest test-again test-campaigns test-search test-all test-lowest test-newest versions lint notebooks docs picture pictures gpu clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s ':'
@@ -41,6 +41,14 @@ test-search: $(INSTALLED) ## a thousand kills, 200,000 schedules, damaged files 
 	$(PYTEST) -m search
 
 test-all: test test-rest test-campaigns test-search ## all tests
+
+test-lowest: ## tests/pure, the strategies and killed workers with the lowest versions that pyproject.toml allows
+test-newest: ## the same with the newest versions that exist
+test-lowest test-newest: test-%: $(INSTALLED)
+	$(BIN)/python docs/versions.py test $*
+
+versions: $(INSTALLED) ## try each version of Ray, torch and Python in an environment of its own, and write docs/versions.md
+	$(BIN)/python docs/versions.py table
 
 notebooks: $(INSTALLED) ## execute the notebooks and store their outputs
 	$(BIN)/python -m tests.support.notebooks

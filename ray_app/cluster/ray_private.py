@@ -1,33 +1,16 @@
-"""The uses of Ray's private names (Ray 2.60), but for those of `cluster/controller/`, which derives from Ray Train.
+"""The private names of Ray that the project uses, but for those of `cluster/controller/`, and the tested versions.
 
-`controller.py`, `worker_group.py`, `scaling_policy.py` and `pending_workers.py` there name what they derive from;
-without it `cluster/trainer.py`, which names Ray Train's callbacks, falls back to `failure.recovery: restart`. A test
-holds that no other package has a private name of Ray. Each of the functions below has its reason, and what would happen
-without it:
+Each `PrivateName` tells what happens if a version of Ray does not have it any more; everything else goes on. The
+modules of `cluster/controller/` derive from Ray Train's controller and name what they derive from; `cluster/trainer.py`
+uses them only with the versions in `TESTED_RAY`. A test holds that no other package has a private name of Ray.
 
-- `require_token`, `restore_auth_mode`: `ray._private.authentication.authentication_token_setup` is what
-  `ray.init(address="local")` calls before it starts a cluster, and `ray.cluster_utils.Cluster` does not;
-  `ray._raylet.Config` and `AuthenticationTokenLoader` are where a process keeps what it has read. Without them a local
-  cluster would accept every process of the machine, and the second cluster that a process joins could refuse it.
-- `nodes_with_labels`: `node_labels_match_selector` and `validate_label_selector` match as Ray does. Without them an own
-  implementation could count nodes on which Ray starts no worker.
-- `draining_nodes`, `free_resources`: `ray._private.state`, which the public state API reads, too, but through a
-  dashboard, which may not run. Without them a run would not leave a node before it goes away, and would not know the
-  capacity of labeled nodes.
-- `actor_id_of`: an actor's handle tells its id only as `_actor_id`. Without it a worker would have to be asked.
+These functions need no private name, but an undocumented attribute or argument:
+
+- `actor_id_of`: an actor's handle tells its id only as `_actor_id`. Only `cluster/controller/` uses it.
 - `use_stable_run_id`: Ray Train has no argument for the name under which a run asks for resources. Without it a start
   after a killed driver could wait for 180 s, see there.
-- `ray_job`: `ray._private.worker._global_node.webui_url` is the address of the dashboard, which `ray.init` returns, but
-  not for an existing connection. `RAY_JOB_CONFIG_JSON_ENV_VAR` is how the job server tells a driver the id under which
-  it was submitted. Without them a run would not name its job and the job's page.
-- `job_config`: workers find the modules that the driver finds. By itself Ray passes only the script's folder and the
-  current one, with the private argument `_py_driver_sys_path` of `JobConfig`. Without it workers would not find modules
-  in other folders.
-- `max_resources`: the limits of an autoscaler, from `ray._private` and from the status that the autoscaler's process
-  leaves with the head. Every head has such a process; one without a configuration only observes, and names each node's
-  type after the node. Without it a run that has to wait for nodes would be refused.
-- `files_to_upload`: `ray._private.runtime_env.packaging` walks the working directory of a job. Without it an own
-  implementation could list other files than Ray uploads.
+- `job_config`: by itself Ray passes only the script's folder and the current one to workers, with the private argument
+  `_py_driver_sys_path` of `JobConfig`. Without it the folders are passed in `PYTHONPATH`.
 - `quiet_cluster_start`: names of loggers. Without it they would print warnings that a user cannot act on.
 """
 
@@ -39,26 +22,16 @@ import json
 import logging
 import math
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray._private import worker
-from ray._private.authentication.authentication_token_setup import (
-    AUTH_MODE_ENV_VAR,
-    enable_token_auth_by_default,
-    ensure_token_if_auth_enabled,
-)
-from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, RAY_OVERRIDE_DASHBOARD_URL
-from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
-from ray._private.state import available_resources_per_node, state
-from ray._raylet import RAY_NODE_ID_KEY, AuthenticationTokenLoader  # type: ignore[attr-defined]
-from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
-from ray.experimental.internal_kv import _internal_kv_get
 from ray.job_config import JobConfig
 
 from ray_app.errors import ConfigError
@@ -71,12 +44,70 @@ logger = logging.getLogger(__name__)
 
 Node = dict[str, Any]
 """A node as `ray.nodes()` describes it."""
-NODE_ID_LABEL: str = RAY_NODE_ID_KEY
+NODE_ID_LABEL = "ray.io/node-id"
 """The label of a node with its id."""
+TESTED_RAY = (2, 56), (2, 60)
+"""The oldest and the newest minor version of Ray with which recovery in place has been tested, see docs/versions.md."""
+_AUTH_MODE = "RAY_AUTH_MODE"
 _RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The environment variable that is set in Ray jobs."""
 _SINGLE_NODE_PREFIX = "node_"
 """Prefix of a node's type where an autoscaler without a configuration names it after the node."""
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A private name of Ray, which another version may not have.
+
+    Args:
+        path: Module and attribute, as `pkgutil.resolve_name` takes them.
+        without: What happens without it, for the warning.
+    """
+
+    path: str
+    without: str
+
+    def find(self) -> Any:
+        """Returns the object; None if this version of Ray does not have it, with one warning per process."""
+        try:
+            return pkgutil.resolve_name(self.path)
+        except (ImportError, AttributeError) as error:
+            _warn_once(f"Ray {ray.__version__} has no {self.path} ({error}): {self.without}.")
+            return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+READ_AUTH_MODE = PrivateName(
+    "ray._raylet:Config.initialize", f"a process that has joined one cluster may not join another one with {_AUTH_MODE}"
+)
+TOKEN_LOADER = PrivateName(
+    "ray._raylet:AuthenticationTokenLoader", "a process that has joined one cluster may not join one with another token"
+)
+CREATE_TOKEN = PrivateName(
+    "ray._private.authentication.authentication_token_setup:ensure_token_if_auth_enabled",
+    "a cluster that is started here needs a token, which `ray get-auth-token --generate` makes",
+)
+CHECK_SELECTOR = PrivateName("ray._private.label_utils:validate_label_selector", "label selectors are not checked")
+MATCH_SELECTOR = PrivateName("ray._raylet:node_labels_match_selector", "label selectors cannot be used")
+DRIVER_NODE = PrivateName("ray._private.worker:_global_node", "the page of the job is not recorded")
+MAX_RESOURCES = PrivateName(
+    "ray._private.state:state.get_max_resources_from_cluster_config", "an autoscaler's limits are not known"
+)
+LIST_FOLDER = PrivateName(
+    "ray._private.runtime_env.packaging:_dir_travel", "what is uploaded with a job is not shown before"
+)
+PARSE_EXCLUDES = PrivateName("ray._private.runtime_env.packaging:_get_excludes", LIST_FOLDER.without)
+DEFAULT_EXCLUDES = PrivateName("ray._private.ray_constants:get_runtime_env_default_excludes", LIST_FOLDER.without)
+
+
+def is_tested() -> bool:
+    """Returns whether recovery in place has been tested with the installed version of Ray."""
+    oldest, newest = TESTED_RAY
+    return oldest <= tuple(map(int, ray.__version__.split(".")[:2])) <= newest
 
 
 def require_token() -> None:
@@ -85,8 +116,11 @@ def require_token() -> None:
     The file is made if it does not exist. Ray lets all users of the machine read it; afterwards only its owner may. As
     in Ray, `RAY_AUTH_MODE=disabled` in the environment turns this off.
     """
-    if enable_token_auth_by_default():
-        ensure_token_if_auth_enabled(create_token_if_missing=True)
+    if os.environ.setdefault(_AUTH_MODE, "token").lower() == "token":
+        if read_auth_mode := READ_AUTH_MODE.find():
+            read_auth_mode("")
+        if create_token := CREATE_TOKEN.find():
+            create_token(create_token_if_missing=True)
         # The token may be in another place, or the file may belong to another user.
         with suppress(OSError):
             (Path.home() / ".ray" / "auth_token").chmod(0o600)
@@ -99,11 +133,13 @@ def restore_auth_mode() -> Iterator[None]:
     With the old value every actor on a cluster of the other mode died before it ran.
     """
     try:
-        with set_variables(**{AUTH_MODE_ENV_VAR: None}):
+        with set_variables(**{_AUTH_MODE: None}):
             yield
     finally:
-        RayConfig.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
+        if read_auth_mode := READ_AUTH_MODE.find():
+            read_auth_mode("")
+        if token_loader := TOKEN_LOADER.find():
+            token_loader.instance().reset_cache()
 
 
 def nodes_with_labels(
@@ -117,20 +153,23 @@ def nodes_with_labels(
         field: Name of the configured field, for messages.
 
     Raises:
-        ConfigError: The selector is invalid.
+        ConfigError: The selector is invalid, or this version of Ray has no function that matches labels.
     """
     alive = [node for node in nodes if node["Alive"]]
     if not selector:
         return alive
-    from ray._private.label_utils import validate_label_selector
-    from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
-
-    problem = validate_label_selector(selector)
+    check, matches = CHECK_SELECTOR.find(), MATCH_SELECTOR.find()
+    if matches is None:
+        raise ConfigError(
+            f"{field} is {selector}, but Ray {ray.__version__} has no {MATCH_SELECTOR.path}, which matches labels as"
+            " Ray does. Leave it out, or use a version of Ray that docs/versions.md names."
+        )
+    problem = check(selector) if check is not None else None
     if problem is not None:
         raise ConfigError(
             f"{field} is {selector}: {problem} Write it as Ray does, such as {{zone: a}} or {{zone: 'in(a,b)'}}."
         )
-    return [node for node in alive if node_labels_match_selector(node["Labels"], selector)]
+    return [node for node in alive if matches(node["Labels"], selector)]
 
 
 def known_labels(nodes: Iterable[Node]) -> str:
@@ -145,16 +184,6 @@ def known_labels(nodes: Iterable[Node]) -> str:
     return ", ".join(sorted(labels)) or "none"
 
 
-def draining_nodes() -> frozenset[str]:
-    """Returns the ids of the nodes that have been announced to go away."""
-    return frozenset(state.get_draining_nodes() or ())
-
-
-def free_resources() -> dict[str, dict[str, float]]:
-    """Returns the free resources of each node by Ray's names, by the id of the node."""
-    return available_resources_per_node()
-
-
 def actor_id_of(actor: Any) -> str:
     """Returns the id of an actor, by which the rendezvous knows the worker."""
     return actor._actor_id.hex()
@@ -165,7 +194,8 @@ def use_stable_run_id(trainer: TorchTrainer, run_root: str) -> None:
 
     Ray keeps what a killed driver asked for under its name for 180 s; the next start takes it over.
     """
-    vars(trainer.train_run_context)["run_id"] = hashlib.sha256(run_root.encode()).hexdigest()
+    with suppress(AttributeError):
+        vars(trainer.train_run_context)["run_id"] = hashlib.sha256(run_root.encode()).hexdigest()
 
 
 def ray_job() -> dict[str, Any] | None:
@@ -178,10 +208,10 @@ def ray_job() -> dict[str, Any] | None:
     if not ray.is_initialized():
         return None
     job_id = ray.get_runtime_context().get_job_id()
-    job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
+    job = json.loads(os.environ.get(_RAY_JOB_VARIABLE, "{}"))
     # There is no global node with a connection through `ray://`.
-    node = worker._global_node
-    address = os.environ.get(RAY_OVERRIDE_DASHBOARD_URL) or (node.webui_url if node is not None else None)
+    node = DRIVER_NODE.find()
+    address = os.environ.get("RAY_OVERRIDE_DASHBOARD_URL") or getattr(node, "webui_url", None)
     dashboard = (address if "://" in address else f"http://{address}").rstrip("/") if address else None
     page = f"{dashboard}/#/jobs/{job_id}" if dashboard else None
     return {
@@ -221,28 +251,30 @@ def job_config() -> JobConfig | None:
     """
     if _RAY_JOB_VARIABLE in os.environ:
         return None
-    # The order is reversed, because workers insert each folder before the last one.
-    return JobConfig(_py_driver_sys_path=search_path()[::-1])
+    paths = search_path()
+    try:
+        # The order is reversed, because workers insert each folder before the last one.
+        return JobConfig(_py_driver_sys_path=paths[::-1])
+    except TypeError:
+        return JobConfig(runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}})
 
 
-def files_to_upload(folder: Path, excludes: Sequence[str]) -> list[Path]:
-    """Returns the files that Ray uploads if a folder is the working directory of a job.
+def files_to_upload(folder: Path, excludes: Sequence[str]) -> list[Path] | None:
+    """Returns the files that Ray uploads if a folder is the working directory of a job; None if they are not known.
 
     Args:
         folder: The folder.
         excludes: Patterns of files that are not uploaded, as in `.gitignore`, besides those that Ray leaves out.
     """
-    from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE, get_runtime_env_default_excludes
-    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
-
+    list_folder, parse, defaults = LIST_FOLDER.find(), PARSE_EXCLUDES.find(), DEFAULT_EXCLUDES.find()
+    if list_folder is None or parse is None or defaults is None:
+        return None
     paths: list[Path] = []
     quiet = logging.getLogger(f"{__name__}.ignored")
     quiet.setLevel(logging.WARNING)
-    all_excludes = [*get_runtime_env_default_excludes(), *excludes]
-    follows_git = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
-    _dir_travel(
-        folder, [_get_excludes(folder, all_excludes)], paths.append, include_gitignore=follows_git, logger=quiet
-    )
+    follows_git = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
+    parsed = [parse(folder, [*defaults(), *excludes])]
+    list_folder(folder, parsed, paths.append, include_gitignore=follows_git, logger=quiet)
     return [path for path in paths if path.is_file()]
 
 
@@ -257,8 +289,8 @@ def max_resources() -> dict[str, float] | None:
 
     They are infinite if an autoscaler starts nodes and does not tell how many, as those of `ray up` and KubeRay.
     """
-    limits = state.get_max_resources_from_cluster_config()
-    if limits:
+    get_limits = MAX_RESOURCES.find()
+    if limits := get_limits() if get_limits is not None else None:
         return {name: float(limit) for name, limit in limits.items()}
     has_autoscaler = any(not node_type.startswith(_SINGLE_NODE_PREFIX) for node_type in _node_types())
     return {"CPU": math.inf, "GPU": math.inf} if has_autoscaler else None
@@ -266,10 +298,12 @@ def max_resources() -> dict[str, float] | None:
 
 def _node_types() -> set[str]:
     """Returns the types that the autoscaler's process gives to the existing nodes; none if it reports none."""
-    from ray.autoscaler.v2.sdk import get_cluster_status
-    from ray.autoscaler.v2.utils import is_autoscaler_v2
-
     try:
+        from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+        from ray.autoscaler.v2.sdk import get_cluster_status
+        from ray.autoscaler.v2.utils import is_autoscaler_v2
+        from ray.experimental.internal_kv import _internal_kv_get
+
         # In version 1 the types come from the autoscaler's report, because KubeRay names types without an autoscaler,
         # too.
         if not is_autoscaler_v2(fetch_from_server=True):

@@ -1,9 +1,8 @@
 """The start of the workers through Ray Train, and the function that runs in each of them.
 
 `fit` uses `ElasticTrainer`, which is Ray Train's `TorchTrainer` with a controller of this project, or `TorchTrainer`
-itself with `failure.recovery: restart`; both with `RendezvousTorchConfig`. Ray Train's private module
-`ray.train.v2._internal.execution.callback` has the classes of the callbacks that `RunConfig(callbacks=...)` accepts;
-without it failures could not be counted.
+itself with `failure.recovery: restart` and with versions of Ray that are not tested; both with `RendezvousTorchConfig`.
+The latter needs no private name of Ray.
 """
 
 from __future__ import annotations
@@ -12,23 +11,22 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import ray
 import ray.train
 import torch
 from ray.actor import ActorHandle
-from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, UserCallback
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
 from ray_app.cluster.controller.decisions import StoppedWaitingError
 from ray_app.cluster.controller.failure_budget import FailureBudget
-from ray_app.cluster.ray_private import use_stable_run_id
+from ray_app.cluster.ray_private import TESTED_RAY, is_tested, use_stable_run_id
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
 from ray_app.config.config import Config
@@ -38,9 +36,10 @@ from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Fetch
 from ray_app.data.windows import CachedWindows, Windows
-from ray_app.errors import PreemptedError, unwrap_app_error
+from ray_app.errors import PreemptedError, RayAppError, unwrap_app_error
 from ray_app.plan.order import Cursor
 from ray_app.process import keep_freed_memory, log_to_stderr
+from ray_app.runlog.journal import put_event
 from ray_app.runlog.output import copied_output
 from ray_app.runlog.redaction import register_secrets
 from ray_app.task.device import gpu_of
@@ -70,6 +69,7 @@ class WorkerArgs:
         evaluation: The decoded evaluation data if the workers evaluate, see `start_memory_cache`.
         hooks: For fault tests.
         parameters: Handles of the parameter servers, with `train.strategy: parameter_server`.
+        recovers_in_place: Whether workers come and go one by one; otherwise all restart after every change.
     """
 
     job: Job
@@ -79,46 +79,30 @@ class WorkerArgs:
     evaluation: MemoryCacheHandle | None = None
     hooks: Hooks = Hooks()
     parameters: ParameterService | None = None
+    recovers_in_place: bool = True
 
 
-class StartCallback(WorkerGroupCallback):
-    """Records how many workers start, and has the rendezvous expect them before they train.
+class RestartCallback(UserCallback):
+    """Charges the failures of workers where Ray's controller restarts all of them. It lives in its process.
 
     Args:
-        budget: Writes the events.
+        budget: Ends the run by raising.
         rendezvous: The rendezvous.
     """
 
     def __init__(self, budget: FailureBudget, rendezvous: RendezvousHandle) -> None:
         self._budget, self._rendezvous = budget, rendezvous
+        self._dead_actors = set[str]()
 
-    def after_worker_group_start(self, worker_group: Any) -> None:
-        """See `WorkerGroupCallback`."""
-        workers = len(worker_group.get_workers())
-        self._budget.record("workers", workers=workers)
-        self._rendezvous.set_expected(workers)
-
-
-class RestartCallback(StartCallback, ControllerCallback):
-    """Charges the failures of workers where Ray's controller restarts all of them. It lives in its process."""
-
-    def __init__(self, budget: FailureBudget, rendezvous: RendezvousHandle) -> None:
-        super().__init__(budget, rendezvous)
-        self._errors: dict[int, BaseException] = {}
-
-    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Remembers the errors of the workers."""
-        self._errors = dict(worker_group_status.errors) or self._errors
-        # The number is sent at every poll, because the rendezvous may have been restarted and lost it.
-        self._rendezvous.set_expected(len(worker_group_status.worker_statuses))
-
-    def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
-        """Ends the run if it must end; otherwise Ray Train goes on."""
-        del failure_decision
-        errors, self._errors = self._errors, {}
-        # Without errors of workers the controller itself has failed, for example to place workers, and tries again.
-        if errors:
-            self._budget.charge_failure(errors, self._rendezvous.status().step, left=0)
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Charges the errors of a worker group; otherwise Ray Train restarts it."""
+        del run_context
+        # While the other workers of a preempted one finish, every poll tells its death again.
+        causes = [getattr(error, "health_check_failure", error) for error in worker_exceptions.values()]
+        dead = {cause.actor_id for cause in causes if isinstance(cause, ray.exceptions.ActorDiedError)}
+        if not dead or dead - self._dead_actors:
+            self._dead_actors |= dead
+            self._budget.charge_failure(worker_exceptions, self._rendezvous.status().step, left=0)
 
 
 class _RestartBackend(Backend):
@@ -173,6 +157,9 @@ class ElasticTrainer(TorchTrainer):
         abandoned: Set when the driver does not wait for the run any more; then the controller ends its workers and
             itself.
         options: Keyword arguments of `TorchTrainer`.
+
+    Raises:
+        AttributeError: `TorchTrainer` does not have the method that this class overrides.
     """
 
     def __init__(
@@ -186,6 +173,8 @@ class ElasticTrainer(TorchTrainer):
         **options: Any,
     ) -> None:
         super().__init__(train_loop_per_worker, **options)
+        # Without it Ray's own controller would run, with a configuration that is made for the other one.
+        assert super()._initialize_and_run_controller
         self._budget, self._worker_args = budget, worker_args
         self._prepare, self._abandoned = prepare, abandoned
 
@@ -212,21 +201,90 @@ def fit(args: WorkerArgs, max_workers: int, abandoned: threading.Event) -> None:
     Raises:
         Exception: The error that ended the run, wrapped by Ray Train.
     """
+    budget = FailureBudget(args.job.run_root, args.job.fence, args.job.config.failure)
+    try:
+        if _can_recover_in_place(args.job.config):
+            try:
+                _fit_in_place(args, budget, abandoned)
+                return
+            except Exception as error:
+                if not _is_controller_error(error) or RendezvousHandle(args.rendezvous).status().record is not None:
+                    raise
+                logger.warning(
+                    "Recovery in place failed before the first step with Ray %s: all workers restart after a failure.",
+                    ray.__version__,
+                    exc_info=error,
+                )
+        _fit_with_restarts(replace(args, recovers_in_place=False), budget, max_workers)
+    except TrainingFailedError as error:
+        if not isinstance(unwrap_app_error(error), StoppedWaitingError):
+            raise
+
+
+def _can_recover_in_place(config: Config) -> bool:
+    """Returns whether workers come and go one by one, and warns if that is not because of the configuration."""
+    if config.failure.recovery == "restart":
+        return False
+    if not is_tested():
+        oldest, newest = (".".join(map(str, version)) for version in TESTED_RAY)
+        logger.warning(
+            "Recovery in place has been tested with Ray %s to %s, and this is Ray %s: all workers restart after a"
+            " failure.",
+            *(oldest, newest, ray.__version__),
+        )
+    return is_tested()
+
+
+def _is_controller_error(error: Exception) -> bool:
+    """Returns whether an error that ended the run comes from the code of the controller.
+
+    The budget ends a run with an error of the application after failures of workers, and a lost cluster with one of
+    Ray.
+    """
+    cause = getattr(error, "controller_failure", error)
+    inner = unwrap_app_error(error)
+    return not isinstance(inner, RayAppError) and not isinstance(cause, ray.exceptions.RayError)
+
+
+def _fit_in_place(args: WorkerArgs, budget: FailureBudget, abandoned: threading.Event) -> None:
+    """Trains with workers that come and go one by one."""
+    scaling = args.job.config.scaling
+    num_workers = scaling.min_workers, scaling.worker_limit + scaling.standby_workers
+    options = _trainer_options(args, num_workers)
+    prepare = ray.put(functools.partial(_prepare, options["train_loop_config"]))
+    trainer = ElasticTrainer(
+        _run_worker, budget=budget, worker_args=args, prepare=prepare, abandoned=abandoned, **options
+    )
+    use_stable_run_id(trainer, args.job.run_root)
+    trainer.fit()
+
+
+def _fit_with_restarts(args: WorkerArgs, budget: FailureBudget, max_workers: int) -> None:
+    """Trains with workers that all restart after every change."""
+    scaling = args.job.config.scaling
+    is_elastic = max_workers > scaling.min_workers
+    num_workers = (scaling.min_workers, max_workers) if is_elastic else max_workers
+    elastic = {"elastic_resize_monitor_interval_s": scaling.resize_interval_s} if is_elastic else {}
+    callbacks = [RestartCallback(budget, RendezvousHandle(args.rendezvous))]
+    trainer = TorchTrainer(_run_worker, **_trainer_options(args, num_workers, callbacks, **elastic))
+    use_stable_run_id(trainer, args.job.run_root)
+    trainer.fit()
+
+
+def _trainer_options(
+    args: WorkerArgs,
+    num_workers: int | tuple[int, int],
+    callbacks: Sequence[UserCallback] = (),
+    **elastic: float,
+) -> dict[str, Any]:
+    """Returns the keyword arguments of `TorchTrainer` for a number of workers, or the least and the largest number."""
     job, scaling = args.job, args.job.config.scaling
-    in_place = _recovers_in_place(job.config)
-    budget = FailureBudget(job.run_root, job.fence, job.config.failure)
-    callback = (StartCallback if in_place else RestartCallback)(budget, RendezvousHandle(args.rendezvous))
     resources = {"CPU": scaling.cpus_per_worker, "GPU": scaling.gpus_per_worker}
-    num_workers: int | tuple[int, int] = (scaling.min_workers, scaling.worker_limit + scaling.standby_workers)
-    elastic: dict[str, Any] = {}
-    if not in_place:
-        is_elastic = max_workers > scaling.min_workers
-        num_workers = (scaling.min_workers, max_workers) if is_elastic else max_workers
-        elastic = {"elastic_resize_monitor_interval_s": scaling.resize_interval_s} if is_elastic else {}
-    worker_config = {"args": ray.put(args)}
-    options: dict[str, Any] = {
-        "train_loop_config": worker_config,
-        "torch_config": RendezvousTorchConfig(recovers_in_place=in_place),
+    # The budget counts failures. Preemptions have a limit of their own from Ray 2.58 on.
+    limits = {"max_failures", "max_preemption_failures"} & {field.name for field in fields(FailureConfig)}
+    return {
+        "train_loop_config": {"args": ray.put(args)},
+        "torch_config": RendezvousTorchConfig(recovers_in_place=args.recovers_in_place),
         "scaling_config": ScalingConfig(
             num_workers=num_workers,
             use_gpu=scaling.gpus_per_worker > 0,
@@ -237,39 +295,10 @@ def fit(args: WorkerArgs, max_workers: int, abandoned: threading.Event) -> None:
         "run_config": RunConfig(
             name=job.paths.ray_storage(job.fence).name,
             storage_path=str(job.paths.ray_storage(job.fence).parent),
-            failure_config=FailureConfig(max_failures=-1, max_preemption_failures=-1),
-            callbacks=[callback],
+            failure_config=FailureConfig(**dict.fromkeys(limits, -1)),
+            callbacks=list(callbacks),
         ),
     }
-    if in_place:
-        prepare = ray.put(functools.partial(_prepare, worker_config))
-        trainer: TorchTrainer = ElasticTrainer(
-            _run_worker, budget=budget, worker_args=args, prepare=prepare, abandoned=abandoned, **options
-        )
-    else:
-        trainer = TorchTrainer(_run_worker, **options)
-    use_stable_run_id(trainer, job.run_root)
-    try:
-        trainer.fit()
-    except TrainingFailedError as error:
-        if not isinstance(unwrap_app_error(error), StoppedWaitingError):
-            raise
-
-
-def _recovers_in_place(config: Config) -> bool:
-    """Returns whether workers come and go one by one; otherwise all restart after every change."""
-    if config.failure.recovery == "restart":
-        return False
-    try:
-        import ray_app.cluster.controller.controller  # noqa: F401 - only the import is tried
-    except ImportError as error:
-        logger.warning(
-            "Ray %s lacks what recovery in place needs (%s): all workers restart after a failure.",
-            ray.__version__,
-            error,
-        )
-        return False
-    return True
 
 
 def _prepare(worker_config: dict[str, Any]) -> None:
@@ -305,10 +334,13 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     job = args.job
     register_secrets(job.config.to_dict())
     device = _gpu() if job.config.scaling.gpus_per_worker else torch.device("cpu")
-    recovers = _recovers_in_place(job.config)
+    # Ray Train starts all workers together, and none joins them later.
+    group_size = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(
-        args.rendezvous, job.plan.logical_workers, device, _choose_backend(job.config), job.paths, job.fence, recovers
+        args.rendezvous, job.plan.logical_workers, device, _choose_backend(job.config), job.paths, job.fence, group_size
     )
+    if group_size is not None and ray.train.get_context().get_world_rank() == 0:
+        put_event(job.paths, "workers", job.fence, workers=group_size)
     is_run_over = False
     try:
         evaluation = args.evaluation

@@ -181,11 +181,13 @@ class JobFiles:
         folder: The working directory.
         excludes: Patterns of files that are not uploaded, for the runtime environment.
         files: Size of each file in bytes, by its path relative to the folder.
+        is_known: Whether this version of Ray tells which files it would upload; otherwise there are none in `files`.
     """
 
     folder: Path
     excludes: list[str]
     files: dict[str, int]
+    is_known: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -219,8 +221,9 @@ def list_job_files(config: Config, section: SubmitSection) -> JobFiles:
     """Returns the files that would be uploaded for a run."""
     folder = Path(section.working_dir).resolve()
     excludes = _excludes(folder, config)
-    sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files_to_upload(folder, excludes)}
-    return JobFiles(folder, excludes, sizes)
+    paths = files_to_upload(folder, excludes)
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths or ()}
+    return JobFiles(folder, excludes, sizes, paths is not None)
 
 
 def _excludes(folder: Path, config: Config) -> list[str]:
@@ -249,6 +252,8 @@ def check_size(package: JobFiles) -> str | Finding:
     Raises:
         ConfigError: The upload is larger than Ray takes.
     """
+    if not package.is_known:
+        return Finding("warning", "package", "what would be uploaded is not known with this version of Ray.")
     size = package.num_bytes / _MB
     if size > _MAX_PACKAGE_MB:
         raise ConfigError(
@@ -260,7 +265,9 @@ def check_size(package: JobFiles) -> str | Finding:
 
 def check_uploaded_data(package: JobFiles, config: Config) -> list[Finding]:
     """Returns findings about data with a relative path, which is uploaded with the job."""
-    findings = []
+    findings = list[Finding]()
+    if not package.is_known:
+        return findings
     fields = (
         ("training data", "data.path", config.data.path),
         ("evaluation data", "data.eval_path", config.data.eval_path),

@@ -19,7 +19,7 @@ ALLOWED = {"data/ray_tasks.py": {"ray.data._internal.progress"}}
 
 def is_private(name: str) -> bool:
     """Returns whether this is a private name of Ray: a part of it begins with `_`."""
-    return re.fullmatch(r"ray(\.\w+)*\._[a-z]\w*(\.\w+)*", name, re.IGNORECASE) is not None
+    return re.fullmatch(r"ray(\.\w+)*\._[a-z]\w*([.:]\w+)*", name, re.IGNORECASE) is not None
 
 
 def private_names(code: str) -> set[str]:
@@ -47,6 +47,7 @@ def private_names(code: str) -> set[str]:
         ("import ray\nfrom ray.train import RunConfig\nfrom rayon._x import y", set()),
         ("import ray\nray._private.state.state.get_nodes()", {"ray._private.state.state.get_nodes"}),
         ("import ray\nray.nodes()[0]._x\nray.__version__\nmine.ray._x", set()),
+        ("resolve_name('ray._raylet:Config.initialize')", {"ray._raylet:Config.initialize"}),
         ("logger('ray._private.utils')\n'Of `ray._private.utils` nothing is used.'", {"ray._private.utils"}),
     ],
 )
@@ -62,6 +63,19 @@ def test_private_names_of_ray_are_only_in_the_package_cluster() -> None:
     outside = {file: names for file, names in names_of.items() if not file.startswith("cluster/")}
     assert outside == ALLOWED
     assert "cluster/ray_private.py" in names_of
+
+
+def test_only_the_controller_fails_to_import_without_private_names_of_ray() -> None:
+    """With a version of Ray that does not have them, runs recover by restart, which does not use the controller."""
+    folder, files = ROOT / "ray_app", list[str]()
+    for file in folder.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        for node in [child for child in tree.body if isinstance(child, ast.Import | ast.ImportFrom)]:
+            if private_names(ast.unparse(node)):
+                files.append(file.relative_to(folder).as_posix())
+    assert {*files} == {
+        f"cluster/controller/{name}.py" for name in ("controller", "pending_workers", "scaling_policy", "worker_group")
+    }
 
 
 def private_torch_names(code: str) -> set[str]:

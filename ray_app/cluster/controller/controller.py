@@ -1,4 +1,4 @@
-"""Ray Train's controller (Ray 2.60), changed so that single workers are replaced without restarting the others.
+"""Ray Train's controller (Ray 2.56), changed so that single workers are replaced without restarting the others.
 
 Ray Train recovers in place only with replica groups, which it can replace but not add. Here a failed worker is dropped,
 a worker on a node that goes away leaves, and new workers, which have prepared themselves before
@@ -10,8 +10,8 @@ a worker on a node that goes away leaves, and new workers, which have prepared t
   group: where Ray would end all workers, this controller drops the failed ones and goes on.
 - `_start_worker_group` and `_run_control_loop_iteration`.
 
-Another Ray version may lack any of these. Then importing this module fails, and `cluster/trainer.py` falls back to
-restarting all workers.
+Another version of Ray may lack any of these. `cluster/trainer.py` uses this module only with tested versions, and falls
+back to restarting all workers if it fails before the first step.
 """
 
 from __future__ import annotations
@@ -166,6 +166,8 @@ class ElasticController(TrainController):
                     errors = {"start": RuntimeError(failures[0])}
                     self._budget.charge_failure(errors, self._rendezvous.status().step, left=0)
             raise
+        self._budget.record("workers", workers=len(self._worker_group))
+        self._send_expected()
 
     def _decide_and_act(self) -> Decision:
         """Makes one iteration: builds the state, decides, acts, and sends the number of workers to the rendezvous."""

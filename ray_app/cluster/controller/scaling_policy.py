@@ -1,7 +1,9 @@
 """Ray Train's scaling policy of a run, which counts the workers for which the cluster has capacity.
 
-`ElasticPolicy` derives from `ElasticScalingPolicy` (Ray 2.60), which asks the autoscaling coordinator and an autoscaler
-for resources. What is done with the capacity is decided in `cluster/controller/decisions.py`.
+`ElasticPolicy` derives from `ElasticScalingPolicy` (Ray 2.55), which asks the autoscaling coordinator and an autoscaler
+for resources. Draining nodes and free resources come from `ray._private.state`, because the public state API reads them
+through a dashboard, which may not run. What is done with the capacity is decided in
+`cluster/controller/decisions.py`.
 """
 
 from __future__ import annotations
@@ -14,15 +16,23 @@ from math import ceil
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node, state
+from ray.data._internal.cluster_autoscaler import base_autoscaling_coordinator
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 
-from ray_app.cluster.ray_private import Node, draining_nodes, free_resources, nodes_with_labels
+from ray_app.cluster.ray_private import Node, nodes_with_labels
 from ray_app.cluster.resources import evaluator_gpus, workers_in
 from ray_app.config.config import Config
 
 logger = logging.getLogger(__name__)
 
+_RESERVES_BY_NODE = hasattr(base_autoscaling_coordinator, "ReservedResources")
+"""Whether the coordinator tells what it reserves on each node, as from Ray 2.60 on.
+
+Before, it tells amounts without the ids of their nodes, up to 20 s old; then a run counts what is free on the nodes,
+and several runs that start at once may count the same capacity.
+"""
 CAPACITY_INTERVAL_S = 1.0
 """Seconds between two computations of the number of possible workers."""
 _PROBE_TIMEOUT_S = 0.5
@@ -88,7 +98,7 @@ class ElasticPolicy(ElasticScalingPolicy):
         if time.monotonic() - self._possible_computed_s < CAPACITY_INTERVAL_S:
             return self._possible
         self._possible_computed_s = time.monotonic()
-        self.draining_nodes = draining_nodes()
+        self.draining_nodes = frozenset[str](state.get_draining_nodes() or ())
         alive = [node for node in ray.nodes() if node["Alive"] and self._is_reachable(node)]
         staying = [node for node in alive if node["NodeID"] not in self.draining_nodes]
         reserved = self._reserved_workers(alive)
@@ -119,10 +129,10 @@ class ElasticPolicy(ElasticScalingPolicy):
         """Returns how many workers fit into what the coordinator reserves for this run on nodes that stay.
 
         The coordinator divides the cluster among all runs and data pipelines of Ray. It is None if the coordinator does
-        not answer, and if labels or excluded nodes count, which the coordinator disregards.
+        not answer or does not tell nodes, and if labels or excluded nodes count, which the coordinator disregards.
         """
         is_paused = time.monotonic() < self._coordinator_paused_until_s
-        if self._scaling.label_selector or self.excluded_nodes or is_paused:
+        if not _RESERVES_BY_NODE or self._scaling.label_selector or self.excluded_nodes or is_paused:
             return None
         on_nodes = frozenset((node["NodeID"], node["NodeID"] in self.draining_nodes) for node in alive)
         # The coordinator updates its reservations only from time to time, which is too late for a changed cluster.
@@ -144,7 +154,7 @@ class ElasticPolicy(ElasticScalingPolicy):
 
     def _count_free(self, nodes: list[Node]) -> int:
         """Returns how many more workers fit into the free resources of the allowed nodes among `nodes`."""
-        free = free_resources()
+        free = available_resources_per_node()
         labeled = nodes_with_labels(nodes, self._scaling.label_selector)
         allowed = (node["NodeID"] for node in labeled if node["NodeID"] not in self.excluded_nodes)
         return self._count_in(free.get(name, {}) for name in allowed)

@@ -1,4 +1,4 @@
-"""Ray Train's worker group (Ray 2.60), changed so that it can lose and gain single workers.
+"""Ray Train's worker group (Ray 2.56), changed so that it can lose and gain single workers.
 
 Ray starts the workers of a group together and places them in one placement group, which is created and removed as a
 whole. Here each worker has a placement group of its own, called its slot, and has been a pending worker before it joins

@@ -58,7 +58,8 @@ class RendezvousClient:
         backend: See `ProcessGroup.open`.
         paths: The paths of the run; the stacks of a stalled worker are recorded as one of its events.
         fence: Number of the driver's start.
-        recovers: See `Membership`.
+        group_size: Number of workers that start and end together with this one; None if workers come and go one by one,
+            and `ElasticController` tells the rendezvous how many to expect.
     """
 
     def __init__(
@@ -69,9 +70,9 @@ class RendezvousClient:
         backend: Literal["auto", "gloo"],
         paths: RunPaths,
         fence: int,
-        recovers: bool,
+        group_size: int | None = None,
     ) -> None:
-        self.recovers = recovers
+        self.recovers, self._group_size = group_size is None, group_size
         self._rendezvous = rendezvous
         self._logical_workers = logical_workers
         self._device = device
@@ -257,6 +258,9 @@ class RendezvousClient:
 
         When this process ends, the connection closes, from which the rendezvous notices the end of the process.
         """
+        # A rendezvous that was restarted does not know the number any more.
+        if self._group_size is not None:
+            ray.get(self._rendezvous.set_expected.remote(self._group_size), timeout=_ANSWER_S)
         address, secret = ray.get(self._rendezvous.address_and_secret.remote(), timeout=_ANSWER_S)
         connection = connect(address, secret, _ANSWER_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)

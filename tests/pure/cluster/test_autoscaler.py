@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private.state import state
 from ray.autoscaler.v2 import sdk, utils
+from ray.experimental import internal_kv
 
-from ray_app.cluster import ray_private
 from ray_app.cluster.ray_private import max_resources
 
 GROWS = {"CPU": math.inf, "GPU": math.inf}
@@ -44,8 +45,8 @@ def test_only_an_autoscaler_that_can_start_nodes_sets_limits(
             raise RuntimeError("it has not looked yet")
         return SimpleNamespace(active_nodes=[SimpleNamespace(ray_node_type_name=name) for name in names], idle_nodes=[])
 
-    monkeypatch.setattr(ray_private.state, "get_max_resources_from_cluster_config", lambda: None)
-    monkeypatch.setattr(ray_private, "_internal_kv_get", lambda key: status)
+    monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: None)
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key: status)
     monkeypatch.setattr(utils, "is_autoscaler_v2", lambda fetch_from_server: is_v2)
     monkeypatch.setattr(sdk, "get_cluster_status", cluster_status)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="there"))
@@ -53,5 +54,5 @@ def test_only_an_autoscaler_that_can_start_nodes_sets_limits(
 
 
 def test_the_maximum_resources_of_the_cluster_configuration_are_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_private.state, "get_max_resources_from_cluster_config", lambda: {"CPU": 8})
+    monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {"CPU": 8})
     assert max_resources() == {"CPU": 8.0}

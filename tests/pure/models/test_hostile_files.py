@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
 import pickle
 import re
 import shutil
@@ -26,6 +27,7 @@ from torch import nn
 from ray_app import load_config, load_for_training, load_model
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore, Fallback
+from ray_app.cluster.ray_private import require_token, restore_auth_mode
 from ray_app.config.config import Config
 from ray_app.errors import CheckpointError, ConfigError, DataError, RegistryError
 from ray_app.ingest.ingest import IngestOptions, ingest
@@ -475,13 +477,30 @@ def test_insecure_calls_are_detected(source: str) -> None:
     assert len(find_insecure_calls(source)) == 1
 
 
+@pytest.mark.parametrize(("before", "after"), [(None, "token"), ("token", "token"), ("disabled", "disabled")])
+def test_a_local_cluster_requires_a_token_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: str | None, after: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    with restore_auth_mode():
+        if before is not None:
+            monkeypatch.setenv("RAY_AUTH_MODE", before)
+        require_token()
+        assert os.environ["RAY_AUTH_MODE"] == after
+    token = tmp_path / ".ray" / "auth_token"
+    assert token.exists() == (after == "token")
+    assert after == "disabled" or token.stat().st_mode & 0o777 == 0o600
+
+
 def test_our_code_keeps_authentication_on_and_opens_no_dashboard() -> None:
     files = [file for folder in ("ray_app", "jobs", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
     assert {
         file.relative_to(ROOT).as_posix(): problems
         for file in files
         if (problems := find_insecure_calls(file.read_text()))
-    } == {}
+    } == {"ray_app/cluster/ray_private.py": ["RAY_AUTH_MODE"]}, "only `require_token` there sets it"
     starting = [file.name for file in files if "require_token()" in file.read_text()]
     assert len(starting) >= 3, "the files that start a cluster were not found"
 

@@ -15,6 +15,7 @@ import ray
 
 from ray_app import run_training
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.cluster.ray_private import PrivateName
 from ray_app.config.config import Config
 from ray_app.drill.faults import HookChain
 from ray_app.driver.run import Faults
@@ -296,7 +297,17 @@ def test_a_stalled_worker_is_killed_and_its_stacks_are_recorded(
     assert "injector.py" in stacks[1]["stacks"]
 
 
-def test_a_run_survives_a_killed_rendezvous(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recovery", "redone_steps", "first_sizes"), [("in_place", 0, [2, 1]), ("restart", 20 - 16, [2, 2])]
+)
+def test_a_run_survives_a_killed_rendezvous(
+    short_run: ShortRun,
+    reference: dict[str, Any],
+    tmp_path: Path,
+    recovery: str,
+    redone_steps: int,
+    first_sizes: list[int],
+) -> None:
     """The new rendezvous has no state; the run still survives the death of a worker after it."""
     done = tmp_path / "rendezvous-killed"
 
@@ -305,14 +316,14 @@ def test_a_run_survives_a_killed_rendezvous(short_run: ShortRun, reference: dict
             ray.kill(ray.get_actor(job.rendezvous), no_restart=False)
             done.touch()
 
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__recovery=recovery)
     kill = Kill(str(tmp_path / "killed"), step=20, rank=0)
     slow = WaitFor(str(done), step=5)
     summary, events = run_with(config, reference, after_step=HookChain((slow, kill)), watch=watch)
     assert done.exists()
     assert kill.happened == 1
-    assert summary["redone_steps"] == 0
-    assert sizes(events)[:2] == [2, 1]
+    assert summary["redone_steps"] == redone_steps
+    assert sizes(events)[:2] == first_sizes
 
 
 def test_recovery_by_restart_restarts_all_workers_like_stock_ray_train(
@@ -324,6 +335,28 @@ def test_recovery_by_restart_restarts_all_workers_like_stock_ray_train(
     assert kill.happened == 1
     assert sizes(events) == [2, 2]
     assert summary["redone_steps"] == 13 - 8
+
+
+@pytest.mark.rest
+def test_a_run_with_an_untested_version_of_ray_recovers_by_restart_without_private_names(
+    short_run: ShortRun,
+    reference: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It imitates a newer Ray whose private parts have moved."""
+    monkeypatch.setattr(ray, "__version__", "2.99.0")
+    monkeypatch.setattr(PrivateName, "find", lambda name: None)
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
+    summary, events = run_with(config, reference, after_step=kill)
+    assert kill.happened == 1
+    assert sizes(events) == [2, 2]
+    assert (summary["redone_steps"], summary["restarts"]["failures"]) == (13 - 8, 1)
+    assert [event.details["workers"] for event in events["workers"]] == [2, 2]
+    warnings = [record.getMessage() for record in caplog.records if "this is Ray 2.99.0" in record.getMessage()]
+    assert len(warnings) == 1
 
 
 def test_a_repeated_failure_ends_the_run_early(short_run: ShortRun, tmp_path: Path) -> None:

@@ -1,0 +1,279 @@
+"""Tries the versions of Ray, torch and Python, and writes `docs/versions.md`: `make versions`.
+
+Each row of the table is an environment of its own, which is made from the package index and kept in
+`build/environments`. In each the same is run: the digits on two workers of which one is killed with SIGKILL, a job that
+is submitted to a head node, and a drill of five scenarios.
+
+    versions.py environment NAME   make the environment of a row and print its folder
+    versions.py test NAME          run the tests that are to pass with every version, in the environment of a row
+    versions.py table [NAME ...]   run these rows, or all, and write the table; rows that are not run keep their result
+    versions.py try                run what a row runs with this Python, and print the results as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENTS = ROOT / "build" / "environments"
+PAGE = ROOT / "docs" / "versions.md"
+LIMIT_S = 900.0
+SCENARIOS = "kill,kill_all,rendezvous,grow,damage"
+
+
+@dataclass(frozen=True)
+class Row:
+    """An environment.
+
+    Args:
+        name: Name of the row and of its folder.
+        python: Version of Python.
+        resolution: Which versions within the ranges of pyproject.toml are installed, as uv calls it; None for the exact
+            versions of requirements.txt.
+        pins: Requirements that are added.
+        overrides: Requirements that are installed although a library asks for another version.
+    """
+
+    name: str
+    python: str
+    resolution: str | None = "highest"
+    pins: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+
+
+ROWS = (
+    Row("lowest", "3.11", "lowest-direct"),
+    Row("ray256", "3.12", pins=("ray==2.56.1",)),
+    Row("ray258", "3.13", pins=("ray==2.58.1", "torch==2.13.0", "torchvision==0.28.0")),
+    Row("ray258-torch215", "3.11", pins=("ray==2.58.1", "torch==2.15.0")),
+    Row("torch213", "3.12", pins=("ray==2.60.0", "torch==2.13.0", "torchvision==0.28.0")),
+    Row("newest", "3.13"),
+    Row("pyarrow26", "3.12", overrides=("pyarrow==26.0.1",)),
+    Row("requirements", "3.11", None),
+)
+_TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "moto[server]", "jsonschema", "psutil")
+_TESTS = (
+    *("tests/pure", "tests/processes/train", "tests/ray/cluster/test_workers.py"),
+    *("-m", "not campaign and not search and not exact_versions"),
+    *("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"),
+)
+"""Arguments of pytest: the tests without Ray, training with every strategy, and killed workers on real Ray."""
+_HEADER = f"""# Versions
+
+`make versions` wrote this table: each row is an environment of its own, made from the package index, and every cell
+was run on the given day. "lowest" has the lowest versions that pyproject.toml allows, "newest" the newest ones that
+existed, "requirements" those of requirements.txt, with which everything else in this documentation was measured.
+"pyarrow26" has the newest versions and pyarrow 26, for which MLflow does not ask yet.
+
+- **Digits, one worker killed**: `conf/digits.yaml` on two workers, one of which is killed with SIGKILL at the first
+  line of progress. "In place" means that the other one went on; then comes the beginning of the digest of the
+  parameters, which has to be the same in all rows.
+- **Job**: `ray-app submit` to a head node with token authentication.
+- **Drill**: `ray-app drill` with the scenarios {", ".join(f"`{name}`" for name in SCENARIOS.split(","))}.
+
+| row | Ray | torch | Python | digits, one worker killed | job | drill | date |
+|---|---|---|---|---|---|---|---|
+"""
+_AFTER = """
+With a version of Ray outside of these, all workers restart after a failure, and a warning says so: recovery in place
+changes parts of Ray Train that are not public, and is used only with the versions with which it was tried.
+"""
+
+
+def environment(row: Row) -> Path:
+    """Makes the environment of a row, unless it exists with the present requirements, and returns its folder."""
+    folder = ENVIRONMENTS / row.name
+    python = folder / "bin" / "python"
+    files = [ROOT / name for name in ("pyproject.toml", "requirements.txt", "requirements-dev.txt")]
+    wanted = "\n".join([repr(row), *(file.read_text() for file in files)])
+    made = folder / "made-from.txt"
+    if made.exists() and made.read_text() == wanted:
+        return folder
+    uv = [str(Path(sys.executable).parent / "uv")]
+    subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", _interpreter(row.python), str(folder)], check=True)
+    install = [*uv, "pip", "install", "--quiet", "--python", str(python)]
+    lines = (line for file in files[1:] for line in file.read_text().splitlines())
+    tools = [line for line in lines if re.split("[=>]", line)[0] in _TEST_TOOLS]
+    if row.resolution is None:
+        subprocess.run([*install, "-r", str(files[1]), *tools], check=True)
+        subprocess.run([*install, "--no-deps", "--editable", str(ROOT)], check=True)
+    else:
+        overrides = folder / "overrides.txt"
+        overrides.write_text("\n".join(row.overrides))
+        options = ["--resolution", row.resolution, "--override", str(overrides), "--editable", f"{ROOT}[all]"]
+        subprocess.run([*install, *options, *row.pins, *tools], check=True)
+    made.write_text(wanted)
+    return folder
+
+
+def _interpreter(minor: str) -> str:
+    """Returns the path of a Python that pyenv has; otherwise the version, which uv looks for and downloads."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    return next((str(path) for path in sorted(pyenv.glob(f"{minor}.*/bin/python"))), minor)
+
+
+def try_here() -> dict[str, str]:
+    """Runs what a row runs with this Python; returns the versions and the results, by column."""
+    found = {name: version(name) for name in ("ray", "torch")} | {"python": platform.python_version()}
+    with tempfile.TemporaryDirectory(prefix="versions") as name:
+        folder = Path(name)
+        subprocess.run(_command("ingest", "--source=digits", f"--out={folder / 'digits'}"), check=True, timeout=LIMIT_S)
+        for column, attempt in (("kill", _kill), ("job", _job), ("drill", _drill)):
+            try:
+                found[column] = attempt(folder)
+            # A failure is a result, too.
+            except Exception as error:
+                print(f"{column}: {error!r}", file=sys.stderr)
+                found[column] = f"**failed**: {type(error).__name__}"
+    return found
+
+
+def _command(name: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "ray_app", name, *options]
+
+
+def _options(folder: Path, name: str) -> list[str]:
+    data = folder / "digits"
+    return [
+        f"--config={ROOT / 'conf' / 'digits.yaml'}",
+        f"--data.path={data / 'train'}",
+        f"--data.eval_path={data / 'eval'}",
+        f"--run.storage_path={folder / 'runs'}",
+        f"--run.name={name}",
+    ]
+
+
+def _kill(folder: Path) -> str:
+    """Trains on two workers and kills one; returns how the run recovered and the beginning of its digest."""
+    import psutil
+
+    command = _command("train", *_options(folder, "kill"))
+    log = folder / "kill.log"
+    killed = False
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            if not killed and re.search(r"^epoch \d+/", log.read_text(), re.MULTILINE):
+                children = psutil.Process(process.pid).children(recursive=True)
+                workers = [child for child in children if "RayTrainWorker" in " ".join(child.cmdline())]
+                workers[-1].kill()
+                killed = True
+            time.sleep(0.05)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    text = log.read_text()
+    summary = json.loads((folder / "runs" / "kill" / "summary.json").read_text())
+    if process.wait() or not killed or summary["restarts"]["failures"] != 1:
+        raise RuntimeError(text)
+    kind = "in place" if "replaced" in _events(folder / "runs" / "kill") else "all restarted"
+    return f"{kind}, `{summary['parameters_sha256'][:8]}`"
+
+
+def _events(run: Path) -> set[str]:
+    from ray_app.runlog.journal import read_events
+    from ray_app.runlog.paths import RunPaths
+
+    return {event.kind for event in read_events(RunPaths(run))}
+
+
+def _job(folder: Path) -> str:
+    """Submits the digits to a head node with token authentication."""
+    sys.path.insert(0, str(ROOT))
+    from tests.support.head import started_head
+
+    (folder / "project").mkdir()
+    with started_head(folder, cpus=4) as head:
+        options = [*_options(folder, "job"), f"--submit.address={head.url}"]
+        done = subprocess.run(
+            _command("submit", *options),
+            cwd=folder / "project",
+            env=head.environment | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    return "ok"
+
+
+def _drill(folder: Path) -> str:
+    options = [*_options(folder, "drill"), f"--drill.scenarios={SCENARIOS}", f"--drill.out={folder / 'drill'}"]
+    done = subprocess.run(
+        _command("drill", *options), cwd=folder, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    return "ok"
+
+
+def table(names: list[str]) -> None:
+    """Runs the rows with these names, or all, and writes the page."""
+    known = dict(re.findall(r"^\| (\S+) \|(.*)\|$", _page(), re.MULTILINE))
+    lines = []
+    for row in ROWS:
+        cells = known.get(row.name)
+        if not names or row.name in names:
+            python = environment(row) / "bin" / "python"
+            done = subprocess.run(
+                [python, __file__, "try"], cwd=ROOT, env=_clean(), stdout=subprocess.PIPE, text=True, check=True
+            )
+            found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+            values = [found[name] for name in ("ray", "torch", "python", "kill", "job", "drill")]
+            cells = f" {' | '.join([*values, time.strftime('%Y-%m-%d')])} "
+        if cells is not None:
+            lines.append(f"| {row.name} |{cells}|")
+            print(lines[-1], flush=True)
+    PAGE.write_text(_HEADER + "\n".join(lines) + "\n" + _AFTER)
+
+
+def _page() -> str:
+    return PAGE.read_text() if PAGE.exists() else ""
+
+
+def _clean() -> dict[str, str]:
+    """Returns the environment variables without those of another Python or cluster."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHON", "VIRTUAL"))}
+
+
+def main() -> None:
+    """Runs the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    names = [row.name for row in ROWS]
+    for command in ("environment", "test"):
+        commands.add_parser(command).add_argument("name", choices=names)
+    commands.add_parser("table").add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    commands.add_parser("try")
+    options: Any = parser.parse_args()
+    match options.command:
+        case "environment":
+            print(environment(next(row for row in ROWS if row.name == options.name)))
+        case "test":
+            python = environment(next(row for row in ROWS if row.name == options.name)) / "bin" / "python"
+            sys.exit(subprocess.run([python, "-m", "pytest", *_TESTS], cwd=ROOT, env=_clean(), check=False).returncode)
+        case "table":
+            table(options.names)
+        case _:
+            print(json.dumps(try_here()))
+
+
+if __name__ == "__main__":
+    main()
