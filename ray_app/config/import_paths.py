@@ -76,7 +76,6 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "torchvision": "vision",
     "pycocotools": "detection",
-    "sklearn": "digits",
     "botocore": "s3",
     "google_crc32c": "tfrecord",
     "tokenizers": "text",

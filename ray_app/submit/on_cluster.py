@@ -246,10 +246,7 @@ def figures(prepared: Prepared, workers: int) -> Figures:
 
 
 MARK = "RAY_APP_PREFLIGHT "
-LIBRARIES = (
-    *("ray", "torch", "torchvision", "pyarrow", "numpy", "mlflow", "torchmetrics", "safetensors", "jsonargparse"),
-    "scikit-learn",
-)
+LIBRARIES = ("ray", "torch", "torchvision", "pyarrow", "numpy", "mlflow", "torchmetrics", "safetensors", "jsonargparse")
 _MLFLOW_S = 10.0
 
 

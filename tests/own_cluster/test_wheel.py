@@ -149,6 +149,7 @@ def installed_at(user: User) -> str:
     package = Path(user.run("python", "-c", "import ray_app; print(ray_app.__file__)").strip()).parent
     assert package.is_relative_to(user.bin.parent)
     assert (package / "py.typed").exists()
+    assert (package / "ingest" / "readers" / "digits.npz").exists()
     return str(package)
 
 

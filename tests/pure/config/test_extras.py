@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from ray_app import load_config
 from ray_app.config.import_paths import EXTRAS
 from ray_app.errors import ConfigError
-from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.ingest.ingest import IngestOptions
 from ray_app.ingest.tokenize import Texts
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.storage.object_stores import ObjectPath
@@ -47,11 +47,10 @@ CROPPED = ModuleTask(
         (lambda out: ImageClassification(model="resnet18"), "vision"),
         (lambda out: ObjectDetection({"class_path": "none"}).prepare(DataFacts("data", 0, {})), "detection"),
         (lambda out: CROPPED.prepare(DataFacts("data", 1, IMAGES)), "vision"),
-        (lambda out: ingest(IngestOptions(source="digits", out=str(out / "digits"))), "digits"),
         (lambda out: Texts(IngestOptions("jsonl", tokenizer="tokenizer.json")), "text"),
         (lambda out: ObjectPath("s3", "bucket", "key", f"region={out.name}").read_bytes(), "s3"),
     ],
-    ids=["run", "registry", "tensorboard", "vision", "detection", "transforms", "digits", "text", "s3"],
+    ids=["run", "registry", "tensorboard", "vision", "detection", "transforms", "text", "s3"],
 )
 def test_a_dependency_that_is_not_installed_is_named_with_its_extra(
     use: Callable[[Path], object], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,7 +74,7 @@ def test_an_import_path_into_a_library_that_is_not_installed_names_its_extra(mon
 
 def test_each_extra_in_an_error_is_declared_by_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    distributions = {"sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
+    distributions = {"pynvml": "nvidia-ml-py"}
     for library, extra in EXTRAS.items():
         assert distributions.get(library, library) in {Requirement(line).name for line in extras[extra]}
     assert set(EXTRAS.values()) | {"all"} == set(extras)
