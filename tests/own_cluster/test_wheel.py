@@ -164,6 +164,16 @@ def trained(user: User, installed_at: str) -> str:
     return user.digest("here")
 
 
+def test_the_demo_trains_with_the_files_of_the_wheel(user: User, installed_at: str, tmp_path: Path) -> None:
+    output = user.run("ray-app", "demo", "--out", str(tmp_path / "demo"))
+    summary = json.loads((tmp_path / "demo" / "runs" / "demo" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["best"]["value"] > 0.97
+    assert summary["params_digest"] in output
+    assert f"ray-app train --config {tmp_path / 'demo'}" not in output
+    assert {path.name for path in (tmp_path / "demo").iterdir()} == {"data", "digits.yaml", "runs"}
+
+
 def test_a_project_trains_and_predicts_and_its_test_passes(user: User, trained: str, installed_at: str) -> None:
     assert f"ray-app {__version__}\n" == user.run("ray-app", "--version")
     user.take_origins()
