@@ -73,7 +73,6 @@ class TurnSpec(OptimizerSpec):
 
 EXTRAS = {
     "mlflow": "tracking",
-    "tensorboard": "tensorboard",
     "torchvision": "vision",
     "pycocotools": "detection",
     "botocore": "s3",

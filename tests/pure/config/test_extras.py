@@ -22,7 +22,6 @@ from ray_app.task.detection import ObjectDetection
 from ray_app.task.image import ImageClassification
 from ray_app.task.module import ModuleTask
 from ray_app.track.mlflow_client import connect
-from ray_app.track.tensorboard import check_board
 from ray_app.track.tracker import check_available
 from tests.support.places import ROOT
 
@@ -43,14 +42,13 @@ CROPPED = ModuleTask(
     [
         (lambda out: check_available(load_config(_DIGITS)), "tracking"),
         (lambda out: connect(f"sqlite:///{out}/mlflow.db"), "tracking"),
-        (lambda out: check_board(load_config(_DIGITS, tracking__tensorboard=True)), "tensorboard"),
         (lambda out: ImageClassification(model="resnet18"), "vision"),
         (lambda out: ObjectDetection({"class_path": "none"}).prepare(DataFacts("data", 0, {})), "detection"),
         (lambda out: CROPPED.prepare(DataFacts("data", 1, IMAGES)), "vision"),
         (lambda out: Texts(IngestOptions("jsonl", tokenizer="tokenizer.json")), "text"),
         (lambda out: ObjectPath("s3", "bucket", "key", f"region={out.name}").read_bytes(), "s3"),
     ],
-    ids=["run", "registry", "tensorboard", "vision", "detection", "transforms", "text", "s3"],
+    ids=["run", "registry", "vision", "detection", "transforms", "text", "s3"],
 )
 def test_a_dependency_that_is_not_installed_is_named_with_its_extra(
     use: Callable[[Path], object], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
