@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import tomllib
 from collections.abc import Callable
@@ -77,3 +78,5 @@ def test_each_extra_in_an_error_is_declared_by_the_package() -> None:
         assert distributions.get(library, library) in {Requirement(line).name for line in extras[extra]}
     assert set(EXTRAS.values()) | {"all"} == set(extras)
     assert set(Requirement(extras["all"][0]).extras) == set(EXTRAS.values())
+    page = (ROOT / "docs" / "start" / "own-model.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(extras)
