@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup train test test-rest test-again test-campaigns test-search test-all test-lowest test-newest versions lint notebooks docs picture pictures gpu clean
+.PHONY: help setup train test test-rest test-again test-campaigns test-search test-all test-lowest test-newest versions lint notebooks docs picture pictures gpu dist sbom clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s ':'
@@ -72,6 +72,15 @@ DEVICE ?= cuda
 
 gpu: ## what only a GPU can show, within nine minutes; DEVICE=cpu: that it runs
 	$(BIN)/python benchmarks/gpu.py --device $(DEVICE)
+
+dist: sbom ## source archive and wheel in build/dist, checked as an index would; and the SBOM
+	rm -rf build/dist
+	$(BIN)/python -m build --no-isolation --outdir build/dist
+	$(BIN)/twine check --strict build/dist/*
+
+sbom: $(INSTALLED) ## every installed library with its version, its licence and what needs it, as CycloneDX in build/sbom.json
+	mkdir -p build
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(BIN)/python
 
 clean: ## remove what the commands above made, but the environment and the runs
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -20,6 +20,7 @@ from ray_app.process import make_standard_streams_safe, without_gc
 from ray_app.version import __version__
 
 COMMANDS = {
+    "demo": "train on the bundled handwritten digits, in a new folder",
     "init": "begin a project of your own: a task, data, a configuration, a test",
     "ingest": "turn raw data into folders of Parquet shards",
     "check": "try a task on some rows, in seconds and without a cluster",

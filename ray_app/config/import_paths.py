@@ -73,14 +73,14 @@ class TurnSpec(OptimizerSpec):
 
 EXTRAS = {
     "mlflow": "tracking",
-    "tensorboard": "tensorboard",
     "torchvision": "vision",
     "pycocotools": "detection",
-    "sklearn": "digits",
     "botocore": "s3",
     "google_crc32c": "tfrecord",
     "tokenizers": "text",
+    "transformers": "text",
     "peft": "lora",
+    "pynvml": "gpu",
 }
 """The extra that installs an optional library, by the import name of the library."""
 
@@ -92,7 +92,9 @@ def require(library: str, feature: str, otherwise: str = "") -> None:
     """
     if importlib.util.find_spec(library) is None:
         advice = f", or {otherwise}" if otherwise else ""
-        raise ConfigError(
-            f"{feature} needs {library}, which is not installed: pip install"
-            f' "PATH_TO_RAY_APP[{EXTRAS[library]}]"{advice}.'
-        )
+        raise ConfigError(f"{feature} needs {library}, which is {explain_extra(library)}{advice}.")
+
+
+def explain_extra(library: str) -> str:
+    """Returns the end of a sentence about an optional library that is not installed, with the command."""
+    return f'not installed: pip install "PATH_TO_RAY_APP[{EXTRAS[library]}]"'

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ray_app.config.import_paths import explain_extra
 from ray_app.drill.delays import ActOnWaits, WaitForEvidence
 from ray_app.drill.faults import Evidence, HookChain
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, unmet
@@ -115,7 +116,7 @@ def _make_outage(server: MlflowServer, evidence: Evidence) -> ActOnWaits:
 def mlflow(context: ScenarioContext) -> Scenario | str:
     """The MLflow server that a run is sent to, the drill's own, is killed for a while."""
     if importlib.util.find_spec("mlflow") is None or importlib.util.find_spec("sqlalchemy") is None:
-        return 'mlflow is not installed (pip install "ray_app[tracking]")'
+        return f"mlflow is {explain_extra('mlflow')}"
     step, server = context.choose_step(), MlflowServer()
     first = WaitForEvidence(context.evidence, "held", "server_killed", step, 0)
     second = WaitForEvidence(context.evidence, "held_again", "server_back", step + _STEPS_WITHOUT_SERVER, 0)

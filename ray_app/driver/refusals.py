@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.config.import_paths import load_class
+from ray_app.config.import_paths import EXTRAS, explain_extra, load_class
 from ray_app.task.base import Task
 
 _BASES: dict[str, type] = {"task": Task, "optimizer": Optimizer, "schedule": LRScheduler}
@@ -226,6 +226,8 @@ def _names_in(parent: Any, base: type, is_last: bool) -> list[str]:
 
 def _explain_missing_part(class_path: str, before: str, part: str, names: list[str], after: list[str]) -> str:
     """Returns the message about a missing part of an import path, with the `names` that exist in its place."""
+    if not before and part in EXTRAS:
+        return f"class_path is {class_path!r}, but {part} is {explain_extra(part)}."
     missing = f"there is no module {part!r} where Python looks (the current folder, PYTHONPATH)"
     problem = f"class_path is {class_path!r}, but {f'{before} has no {part!r}' if before else missing}"
     if nearest := _nearest(part, names):

@@ -47,7 +47,7 @@ from ray_app.runlog.lease import Lease, acquire_lease
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s
 from ray_app.track.mlflow_client import SHORT_TIMEOUTS
-from ray_app.track.tensorboard import EventFileWriter, check_board
+from ray_app.track.tensorboard import EventFileWriter
 from ray_app.track.tracker import Tracker, check_available
 from ray_app.train.checkpointing.restore import record_fallback
 from ray_app.train.job import Hooks, Job
@@ -145,7 +145,6 @@ def open_run(
     phases.end("command")
     if config.tracking.enabled:
         check_available(config)
-    check_board(config)
     check_storage(config)
     load_observers(config)
     prepared = prepare(config)

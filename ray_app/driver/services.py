@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import ray
 from ray_app.checkpoint.store import Commit
 from ray_app.cluster.ray_private import ray_job
 from ray_app.config.config import Config
-from ray_app.config.import_paths import load_class
+from ray_app.config.import_paths import explain_extra, load_class
 from ray_app.driver.finalize import close_orphan, newest_commit
 from ray_app.errors import ConfigError, DataError, EvaluationError
 from ray_app.evaluate.job import EvaluationJob, pending_commits
@@ -77,6 +78,8 @@ def make_sampler(job: Job) -> NodeSampler | None:
     tracking = job.config.tracking
     if not (tracking.enabled or tracking.tensorboard) or tracking.system_metrics_s is None or not ray.is_initialized():
         return None
+    if job.config.scaling.gpus_per_worker and importlib.util.find_spec("pynvml") is None:
+        logger.warning("The system metrics lack the GPUs, since pynvml is %s.", explain_extra("pynvml"))
     commit = newest_commit(job)
     return NodeSampler(job.paths, job.fence, tracking.system_metrics_s, commit.step if commit else 0)
 

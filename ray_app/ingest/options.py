@@ -47,8 +47,8 @@ class IngestOptions:
             MNIST-format files. cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar
             files, as a folder, a file, or a pattern with * or {000..012}. tfrecord: TFRecord files of
             `tf.train.Example`, as for webdataset. hf: what Hugging Face `datasets` saved with save_to_disk, or its
-            .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits: scikit-learn's
-            bundled 8x8 images.
+            .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits: the bundled 8x8
+            images.
         out: Folder to create, on a disk or in a bucket. One that was made with the same options from the same files is
             returned as it is; anything else that is not empty is refused. Not for parquet.
         input: File or folder to read, on a disk or in a bucket; not for digits.

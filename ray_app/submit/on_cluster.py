@@ -47,7 +47,6 @@ from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import stored_config
 from ray_app.storage.data_files import find_file, is_folder
 from ray_app.storage.files import Location, put_atomic, to_location
-from ray_app.track.tensorboard import check_board
 from ray_app.track.tracker import check_available
 from ray_app.train.state.state import TrainingState
 from ray_app.version import __version__
@@ -246,10 +245,7 @@ def figures(prepared: Prepared, workers: int) -> Figures:
 
 
 MARK = "RAY_APP_PREFLIGHT "
-LIBRARIES = (
-    *("ray", "torch", "torchvision", "pyarrow", "numpy", "mlflow", "torchmetrics", "safetensors", "jsonargparse"),
-    "scikit-learn",
-)
+LIBRARIES = ("ray", "torch", "torchvision", "pyarrow", "numpy", "mlflow", "torchmetrics", "safetensors", "jsonargparse")
 _MLFLOW_S = 10.0
 
 
@@ -306,10 +302,6 @@ def inspect(config: Config) -> Report:
         manifest = open_dataset(path).manifest
         return f"{path}: {manifest.num_rows:,} rows in {len(manifest.rows):,} row groups."
 
-    def check_tensorboard() -> str:
-        check_board(config)
-        return "event files are written."
-
     data = [path for path in (config.data.path, config.data.eval_path) if path]
     topics = [("training data", config.data.path), ("evaluation data", config.data.eval_path)]
     findings = [run_check(topic, partial(describe_data, path)) for topic, path in topics if path]
@@ -318,8 +310,6 @@ def inspect(config: Config) -> Report:
     findings.append(run_check("storage", partial(check_shared_storage, config.run.storage_path, shared)))
     findings.append(run_check("resources", partial(_check_resources, config)))
     findings.append(run_check("MLflow", partial(_check_mlflow, config)))
-    if config.tracking.tensorboard:
-        findings.append(run_check("TensorBoard", check_tensorboard))
     if not readable:
         return Report(findings, versions(), None)
     run_figures: list[Figures] = []

@@ -29,12 +29,13 @@ It is a number for each class, or `balanced`, which gives all classes the same w
 """
 MAX_CONFUSED_CLASSES = 2048
 """A confusion matrix of so many classes takes 32 MiB, and as much of `evaluations/*.json`."""
-# Salts that make the random numbers of a row independent: the share of a mixture, mixup or cutmix, and the position of
-# a rectangle.
+# Salts that make the random numbers of a row independent: the two of the share of a mixture, mixup or cutmix, and the
+# position of a rectangle.
 _SHARE = 21
 _KIND = 22
 _ROW = 23
 _COLUMN = 24
+_ANGLE = 25
 
 
 def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes: int) -> list[float] | None:
@@ -224,12 +225,15 @@ def mix_images(images: Tensor, target: Tensor, keys: Tensor, mixup: float, cutmi
 
 
 def _draw_beta(keys: Tensor, alpha: float) -> Tensor:
-    """Draws one number of Beta(alpha, alpha) per key, float64, shape (rows,); ones if `alpha` is 0."""
+    """Draws one number of Beta(alpha, alpha) per key, float64, shape (rows,); ones if `alpha` is 0.
+
+    Method: Devroye, "Random Variate Generation in One Line of Code", Winter Simulation Conference 1996.
+    """
     if not alpha:
         return torch.ones(len(keys), dtype=torch.float64)
-    from scipy.special import betaincinv
-
-    return torch.from_numpy(np.asarray(betaincinv(alpha, alpha, uniform(keys, _SHARE).numpy())))
+    # The vector loops of NumPy give a number the same bits at every position of an array; those of torch do not.
+    power, cosine = uniform(keys, _SHARE).numpy() ** (1 / alpha), np.cos(2 * np.pi * uniform(keys, _ANGLE).numpy())
+    return torch.from_numpy(0.5 + 0.5 * cosine * np.sqrt((1 - power) / (power + (1 - power) * cosine**2)))
 
 
 def _draw_rectangles(keys: Tensor, share: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:

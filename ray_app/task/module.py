@@ -209,6 +209,8 @@ class ModuleTask(Task):
                 f"task.init_args.transforms are for images, and of {data.path} none of {', '.join(self.columns())} is a"
                 " column of images."
             )
+        if self.transforms or self.evaluate_transforms:
+            require("torchvision", "task.init_args.transforms or evaluate_transforms")
         prepared.ranges = {
             name: [column.minimum, column.maximum]
             for name, column in facts.items()

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray_app.config.config import Config
-from ray_app.config.import_paths import require
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, redact_yaml
 from ray_app.storage.files import list_tree, poll_interval_s, put_atomic
 from ray_app.track.mlflow_client import Backlog, SentState
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard.writer import SummaryWriter
+    from tensorboardX.event_file_writer import EventsWriter
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class EventFileWriter:
             None if isinstance(paths.root, Path) else tempfile.TemporaryDirectory(prefix="ray_app-tensorboard-")
         )
         self._folder = Path(self._temporary.name) if self._temporary is not None else Path(str(paths.tensorboard))
-        self._writer: SummaryWriter | None = None
+        self._writer: EventsWriter | None = None
         self._put_bytes = 0
         self._reset()
         self._finished: bool | None = None
@@ -100,23 +99,33 @@ class EventFileWriter:
 
     def _sweep(self, finished: bool) -> None:
         """Writes the new points of the record."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
         self._backlog.read(self._sent)
         if self._writer is None:
             self._writer = self._open_writer()
         for point in self._backlog.points(self._sent, finished):
             if self._abandoned.is_set():
                 return
-            for name, value in point.metrics.items():
-                self._writer.add_scalar(name, value, point.step, walltime=point.time_ms / 1e3)
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in point.metrics.items()]
+            self._writer.write_event(
+                Event(wall_time=point.time_ms / 1e3, step=point.step, summary=Summary(value=values))
+            )
             self._sent.add(point)
         self._backlog.sent(self._sent)
         self._writer.flush()
         if self._temporary is not None:
             self._upload()
 
-    def _open_writer(self) -> SummaryWriter:
-        """Empties the run's event files and opens a new one."""
-        from torch.utils.tensorboard.writer import SummaryWriter
+    def _open_writer(self) -> EventsWriter:
+        """Empties the run's event files and opens a new one.
+
+        `SummaryWriter` would write in a thread of its own, which ends at an error and which `flush` does not wait for.
+        """
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import text
 
         for name, file in list_tree(self._paths.tensorboard).items():
             if name.startswith(_PREFIX):
@@ -126,9 +135,12 @@ class EventFileWriter:
             self._put_bytes = 0
             for leftover in self._folder.iterdir():
                 leftover.unlink()
-        writer = SummaryWriter(str(self._folder), purge_step=0)
-        text = redact_yaml(self._config.to_yaml())
-        writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), 0)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files in the order of their names, which begin with the time in whole seconds.
+        writer = EventsWriter(str(self._folder / "events"), f".{time.time_ns()}")
+        config = "".join(f"    {line}\n" for line in redact_yaml(self._config.to_yaml()).splitlines())
+        writer.write_event(Event(wall_time=time.time(), step=0, session_log=SessionLog(status=SessionLog.START)))
+        writer.write_event(Event(wall_time=time.time(), step=0, summary=text("config", config)))
         return writer
 
     def _upload(self) -> None:
@@ -158,9 +170,3 @@ class EventFileWriter:
                 "The event files of TensorBoard cannot be written for now; training goes on: %s", redact(str(error))
             )
         self._has_warned = True
-
-
-def check_board(config: Config) -> None:
-    """Raises `ConfigError` if event files are configured and TensorBoard is not installed."""
-    if config.tracking.tensorboard:
-        require("tensorboard", "tracking.tensorboard: true", "set it to false")

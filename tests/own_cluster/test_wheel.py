@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,9 @@ import ray_app
 with (pathlib.Path({folder!r}) / str(os.getpid())).open("a") as file:
     print(pathlib.Path(ray_app.__file__).parent, file=file)
 """
+
+
+SHIPPED = ("LICENSE", "NOTICE", "README.md", "pyproject.toml")
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,18 @@ def environment_in(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("source")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=_PROCESS_S)
+    (file,) = out.iterdir()
+    assert file.name == f"ray_app-{__version__}.tar.gz"
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(source_archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that pip makes of the source archive."""
     out = tmp_path_factory.mktemp("wheel")
     command = [
         sys.executable,
@@ -103,7 +119,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-build-isolation",
         "--wheel-dir",
         str(out),
-        str(ROOT),
+        str(source_archive),
     ]
     subprocess.run(command, check=True, timeout=_PROCESS_S)
     (file,) = out.iterdir()
@@ -149,6 +165,7 @@ def installed_at(user: User) -> str:
     package = Path(user.run("python", "-c", "import ray_app; print(ray_app.__file__)").strip()).parent
     assert package.is_relative_to(user.bin.parent)
     assert (package / "py.typed").exists()
+    assert (package / "ingest" / "readers" / "digits.npz").exists()
     return str(package)
 
 
@@ -161,6 +178,30 @@ def trained(user: User, installed_at: str) -> str:
     assert (user.project.parent / "runs" / "here" / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert user.take_origins() == {installed_at}
     return user.digest("here")
+
+
+def test_the_source_archive_and_the_wheel_have_licence_and_data(source_archive: Path, wheel: Path) -> None:
+    with tarfile.open(source_archive) as archive:
+        sources = {name.partition("/")[2] for name in archive.getnames()}
+    assert {*SHIPPED, "ray_app/ingest/readers/digits.npz", "ray_app/cli/digits.yaml", "ray_app/py.typed"} <= sources
+    with zipfile.ZipFile(wheel) as archive_of_wheel:
+        files = set(archive_of_wheel.namelist())
+        [metadata] = [name for name in files if name.endswith("/METADATA")]
+        fields = archive_of_wheel.read(metadata).decode()
+    folder = metadata.removesuffix("METADATA")
+    assert {name for name in sources if name.startswith("ray_app/")} == {n for n in files if n.startswith("ray_app/")}
+    assert {f"{folder}licenses/LICENSE", f"{folder}licenses/NOTICE"} <= files
+    assert "\nLicense-Expression: Apache-2.0\n" in fields
+
+
+def test_the_demo_trains_with_the_files_of_the_wheel(user: User, installed_at: str, tmp_path: Path) -> None:
+    output = user.run("ray-app", "demo", "--out", str(tmp_path / "demo"))
+    summary = json.loads((tmp_path / "demo" / "runs" / "demo" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["best"]["value"] > 0.97
+    assert summary["params_digest"] in output
+    assert f"ray-app train --config {tmp_path / 'demo'}" not in output
+    assert {path.name for path in (tmp_path / "demo").iterdir()} == {"data", "digits.yaml", "runs"}
 
 
 def test_a_project_trains_and_predicts_and_its_test_passes(user: User, trained: str, installed_at: str) -> None:

@@ -17,6 +17,7 @@ import jsonargparse
 import pytest
 
 from ray_app.cli.main import COMMANDS
+from ray_app.version import __version__
 from tests.support.pages import EXECUTED, MARKS, PAGES, SHELLS, Block, blocks, blocks_in
 from tests.support.places import ROOT
 
@@ -173,6 +174,11 @@ def test_the_reference_page_has_each_command() -> None:
         == set(COMMANDS)
         == set(re.findall(r"{command} (\w+)", page))
     )
+
+
+def test_the_pages_name_the_version_of_the_package() -> None:
+    assert f"pip install ray_app-{__version__}-py3-none-any.whl" in (ROOT / "README.md").read_text()
+    assert f"| {__version__.rpartition('.')[0]}.x | yes" in (ROOT / "SECURITY.md").read_text()
 
 
 def test_documented_symptoms_are_messages_of_the_code() -> None:

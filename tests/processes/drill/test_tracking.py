@@ -74,4 +74,4 @@ def test_an_mlflow_outage_counts_only_if_steps_continued(tmp_path: Path, monkeyp
     answered.evidence["server_back"]["step"] = 6
     assert "only the steps [3, 4, 5] were finished while the server was away" in tracking.confirm_outage(answered, "")
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
-    assert tracking.mlflow(ground(tmp_path)) == 'mlflow is not installed (pip install "ray_app[tracking]")'
+    assert tracking.mlflow(ground(tmp_path)) == 'mlflow is not installed: pip install "PATH_TO_RAY_APP[tracking]"'

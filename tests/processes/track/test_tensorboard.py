@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -9,14 +10,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboardX.event_file_writer import EventsWriter
 
 from ray_app import run_training
 from ray_app.config.config import Config
-from ray_app.errors import ConfigError
 from ray_app.runlog.journal import MetricsWriter
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_tree
@@ -175,10 +177,33 @@ def test_a_storage_error_is_logged_once_and_all_points_arrive_later(
     assert [step for step, *_ in points_in(run.paths.root / "tensorboard")["lr"]] == [10, 20]
 
 
-def test_without_tensorboard_the_run_is_refused_before_any_write(
-    short_run: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_event_files_are_written_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "tensorboard", None)
+        run = Run(tmp_path / "run", "sqlite:///unused.db")
+        run.record(1, 20)
+        event_writer = EventFileWriter(run.paths, run.config)
+        event_writer.start()
+        assert event_writer.close(finished=True, timeout_s=60)
+    assert [step for step, *_ in points_in(run.paths.root / "tensorboard")["loss"]] == [10, 20]
+
+
+def test_a_full_disk_loses_no_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install \"PATH_TO_RAY_APP\[tensorboard\]\", or set it to false"):
-        run_training(short_run(tracking__tensorboard=True))
-    assert not (tmp_path / "runs").exists()
+    write, failing = EventsWriter.write_event, iter([False] * 3 + [True])
+
+    def fail_once(writer: Any, event: Any) -> None:
+        if next(failing, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(writer, event)
+
+    monkeypatch.setattr(EventsWriter, "write_event", fail_once)
+    run = Run(tmp_path / "run", "sqlite:///unused.db")
+    run.record(1, 40)
+    event_writer = EventFileWriter(run.paths, run.config)
+    event_writer.start()
+    assert event_writer.close(finished=True, timeout_s=60)
+    assert len(caplog.records) == 1
+    assert [step for step, *_ in points_in(run.paths.root / "tensorboard")["loss"]] == [10, 20, 30, 40]
+    assert len(full_files(run.paths)) == 1

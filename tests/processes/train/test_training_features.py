@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import beta, kstest
 from torch import Tensor, nn
 
 from ray_app.checkpoint.format import params_digest
@@ -17,7 +18,7 @@ from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.task.base import Batch
-from ray_app.task.classification import mix_images, smooth_targets
+from ray_app.task.classification import _draw_beta, mix_images, smooth_targets
 from ray_app.task.device import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
@@ -351,6 +352,15 @@ def test_images_and_targets_are_mixed_in_the_same_proportion(mixup: float, cutmi
     assert pasted.all() if not mixup else (~pasted).any()
     if mixup and cutmix:
         assert 0.2 < pasted.float().mean() < 0.8
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 8.0])
+def test_shares_of_mixtures_follow_the_beta_distribution_and_depend_on_the_row_alone(alpha: float) -> None:
+    keys = torch.arange(50_000, dtype=torch.int64) * 7919
+    shares = _draw_beta(keys, alpha)
+    assert kstest(shares.numpy(), beta(alpha, alpha).cdf).pvalue > 0.01
+    for first in range(8):
+        assert torch.equal(_draw_beta(keys[first : first + 7], alpha), shares[first : first + 7])
 
 
 # --- compiled

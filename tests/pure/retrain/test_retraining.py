@@ -24,7 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from scipy.stats import binomtest
+from scipy.stats import binomtest, chi2
 from torch import nn
 from torchmetrics import MetricCollection
 
@@ -66,6 +66,7 @@ from ray_app.retrain.profile import (
     GateRows,
     Profile,
     ReferenceProfiles,
+    _chi_squared_quantile,
     _describe_column,
     class_shift,
     find_problems,
@@ -190,6 +191,11 @@ def test_psi_follows_its_formula_and_is_zero_for_another_sample_of_the_same_data
     assert psi(moved, reference) == pytest.approx(expected)
     assert expected > 0.5
     assert psi(np.array([]), reference) == 0.0
+
+
+def test_the_significant_psi_is_the_quantile_of_the_chi_squared_distribution() -> None:
+    for degrees in range(1, 41):
+        assert _chi_squared_quantile(degrees) == pytest.approx(chi2.ppf(0.999, degrees), rel=1e-12)
 
 
 @pytest.mark.parametrize("frequency", [0.05, 0.5, 0.95, 1.0])
