@@ -52,10 +52,12 @@ with open_drill_cluster(2, evaluates=False) as nodes:
 
 
 @pytest.mark.rest
-def test_workers_leave_a_drained_node_without_losing_steps(short_run: Callable[..., Config], tmp_path: Path) -> None:
-    alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
+def test_workers_leave_a_drained_node_without_losing_steps(
+    make_short_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    alone = claim(prepare(make_short_config(run__name="undisturbed", scaling__max_workers=2)), 1).job
     train_in_process(alone, SingleProcessMembership(alone.config.logical_workers, lambda: False), Hooks())
-    config = short_run(scaling__min_workers=1, scaling__max_workers=2)
+    config = make_short_config(scaling__min_workers=1, scaling__max_workers=2)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PYTHONPATH": str(ROOT)

@@ -52,7 +52,7 @@ def drive(hosts: Hosts, folder: Path, config: Any, each_s: float) -> subprocess.
 
 
 def test_a_partitioned_host_rejoins_and_the_run_stays_bit_identical(
-    hosts: Hosts, short_run: Any, tmp_path: Path
+    hosts: Hosts, make_short_config: Any, tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {
         "train__max_steps": STEPS,
@@ -60,10 +60,10 @@ def test_a_partitioned_host_rejoins_and_the_run_stays_bit_identical(
         "scaling__max_workers": 3,
         "failure__heartbeat_timeout_s": 3.0,
     }
-    alone = drive(hosts, tmp_path, short_run(run__name="alone", **fields), each_s=0.0)
+    alone = drive(hosts, tmp_path, make_short_config(run__name="alone", **fields), each_s=0.0)
     assert alone.wait(200) == 0
     paths = RunPaths(tmp_path / "runs" / "run")
-    driver = drive(hosts, tmp_path, short_run(run__name="run", **fields), each_s=3.0)
+    driver = drive(hosts, tmp_path, make_short_config(run__name="run", **fields), each_s=3.0)
     try:
         wait_until(lambda: any(p.name.startswith("0") for p in (paths.metrics.glob("*.json"))), 120, driver)
         cut = 2

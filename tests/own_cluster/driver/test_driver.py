@@ -42,7 +42,7 @@ def start(folder: Path, config: Config, go_on: Path) -> subprocess.Popen[bytes]:
 
 
 def test_the_same_command_resumes_after_driver_and_head_were_killed(
-    short_run: Callable[..., Config], tmp_path: Path
+    make_short_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -53,7 +53,7 @@ def test_the_same_command_resumes_after_driver_and_head_were_killed(
         "tracking__every_steps": 1,
     }
     go_on = tmp_path / "go-on"
-    config = short_run(**fields)
+    config = make_short_config(**fields)
     paths = RunPaths(tmp_path / "runs" / "run")
     driver = start(tmp_path, config, go_on)
     deadline_s = time.monotonic() + 120
@@ -76,7 +76,7 @@ def test_the_same_command_resumes_after_driver_and_head_were_killed(
     assert MlflowClient(default_tracking_uri(config)).get_run(closed["mlflow_run_id"]).info.status == "KILLED"
     go_on.touch()
     assert start(tmp_path, config, go_on).wait(200) == 0
-    assert start(tmp_path, short_run(run__name="alone", **fields), go_on).wait(200) == 0
+    assert start(tmp_path, make_short_config(run__name="alone", **fields), go_on).wait(200) == 0
     summary, alone = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("run", "alone"))
     assert summary["params_digest"] == alone["params_digest"]
     assert record_of(paths.root) == record_of(tmp_path / "runs" / "alone")

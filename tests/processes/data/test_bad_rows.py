@@ -106,17 +106,17 @@ def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data:
 
 @pytest.mark.rest
 def test_skipping_is_bit_identical_for_any_worker_count_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "run", data, Picky(), checkpoint__every_epochs=None, checkpoint__every_steps=4)
-    alone = pool.train_new_run(job, 1, cache_windows)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
     for size, windows in ((2, stream_windows), (3, cache_windows)):
-        several = pool.train_new_run(job, size, windows)
+        several = worker_pool.train_new_run(job, size, windows)
         assert several.digests == alone.digests
         assert several.steps == alone.steps
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
+    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
     assert "dies after step 7" in str(outcomes[0].error)
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == alone.digests
 
     summary = summarize(job, "finished")
@@ -131,7 +131,7 @@ def test_skipping_is_bit_identical_for_any_worker_count_and_after_a_resume(
 
 
 @pytest.mark.rest
-def test_local_sgd_skips_bad_rows(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_local_sgd_skips_bad_rows(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {
         "train__strategy": "local_sgd",
         "train__local_steps": 3,
@@ -139,7 +139,7 @@ def test_local_sgd_skips_bad_rows(pool: WorkerPool, data: Path, tmp_path: Path) 
         "checkpoint__every_steps": 3,
     }
     job = job_of(tmp_path / "run", data, Picky(), train__epochs=1, **fields)
-    alone, several = pool.train_new_run(job, 1, cache_windows), pool.train_new_run(job, 3, cache_windows)
+    alone, several = worker_pool.train_new_run(job, 1, cache_windows), worker_pool.train_new_run(job, 3, cache_windows)
     assert several.digests == alone.digests
     assert several.steps == alone.steps
     assert sum(sum(step[4]) for step in alone.steps) == job.plan.manifest.num_rows - len(BAD)
@@ -150,11 +150,11 @@ def initial_state(job: Job) -> TrainingState:
         return TrainingState(job.config, job.task, CPU, job.total_steps)
 
 
-def test_a_step_is_the_mean_over_its_good_rows(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_step_is_the_mean_over_its_good_rows(worker_pool: WorkerPool, tmp_path: Path) -> None:
     folder = write_images(tmp_path / "data", [[12]])
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
     job = job_of(tmp_path / "run", folder, Picky((3, 7), plain=True), train__epochs=1, optimizer=sgd)
-    ended = pool.train_new_run(job, 2, cache_windows)
+    ended = worker_pool.train_new_run(job, 2, cache_windows)
     rows = decode_first_rows(job.source.reader, job.plan.manifest, 12)
     assert len(rows["id"]) == 10
     state = initial_state(job)
@@ -167,17 +167,17 @@ def test_a_step_is_the_mean_over_its_good_rows(pool: WorkerPool, tmp_path: Path)
         torch.testing.assert_close(ended.snapshot.model[name], value)
 
 
-def test_a_step_of_only_bad_rows_leaves_the_parameters_unchanged(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_step_of_only_bad_rows_leaves_the_parameters_unchanged(worker_pool: WorkerPool, tmp_path: Path) -> None:
     folder = write_images(tmp_path / "data", [[12]])
     job = job_of(tmp_path / "run", folder, Picky(tuple(range(12))), train__epochs=1)
-    ended = pool.train_new_run(job, 2, cache_windows)
+    ended = worker_pool.train_new_run(job, 2, cache_windows)
     start = initial_state(job).snapshot()
     assert all(torch.equal(value, start.model[name]) for name, value in ended.snapshot.model.items())
     assert ended.commit.step == 1
 
 
 def test_a_round_of_only_bad_rows_advances_nothing_but_the_schedule(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {
         "train__strategy": "local_sgd",
@@ -192,8 +192,12 @@ def test_a_round_of_only_bad_rows_advances_nothing_but_the_schedule(
     feed = feed_of(good.plan, Cursor(), range(4), cache_windows(good, Cursor(), range(4)))
     rows = [[int(row) for batch in feed.next() for row in batch.positions] for _ in range(6)]
     bad = Picky(tuple(rows[3] + rows[4] + rows[5]))
-    before = pool.train_new_run(job_of(tmp_path / "before", data, bad, train__max_steps=3, **fields), 2, cache_windows)
-    after = pool.train_new_run(job_of(tmp_path / "after", data, bad, train__max_steps=6, **fields), 2, cache_windows)
+    before = worker_pool.train_new_run(
+        job_of(tmp_path / "before", data, bad, train__max_steps=3, **fields), 2, cache_windows
+    )
+    after = worker_pool.train_new_run(
+        job_of(tmp_path / "after", data, bad, train__max_steps=6, **fields), 2, cache_windows
+    )
     assert [sum(step[4]) for step in after.steps] == [12, 12, 12, 0, 0, 0]
     assert after.commit.params_digest == before.commit.params_digest
     states = [digest_tensors((e.snapshot.optimizer["state"], e.snapshot.extra_state)) for e in (before, after)]
@@ -203,15 +207,15 @@ def test_a_round_of_only_bad_rows_advances_nothing_but_the_schedule(
 
 
 def test_too_many_bad_rows_end_the_run_which_resumes_with_a_higher_limit(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     refused = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD) - 1, train__epochs=1)
-    outcomes = pool.train(refused, 1, windows=cache_windows)
+    outcomes = worker_pool.train(refused, 1, windows=cache_windows)
     assert isinstance(outcomes[0].error, DataError)
     assert f"{len(BAD)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD) - 1}" in str(outcomes[0].error)
     allowed = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD), train__epochs=1)
     assert allowed.config_digest == refused.config_digest
-    pool.train_to_end(allowed, 1, cache_windows)
+    worker_pool.train_to_end(allowed, 1, cache_windows)
     assert read_trained_run(allowed).commit.step == allowed.total_steps
 
 
@@ -238,9 +242,9 @@ def test_workers_that_reach_the_limit_together_report_it(data: Path, tmp_path: P
     assert sorted(int(path.stem) for path in job.paths.bad_rows.iterdir()) == list(BAD)
 
 
-def test_without_skip_the_row_is_an_error(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_without_skip_the_row_is_an_error(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, Picky((13,)), data__on_bad_row="fail")
-    outcomes = pool.train(job, 1)
+    outcomes = worker_pool.train(job, 1)
     assert isinstance(outcomes[0].error, BadRowError)
     assert "part-0.parquet, row group 0, row 13: ValueError: row 13 is unreadable (" in str(outcomes[0].error)
 

@@ -128,7 +128,7 @@ def test_balanced_sampling_of_whole_files_is_refused(tmp_path: Path, data: Path)
     ],
 )
 def test_training_is_bit_identical_for_any_worker_count_and_after_a_resume(
-    pool: WorkerPool, tmp_path: Path, data: Path, shard: str, balance_by: str | None
+    worker_pool: WorkerPool, tmp_path: Path, data: Path, shard: str, balance_by: str | None
 ) -> None:
     fields = {
         "data__shard": shard,
@@ -137,12 +137,12 @@ def test_training_is_bit_identical_for_any_worker_count_and_after_a_resume(
         "checkpoint__every_steps": 4,
     }
     job = texts_job(tmp_path, data, **fields)
-    alone = pool.train_new_run(job, 1, cache_windows)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
     for size, windows in ((2, stream_windows), (4, disk_cached)):
-        several = pool.train_new_run(job, size, windows)
+        several = worker_pool.train_new_run(job, size, windows)
         assert (several.digests, several.steps) == (alone.digests, alone.steps)
-    outcomes = pool.train(job, 4, Hooks(after_step=DieAfter(7)), cache_windows)
+    outcomes = worker_pool.train(job, 4, Hooks(after_step=DieAfter(7)), cache_windows)
     assert "dies after step 7" in str(outcomes[0].error)
     assert read_trained_run(job).commit.step == 4
-    pool.train_to_end(job, 2, disk_cached)
+    worker_pool.train_to_end(job, 2, disk_cached)
     assert (read_trained_run(job).digests, read_trained_run(job).steps) == (alone.digests, alone.steps)

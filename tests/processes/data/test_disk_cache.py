@@ -316,17 +316,17 @@ def test_without_a_usable_folder_there_is_no_cache(job: Job, tmp_path: Path, cap
 
 @pytest.mark.rest
 @BOTH
-def test_training_with_the_cache_is_bit_identical_also_after_a_kill(pool: WorkerPool, job: Job) -> None:
-    uncached = pool.train_new_run(job, 2, stream_windows)
+def test_training_with_the_cache_is_bit_identical_also_after_a_kill(worker_pool: WorkerPool, job: Job) -> None:
+    uncached = worker_pool.train_new_run(job, 2, stream_windows)
     # The cache is cold for the first size and warm for the second.
     for size in (1, 3):
-        cached = pool.train_new_run(job, size, disk_cached)
+        cached = worker_pool.train_new_run(job, size, disk_cached)
         assert cached.digests == uncached.digests
         assert cached.steps == uncached.steps
     cold = replace(
         job, config=job.config.replace(data__cache_dir=str(job.config.data.cache_dir) + "-2", checkpoint__every_steps=3)
     )
-    outcomes = pool.train(cold, 2, Hooks(after_step=DieAfter(4, killed=1)), disk_cached)
+    outcomes = worker_pool.train(cold, 2, Hooks(after_step=DieAfter(4, killed=1)), disk_cached)
     assert all(outcome.error is not None for outcome in outcomes)
-    pool.train_to_end(cold, 3, disk_cached)
+    worker_pool.train_to_end(cold, 3, disk_cached)
     assert read_trained_run(cold).digests == uncached.digests

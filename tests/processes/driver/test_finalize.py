@@ -35,8 +35,8 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-def config(short_run: Callable[..., Config]) -> Config:
-    return short_run(tracking__enabled=True, tracking__every_steps=1)
+def config(make_short_config: Callable[..., Config]) -> Config:
+    return make_short_config(tracking__enabled=True, tracking__every_steps=1)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_a_folder_without_a_started_run_is_not_closed(tmp_path: Path) -> None:
 
 @pytest.mark.rest
 def test_a_transient_storage_error_at_the_end_does_not_fail_a_run(
-    short_run: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    make_short_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[str] = []
 
@@ -202,7 +202,9 @@ def test_a_transient_storage_error_at_the_end_does_not_fail_a_run(
 
     monkeypatch.setattr("ray_app.driver.run.put_event", fail_once(put_event, lambda: False))
     monkeypatch.setattr("ray_app.runlog.endings.put_json", fail_once(put_json, raise_error))
-    result = run_training(short_run(train__strategy="single", scaling__max_workers=1, scaling__logical_workers=1))
+    result = run_training(
+        make_short_config(train__strategy="single", scaling__max_workers=1, scaling__logical_workers=1)
+    )
     assert [name.rpartition("/")[2] for name in refused] == ["finished", "summary.json"]
     assert result.summary["status"] == "finished"
     assert len(read_events(RunPaths(result.path), "finished")) == 1

@@ -247,29 +247,29 @@ def test_the_feed_follows_the_plan(tmp_path: Path, data: Path, name: str) -> Non
 @pytest.mark.rest
 @pytest.mark.parametrize("name", ["file", "off", "balanced"])
 def test_a_policy_is_bit_identical_on_any_workers_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path, name: str
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = policy_job(tmp_path / "run", data, name)
-    alone = pool.train_new_run(job, 1, cache_windows)
-    several = pool.train_new_run(job, 3, stream_windows)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
+    several = worker_pool.train_new_run(job, 3, stream_windows)
     assert several.digests == alone.digests
     assert several.steps == alone.steps
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
+    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
     assert "dies after step 6" in str(outcomes[0].error)
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == alone.digests
     summary = summarize(job, "finished")
     assert summary["rows"] == 2 * job.plan.rows_per_epoch
     assert summary["rows_by_logical_worker"] == [2 * job.plan.stream_rows(v) for v in range(4)]
 
 
-def test_a_bad_row_that_is_repeated_is_skipped_each_time(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_bad_row_that_is_repeated_is_skipped_each_time(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     dataset = open_dataset(str(data))
     rare = np.flatnonzero(read_labels(dataset.root, dataset.manifest, "label")[1] == 2)[1:].tolist()
     job = job_of(tmp_path / "run", data, Picky(tuple(rare)), data__balance_by="label", train__epochs=1)
     uses = sum(count_uses(job.plan, 0), Counter[int]())
     assert min(uses[row] for row in rare) > 1
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     summary = summarize(job, "finished")
     assert summary["bad_rows"] == {"skipped": sum(uses[row] for row in rare), "distinct": len(rare)}
     assert summary["rows"] + summary["bad_rows"]["skipped"] == job.plan.rows_per_epoch

@@ -113,10 +113,10 @@ def count_sums_during_backward(
     ids=["both wait", "one waits", "uneven", "two stages"],
 )
 def test_sums_arrive_before_the_end_of_backward(
-    pool: WorkerPool, size: int, hosts: tuple[str, ...], waits: tuple[int, ...]
+    worker_pool: WorkerPool, size: int, hosts: tuple[str, ...], waits: tuple[int, ...]
 ) -> None:
     """If only some ranks wait, the ranks reach the buckets in different orders."""
-    counts = pool.run(size, count_sums_during_backward, size, hosts, waits)
+    counts = worker_pool.run(size, count_sums_during_backward, size, hosts, waits)
     assert all((count >= 4) == (rank in waits) for rank, count in enumerate(counts)), counts
 
 
@@ -136,9 +136,9 @@ def run_step_with_a_late_rank(rank: int, store: Path, size: int) -> None:
         dist.barrier()
 
 
-def test_no_rank_waits_in_backward_for_a_late_rank(pool: WorkerPool) -> None:
+def test_no_rank_waits_in_backward_for_a_late_rank(worker_pool: WorkerPool) -> None:
     """Such a wait would count as computing, so straggler and hang detection would report every rank."""
-    pool.run(3, run_step_with_a_late_rank, 3)
+    worker_pool.run(3, run_step_with_a_late_rank, 3)
 
 
 def reduce_with_empty_parameters(rank: int, store: Path, size: int) -> list[Tensor]:
@@ -162,11 +162,11 @@ def reduce_with_empty_parameters(rank: int, store: Path, size: int) -> list[Tens
         return gradients
 
 
-def test_empty_parameters_are_reduced_too(pool: WorkerPool) -> None:
+def test_empty_parameters_are_reduced_too(worker_pool: WorkerPool) -> None:
     """One of the two ranks has two of three nodes of the reduction tree."""
-    [gradients_on_one_worker] = pool.run(1, reduce_with_empty_parameters, 1)
+    [gradients_on_one_worker] = worker_pool.run(1, reduce_with_empty_parameters, 1)
     assert len(gradients_on_one_worker) == 6
-    for gradients in pool.run(2, reduce_with_empty_parameters, 2):
+    for gradients in worker_pool.run(2, reduce_with_empty_parameters, 2):
         assert all(torch.equal(a, b) for a, b in zip(gradients_on_one_worker, gradients, strict=True))
 
 
@@ -223,9 +223,9 @@ def read_error_of_a_lost_rank(rank: int, store: Path, port: int) -> list[str]:
     return [str(caught.value)]
 
 
-def test_a_thread_that_waits_for_a_lost_rank_raises_and_ends(pool: WorkerPool) -> None:
+def test_a_thread_that_waits_for_a_lost_rank_raises_and_ends(worker_pool: WorkerPool) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    [message], no_messages = pool.run(2, read_error_of_a_lost_rank, server.port)
+    [message], no_messages = worker_pool.run(2, read_error_of_a_lost_rank, server.port)
     assert "a collective failed" in message
     assert no_messages == []
 
@@ -249,7 +249,7 @@ def wait_for_a_late_rank(rank: int, store: Path, port: int) -> float:
         group.close()
 
 
-def test_a_receive_waits_longer_than_the_timeout_for_forming_a_group(pool: WorkerPool) -> None:
+def test_a_receive_waits_longer_than_the_timeout_for_forming_a_group(worker_pool: WorkerPool) -> None:
     """PyTorch's own receive fails with "Timed out waiting 2000ms for recv operation to complete"."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert pool.run(2, wait_for_a_late_rank, server.port) == [2.0, 2.0]
+    assert worker_pool.run(2, wait_for_a_late_rank, server.port) == [2.0, 2.0]

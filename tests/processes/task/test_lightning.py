@@ -51,18 +51,18 @@ def job_of(folder: Path, data: Path, task: LightningTask, **fields: Any) -> Job:
 
 
 def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "one", data, task_of(), checkpoint__every_epochs=None, checkpoint__every_steps=3)
-    one, two = pool.train_new_run(job, 1), pool.train_new_run(job, 2)
+    one, two = worker_pool.train_new_run(job, 1), worker_pool.train_new_run(job, 2)
     assert (two.digests, two.steps) == (one.digests, one.steps)
     assert one.snapshot.optimizer["param_groups"][0]["momentum"] == 0.9
     assert [step[2] for step in one.steps[:4]] == [0.1, 0.1, 0.1, 0.05], "the module's schedule moves after every step"
 
     killed = replace(job, run_root=str(tmp_path / "killed"))
-    ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
+    ended = worker_pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
     assert any(isinstance(outcome.error, KilledError) for outcome in ended), "no worker was killed"
-    pool.train_to_end(replace(killed, fence=2), 1)
+    worker_pool.train_to_end(replace(killed, fence=2), 1)
     assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
     assert job.plan.steps_per_epoch == 9
     assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
@@ -70,10 +70,10 @@ def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
 
 @pytest.mark.rest
 def test_a_value_logged_in_a_step_is_the_mean_over_rows_of_all_workers(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "run", data, task_of(), train__max_steps=9)
-    pool.train_to_end(job, 3)
+    worker_pool.train_to_end(job, 3)
     steps = read_trained_run(job).steps
     logged, rows = [dict(step[-1]) for step in steps], [sum(step[4]) for step in steps]
     assert [set(value) for value in logged] == [{"train.accuracy"}] * 9
@@ -85,20 +85,22 @@ def test_a_value_logged_in_a_step_is_the_mean_over_rows_of_all_workers(
     assert 0 < sum(correct) < sum(rows)
 
 
-def test_the_optimizer_of_the_configuration_replaces_the_modules(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_the_optimizer_of_the_configuration_replaces_the_modules(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
-    trained = pool.train_new_run(job_of(tmp_path / "run", data, task_of(), train__epochs=1, **adam), 2)
+    trained = worker_pool.train_new_run(job_of(tmp_path / "run", data, task_of(), train__epochs=1, **adam), 2)
     assert "betas" in trained.snapshot.optimizer["param_groups"][0]
     assert [step[2] for step in trained.steps] == [0.01] * 9
 
 
 def test_a_module_without_an_optimizer_trains_with_the_configured_one(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
     assert not task_of("Unvalidated").has_own_optimizer
     job = job_of(tmp_path / "run", data, task_of("Unvalidated"), train__epochs=1, **adam)
-    assert pool.train_new_run(job, 1).digests == pool.train_new_run(job, 3).digests
+    assert worker_pool.train_new_run(job, 1).digests == worker_pool.train_new_run(job, 3).digests
 
 
 def test_an_evaluation_is_the_mean_over_rows_of_logged_values(data: Path, tmp_path: Path) -> None:
@@ -176,9 +178,11 @@ def test_a_mean_metric_as_the_loss_is_the_mean_over_its_weights(data: Path, tmp_
         assert values == pytest.approx({"loss": expected, "val_loss": expected}, rel=1e-6)
 
 
-def test_a_metric_logged_in_training_is_computed_per_micro_batch(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_metric_logged_in_training_is_computed_per_micro_batch(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     job = job_of(tmp_path / "run", data, task_of(does="logs an object"), train__max_steps=2)
-    pool.train_to_end(job, 2)
+    worker_pool.train_to_end(job, 2)
     for step in read_trained_run(job).steps:
         logged = dict(step[-1])
         assert logged["train.object"] == pytest.approx(logged["train.accuracy"])

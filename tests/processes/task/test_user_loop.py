@@ -45,22 +45,22 @@ def job_of(folder: Path, data: Path, does: str = "", log_file: Path | None = Non
 
 
 def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     log_file = tmp_path / "log"
     job = job_of(tmp_path / "one", data, log_file=log_file, checkpoint__every_epochs=None, checkpoint__every_steps=3)
-    one = pool.train_new_run(job, 1)
+    one = worker_pool.train_new_run(job, 1)
     assert log_file.read_text() == "after the loop\n"
-    two = pool.train_new_run(job, 2)
+    two = worker_pool.train_new_run(job, 2)
     assert (two.digests, two.steps) == (one.digests, one.steps)
     assert log_file.read_text() == "after the loop\n" * 3
     assert [step[2] for step in one.steps[:4]] == [0.1, 0.1, 0.1, 0.05], "the script's schedule moves after every step"
     assert [dict(step[-1]).keys() for step in one.steps] == [{"accuracy"}] * 18
 
     killed = replace(job, run_root=str(tmp_path / "killed"))
-    ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
+    ended = worker_pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
     assert any(isinstance(outcome.error, KilledError) for outcome in ended), "no worker was killed"
-    pool.train_to_end(replace(killed, fence=2), 1)
+    worker_pool.train_to_end(replace(killed, fence=2), 1)
     assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
     assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
 
@@ -81,9 +81,9 @@ def test_survivors_continue_in_their_loops_after_kills_in_any_phase(data: Path, 
 
 
 @pytest.mark.parametrize("does", ["one for each", "as losses"])
-def test_per_row_losses_are_accepted(does: str, pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_per_row_losses_are_accepted(does: str, worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, does, train__epochs=1)
-    assert pool.train_new_run(job, 1).digests == pool.train_new_run(job, 3).digests
+    assert worker_pool.train_new_run(job, 1).digests == worker_pool.train_new_run(job, 3).digests
 
 
 @pytest.mark.parametrize(
@@ -98,21 +98,23 @@ def test_per_row_losses_are_accepted(does: str, pool: WorkerPool, data: Path, tm
     ],
 )
 def test_a_misused_loop_ends_the_run_with_an_explanation(
-    does: str, message: str, pool: WorkerPool, data: Path, tmp_path: Path
+    does: str, message: str, worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    [ended] = pool.train(job_of(tmp_path / "run", data, does), 1)
+    [ended] = worker_pool.train(job_of(tmp_path / "run", data, does), 1)
     assert isinstance(ended.error, TaskError)
     assert message in str(ended.error)
 
 
-def test_the_script_runs_in_the_configured_precision(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    pool.train_to_end(job_of(tmp_path / "half", data, "needs bf16", train__max_steps=2, train__precision="bf16"), 2)
-    [ended] = pool.train(job_of(tmp_path / "full", data, "needs bf16", train__max_steps=2), 1)
+def test_the_script_runs_in_the_configured_precision(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    worker_pool.train_to_end(
+        job_of(tmp_path / "half", data, "needs bf16", train__max_steps=2, train__precision="bf16"), 2
+    )
+    [ended] = worker_pool.train(job_of(tmp_path / "full", data, "needs bf16", train__max_steps=2), 1)
     assert "in another precision" in str(ended.error)
 
 
-def test_an_optimizer_of_the_configuration_is_refused(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    [ended] = pool.train(job_of(tmp_path / "run", data, optimizer={"class_path": "torch.optim.Adam"}), 1)
+def test_an_optimizer_of_the_configuration_is_refused(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    [ended] = worker_pool.train(job_of(tmp_path / "run", data, optimizer={"class_path": "torch.optim.Adam"}), 1)
     assert isinstance(ended.error, ConfigError)
     assert "and the configuration has a Adam" in str(ended.error)
 

@@ -103,9 +103,9 @@ def test_event_files_hold_the_points_of_mlflow_and_no_secret(tmp_path: Path) -> 
 
 
 @pytest.mark.rest
-def test_each_step_appears_once_after_a_killed_driver(short_run: Callable[..., Config], tmp_path: Path) -> None:
+def test_each_step_appears_once_after_a_killed_driver(make_short_config: Callable[..., Config], tmp_path: Path) -> None:
     fields = {"train__strategy": "single", "scaling__min_workers": 1, "scaling__max_workers": 1}
-    config = short_run(tracking__tensorboard=True, tracking__every_steps=5, **fields)
+    config = make_short_config(tracking__tensorboard=True, tracking__every_steps=5, **fields)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PYTHONPATH": str(ROOT)
@@ -122,7 +122,8 @@ def test_each_step_appears_once_after_a_killed_driver(short_run: Callable[..., C
     assert summary["restarts"]["driver"] == 1
     assert summary["redone_steps"] > 0, "no step was redone"
     assert (
-        summary["params_digest"] == run_training(short_run(run__name="undisturbed", **fields)).summary["params_digest"]
+        summary["params_digest"]
+        == run_training(make_short_config(run__name="undisturbed", **fields)).summary["params_digest"]
     )
     backlog = Backlog(paths, 5)
     backlog.read(SentState())
@@ -176,9 +177,9 @@ def test_a_storage_error_is_logged_once_and_all_points_arrive_later(
 
 
 def test_without_tensorboard_the_run_is_refused_before_any_write(
-    short_run: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_short_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r"pip install \"PATH_TO_RAY_APP\[tensorboard\]\", or set it to false"):
-        run_training(short_run(tracking__tensorboard=True))
+        run_training(make_short_config(tracking__tensorboard=True))
     assert not (tmp_path / "runs").exists()

@@ -26,9 +26,9 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-def evaluated_run(digits: Path, short_run: Callable[..., Config]) -> Callable[..., Config]:
+def evaluated_run(digits: Path, make_short_config: Callable[..., Config]) -> Callable[..., Config]:
     def make(**fields: Any) -> Config:
-        return short_run(
+        return make_short_config(
             **{"data__eval_path": str(digits / "eval"), "checkpoint__every_steps": 4, "checkpoint__keep_last": 2}
             | fields
         )

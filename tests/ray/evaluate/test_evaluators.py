@@ -61,11 +61,15 @@ def has_committed(paths: RunPaths, step: int) -> Callable[[], bool]:
 
 
 def test_the_evaluator_outlives_its_driver_and_closes_the_run(
-    ray_cluster: None, short_run: Callable[..., Config], digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ray_cluster: None,
+    make_short_config: Callable[..., Config],
+    digits: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    config = short_run(data__eval_path=str(digits / "eval"), tracking__enabled=True, tracking__every_steps=1)
+    config = make_short_config(data__eval_path=str(digits / "eval"), tracking__enabled=True, tracking__every_steps=1)
     paths, gate = RunPaths(tmp_path / "runs" / "run"), tmp_path / "gate"
     with driving(config, tmp_path, tmp_path / "never", gate) as driver:
         until(has_committed(paths, 16))
@@ -97,14 +101,14 @@ def test_the_evaluator_outlives_its_driver_and_closes_the_run(
 
 def test_a_named_evaluator_of_another_job_follows_a_run(
     ray_cluster: None,
-    short_run: Callable[..., Config],
+    make_short_config: Callable[..., Config],
     digits: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    config = short_run(tracking__enabled=True, tracking__every_steps=1)
+    config = make_short_config(tracking__enabled=True, tracking__every_steps=1)
     paths, go_on = RunPaths(tmp_path / "runs" / "run"), tmp_path / "go-on"
     arguments = ["--run", str(paths.root), "--name", "fresh", "--data", str(digits / "eval"), "--num_cpus", "0.5"]
     with driving(config, tmp_path, go_on, tmp_path / "never") as driver:
@@ -128,12 +132,12 @@ def test_a_named_evaluator_of_another_job_follows_a_run(
 
 def test_evaluating_an_ended_run_equals_its_own_evaluator(
     ray_cluster: None,
-    short_run: Callable[..., Config],
+    make_short_config: Callable[..., Config],
     digits: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = run_training(short_run(data__eval_path=str(digits / "eval")))
+    result = run_training(make_short_config(data__eval_path=str(digits / "eval")))
     paths = RunPaths(result.path)
     evaluations = read_evaluations(paths)
     assert main(["--run", str(result.path), "--name", "again", "--data", str(digits / "eval")]) == 0

@@ -142,9 +142,13 @@ class Outages:
 
 @pytest.mark.rest
 def test_outages_delay_no_step_and_lose_or_double_no_point(
-    short_run: Callable[..., Config], digits: Path, tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+    make_short_config: Callable[..., Config],
+    digits: Path,
+    tmp_path: Path,
+    server: Server,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = short_run(
+    config = make_short_config(
         tracking__enabled=True,
         tracking__uri=server.uri,
         tracking__every_steps=1,
@@ -182,7 +186,7 @@ def assert_inputs(run: Any, config: Config) -> None:
 
 
 def test_a_run_without_mlflow_is_replayed_later(
-    short_run: Callable[..., Config],
+    make_short_config: Callable[..., Config],
     tmp_path: Path,
     server: Server,
     caplog: pytest.LogCaptureFixture,
@@ -197,7 +201,7 @@ def test_a_run_without_mlflow_is_replayed_later(
         "tracking__system_metrics_s": 0.5,
         "run__name": "absent",
     }
-    result = run_training(short_run(**fields, tracking__uri=absent.uri, tracking__experiment="first"))
+    result = run_training(make_short_config(**fields, tracking__uri=absent.uri, tracking__experiment="first"))
     assert result.status == "finished"
     assert result.summary["mlflow_run_id"] is None
     [command] = re.findall(r"ray-app track --replay (\S+)", caplog.text)

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def test_posts_arrive_and_an_unreachable_receiver_ends_no_run(
-    short_run: Callable[..., Config], digits: Path, tmp_path: Path
+    make_short_config: Callable[..., Config], digits: Path, tmp_path: Path
 ) -> None:
     with receiver() as (closed_url, _):
         pass
     with receiver() as (url, posts):
         observers = [{"class_path": "ray_app.Webhook", "init_args": {"url": target}} for target in (closed_url, url)]
-        config = short_run(
+        config = make_short_config(
             observers=observers, data__eval_path=str(digits / "eval"), scaling__max_workers=2, scaling__min_workers=2
         )
         result = run_training(config, Console(quiet=True))

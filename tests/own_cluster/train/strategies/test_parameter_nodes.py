@@ -59,12 +59,12 @@ with open_drill_cluster(3, evaluates=False) as nodes:
 
 
 def test_draining_a_worker_node_and_losing_a_server_node_keep_parameters(
-    short_run: Callable[..., Config], tmp_path: Path
+    make_short_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
+    alone = claim(prepare(make_short_config(run__name="undisturbed", scaling__max_workers=2)), 1).job
     train_in_process(alone, SingleProcessMembership(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
-    config = short_run(
+    config = make_short_config(
         train__strategy="parameter_server", train__servers=2, train__server_cpus=0.5, scaling__max_workers=2
     )
     (tmp_path / "config.yaml").write_text(config.to_yaml())

@@ -36,15 +36,15 @@ COMPRESSED = {"train__reduction": "overlapped", "train__gradient_compression": "
 )
 @pytest.mark.rest
 def test_a_strategy_learns_the_digits_after_a_kill_and_a_resume(
-    pool: WorkerPool, digits: Path, tmp_path: Path, fields: Fields
+    worker_pool: WorkerPool, digits: Path, tmp_path: Path, fields: Fields
 ) -> None:
     job = digits_job(tmp_path, digits, fields)
     kill = KillOnce(tmp_path / "killed", step=60, rank=0)
     stop = DieAfter(160)
-    train_shifting(pool, job, [[0, 1], [1]], [], Hooks(after_step=HookChain((kill, stop))))
+    train_shifting(worker_pool, job, [[0, 1], [1]], [], Hooks(after_step=HookChain((kill, stop))))
     assert kill.proof.exists()
     assert CheckpointStore(job.paths).commits()[-1].step == 6 * job.plan.steps_per_epoch == 138
-    pool.train_to_end(job, 3, cache_windows)
+    worker_pool.train_to_end(job, 3, cache_windows)
     assert accuracy_of(job, digits) >= 0.97
 
 

@@ -87,12 +87,12 @@ def train_job(pool: WorkerPool, job: Job, workers: int) -> Any:
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_token_classification_is_bit_identical_on_any_workers(
-    pool: WorkerPool, texts: Path, tmp_path: Path, strategy: str
+    worker_pool: WorkerPool, texts: Path, tmp_path: Path, strategy: str
 ) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 2, "data__by_length": "tokens"}
     runs = [
         train_job(
-            pool,
+            worker_pool,
             make_job(tmp_path / f"{workers}", texts, logical_workers=4, batch=12, task=make_token_task(), **fields),
             workers,
         )
@@ -110,12 +110,12 @@ def test_token_classification_is_bit_identical_on_any_workers(
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_object_detection_is_bit_identical_on_any_workers(
-    pool: WorkerPool, images: Path, tmp_path: Path, strategy: str
+    worker_pool: WorkerPool, images: Path, tmp_path: Path, strategy: str
 ) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 1}
     runs = [
         train_job(
-            pool,
+            worker_pool,
             make_job(tmp_path / f"{workers}", images, logical_workers=2, batch=4, task=make_detection_task(), **fields),
             workers,
         )

@@ -90,12 +90,12 @@ def read_planned_rows(data: Path, folder: Path, pool: WorkerPool) -> list[tuple[
     ids=["adam", "sgd with momentum, clipped, scheduled", "average, given, frozen and unused parameters"],
 )
 def test_synchronous_training_is_bit_identical_to_ddp(
-    pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     if "train__freeze" in fields:
         save_file(fields["task"].build_model().state_dict(), tmp_path / "begin.safetensors")
         fields = {**fields, "train__init_from": str(tmp_path / "begin.safetensors")}
-    plain = pool.train_new_run(
+    plain = worker_pool.train_new_run(
         make_server_job(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cache_windows
     )
     for workers, servers in ((1, 1), (3, 2)):
@@ -122,10 +122,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("clipped", [{}, {"train__grad_clip_norm": 0.01}])
 def test_training_with_split_variables_is_bit_identical_to_ddp(
-    pool: WorkerPool, data: Path, tmp_path: Path, small_parts: None, clipped: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, small_parts: None, clipped: dict[str, Any]
 ) -> None:
     fields = {"task": WideLayer(), "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}, **clipped}
-    plain = pool.train_new_run(
+    plain = worker_pool.train_new_run(
         make_server_job(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cache_windows
     )
     whole = train_on_servers(make_server_job(tmp_path / "one", data, train__servers=1, **fields), 1)
@@ -175,7 +175,7 @@ def test_a_resume_on_other_workers_and_servers_is_bit_identical(data: Path, tmp_
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_lost_worker_and_a_joining_worker_leave_the_rows_as_planned(
-    pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
 ) -> None:
     """The worker is lost after its gradient is applied and before it reports: its unit runs again and counts once."""
     world = World(make_server_job(tmp_path / "run", data, train__staleness=staleness), 3)
@@ -192,7 +192,7 @@ def test_a_lost_worker_and_a_joining_worker_leave_the_rows_as_planned(
     assert world.workers[name]._result is not None, "the joining worker gets no unit"
     world.run()
     job = world.job
-    assert read_consumed_rows(job) == read_planned_rows(data, tmp_path / "plan", pool)
+    assert read_consumed_rows(job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
     assert [e.details["workers"] for e in read_events(job.paths, "formed")][-3:] == [3, 2, 3]
     if not staleness:
         assert (
@@ -241,7 +241,7 @@ def test_a_gradient_that_arrives_twice_is_applied_once(data: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_lost_server_rolls_all_servers_back_to_the_last_checkpoint(
-    pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
 ) -> None:
     world = World(make_server_job(tmp_path / "run", data, train__staleness=staleness), 2)
     while world.coordinator._units.complete < 8:
@@ -250,7 +250,7 @@ def test_a_lost_server_rolls_all_servers_back_to_the_last_checkpoint(
     world.run()
     [lost] = read_events(world.job.paths, "server_lost")
     assert lost.details["back_to"] == 5
-    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", pool)
+    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
     store = CheckpointStore(world.job.paths)
     assert [c.step for c in store.commits()] == [5, 10, 15, world.job.total_steps]
     rows = [rows for _, rows, _ in read_consumed_rows(world.job)]
@@ -445,7 +445,7 @@ def test_a_coordinator_that_cannot_start_raises_its_error_in_each_worker(
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_results_for_a_coordinator_that_died_with_all_servers_are_dropped(
-    pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
 ) -> None:
     """Ray sends a worker's result for the former coordinator to the new one; its gradient is lost with the servers."""
     world = World(make_server_job(tmp_path / "run", data, train__staleness=staleness), 2)
@@ -465,7 +465,7 @@ def test_results_for_a_coordinator_that_died_with_all_servers_are_dropped(
     assert world.coordinator._units._next == [5, 5, 5, 5]
     world.workers = {name: world.worker(name) for name in world.workers}
     world.run()
-    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", pool)
+    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
     if not staleness:
         assert (
             read_trained_run(world.job).digests
@@ -624,7 +624,9 @@ def test_a_lost_server_rolls_back_to_the_last_snapshot(data: Path, tmp_path: Pat
     assert lost.details["back_to"] == 8
 
 
-def test_a_stop_commits_a_checkpoint_at_the_next_common_step(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_stop_commits_a_checkpoint_at_the_next_common_step(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     world = World(make_server_job(tmp_path / "run", data, train__staleness=3, checkpoint__every_steps=None), 2)
     while world.coordinator._units.begun < 7:
         world.turn("0")
@@ -636,7 +638,7 @@ def test_a_stop_commits_a_checkpoint_at_the_next_common_step(pool: WorkerPool, d
     [commit] = CheckpointStore(world.job.paths).commits()
     assert (commit.step, commit.why) == (begun, "extra")
     World(dataclasses.replace(world.job, fence=2), 1).run()
-    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", pool)
+    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
     assert read_trained_run(world.job).commit.step == world.job.total_steps
 
 
