@@ -16,8 +16,8 @@ from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.process import set_variables
 from ray_app.runlog.journal import MetricsReader
 from ray_app.runlog.paths import RunPaths
-from tests.support.mlflow_server import database
-from tests.support.places import ROOT
+from tests.support.mlflow_server import make_database
+from tests.support.paths import ROOT
 from tests.support.s3_server import CREDENTIALS
 
 CANARY = {"CANARY_API_KEY": "canary-of-the-environment"}
@@ -77,7 +77,7 @@ def make_short_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
         short_config = config.replace(data__eval_path=None).replace(**(defaults | fields))
         database_path = Path(short_config.run.storage_path) / "mlflow.db"
         if short_config.tracking.enabled and short_config.tracking.uri is None and not database_path.exists():
-            database(database_path)
+            make_database(database_path)
         return short_config
 
     return make

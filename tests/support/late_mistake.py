@@ -15,22 +15,22 @@ class LateMistake(ImageClassification):
     """Digits; raises KeyError for batches of more than two rows.
 
     Args:
-        where: The method that raises: `loss` or `update`.
+        method: The method that raises: `loss` or `update`.
         pixel_max: See `ImageClassification`.
     """
 
-    def __init__(self, where: str, pixel_max: float = 16.0) -> None:
+    def __init__(self, method: str, pixel_max: float = 16.0) -> None:
         super().__init__(pixel_max=pixel_max)
-        self.where = where
+        self.method = method
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Raises in training if `where` is `loss`."""
-        if self.where == "loss" and len(batch["label"]) > 2 and torch.is_grad_enabled():
+        """Raises in training if `method` is `loss`."""
+        if self.method == "loss" and len(batch["label"]) > 2 and torch.is_grad_enabled():
             batch["labels"]
         return super().loss(outputs, batch)
 
     def update(self, metrics: Any, outputs: Tensor, batch: Batch) -> None:
-        """Raises in evaluations if `where` is `update`."""
-        if self.where == "update" and len(batch["label"]) > 2:
+        """Raises in evaluations if `method` is `update`."""
+        if self.method == "update" and len(batch["label"]) > 2:
             batch["labels"]
         super().update(metrics, outputs, batch)

@@ -20,7 +20,7 @@ from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks
 from ray_app.train.membership import SingleProcessMembership
 from tests.support.cluster import record_of
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 SCRIPT = """
 import ray, sys
@@ -30,7 +30,7 @@ from ray_app.config.config import from_yaml
 from ray_app.drill.cluster import open_drill_cluster
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
-from tests.support.injector import Linger
+from tests.support.injector import DelayUntilEvent
 
 config = from_yaml(Path(sys.argv[1]).read_text())
 run = str(Path(config.run.storage_path) / config.run.name)
@@ -46,7 +46,7 @@ class Drain:
 
 with open_drill_cluster(2, evaluates=False) as nodes:
     drain = Drain()
-    run_training(config, faults=Faults(train=Hooks(after_step=Linger(run, "preempted", {}, after=3, each_s=3))), observe=drain)
+    run_training(config, faults=Faults(train=Hooks(after_step=DelayUntilEvent(run, "preempted", {}, after=3, each_s=3))), observe=drain)
     assert drain.node is not None
 """  # noqa: E501
 

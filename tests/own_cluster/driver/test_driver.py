@@ -19,7 +19,7 @@ from ray_app.driver.finalize import close_orphan
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from tests.support.cluster import record_of
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 DRIVER = """
 import sys
@@ -27,8 +27,9 @@ from ray_app import run_training
 from ray_app.config.config import from_yaml
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
-from tests.support.injector import WaitFor
-run_training(from_yaml(open(sys.argv[1]).read()), faults=Faults(train=Hooks(after_step=WaitFor(sys.argv[2], step=20))))
+from tests.support.injector import DelayUntilFile
+faults = Faults(train=Hooks(after_step=DelayUntilFile(sys.argv[2], step=20)))
+run_training(from_yaml(open(sys.argv[1]).read()), faults=faults)
 """
 
 

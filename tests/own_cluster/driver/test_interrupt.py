@@ -18,8 +18,8 @@ from ray_app.config.config import Config
 from ray_app.drill.faults import Evidence
 from ray_app.runlog.paths import RunPaths
 from tests.support.kernel import Kernel
-from tests.support.places import ROOT
-from tests.support.waiting import until
+from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 
 _CELL_S = 400
 _BEGIN = """
@@ -89,7 +89,7 @@ def test_an_interrupted_cell_frees_the_resources_of_a_shared_cluster(
         interrupt_training(kernel, evidence)
         assert_stopped(config)
         assert "True" in kernel.run("signal.getsignal(signal.SIGINT) == before", _CELL_S)
-        until(lambda: ray.available_resources().get("CPU") == cpus, "the workers' CPUs were not given back")
+        wait_until(lambda: ray.available_resources().get("CPU") == cpus, "the workers' CPUs were not given back")
         assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
         assert not [
             actor for actor in ray.util.list_named_actors(all_namespaces=True) if config.run.name in actor["name"]

@@ -43,8 +43,8 @@ from ray_app.errors import ConfigError
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
 from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
-from tests.support.drilled import ground
-from tests.support.places import ROOT
+from tests.support.drill_scenarios import scenario_context
+from tests.support.paths import ROOT
 
 SUMMARY = {
     "status": "finished",
@@ -246,7 +246,7 @@ def test_the_drill_waits_for_the_address_of_the_new_rendezvous(tmp_path: Path, m
         get_actor=lambda name: actor, get=lambda answer: answer, kill=lambda one, no_restart: killed.append(one)
     )
     monkeypatch.setattr(process_scenarios, "ray", fake)
-    scenario = process_scenarios.rendezvous(ground(tmp_path))
+    scenario = process_scenarios.rendezvous(scenario_context(tmp_path))
     assert isinstance(scenario, Scenario)
     assert scenario.observe is not None
     evidence = Evidence(str(tmp_path / "evidence"))

@@ -30,7 +30,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
-from tests.support.bad_rows import Picky, job_of
+from tests.support.bad_rows import BadRowImages, job_of
 from tests.support.local_world import CPU, TinyImages, feed_of, make_job, write_images
 
 files = st.lists(st.lists(st.integers(0, 25), max_size=4), min_size=1, max_size=7).filter(
@@ -266,7 +266,7 @@ def test_a_policy_is_bit_identical_on_any_workers_and_after_a_resume(
 def test_a_bad_row_that_is_repeated_is_skipped_each_time(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     dataset = open_dataset(str(data))
     rare = np.flatnonzero(read_labels(dataset.root, dataset.manifest, "label")[1] == 2)[1:].tolist()
-    job = job_of(tmp_path / "run", data, Picky(tuple(rare)), data__balance_by="label", train__epochs=1)
+    job = job_of(tmp_path / "run", data, BadRowImages(tuple(rare)), data__balance_by="label", train__epochs=1)
     uses = sum(count_uses(job.plan, 0), Counter[int]())
     assert min(uses[row] for row in rare) > 1
     worker_pool.train_to_end(job, 2, cache_windows)

@@ -24,7 +24,7 @@ from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_ru
 from ray_app.train.job import Hooks
 from ray_app.train.state.state import TrainingState
 from tests.support.local_world import TinyImages, make_job, write_images
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from ray_app.testing import WorkerPool
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup, _list_sockets
 from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 CPU = torch.device("cpu")
 SMALL_MB = 0.001
@@ -216,9 +216,9 @@ def read_connections_after_an_abort(rank: int, store: Path, port: int) -> list[b
 
     opening = threading.Thread(target=open_group)
     opening.start()
-    until(lambda: any(group._is_store(number) for number, _ in _list_sockets()), "it has not begun to open")
+    wait_until(lambda: any(group._is_store(number) for number, _ in _list_sockets()), "it has not begun to open")
     pairs.append(connect_pair())
-    until(lambda: group.abort() or not opening.is_alive(), "the abort does not end the opening")
+    wait_until(lambda: group.abort() or not opening.is_alive(), "the abort does not end the opening")
     assert isinstance(errors[0], dist.DistError), errors
     for client, _ in pairs:
         client.sendall(b"hello")
@@ -245,7 +245,7 @@ def read_connection_beside_a_group(
     opening = threading.Thread(target=group.open, args=(GenerationInfo(1, rank, size, "127.0.0.1", port), CPU, "auto"))
     sync_store.wait([f"made-{before}" for before in range(rank)])
     opening.start()
-    until(
+    wait_until(
         lambda: any(group._is_store(number) for number, _ in _list_sockets()) or not opening.is_alive(),
         "it has not begun to open",
     )

@@ -31,14 +31,14 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
-from tests.support.local_world import CPU, LocalMembership, OwnStep, TinyImages, feed_of
-from tests.support.sharded import ONE_CYCLE, Units, assert_bits, data, fsdp_job
+from tests.support.local_world import CPU, CustomTrainingStep, LocalMembership, TinyImages, feed_of
+from tests.support.sharded import ONE_CYCLE, Units, assert_bit_identical, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 __all__ = ["data"]
 
 
-class OwnUnits(OwnStep, Units):
+class OwnUnits(CustomTrainingStep, Units):
     """A task with its own training step and its own shard units."""
 
 
@@ -93,8 +93,11 @@ def test_fsdp_with_adam_is_bit_identical_to_ddp_and_close_in_half_precision(
     plain = worker_pool.train_new_run(
         fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows
     )
-    assert_bits(
-        worker_pool.train_new_run(fsdp_job(tmp_path / "run", data, Units(own=False), **fields), 2, cache_windows), plain
+    assert_bit_identical(
+        worker_pool.train_new_run(
+            fsdp_job(tmp_path / "run", data, Units(names_units=False), **fields), 2, cache_windows
+        ),
+        plain,
     )
     half = worker_pool.train_new_run(
         fsdp_job(tmp_path / "half", data, train__precision="bf16", **fields), 3, cache_windows
@@ -113,7 +116,7 @@ def test_fsdp_with_a_custom_training_step_is_bit_identical_to_ddp(
     sharded = worker_pool.train_new_run(
         fsdp_job(tmp_path / "run", data, OwnUnits(), train__max_steps=9), 3, cache_windows
     )
-    assert_bits(sharded, plain)
+    assert_bit_identical(sharded, plain)
     assert (
         max(float(v.abs().max()) for name, v in sharded.snapshot.model.items() if name.endswith("weight")) <= 0.2 + 1e-6
     )
@@ -134,7 +137,7 @@ def test_a_lost_worker_rolls_its_peers_back_to_the_last_snapshot(
     assert [sizes[step] for step in range(9, 19)] == [{1}] * 10
     assert all(1 in sizes[step] for step in (7, 8)), "a step after the snapshot was not repeated"
     assert not any(1 in sizes[step] for step in range(1, 7))
-    assert_bits(read_trained_run(job), plain)
+    assert_bit_identical(read_trained_run(job), plain)
 
 
 @pytest.mark.rest
@@ -148,7 +151,7 @@ def test_a_restart_after_a_killed_worker_is_bit_identical(worker_pool: WorkerPoo
     assert read_trained_run(job).commit.step == 6
     worker_pool.train_to_end(job, 2, cache_windows)
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
-    assert_bits(read_trained_run(job), plain)
+    assert_bit_identical(read_trained_run(job), plain)
 
 
 def test_workers_leave_and_join_without_repeating_steps(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
@@ -158,7 +161,7 @@ def test_workers_leave_and_join_without_repeating_steps(worker_pool: WorkerPool,
     assert [o.trace for o in outcomes] == [""] * 4
     run = read_trained_run(job)
     assert [set(workers) for workers in run.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "a step was repeated"
-    assert_bits(run, plain)
+    assert_bit_identical(run, plain)
 
 
 @contextmanager
@@ -228,14 +231,14 @@ def test_offloaded_shards_are_in_host_memory_and_compute_the_same_values(data: P
 
 
 def test_all_ranks_refuse_a_nan_and_name_its_rows(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    job = fsdp_job(tmp_path / "run", data, TinyImages(bad=(5,)))
+    job = fsdp_job(tmp_path / "run", data, TinyImages(bad_rows=(5,)))
     outcomes = worker_pool.train(job, 3, Hooks(), cache_windows)
     for outcome in outcomes:
         assert isinstance(outcome.error, NonFiniteError)
         assert "rows at manifest positions" in str(outcome.error)
         assert str(outcome.error) == str(outcomes[0].error)
     outcomes = worker_pool.train(
-        fsdp_job(tmp_path / "gradient", data, TinyImages(bad=(5,), bad_value=0)), 3, Hooks(), cache_windows
+        fsdp_job(tmp_path / "gradient", data, TinyImages(bad_rows=(5,), bad_value=0)), 3, Hooks(), cache_windows
     )
     assert all("so that the logical worker is not known" in str(outcome.error) for outcome in outcomes)
 
@@ -248,7 +251,7 @@ def test_unused_and_frozen_parameters_are_bit_identical_to_ddp(
         plain = worker_pool.train_new_run(
             fsdp_job(tmp_path / "a", data, TinyImages(variant), train__strategy="ddp"), 2, cache_windows
         )
-        assert_bits(
+        assert_bit_identical(
             worker_pool.train_new_run(fsdp_job(tmp_path / "b", data, TinyImages(variant)), 3, cache_windows), plain
         )
 

@@ -16,7 +16,7 @@ from ray_app.task.base import Batch
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from tests.support.local_world import CLASSES, TinyImages, make_job
-from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bits, data, fsdp_job
+from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bit_identical, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 __all__ = ["data"]
@@ -35,7 +35,9 @@ def assert_bit_identical_to_ddp(
         fsdp_job(folder / "plain", data, task, train__strategy="ddp", **fields), 2, cache_windows
     )
     for size in sizes:
-        assert_bits(pool.train_new_run(fsdp_job(folder / "run", data, task, **fields), size, cache_windows), plain)
+        assert_bit_identical(
+            pool.train_new_run(fsdp_job(folder / "run", data, task, **fields), size, cache_windows), plain
+        )
 
 
 @pytest.mark.rest
@@ -49,11 +51,11 @@ def test_fsdp_is_bit_identical_to_ddp_on_any_workers_and_after_a_resume(
         fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows
     )
     for size in (1, 3, 4):
-        assert_bits(worker_pool.train_new_run(job, size, cache_windows), plain)
+        assert_bit_identical(worker_pool.train_new_run(job, size, cache_windows), plain)
     worker_pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
     assert read_trained_run(job).commit.step == 6
     worker_pool.train_to_end(job, 2, stream_windows)
-    assert_bits(read_trained_run(job), plain)
+    assert_bit_identical(read_trained_run(job), plain)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_other_numbers_of_logical_workers_are_bit_identical_to_ddp(
 
     plain = worker_pool.train_new_run(job("ddp"), 1, cache_windows)
     for size in range(1, min(logical_workers, 4) + 1):
-        assert_bits(worker_pool.train_new_run(job("fsdp"), size, cache_windows), plain)
+        assert_bit_identical(worker_pool.train_new_run(job("fsdp"), size, cache_windows), plain)
 
 
 @pytest.mark.rest
@@ -180,7 +182,7 @@ def test_half_precision_is_bit_identical_on_any_number_of_workers(
     job = fsdp_job(tmp_path / "run", data, train__precision="bf16", train__epochs=1, train__grad_clip_norm=0.5)
     first = worker_pool.train_new_run(job, 1, cache_windows)
     for size in (2, 3, 4):
-        assert_bits(worker_pool.train_new_run(job, size, cache_windows), first)
+        assert_bit_identical(worker_pool.train_new_run(job, size, cache_windows), first)
 
 
 @pytest.mark.rest
@@ -195,4 +197,4 @@ def test_a_killed_worker_and_a_joining_worker_keep_the_run_bit_identical(
     train_shifting(worker_pool, job, [[0, 1, 2], [0, 2], [0, 2, 3]], [0, 4], Hooks(after_step=kill), stream_windows)
     assert kill.proof.exists()
     assert [sizes[-1] for sizes in read_trained_run(job).workers] == [3] * 6 + [2] * 4 + [3] * 8
-    assert_bits(read_trained_run(job), plain)
+    assert_bit_identical(read_trained_run(job), plain)

@@ -25,7 +25,7 @@ from ray_app.train import process_group
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup
 from tests.support.local_world import LocalMembership
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 CPU = torch.device("cpu")
 LAYERS, LOGICAL_WORKERS = 5, 4
@@ -89,7 +89,7 @@ def count_sums_during_backward(
 
         def before_first() -> None:
             if reducer._listening:
-                until(lambda: count_sums() >= 4, "no sum arrives before the end of backward", 20)
+                wait_until(lambda: count_sums() >= 4, "no sum arrives before the end of backward", 20)
                 counts.append(count_sums())
 
         if rank in waits:
@@ -128,7 +128,7 @@ def run_step_with_a_late_rank(rank: int, store: Path, size: int) -> None:
         done = store.parent / f"{store.name}-done"
         done.mkdir(exist_ok=True)
         if rank == size - 1:
-            until(lambda: len(list(done.iterdir())) == size - 1, "the others wait for this rank in backward", 20)
+            wait_until(lambda: len(list(done.iterdir())) == size - 1, "the others wait for this rank in backward", 20)
         run_step(reducer, model, world)
         (done / str(rank)).touch()
         reducer.finish()
@@ -203,7 +203,7 @@ def read_error_of_a_lost_rank(rank: int, store: Path, port: int) -> list[str]:
 
     def before_first() -> None:
         if reducer._listening:
-            until(thread_waits, "the reduction thread does not wait")
+            wait_until(thread_waits, "the reduction thread does not wait")
             sync_store.set("waits", "")
 
     model.before_first = before_first
@@ -216,7 +216,7 @@ def read_error_of_a_lost_rank(rank: int, store: Path, port: int) -> list[str]:
         step()
     reducer.close()
     group.close(broken=True)
-    until(
+    wait_until(
         lambda: not any(thread.name.startswith("reduction") for thread in threading.enumerate()),
         "the reduction thread is still alive",
     )
@@ -240,7 +240,7 @@ def wait_for_a_late_rank(rank: int, store: Path, port: int) -> float:
     try:
         if rank == 1:
             began_s = time.monotonic()
-            until(lambda: time.monotonic() > began_s + 3)
+            wait_until(lambda: time.monotonic() > began_s + 3)
             send(value, 0)
         else:
             receive(value, 1)

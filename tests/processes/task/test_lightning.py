@@ -25,7 +25,7 @@ from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, re
 from ray_app.train.job import Hooks, Job
 from tests.support.local_world import CPU, make_job, write_images
 from tests.support.pages import blocks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 from tests.support.task_checks import all_ok, levels
 
 MODULES = "tests.support.lightning_modules."
@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def task_of(module: str = "Good", **init_args: Any) -> LightningTask:
     module_spec = {"class_path": MODULES + module, "init_args": init_args}
     return LightningTask(
-        module_spec, {"images": "image", "labels": "label"} if module == "Unvalidated" else ["image", "label"], "label"
+        module_spec, {"images": "image", "labels": "label"} if module == "PlainModule" else ["image", "label"], "label"
     )
 
 
@@ -98,13 +98,13 @@ def test_a_module_without_an_optimizer_trains_with_the_configured_one(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
-    assert not task_of("Unvalidated").has_own_optimizer
-    job = job_of(tmp_path / "run", data, task_of("Unvalidated"), train__epochs=1, **adam)
+    assert not task_of("PlainModule").has_own_optimizer
+    job = job_of(tmp_path / "run", data, task_of("PlainModule"), train__epochs=1, **adam)
     assert worker_pool.train_new_run(job, 1).digests == worker_pool.train_new_run(job, 3).digests
 
 
 def test_an_evaluation_is_the_mean_over_rows_of_logged_values(data: Path, tmp_path: Path) -> None:
-    task = job_of(tmp_path / "run", data, task_of(does="counts rows")).task
+    task = job_of(tmp_path / "run", data, task_of(variant="counts rows")).task
     torch.manual_seed(0)
     model = task.build_model()
     images, labels = torch.rand(25, 1, 8, 8), torch.arange(25) % 5
@@ -134,7 +134,7 @@ def test_an_evaluation_is_the_mean_over_rows_of_logged_values(data: Path, tmp_pa
 )
 def test_metrics_of_a_module_cover_all_rows_for_any_batch_size(logging: str, names: set[str]) -> None:
     task = LightningTask(
-        {"class_path": MODULES + "Measuring", "init_args": {"how": logging}}, ["image", "label"], "label"
+        {"class_path": MODULES + "Measuring", "init_args": {"logging": logging}}, ["image", "label"], "label"
     )
     task.kinds = {"image": "image", "label": "integer"}
     torch.manual_seed(0)
@@ -153,19 +153,19 @@ def test_metrics_of_a_module_cover_all_rows_for_any_batch_size(logging: str, nam
         assert combine(task, shared).values == values
 
 
-@pytest.mark.parametrize("how", ["of functions", "root"])
-def test_a_logged_value_that_is_no_mean_over_rows_is_refused(how: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("logging", ["of functions", "root"])
+def test_a_logged_value_that_is_no_mean_over_rows_is_refused(logging: str, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not a mean over rows.*self\.log\(name, self\.metric\)"):
-        prepare(config_of(data, tmp_path, "Measuring", how=how))
+        prepare(config_of(data, tmp_path, "Measuring", logging=logging))
 
 
 def test_a_module_that_logs_metrics_is_not_refused(data: Path, tmp_path: Path) -> None:
-    assert prepare(config_of(data, tmp_path, "Measuring", how="object")).warnings == ()
+    assert prepare(config_of(data, tmp_path, "Measuring", logging="object")).warnings == ()
 
 
 def test_a_mean_metric_as_the_loss_is_the_mean_over_its_weights(data: Path, tmp_path: Path) -> None:
-    assert prepare(config_of(data, tmp_path, "OverTokens")).warnings == ()
-    task = LightningTask({"class_path": MODULES + "OverTokens"}, ["image", "label"], "label")
+    assert prepare(config_of(data, tmp_path, "TokenMeanLoss")).warnings == ()
+    task = LightningTask({"class_path": MODULES + "TokenMeanLoss"}, ["image", "label"], "label")
     task.kinds = {"image": "image", "label": "integer"}
     model = task.build_model().eval()
     images, labels = torch.rand(25, 1, 8, 8), torch.arange(25) % 4
@@ -181,22 +181,22 @@ def test_a_mean_metric_as_the_loss_is_the_mean_over_its_weights(data: Path, tmp_
 def test_a_metric_logged_in_training_is_computed_per_micro_batch(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    job = job_of(tmp_path / "run", data, task_of(does="logs an object"), train__max_steps=2)
+    job = job_of(tmp_path / "run", data, task_of(variant="logs an object"), train__max_steps=2)
     worker_pool.train_to_end(job, 2)
     for step in read_trained_run(job).steps:
         logged = dict(step[-1])
         assert logged["train.object"] == pytest.approx(logged["train.accuracy"])
 
 
-@pytest.mark.parametrize("does", ["alone", "in a list"])
-def test_every_form_of_a_single_optimizer_is_accepted(does: str) -> None:
-    task = task_of(does=does)
+@pytest.mark.parametrize("variant", ["alone", "in a list"])
+def test_every_form_of_a_single_optimizer_is_accepted(variant: str) -> None:
+    task = task_of(variant=variant)
     optimizer, schedule = task.configure_optimizers(task.build_model())
     assert (type(optimizer), schedule) == (torch.optim.SGD, None)
 
 
 @pytest.mark.parametrize(
-    ("does", "message"),
+    ("variant", "message"),
     [
         ("returns nothing", "Good.training_step returned no loss"),
         ("returns rows", '"training_step\'s loss" is a Tensor of shape (2,); give one number'),
@@ -235,17 +235,17 @@ def test_every_form_of_a_single_optimizer_is_accepted(does: str) -> None:
     ],
 )
 def test_unsupported_steps_and_optimizers_are_refused_at_start(
-    does: str, message: str, data: Path, tmp_path: Path
+    variant: str, message: str, data: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        prepare(config_of(data, tmp_path, "Good", does=does))
+        prepare(config_of(data, tmp_path, "Good", variant=variant))
     assert message in str(caught.value)
 
 
 def test_a_random_evaluation_value_is_accepted_with_a_warning(data: Path, tmp_path: Path) -> None:
     warnings = [
         warning
-        for warning in prepare(config_of(data, tmp_path, "Good", does="draws")).warnings
+        for warning in prepare(config_of(data, tmp_path, "Good", variant="draws")).warnings
         if "each time that the same rows" in warning
     ]
     assert len(warnings) == 1
@@ -257,7 +257,7 @@ def test_a_random_evaluation_value_is_accepted_with_a_warning(data: Path, tmp_pa
     [
         ("Hooked", {}, "Hooked has on_train_epoch_end, optimizer_step, which Lightning's trainer calls"),
         ("plain", {}, "makes a Flatten; it must make a module with training_step"),
-        ("Unvalidated", {}, "has no validation_step, but data.eval_path is given"),
+        ("PlainModule", {}, "has no validation_step, but data.eval_path is given"),
         ("Good", {"train__strategy": "local_sgd"}, "and train.strategy local_sgd makes several"),
     ],
 )
@@ -272,7 +272,7 @@ def test_unsupported_modules_are_refused(
 def config_of(
     data: Path, tmp_path: Path, module: str, fields: dict[str, Any] | None = None, **init_args: Any
 ) -> Config:
-    batch = {"images": "image", "labels": "label"} if module == "Unvalidated" else ["image", "label"]
+    batch = {"images": "image", "labels": "label"} if module == "PlainModule" else ["image", "label"]
     task = {"module": {"class_path": MODULES + module, "init_args": init_args}, "batch": batch, "target": "label"}
     return load_config(
         task={"class_path": "ray_app.task.lightning.LightningTask", "init_args": task},

@@ -22,7 +22,7 @@ class Raising(TinyImages):
     """Raises an error for one row."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        if (batch["id"] == self.bad[0]).any():
+        if (batch["id"] == self.bad_rows[0]).any():
             raise ValueError("not this one")
         return super().loss(outputs, batch)
 
@@ -36,7 +36,7 @@ def run_until_error(pool: WorkerPool, job: Job) -> TaskError:
         return caught.value
     if strategy == "parameter_server":
         with pytest.raises(TaskError) as caught:
-            server_world.World(job, 2).run()
+            server_world.ServerWorld(job, 2).run()
         return caught.value
     [error] = [outcome.error for outcome in pool.train(job, 2) if isinstance(outcome.error, TaskError)]
     return error

@@ -23,10 +23,10 @@ from ray_app.storage.files import list_tree
 from ray_app.storage.object_stores import ObjectPath
 from ray_app.track.mlflow_client import Backlog, SentState
 from ray_app.track.tensorboard import EventFileWriter
-from tests.support.places import ROOT
-from tests.support.recorded_run import Run
+from tests.support.paths import ROOT
+from tests.support.recorded_run import RecordedRun
 from tests.support.s3_server import S3Server
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 _DRIVER_S = 300
 KILLED = """
@@ -80,11 +80,11 @@ def points_in(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
 
 
 def test_event_files_hold_the_points_of_mlflow_and_no_secret(tmp_path: Path) -> None:
-    run = Run(tmp_path / "runs" / "run", "sqlite:///unused.db")
+    run = RecordedRun(tmp_path / "runs" / "run", "sqlite:///unused.db")
     run.record(1, 12)
     event_writer = EventFileWriter(run.paths, run.config)
     event_writer.start()
-    until(
+    wait_until(
         lambda: "loss" in points_in(run.paths.root / "tensorboard"),
         "the first block is not written while the run continues",
     )
@@ -92,7 +92,7 @@ def test_event_files_hold_the_points_of_mlflow_and_no_secret(tmp_path: Path) -> 
     run.evaluate(10, "august", f1=0.5)
     run.record(13, 27)
     assert event_writer.close(finished=True, timeout_s=60)
-    points_of, expected = points_in(run.paths.root / "tensorboard"), run.expected(27)
+    points_of, expected = points_in(run.paths.root / "tensorboard"), run.expected_points(27)
     assert points_of.keys() == expected.keys()
     for name, points in expected.items():
         assert [(step, round(1000 * at)) for step, at, _ in points_of[name]] == [(step, at) for step, at, _ in points]
@@ -141,7 +141,7 @@ def test_each_step_appears_once_after_a_killed_driver(make_short_config: Callabl
 
 def test_a_run_on_s3_gets_one_complete_event_file(s3_server: S3Server, s3_folder: ObjectPath, tmp_path: Path) -> None:
     paths = RunPaths(s3_folder / "run")
-    local = Run(tmp_path / "run", "sqlite:///unused.db")
+    local = RecordedRun(tmp_path / "run", "sqlite:///unused.db")
     local.record(1, 20)
     writer = MetricsWriter(paths, 1, 3600.0)
     for record in local.records.values():
@@ -162,13 +162,13 @@ def test_a_run_on_s3_gets_one_complete_event_file(s3_server: S3Server, s3_folder
 def test_a_storage_error_is_logged_once_and_all_points_arrive_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(tmp_path / "run", "sqlite:///unused.db")
+    run = RecordedRun(tmp_path / "run", "sqlite:///unused.db")
     run.record(1, 20)
     (run.paths.root / "tensorboard").write_text("in the way")
     with caplog.at_level(logging.WARNING, logger="ray_app.track.tensorboard"):
         event_writer = EventFileWriter(run.paths, run.config)
         event_writer.start()
-        until(lambda: caplog.records, "no warning was logged")
+        wait_until(lambda: caplog.records, "no warning was logged")
         (run.paths.root / "tensorboard").unlink()
         assert event_writer.close(finished=True, timeout_s=60)
     assert [record.message for record in caplog.records if "training goes on" not in record.message] == []

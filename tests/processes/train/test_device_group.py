@@ -35,14 +35,14 @@ from tests.support.device_group import (
     OUT_OF_MEMORY,
     DeviceGroup,
     DeviceGroup2,
-    DiesAt,
-    FailsAt,
-    FullAt,
+    FailAtCollective,
+    KillAtCollective,
+    OutOfMemoryAt,
     SpinningGroup,
 )
 from tests.support.local_world import CPU, LocalMembership, TinyImages, make_job, write_images
 from tests.support.shifting_world import train_shifting
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 STEP_COLLECTIVES = ("all_to_all_single", "broadcast", "all_gather_single", "allreduce")
 """The collectives of a step: gradients, buffers and sums on the device, then the table of statistics on the host."""
@@ -206,7 +206,7 @@ def test_training_on_a_device_group_is_bit_identical_to_gloo(worker_pool: Worker
     ]
     for job, backend in zip(jobs, ("gloo", BACKEND), strict=True):
         for outcome in worker_pool.train(
-            job, 2, Hooks(at=FullAt(9, 0)), membership=partial(LocalMembership, backend=backend)
+            job, 2, Hooks(at=OutOfMemoryAt(9, 0)), membership=partial(LocalMembership, backend=backend)
         ):
             assert outcome.error is None, outcome.trace
     commits = [path.read_text() for path in sorted(tmp_path.glob("*/checkpoints/*/COMMIT.json"))]
@@ -219,7 +219,7 @@ def test_a_device_out_of_memory_is_not_reported_as_a_lost_peer(worker_pool: Work
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=TinyImages())
     first, second = worker_pool.train(
-        job, 2, Hooks(at=FullAt(0, 5)), membership=partial(LocalMembership, backend=BACKEND)
+        job, 2, Hooks(at=OutOfMemoryAt(0, 5)), membership=partial(LocalMembership, backend=BACKEND)
     )
     assert isinstance(first.error, TaskError), first.trace
     assert first.error.message.startswith("OutOfMemoryError: ")
@@ -285,7 +285,7 @@ def close_after_a_lost_peer(rank: int, store: Path, port: int, heartbeat: bool) 
     assert dist.all_reduce(values, async_op=True).wait()
     error_text = ""
     if heartbeat:
-        threading.Thread(target=lambda: device.waited_for.wait() and group.abort()).start()
+        threading.Thread(target=lambda: device.is_synchronizing.wait() and group.abort()).start()
         try:
             group.check_device_errors()
         except PeerLostError as error:
@@ -367,13 +367,13 @@ def abort_while_forming(rank: int, store: Path, port: int) -> tuple[str, bool]:
     """Aborts a group before torch knows it, its store being ready; returns the error and whether a group is left."""
     del store
     group, error_text = SpinningGroup(), ""
-    DeviceGroup.when_made = group.abort
+    DeviceGroup.on_created = group.abort
     try:
         group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
     except PeerLostError as error:
         error_text = str(error)
     finally:
-        DeviceGroup.when_made = None
+        DeviceGroup.on_created = None
         group.close(broken=True)
     return error_text, dist.is_initialized()
 
@@ -407,10 +407,10 @@ def read_stuck_states(rank: int, store: Path, port: int) -> list[bool]:
             target=open_aborted_group, args=(group, GenerationInfo(1, rank, 1, "127.0.0.1", port))
         )
         opening.start()
-        until(lambda: group._is_forming, "it has not begun to form")
+        wait_until(lambda: group._is_forming, "it has not begun to form")
         states.append(group.is_stuck)
         group.abort()
-        until(lambda: group.is_stuck, "it is not known to be stuck")
+        wait_until(lambda: group.is_stuck, "it is not known to be stuck")
         # NCCL has no way to end this wait.
         listener.shutdown(socket.SHUT_RDWR)
         opening.join()
@@ -438,7 +438,7 @@ def abort_during_a_launch(rank: int, store: Path, port: int) -> list[str]:
     try:
         with launch_guard(world)():
             group.abort()
-            until(lambda: bool(group._abort_threads), "no abort thread has started")
+            wait_until(lambda: bool(group._abort_threads), "no abort thread has started")
             events.append("launch")
         with pytest.raises(PeerLostError, match="process group is aborted"), launch_guard(world)():
             events.append("another launch")
@@ -501,7 +501,7 @@ def test_garbage_of_a_lost_worker_enters_no_step(
     job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
     proof = tmp_path / "proof"
     outcomes = train_shifting(
-        worker_pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, number)), backend=backend
+        worker_pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=KillAtCollective(proof, 2, 2, number)), backend=backend
     )
     assert isinstance(outcomes[2].error, KilledError)
     assert proof.read_text() == name
@@ -520,7 +520,7 @@ def test_peers_notice_a_lost_worker_during_backward(worker_pool: WorkerPool, tmp
     expected = worker_pool.train_new_run(job, 2, cache_windows).commit.params_digest
     proof = tmp_path / "proof"
     outcomes = train_shifting(
-        worker_pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, 2)), backend=backend
+        worker_pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=KillAtCollective(proof, 2, 2, 2)), backend=backend
     )
     assert proof.read_text() == "all_to_all_single", "the worker was not lost in the reduction of the second bucket"
     assert [outcome.value for outcome in outcomes[:2]] == ["done", "done"], [outcome.trace for outcome in outcomes[:2]]
@@ -537,7 +537,7 @@ def test_garbage_of_a_collective_that_fails_on_one_device_enters_no_step(
     job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
     proof = tmp_path / "proof"
     outcomes = train_shifting(
-        worker_pool, job, [[0, 1, 2], [0, 1, 2]], [], Hooks(at=FailsAt(proof, 1, 2, number)), backend=backend
+        worker_pool, job, [[0, 1, 2], [0, 1, 2]], [], Hooks(at=FailAtCollective(proof, 1, 2, number)), backend=backend
     )
     assert proof.exists(), name
     assert [outcome.value for outcome in outcomes] == ["done"] * 3, [outcome.trace for outcome in outcomes]
@@ -566,7 +566,12 @@ def test_garbage_of_a_lost_worker_enters_no_step_of_other_strategies(
     proof = tmp_path / "proof"
     survivors = [survivor for survivor in (0, 1, 2) if survivor != rank]
     outcomes = train_shifting(
-        worker_pool, job, [[0, 1, 2], survivors], [], Hooks(at=DiesAt(proof, rank, 2, number)), backend=BACKEND
+        worker_pool,
+        job,
+        [[0, 1, 2], survivors],
+        [],
+        Hooks(at=KillAtCollective(proof, rank, 2, number)),
+        backend=BACKEND,
     )
     assert proof.exists()
     assert isinstance(outcomes[rank].error, KilledError)

@@ -348,7 +348,7 @@ def test_overlapped_shards_count_a_missing_gradient_as_zeros(
 def test_a_value_that_an_optimizer_computes_is_the_same_in_all_replicas(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    optimizer = {"optimizer": {"class_path": "tests.support.odd_optimizers.Finding"}}
+    optimizer = {"optimizer": {"class_path": "tests.support.odd_optimizers.AdaptiveStepSize"}}
     fields = {**LOCAL, **optimizer, "checkpoint__every_steps": 3}
     runs = [
         train_new_run(worker_pool, tmp_path / f"{workers}", data, DenseImages(), workers, **fields)

@@ -30,8 +30,8 @@ from ray_app.train.step.micro_batch import Passes
 from tests.support.local_world import (
     CLASSES,
     CPU,
+    CustomTrainingStep,
     LocalMembership,
-    OwnStep,
     TinyImages,
     feed_of,
     make_job,
@@ -77,7 +77,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixup": ({}, {"mixup": 0.4}),
     "cutmix": ({}, {"cutmix": 1.0}),
     "both": ({"train__ema_decay": 0.9}, {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1}),
-    "own step": ({}, {"task": OwnStep}),
+    "own step": ({}, {"task": CustomTrainingStep}),
     "overflow": ({"train__precision": "fp16"}, {"task": SteepLoss}),
     "warm-up": ({"schedule": WARM_UP}, {}),
 }
@@ -188,7 +188,7 @@ def test_a_loss_that_is_not_finite_is_not_taken_for_an_overflow(data: Path, tmp_
         data,
         logical_workers=4,
         batch=12,
-        task=TinyImages(bad=tuple(range(97))),
+        task=TinyImages(bad_rows=tuple(range(97))),
         train__precision="fp16",
     )
     with pytest.raises(NonFiniteError):

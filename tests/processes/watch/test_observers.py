@@ -26,8 +26,8 @@ from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.watch.observers import Observers
 from tests.support.local_world import make_job, write_images
 from tests.support.pages import blocks
-from tests.support.places import ROOT
-from tests.support.receiver import receiver
+from tests.support.paths import ROOT
+from tests.support.receiver import start_receiver
 
 PAGE = next(block.text for block in blocks(ROOT / "docs" / "runs.md") if "class Evaluations" in block.text)
 exec(PAGE, globals())
@@ -122,7 +122,7 @@ def test_observers_get_the_recorded_events_and_their_errors_end_no_run(data: Pat
 
 @pytest.mark.rest
 def test_the_observers_of_the_page_post_to_a_webhook(data: Path, tmp_path: Path) -> None:
-    with receiver() as (url, posts):
+    with start_receiver() as (url, posts):
         both = [
             {"class_path": name, "init_args": {"url": url}} for name in ("ray_app.Webhook", f"{__name__}.Evaluations")
         ]

@@ -22,7 +22,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.track.mlflow_client import connect
 from ray_app.track.tensorboard import check_board
 from ray_app.track.tracker import check_available
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 _DIGITS = ROOT / "conf" / "digits.yaml"
 

@@ -24,17 +24,17 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Hooks, Job
 from tests.support.cluster import record_of
 from tests.support.injector import (
-    AwaitNewcomer,
-    Drag,
-    Fail,
+    AllowKill,
+    AwaitJoiningWorker,
+    DelayUntilEvent,
+    DelayUntilFile,
     Freeze,
     Kill,
-    KillAt,
+    KillAtPhase,
     KillSaving,
-    Linger,
-    Spare,
+    RaiseOSError,
+    SlowDown,
     Stall,
-    WaitFor,
 )
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -69,9 +69,9 @@ def test_survivors_continue_and_a_new_worker_joins(
     config = make_short_config(scaling__min_workers=2, scaling__max_workers=2)
     kill = Kill(str(tmp_path / "killed"), step=13, rank=rank)
     run = str(tmp_path / "runs" / "run")
-    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
-    summary, events = run_with(config, reference_run, after_step=HookChain((kill, AwaitNewcomer(run, 14), joined)))
-    assert kill.happened == 1
+    joined = DelayUntilEvent(run, "formed", {"workers": 2, "generation": 3}, after=15)
+    summary, events = run_with(config, reference_run, after_step=HookChain((kill, AwaitJoiningWorker(run, 14), joined)))
+    assert kill.num_fired == 1
     assert sizes(events) == [2, 1, 2]
     assert summary["redone_steps"] == 0
     assert summary["world_sizes"][:2] == [[0, 2], [13, 1]]
@@ -90,10 +90,10 @@ def test_a_standby_worker_replaces_a_killed_worker(
 ) -> None:
     config = make_short_config(scaling__min_workers=2, scaling__max_workers=2, scaling__standby_workers=1)
     kill, run = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run")
-    ready = Linger(run, "standbys", {"ready": 1}, after=5, each_s=60)
-    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
+    ready = DelayUntilEvent(run, "standbys", {"ready": 1}, after=5, each_s=60)
+    joined = DelayUntilEvent(run, "formed", {"workers": 2, "generation": 3}, after=15)
     summary, events = run_with(config, reference_run, after_step=HookChain((ready, kill, joined)))
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert [event.details["ready"] for event in events["standbys"]][:2] == [1, 0], (
         "the standby worker must be ready before the kill, and then join"
     )
@@ -110,11 +110,11 @@ def test_the_standby_worker_continues_after_all_workers_were_killed(
         scaling__min_workers=1, scaling__max_workers=2, scaling__standby_workers=1, checkpoint__snapshot_every_steps=1
     )
     kill, run = Kill(str(tmp_path / "killed"), step=13), str(tmp_path / "runs" / "run")
-    ready = Linger(run, "standbys", {"ready": 1}, after=5, each_s=60)
-    committed = Linger(run, "checkpointed", {"step": 8}, after=12, each_s=60)
-    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
+    ready = DelayUntilEvent(run, "standbys", {"ready": 1}, after=5, each_s=60)
+    committed = DelayUntilEvent(run, "checkpointed", {"step": 8}, after=12, each_s=60)
+    joined = DelayUntilEvent(run, "formed", {"workers": 2, "generation": 3}, after=15)
     summary, events = run_with(config, reference_run, after_step=HookChain((ready, committed, kill, joined)))
-    assert kill.happened == 2
+    assert kill.num_fired == 2
     assert sizes(events) == [2, 1, 2]
     assert summary["redone_steps"] <= 1
 
@@ -131,9 +131,9 @@ def test_a_straggler_is_replaced_by_the_standby_worker(make_short_config: ShortR
         "scaling__evict_straggler_after_s": 1.0,
     }
     run = tmp_path / "runs" / "run"
-    drag = Drag(str(tmp_path / "slow"), step=20, rank=1)
-    ready = Linger(str(run), "standbys", {"ready": 1}, after=5, each_s=60)
-    joined = Linger(str(run), "formed", {"workers": 2, "generation": 3}, after=490, each_s=10)
+    drag = SlowDown(str(tmp_path / "slow"), step=20, rank=1)
+    ready = DelayUntilEvent(str(run), "standbys", {"ready": 1}, after=5, each_s=60)
+    joined = DelayUntilEvent(str(run), "formed", {"workers": 2, "generation": 3}, after=490, each_s=10)
     result = run_training(
         make_short_config(**scaling, **longer), faults=Faults(train=Hooks(after_step=HookChain((ready, drag, joined))))
     )
@@ -189,14 +189,14 @@ def test_a_run_survives_the_death_of_its_memory_cache(
         pids.extend(cache_pids)
 
     acts = (
-        WaitFor(str(again), 5),
+        DelayUntilFile(str(again), 5),
         kill,
-        AwaitNewcomer(run, 14),
-        Linger(run, "formed", {"workers": 2, "generation": 3}, after=15),
+        AwaitJoiningWorker(run, 14),
+        DelayUntilEvent(run, "formed", {"workers": 2, "generation": 3}, after=15),
     )
     summary, events = run_with(config, reference_run, after_step=HookChain(acts), watch=watch)
     assert len(pids) == 2, "the actor must die once and be restarted"
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert sizes(events) == [2, 1, 2]
     assert (summary["restarts"]["failures"], summary["redone_steps"]) == (1, 0)
 
@@ -213,12 +213,12 @@ def test_survivors_continue_after_deaths_in_every_phase_of_a_step(
     """A worker dies while it computes, another in the reduction, and another while the next generation forms."""
     config = make_short_config(scaling__min_workers=1, scaling__max_workers=4)
     kills = [
-        KillAt(str(tmp_path / "compute"), "compute", rank=3, step=5),
-        KillAt(str(tmp_path / "reduction"), "reduction", rank=0, step=11),
-        KillAt(str(tmp_path / "forming"), "forming", rank=1, step=11),
+        KillAtPhase(str(tmp_path / "compute"), "compute", rank=3, step=5),
+        KillAtPhase(str(tmp_path / "reduction"), "reduction", rank=0, step=11),
+        KillAtPhase(str(tmp_path / "forming"), "forming", rank=1, step=11),
     ]
     summary, events = run_with(config, reference_run, at=HookChain(tuple(kills)))
-    assert [kill.happened for kill in kills] == [1, 1, 1]
+    assert [kill.num_fired for kill in kills] == [1, 1, 1]
     assert sizes(events)[:2] == [4, 3]
     assert 1 in sizes(events)
     assert summary["redone_steps"] == 0
@@ -231,7 +231,7 @@ def test_survivors_continue_after_two_simultaneous_deaths(
     config = make_short_config(scaling__min_workers=1, scaling__max_workers=3)
     kills = [Kill(str(tmp_path / f"killed{rank}"), step=13, rank=rank) for rank in (0, 1)]
     summary, events = run_with(config, reference_run, after_step=HookChain(tuple(kills)))
-    assert [kill.happened for kill in kills] == [1, 1]
+    assert [kill.num_fired for kill in kills] == [1, 1]
     assert summary["redone_steps"] == 0
     assert sizes(events)[-1] == 1
 
@@ -242,15 +242,20 @@ def test_a_run_survives_a_worker_that_dies_while_it_joins(
     config = make_short_config(scaling__min_workers=2, scaling__max_workers=2)
     kill, join = (
         Kill(str(tmp_path / "killed"), step=13, rank=1),
-        KillAt(str(tmp_path / "joined"), "forming", rank=1, step=-1),
+        KillAtPhase(str(tmp_path / "joined"), "forming", rank=1, step=-1),
     )
     run = str(tmp_path / "runs" / "run")
     # With this file, the first start is not killed.
     Path(f"{join.proof}-1").touch()
 
-    acts = (Spare(join.proof), kill, AwaitNewcomer(run, 14), Linger(run, "failed", {"number": 2}, after=15))
+    acts = (
+        AllowKill(join.proof),
+        kill,
+        AwaitJoiningWorker(run, 14),
+        DelayUntilEvent(run, "failed", {"number": 2}, after=15),
+    )
     summary, events = run_with(config, reference_run, after_step=HookChain(acts), at=join)
-    assert (kill.happened, join.happened) == (1, 1)
+    assert (kill.num_fired, join.num_fired) == (1, 1)
     assert summary["restarts"]["failures"] == 2
     assert summary["redone_steps"] == 0
     assert set(sizes(events)) >= {1, 2}
@@ -262,9 +267,9 @@ def test_the_loss_of_all_workers_redoes_few_steps(
 ) -> None:
     config = make_short_config(scaling__min_workers=2, scaling__max_workers=2, checkpoint__snapshot_every_steps=every)
     kill = Kill(str(tmp_path / "killed"), step=13)
-    committed = Linger(str(tmp_path / "runs" / "run"), "checkpointed", {"step": 8}, after=12, each_s=10)
+    committed = DelayUntilEvent(str(tmp_path / "runs" / "run"), "checkpointed", {"step": 8}, after=12, each_s=10)
     summary, events = run_with(config, reference_run, after_step=HookChain((committed, kill)))
-    assert kill.happened == 2
+    assert kill.num_fired == 2
     assert summary["redone_steps"] <= max_redone
     [resumed] = events["resumed"]
     assert resumed.details["source"] == ("snapshot" if every else "checkpoint")
@@ -278,7 +283,7 @@ def test_a_run_continues_without_a_frozen_worker(
     config = make_short_config(scaling__min_workers=1, scaling__max_workers=3, failure__heartbeat_timeout_s=5.0)
     freeze = Freeze(str(tmp_path / "frozen"), step=13, rank=1)
     summary, events = run_with(config, reference_run, after_step=freeze)
-    assert freeze.happened == 1
+    assert freeze.num_fired == 1
     assert sizes(events)[:2] == [3, 2]
     assert summary["redone_steps"] == 0
     pid = int(Path(f"{freeze.proof}-1").read_text())
@@ -292,7 +297,7 @@ def test_a_stalled_worker_is_killed_and_its_stacks_are_recorded(
     config = make_short_config(scaling__min_workers=2, scaling__max_workers=2, failure__step_timeout_s=6.0)
     stall = Stall(str(tmp_path / "stalled"), "data", rank=1, step=13)
     summary, events = run_with(config, reference_run, at=stall)
-    assert stall.happened == 1
+    assert stall.num_fired == 1
     assert summary["redone_steps"] == 0
     stacks = {e.details["rank"]: e.details for e in events["stacks"]}
     assert set(stacks) == {0, 1}
@@ -313,10 +318,10 @@ def test_a_run_survives_a_killed_rendezvous(
 
     config = make_short_config(scaling__min_workers=2, scaling__max_workers=2)
     kill = Kill(str(tmp_path / "killed"), step=20, rank=0)
-    slow = WaitFor(str(done), step=5)
+    slow = DelayUntilFile(str(done), step=5)
     summary, events = run_with(config, reference_run, after_step=HookChain((slow, kill)), watch=watch)
     assert done.exists()
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert summary["redone_steps"] == 0
     assert sizes(events)[:2] == [2, 1]
 
@@ -327,7 +332,7 @@ def test_recovery_by_restart_restarts_all_workers_like_stock_ray_train(
     config = make_short_config(scaling__min_workers=2, scaling__max_workers=2, failure__recovery="restart")
     kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
     summary, events = run_with(config, reference_run, after_step=kill)
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert sizes(events) == [2, 2]
     assert summary["redone_steps"] == 13 - 8
 
@@ -335,7 +340,7 @@ def test_recovery_by_restart_restarts_all_workers_like_stock_ray_train(
 def test_a_repeated_failure_ends_the_run_early(make_short_config: ShortRun, tmp_path: Path) -> None:
     config = make_short_config(scaling__min_workers=2, scaling__max_workers=2, failure__max_failures=-1)
     with pytest.raises(RepeatedFailureError, match=r"3 times in a row after step 13.*flaky"):
-        run_training(config, faults=Faults(train=Hooks(after_step=Fail(13))))
+        run_training(config, faults=Faults(train=Hooks(after_step=RaiseOSError(13))))
     summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert summary["restarts"]["failures"] == 3
@@ -346,8 +351,8 @@ def test_the_next_rank_writes_the_checkpoint_of_a_rank_killed_in_its_commit(
 ) -> None:
     config = make_short_config(scaling__min_workers=1, scaling__max_workers=2)
     kill = KillSaving(str(tmp_path / "killed"), step=16)
-    slow = WaitFor(f"{kill.proof}-0", step=17)
+    slow = DelayUntilFile(f"{kill.proof}-0", step=17)
     summary, events = run_with(config, reference_run, before_commit=kill, after_step=slow)
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert summary["redone_steps"] == 0
     assert sizes(events)[:2] == [2, 1]

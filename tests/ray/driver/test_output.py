@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 def test_output_of_workers_and_evaluator_is_stored_and_shown(
     make_short_config: Callable[..., Config], digits: Path, tmp_path: Path
 ) -> None:
-    task = {"class_path": "tests.support.talking_task.Talking", "init_args": {"pixel_max": 16.0}}
+    task = {"class_path": "tests.support.talking_task.PrintingTask", "init_args": {"pixel_max": 16.0}}
     config = make_short_config(
         task=task, data__eval_path=str(digits / "eval"), scaling__max_workers=2, scaling__min_workers=2
     )

@@ -24,7 +24,7 @@ from ray_app.runlog.step_records import read_steps
 from ray_app.train.job import Hooks, Job
 from tests.support.cluster import record_of
 from tests.support.injector import Kill, KillEvaluator
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ShortRun = Callable[..., Config]
@@ -85,7 +85,7 @@ def test_a_killed_worker_does_not_change_the_result(
         scaling__min_workers=2, scaling__max_workers=2, tracking__enabled=True, tracking__every_steps=1
     )
     summary = run_training(config, faults=Faults(train=Hooks(after_step=kill))).summary
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert summary["restarts"]["failures"] == 1
     assert_tracked_once(config, summary, steps=30)
     assert summary["redone_steps"] == 0
@@ -140,7 +140,7 @@ def test_the_failure_budget_ends_a_run(make_short_config: ShortRun, tmp_path: Pa
     config = make_short_config(failure__max_failures=0, scaling__min_workers=1, scaling__max_workers=1)
     with pytest.raises(BudgetSpentError, match=r"failure\.max_failures allows 0"):
         run_training(config, faults=Faults(train=Hooks(after_step=kill)))
-    assert kill.happened == 1
+    assert kill.num_fired == 1
 
 
 def test_no_process_trains_on_after_the_driver_abandons_a_run(make_short_config: ShortRun) -> None:
@@ -160,7 +160,7 @@ def test_no_process_trains_on_after_the_driver_abandons_a_run(make_short_config:
         "processes that every start would wait for stay alive"
     )
     assert not [thread for thread in threading.enumerate() if thread.name == "fit"]
-    until(
+    wait_until(
         lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"],
         "the workers' CPUs were not free",
     )

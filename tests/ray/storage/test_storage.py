@@ -26,9 +26,9 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_files, list_tree, put_atomic, put_json, read_json
 from ray_app.storage.object_stores import ObjectPath
 from ray_app.train.job import Hooks, Job
-from tests.support.injector import Break
-from tests.support.mlflow_server import database
-from tests.support.places import ROOT
+from tests.support.injector import RaiseNonFinite
+from tests.support.mlflow_server import make_database
+from tests.support.paths import ROOT
 from tests.support.s3_server import S3Server
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -54,15 +54,15 @@ def test_a_run_on_s3_is_bit_identical_after_failures(
         data__path=str(s3_folder / "digits" / "train"),
         data__eval_path=str(s3_folder / "digits" / "eval"),
         tracking__enabled=True,
-        tracking__uri=database(tmp_path / "mlflow.db"),
+        tracking__uri=make_database(tmp_path / "mlflow.db"),
         scaling__min_workers=2,
         scaling__max_workers=2,
     )
-    stop = Break(str(tmp_path / "stopped"), step=20)
+    stop = RaiseNonFinite(str(tmp_path / "stopped"), step=20)
     with pytest.raises(NonFiniteError, match="injected"):
         run_training(config, faults=Faults(train=Hooks(after_step=stop)))
     paths = RunPaths(s3_folder / "run")
-    assert stop.happened == 2
+    assert stop.num_fired == 2
     assert read_json(paths.summary)["status"] == "failed"
     model_file = paths.checkpoint(16, 1) / "model.safetensors"
     data = bytearray(model_file.read_bytes())

@@ -22,9 +22,9 @@ from ray_app.runlog.node_metrics import read_samples
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks, Job
-from tests.support.injector import Gates
-from tests.support.mlflow_server import ERROR_500, Server, Stub, history, mlflow_runs
-from tests.support.waiting import until
+from tests.support.injector import HoldSteps
+from tests.support.mlflow_server import ERROR_500, BrokenServer, Server, metric_history, mlflow_runs
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -58,12 +58,12 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
     assert run.info.status == status
     run_id, records = run.info.run_id, records_of(paths)
     for metric in ("loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts"):
-        assert [(step, at) for step, at, _ in history(uri, run_id, metric)] == [
+        assert [(step, at) for step, at, _ in metric_history(uri, run_id, metric)] == [
             (n, int(r.time_s * 1e3)) for n, r in records.items()
         ]
-    assert [value for _, _, value in history(uri, run_id, "step_ms")] == [r.step_ms for r in records.values()]
+    assert [value for _, _, value in metric_history(uri, run_id, "step_ms")] == [r.step_ms for r in records.values()]
     evaluations = read_evaluations(paths)
-    evaluation_points = history(uri, run_id, "eval_accuracy") if evaluations else []
+    evaluation_points = metric_history(uri, run_id, "eval_accuracy") if evaluations else []
     assert evaluation_points == [(e.step, int(e.time_s * 1e3), e.metrics["accuracy"]) for e in evaluations]
     samples = list(read_samples(paths, "").values())
     for node in {name for sample in samples for name in sample.nodes}:
@@ -72,7 +72,7 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
             for sample in samples
             if node in sample.nodes
         ]
-        assert history(uri, run_id, f"system/{node}/memory_gb") == expected
+        assert metric_history(uri, run_id, f"system/{node}/memory_gb") == expected
     sent = {name for name in run.data.metrics if not name.startswith(("eval_", "system/"))}
     assert sent - {"imbalance"} == {
         "loss",
@@ -85,7 +85,7 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
         "restarts",
     }
     imbalances = [(n, r.imbalance) for n, r in records.items() if r.imbalance is not None]
-    assert [(step, value) for step, _, value in history(uri, run_id, "imbalance")] == imbalances
+    assert [(step, value) for step, _, value in metric_history(uri, run_id, "imbalance")] == imbalances
     return run
 
 
@@ -97,7 +97,7 @@ class Outages:
         self.server = server
         self.caplog = caplog
         self.next = 1
-        self.stub: Stub | None = None
+        self.stub: BrokenServer | None = None
         self.requests: list[int] = []
         self.num_warnings = 0
 
@@ -108,20 +108,20 @@ class Outages:
             self.next += 1
 
     def after_1(self, job: Job) -> None:
-        until(lambda: (read_json(job.paths.tracking) or {}).get("sent_step") == PHASE)
+        wait_until(lambda: (read_json(job.paths.tracking) or {}).get("sent_step") == PHASE)
         self.server.freeze()
 
     def after_2(self, job: Job) -> None:
-        until(lambda: "training goes on" in self.caplog.text)
+        wait_until(lambda: "training goes on" in self.caplog.text)
         self.server.thaw()
-        until(lambda: read_json(job.paths.tracking)["sent_step"] == 2 * PHASE)
+        wait_until(lambda: read_json(job.paths.tracking)["sent_step"] == 2 * PHASE)
         # On a busy machine, answers can time out, so there may be several warnings.
         self.num_warnings = self.caplog.text.count("training goes on")
         self.server.kill()
 
     def after_3(self, job: Job) -> None:
-        until(lambda: self.caplog.text.count("training goes on") > self.num_warnings)
-        self.stub = Stub(self.server.port, ERROR_500)
+        wait_until(lambda: self.caplog.text.count("training goes on") > self.num_warnings)
+        self.stub = BrokenServer(self.server.port, ERROR_500)
 
     def after_4(self, job: Job) -> None:
         self.replace_stub(None)
@@ -134,10 +134,10 @@ class Outages:
     def replace_stub(self, answer: bytes | bool | None) -> None:
         stub = self.stub
         assert stub is not None
-        until(lambda: stub.asked > 0)
-        self.requests.append(stub.asked)
+        wait_until(lambda: stub.num_requests > 0)
+        self.requests.append(stub.num_requests)
         stub.close()
-        self.stub = None if answer is False else Stub(self.server.port, answer)  # type: ignore[arg-type]
+        self.stub = None if answer is False else BrokenServer(self.server.port, answer)  # type: ignore[arg-type]
 
 
 @pytest.mark.rest
@@ -159,7 +159,7 @@ def test_outages_delay_no_step_and_lose_or_double_no_point(
     )
     outages = Outages(tmp_path, server, caplog)
     summary = run_training(
-        config, faults=Faults(train=Hooks(after_step=Gates(str(tmp_path), PHASE, STEPS))), observe=outages
+        config, faults=Faults(train=Hooks(after_step=HoldSteps(str(tmp_path), PHASE, STEPS))), observe=outages
     ).summary
     assert outages.next * PHASE == STEPS
     assert len(outages.requests) == 2

@@ -56,7 +56,7 @@ def interrupt_when(happens: Callable[[Job], Any]) -> Callable[[Job], None]:
 @pytest.mark.usefixtures("ray_cluster")
 def test_sigterm_ends_a_run_that_waits_for_data(make_short_config: ShortRun, tmp_path: Path) -> None:
     task = {
-        "task__class_path": "tests.support.stuck_task.Stuck",
+        "task__class_path": "tests.support.stuck_task.StuckTask",
         "task__init_args": {"folder": str(tmp_path), "calls": 2},
     }
     config = make_short_config(**task, data__cache="none", data__read_task_mb=0.01)

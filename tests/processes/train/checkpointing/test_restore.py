@@ -18,7 +18,7 @@ from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import SingleProcessMembership
 from tests.support.campaign import DILOCO, rows_of
 from tests.support.local_world import TinyImages, disk_cached, make_job, write_images
-from tests.support.server_world import World
+from tests.support.server_world import ServerWorld
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -43,7 +43,7 @@ def resume_from_checkpoints(pool: WorkerPool, folder: Path, strategy: str, cache
 
     def train(job: Job, size: int) -> None:
         if strategy == "parameter_server":
-            World(job, size, CACHES[cache]).run()
+            ServerWorld(job, size, CACHES[cache]).run()
         else:
             pool.train_to_end(job, 1 if strategy == "single" else size, CACHES[cache])
 

@@ -25,7 +25,7 @@ from ray_app.train.state.transfer import divergent_ranks
 from tests.support.injector import KillSaving
 from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.shifting_world import train_shifting
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 
 class DivergesAfterUpdate(TinyImages):
@@ -60,7 +60,9 @@ class KillLast:
 
     def __call__(self, rank: int, step: int) -> None:
         if (rank, step) == (self.rank, self.step):
-            until(lambda: len(list(CheckpointStore(self.job.paths).commits())) >= self.checkpoints, "no checkpoint")
+            wait_until(
+                lambda: len(list(CheckpointStore(self.job.paths).commits())) >= self.checkpoints, "no checkpoint"
+            )
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -99,7 +101,7 @@ def test_a_divergent_copy_of_a_checkpoint_is_not_committed(worker_pool: WorkerPo
     worker_pool.train_to_end(undisturbed, 2, cache_windows)
     kill = KillSaving(str(tmp_path / "killed"), step=3)
     outcomes = train_shifting(worker_pool, job, [[0, 1, 2, 3], [1, 2, 3]], [], Hooks(before_commit=kill))
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert (tmp_path / "proof").exists()
     assert [outcome.trace for outcome in outcomes[1:4]] == [""] * 3
     [(ranks, _)] = read_divergences(job)

@@ -107,7 +107,7 @@ def test_parameter_servers_with_groups_are_bit_identical_to_ddp(
     plain = worker_pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
     monkeypatch.setattr("ray_app.train.strategies.parameter_server.layout._MIN_PART_BYTES", 1 << 10)
     settings = {"train__strategy": "parameter_server", **fields}
-    world = server_world.World(job_of(tmp_path / "servers", data, train__servers=3, **settings), 2)
+    world = server_world.ServerWorld(job_of(tmp_path / "servers", data, train__servers=3, **settings), 2)
     world.run(turns=1)
     groups = [server._state.optimizer.param_groups for server in world.servers.servers]
     assert [len(server_groups) for server_groups in groups] == [3, 3, 3]

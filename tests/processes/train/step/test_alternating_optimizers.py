@@ -29,7 +29,7 @@ from ray_app.train.state.alternating_optimizers import steps_in_turn, turn_at
 from ray_app.train.state.state import TrainingState
 from tests.support.local_world import CPU, TinyImages, make_job, write_images
 from tests.support.pages import blocks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 from tests.support.shifting_world import KillOnce, train_shifting
 
 ON_PAGE = {block.language: block.text for block in blocks(ROOT / "docs" / "own-task.md") if "critic" in block.text}

@@ -29,7 +29,7 @@ from ray_app.train.state.state import TrainingState
 from tests.support import server_world
 from tests.support.local_world import CPU, TinyImages, feed_of, make_job, write_images
 from tests.support.pages import blocks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 ROWS = [[50, 1], [46]]
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
@@ -170,14 +170,14 @@ def test_parameter_servers_are_bit_identical_to_ddp(worker_pool: WorkerPool, dat
     fields = {"train__grad_clip_norm": 0.3, "optimizer": SGD}
     ddp = worker_pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
     job = job_of(tmp_path / "servers", data, train__strategy="parameter_server", train__servers=2, **fields)
-    server_world.World(job, 3).run()
+    server_world.ServerWorld(job, 3).run()
     served = read_trained_run(job)
     assert (served.digests, served.steps) == (ddp.digests, ddp.steps)
 
 
 def test_parameter_servers_skip_the_update_of_rows_without_weight(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, task=Tokens("nothing"), train__strategy="parameter_server", train__max_steps=4)
-    server_world.World(job, 2).run()
+    server_world.ServerWorld(job, 2).run()
     initial = TrainingState(job.config, job.task, CPU, 100).snapshot()
     trained = read_trained_run(job).snapshot
     assert all(
@@ -201,7 +201,7 @@ def test_with_staleness_each_logical_worker_weights_its_own_rows(data: Path, tmp
         train__staleness=1,
         **fields,
     )
-    server_world.World(job, 1).run()
+    server_world.ServerWorld(job, 1).run()
     state = build_state(job.config.replace(train__strategy="ddp"), job.task, CPU, 100)
     state.step, world = 0, World(0, 1, 1)
     step = build_step(job, state, world, CPU)

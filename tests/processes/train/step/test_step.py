@@ -115,7 +115,7 @@ def bad_job(folder: Path, data: Path, cells: list[tuple[int, int]], value: float
     """Returns a job with a loss that is not finite for one row of each (logical worker, step) in `cells`."""
     job = make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
     bad = tuple(position_in(job, *cell) for cell in cells)
-    return make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(bad=bad, bad_value=value), **fields)
+    return make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(bad_rows=bad, bad_value=value), **fields)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -30,7 +30,7 @@ from ray_app.train.strategies.central_storage import CentralPlacement
 from tests.support.injector import KillSaving
 from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
 from tests.support.shifting_world import KillOnce, train_shifting
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_is_committed_by_any_worker_that_has_its_copy(
     kill = KillSaving(str(tmp_path / "killed"), step=6)
     hooks = Hooks(after_step=LateFailure(1, 5, tmp_path / "failed"), before_commit=kill)
     outcomes = train_shifting(worker_pool, job, [[0, 1, 2], [1, 2]], [], hooks)
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert (tmp_path / "failed").exists()
     assert [o.trace for o in outcomes[1:]] == ["", ""]
     assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [
@@ -171,7 +171,7 @@ class DieOnceCommitted:
 
     def __call__(self, rank: int, step: int) -> None:
         if (rank, step) == (0, 8):
-            until(lambda: bool(CheckpointStore(self.job.paths).commits()), "no checkpoint")
+            wait_until(lambda: bool(CheckpointStore(self.job.paths).commits()), "no checkpoint")
             os.kill(os.getpid(), signal.SIGKILL)
 
 

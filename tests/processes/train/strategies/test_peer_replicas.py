@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks
-from tests.support.sharded import Units, assert_bits, data, fsdp_job
+from tests.support.sharded import Units, assert_bit_identical, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 __all__ = ["data"]
@@ -75,7 +75,7 @@ def test_a_kill_in_the_middle_of_a_step_repeats_no_step(
     assert [set(sizes) for sizes in run.workers] == [{3}] * step + [{2}] * (12 - step) + [{1}] * 6, (
         "a step was repeated"
     )
-    assert_bits(run, plain)
+    assert_bit_identical(run, plain)
 
 
 class KilledInUpdate(Units):
@@ -105,7 +105,7 @@ def test_a_kill_in_the_middle_of_an_update_is_bit_identical(
     sizes = [set(workers) for workers in read_trained_run(job).workers]
     assert sizes[:8] == [{3}] * 8
     assert sizes[9:] == [{2}] * 9
-    assert_bits(read_trained_run(job), plain)
+    assert_bit_identical(read_trained_run(job), plain)
 
 
 @pytest.mark.rest
@@ -122,7 +122,7 @@ def test_two_killed_neighbours_roll_back_to_the_last_snapshot(
     assert sizes[:5] == [{3}] * 5
     assert sizes[5:7] == [{3, 1}] * 2, "the steps after the snapshot were not repeated"
     assert sizes[8:] == [{1}] * 10
-    assert_bits(read_trained_run(job), plain)
+    assert_bit_identical(read_trained_run(job), plain)
 
 
 @dataclass(frozen=True)

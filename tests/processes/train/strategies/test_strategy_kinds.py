@@ -16,7 +16,7 @@ from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Job
 from tests.support.local_world import make_job
 from tests.support.pictures import table_data
-from tests.support.server_world import World
+from tests.support.server_world import ServerWorld
 from tests.support.shapes import write_shapes
 
 BERT = {
@@ -80,7 +80,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_job(pool: WorkerPool, job: Job, workers: int) -> Any:
     if job.config.train.strategy != "parameter_server":
         return pool.train_new_run(job, workers, cache_windows)
-    World(job, workers).run()
+    ServerWorld(job, workers).run()
     return read_trained_run(job)
 
 

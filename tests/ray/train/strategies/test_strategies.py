@@ -23,7 +23,7 @@ from ray_app.train.job import Hooks
 from ray_app.train.membership import SingleProcessMembership
 from tests.support.cluster import record_of
 from tests.support.injector import Kill
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -90,7 +90,7 @@ def test_a_kill_in_a_local_sgd_round_keeps_the_result(make_short_config: Callabl
     undisturbed = newest_commit(alone)
     kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
     result = run_training(make_short_config(**fields), faults=Faults(train=Hooks(after_step=kill)))
-    assert (kill.happened, kill.gone) == (1, True)
+    assert (kill.num_fired, kill.is_dead) == (1, True)
     events = read_events(RunPaths(result.path), "formed", "failed", "resumed")
     assert [(e.details["workers"], e.details["step"]) for e in events if e.kind == "formed"][:2] == [(2, 0), (1, 12)]
     resumed = [e.details["step"] for e in events if e.kind == "resumed"]
@@ -117,6 +117,6 @@ def test_local_sgd_learns_the_digits_although_a_worker_dies(
     )
     kill = Kill(str(tmp_path / "killed"), step=310, rank=1)
     result = run_training(config, faults=Faults(train=Hooks(after_step=kill)))
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert result.summary["metrics"]["accuracy"] >= 0.97
     assert result.summary["rows"] == 30 * 1438

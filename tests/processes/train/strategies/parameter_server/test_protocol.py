@@ -24,7 +24,7 @@ from ray_app.train.job import Job
 from ray_app.train.strategies.parameter_server.actors import RayServers, ServerActor
 from ray_app.train.strategies.parameter_server.protocol import receive, send, start_server
 from tests.support.local_world import make_job, write_images
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -110,7 +110,7 @@ def test_unauthenticated_clients_do_not_keep_workers_out(
     monkeypatch.setattr(channel, "_MAX_UNAUTHENTICATED", 2)
     listener, address = echo
     clients = [socket.create_connection(address, timeout=WAIT_S) for _ in range(4)]
-    until(lambda: any(is_closed(client) for client in clients), "no client was disconnected", WAIT_S)
+    wait_until(lambda: any(is_closed(client) for client in clients), "no client was disconnected", WAIT_S)
     attempts: list[int] = []
 
     def are_disconnected() -> bool:
@@ -120,7 +120,7 @@ def test_unauthenticated_clients_do_not_keep_workers_out(
                 client.send(b"0")
         return not listener._handshakes
 
-    until(are_disconnected, "the clients stay connected", WAIT_S)
+    wait_until(are_disconnected, "the clients stay connected", WAIT_S)
     assert len(attempts) < 32, "the clients stayed connected until they had sent as many bytes as the secret has"
     monkeypatch.setattr(channel, "_HANDSHAKE_S", WAIT_S)
     with connect(address, listener.secret, WAIT_S) as connection:
