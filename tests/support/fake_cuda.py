@@ -15,7 +15,7 @@ DEVICE = torch.device("meta")
 """The device in place of a GPU; tensors on it have no values."""
 
 
-class FakeCuda:
+class RecordingCuda:
     """A replacement for `torch.cuda`.
 
     Attributes:
@@ -66,7 +66,7 @@ class FakeCuda:
 
 
 class _Stream:
-    def __init__(self, streams: FakeCuda, name: str) -> None:
+    def __init__(self, streams: RecordingCuda, name: str) -> None:
         self._streams, self.name = streams, name
 
     def __enter__(self) -> None:

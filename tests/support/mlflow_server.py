@@ -37,7 +37,7 @@ def make_database(path: Path) -> str:
     return f"sqlite:///{path}"
 
 
-class Server:
+class MlflowServer:
     """A real MLflow server that can be killed and restarted."""
 
     def __init__(self, folder: Path) -> None:

@@ -39,7 +39,7 @@ def exported_metrics(run: str) -> dict[tuple[str, str], float]:
     return {(sample.name, sample.labels.get("cause", "")): sample.value for sample in samples}
 
 
-class Server:
+class PrometheusServer:
     """A Prometheus that scrapes the agent once a second."""
 
     def __init__(self, url: str) -> None:
@@ -66,14 +66,14 @@ class Server:
 
 
 @contextmanager
-def start_prometheus(program: str, folder: Path) -> Iterator[Server]:
+def start_prometheus(program: str, folder: Path) -> Iterator[PrometheusServer]:
     [port] = free_ports(1)
     jobs = [{"job_name": "ray", "scrape_interval": "1s", "static_configs": [{"targets": [agent_address()]}]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": jobs}))
     command = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
-    server = Server(f"http://127.0.0.1:{port}")
+    server = PrometheusServer(f"http://127.0.0.1:{port}")
 
     def scraped() -> bool:
         assert process.poll() is None, (folder / "prometheus.log").read_text()

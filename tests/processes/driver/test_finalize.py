@@ -28,7 +28,7 @@ from ray_app.runlog.lease import acquire_lease, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json, read_json
 from tests.support.checkpoints import commit_of, snapshot_of
-from tests.support.mlflow_server import Server, mlflow_runs
+from tests.support.mlflow_server import MlflowServer, mlflow_runs
 from tests.support.orphans import make_orphan
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.waiting import wait_until
@@ -157,7 +157,7 @@ def test_closing_without_mlflow_times_out_and_a_start_waits_for_it(
     monkeypatch.setattr(finalize, "_TRACKING_TIMEOUT_S", 2.0)
     caplog.set_level(logging.INFO)
     make_orphan(config, last=20)
-    moved = config.replace(tracking__uri=Server(tmp_path).uri)
+    moved = config.replace(tracking__uri=MlflowServer(tmp_path).uri)
     paths.config.write_text(moved.to_yaml())
     # The configured MLflow has never had this run.
     paths.tracking.unlink()

@@ -41,7 +41,7 @@ from ray_app.task.base import Batch
 from ray_app.task.tabular import TabularClassification
 from ray_app.track.mlflow_client import connect
 from tests.support.finished_run import FinishedRun
-from tests.support.mlflow_server import Server, make_database
+from tests.support.mlflow_server import MlflowServer, make_database
 from tests.support.paths import ROOT
 
 
@@ -74,7 +74,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = Server(tmp_path_factory.mktemp("server"))
+    server = MlflowServer(tmp_path_factory.mktemp("server"))
     server.start()
     yield server.uri
     server.kill()
@@ -563,7 +563,7 @@ def test_registering_survives_slow_uploads_and_a_server_restart(
     """The server is frozen for longer than the timeout of other calls, then killed before a download."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setattr(registry_module, "_RETRY", Retry(0.1, factor=200.0, attempts=3))
-    server = Server(tmp_path)
+    server = MlflowServer(tmp_path)
     server.start()
     client = connect(server.uri)
     run_id = new_run(client)

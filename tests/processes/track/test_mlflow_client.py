@@ -27,7 +27,7 @@ from ray_app.runlog.redaction import redact
 from ray_app.storage.files import put_json, read_json
 from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, DataSet, SentState
 from ray_app.track.tracker import Tracker, check_available, make_run_tags
-from tests.support.mlflow_server import Server, make_database
+from tests.support.mlflow_server import MlflowServer, make_database
 from tests.support.recorded_run import BASE_S, EVERY, History, RecordedRun
 from tests.support.waiting import wait_until
 
@@ -284,15 +284,15 @@ def test_the_default_database_is_in_the_storage_folder(
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path)
+def server(tmp_path: Path) -> Iterator[MlflowServer]:
+    server = MlflowServer(tmp_path)
     yield server
     server.kill()
 
 
 @pytest.mark.rest
 def test_outages_of_a_server_neither_lose_nor_double_points(
-    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: MlflowServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RecordedRun(tmp_path / "run", server.uri.replace("//", "//user:secret@"))
     run.record(1, 35, losses={5: math.nan})

@@ -23,7 +23,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks, Job
 from tests.support.injector import HoldSteps
-from tests.support.mlflow_server import ERROR_500, BrokenServer, Server, metric_history, mlflow_runs
+from tests.support.mlflow_server import ERROR_500, BrokenServer, MlflowServer, metric_history, mlflow_runs
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -34,8 +34,8 @@ _REQUEST_S = 6.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    server = MlflowServer(tmp_path_factory.mktemp("server"))
     server.start()
     yield server
     server.kill()
@@ -92,7 +92,7 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
 class Outages:
     """Changes the state of the server between the phases, called by the driver when it observes the run."""
 
-    def __init__(self, folder: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    def __init__(self, folder: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture) -> None:
         self.folder = folder
         self.server = server
         self.caplog = caplog
@@ -145,7 +145,7 @@ def test_outages_delay_no_step_and_lose_or_double_no_point(
     make_short_config: Callable[..., Config],
     digits: Path,
     tmp_path: Path,
-    server: Server,
+    server: MlflowServer,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = make_short_config(
@@ -188,13 +188,13 @@ def assert_inputs(run: Any, config: Config) -> None:
 def test_a_run_without_mlflow_is_replayed_later(
     make_short_config: Callable[..., Config],
     tmp_path: Path,
-    server: Server,
+    server: MlflowServer,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(run_module, "_TRACKING_END_S", 0.5)
-    absent = Server(tmp_path)
+    absent = MlflowServer(tmp_path)
     fields = {
         "tracking__enabled": True,
         "tracking__every_steps": 1,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ray_app.train.state import transfer
 from ray_app.train.state.transfer import copy_to_host
-from tests.support.fake_cuda import DEVICE, FakeCuda
+from tests.support.fake_cuda import DEVICE, RecordingCuda
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_a_copy_reuses_memory_of_equal_shape_and_has_its_own_otherwise() -> None
 
 
 def test_all_copies_are_enqueued_before_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = FakeCuda(monkeypatch)
+    streams = RecordingCuda(monkeypatch)
     monkeypatch.setattr(transfer, "cuda", streams)
     monkeypatch.setattr(
         transfer,
