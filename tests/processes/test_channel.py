@@ -243,7 +243,9 @@ def test_a_closed_listener_accepts_no_client_and_keeps_connections_open(echo: Ec
         wait_until(lambda: is_closed(stranger), "the handshake continues", WAIT_S)
         with pytest.raises(OSError, match="refused"):
             wait_until(
-                lambda: socket.create_connection(echo.address, timeout=WAIT_S).close(), "still listening", WAIT_S
-            )  # type: ignore[func-returns-value,arg-type,return-value]
+                lambda: socket.create_connection(echo.address, timeout=WAIT_S).close(),  # type: ignore[func-returns-value,arg-type,return-value]
+                "still listening",
+                WAIT_S,
+            )
         connection.sendall(pack_frame(b"still"))
         assert receive_frame(connection) == b"still"

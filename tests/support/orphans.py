@@ -51,7 +51,7 @@ def drive_run(config: Config, last: int, end: str = "") -> tuple[Lease, Tracker]
 
 
 def make_orphan(config: Config, last: int, end: str = "") -> None:
-    """Writes quickly what a killed `drive` leaves: the lease names a process that has ended."""
+    """Writes quickly what a killed `drive_run` leaves: the lease names a process that has ended."""
     lease, tracker = drive_run(config, last, end)
     tracker.abandon()
     lease.release()
