@@ -10,6 +10,7 @@ import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,12 +162,15 @@ def test_a_listener_survives_a_lack_of_threads(
     assert refused_threads == ["connection"]
 
 
-def test_a_full_socket_buffer_is_not_taken_for_a_lost_connection(echo: tuple[Listener, tuple[str, int]]) -> None:
+def test_a_full_socket_buffer_is_not_taken_for_a_lost_connection() -> None:
     """The kernel has no limit on how long the buffer of either end of a connection may be full."""
-    listener, address = echo
-    with connect(address, listener.secret, WAIT_S) as connection:
-        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    accepted: Queue[socket.socket] = Queue()
+    listener = Listener(accepted.put)
+    with connect(listener.listen("127.0.0.1"), listener.secret, WAIT_S) as client, accepted.get(timeout=WAIT_S) as end:
+        for connection in (client, end):
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    listener.close()
 
 
 def test_a_client_that_sends_another_format_is_disconnected_alone(echo: tuple[Listener, tuple[str, int]]) -> None:
