@@ -749,7 +749,11 @@ def test_incompatible_settings_are_refused(data: Path, tmp_path: Path) -> None:
         ServerWorld(make_server_job(tmp_path / "run", data, train__servers=40), 1)
 
 
-@given(st.integers(1, 6), st.integers(0, 3), st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200))
+REQUESTS = st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200)
+"""Workers that ask for a unit after they have done their last one, and whether they are lost instead."""
+
+
+@given(st.integers(1, 6), st.integers(0, 3), REQUESTS)
 def test_units_run_in_order_within_the_bound_and_never_on_two_workers(
     logical_workers: int, staleness: int, requests: list[tuple[str, bool]]
 ) -> None:
@@ -773,6 +777,34 @@ def test_units_run_in_order_within_the_bound_and_never_on_two_workers(
             assert v not in [other for _, other in running.values()], "two workers have the same unit"
             running[worker] = unit
     assert units.complete == min(done)
+
+
+@given(st.integers(1, 6), st.integers(0, 3), REQUESTS)
+def test_logical_workers_are_spread_evenly_after_each_worker_has_asked(
+    logical_workers: int, staleness: int, requests: list[tuple[str, bool]]
+) -> None:
+    units, running = UnitScheduler(logical_workers, 3, staleness), dict[str, tuple[int, int]]()
+
+    def ask(worker: str) -> None:
+        if worker in running:
+            units.finish(*running.pop(worker))
+        unit = units.take(worker, 9)
+        if unit is not None:
+            running[worker] = unit
+
+    for worker, dies in requests:
+        if dies:
+            units.lose(worker)
+            running.pop(worker, None)
+        else:
+            ask(worker)
+    ask("a")
+    for worker in units.workers:
+        ask(worker)
+    assigned = [units.assigned_to(worker) for worker in units.workers]
+    assert sorted(itertools.chain(*assigned)) == list(range(logical_workers))
+    counts = [len(of_worker) for of_worker in assigned]
+    assert max(counts) - min(counts) <= 1
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
