@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -391,32 +392,36 @@ def open_aborted_group(group: ProcessGroup, info: GenerationInfo) -> None:
 
 
 def read_stuck_states(rank: int, store: Path, port: int) -> list[bool]:
-    """Returns whether a group counts as stuck before, during and after it waits for a peer that does not connect.
+    """Returns whether a group counts as stuck: before it forms, while it waits for a peer that does not connect, right
+    after it is aborted, long after it is aborted, and after the wait has ended.
 
     No time-out bounds that wait.
     """
     del store
     group = SpinningGroup()
     listener = socket.create_server(("127.0.0.1", 0))
-    states = list[bool]()
-    DeviceGroup2.connects_to, process_group._STUCK_S = listener, 0.0
-
+    states, created = list[bool](), threading.Event()
+    DeviceGroup2.connects_to, DeviceGroup.on_created = listener, created.set
     try:
         states.append(group.is_stuck)
         opening = threading.Thread(
             target=open_aborted_group, args=(group, GenerationInfo(1, rank, 1, "127.0.0.1", port))
         )
         opening.start()
-        wait_until(lambda: group._is_forming, "it has not begun to form")
+        wait_until(created.is_set, "it has not begun to form")
         states.append(group.is_stuck)
         group.abort()
-        wait_until(lambda: group.is_stuck, "it is not known to be stuck")
+        states.append(group.is_stuck)
+        process_group._STUCK_S = 0.0
+        wait_until(lambda: time.monotonic() > group._aborted_s, "the clock stands still")
+        states.append(group.is_stuck)
         # NCCL has no way to end this wait.
         listener.shutdown(socket.SHUT_RDWR)
         opening.join()
         states.append(group.is_stuck)
     finally:
-        DeviceGroup2.connects_to, process_group._STUCK_S = None, 60.0
+        DeviceGroup2.connects_to, DeviceGroup.on_created = None, None
+        process_group._STUCK_S = 60.0
         group.close(broken=True)
     return states
 
@@ -425,7 +430,7 @@ def test_a_group_that_waits_for_a_lost_peer_while_it_forms_is_reported_stuck(
     worker_pool: WorkerPool, store: TCPStore
 ) -> None:
     """`ncclCommInitRank` waits like this; the error that ends the wait here is a lost peer."""
-    assert worker_pool.run(1, read_stuck_states, store.port) == [[False, False, False]]
+    assert worker_pool.run(1, read_stuck_states, store.port) == [[False, False, False, True, False]]
 
 
 def abort_during_a_launch(rank: int, store: Path, port: int) -> list[str]:
