@@ -73,11 +73,11 @@ class RunDirectory:
         generation: str = "1.1",
         **fields: Any,
     ) -> float:
-        """Records consecutive steps; returns the time of the last. `losses` replaces the loss of some steps."""
-        losses, record_fields = (
-            fields.pop("losses", {}),
-            {name: fields.pop(name) for name in ("weight", "metrics") if name in fields},
-        )
+        """Records consecutive steps; returns the time of the last.
+
+        `losses` replaces the loss of some steps; the other fields are fields of each record.
+        """
+        losses = fields.pop("losses", {})
         records = [
             StepRecord(
                 step,
@@ -92,7 +92,7 @@ class RunDirectory:
                 [16, 16],
                 [step, step + 1],
                 generation,
-                **record_fields,
+                **fields,
             )
             for step in range(first, last + 1)
         ]
