@@ -50,7 +50,7 @@ def job_of(folder: Path, data: Path, task: LightningTask, **fields: Any) -> Job:
     )
 
 
-def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
+def test_a_module_trains_bit_identically_on_any_workers_after_a_kill_and_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "one", data, task_of(), checkpoint__every_epochs=None, checkpoint__every_steps=3)
@@ -284,7 +284,7 @@ def config_of(
 
 
 @pytest.mark.rest
-def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(
+def test_the_lightning_page_trains_on_any_workers_resumes_and_is_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, text = (

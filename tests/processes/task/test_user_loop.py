@@ -44,7 +44,7 @@ def job_of(folder: Path, data: Path, variant: str = "", log_file: Path | None = 
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
 
 
-def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
+def test_a_loop_trains_bit_identically_on_any_workers_after_a_kill_and_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     log_file = tmp_path / "log"
@@ -167,7 +167,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_a_warning_at_start(
 
 
 @pytest.mark.rest
-def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(
+def test_the_loop_page_trains_on_any_workers_resumes_and_is_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, text = (block.text for block in blocks(ROOT / "docs" / "loop.md") if block.language in ("python", "yaml"))

@@ -226,7 +226,7 @@ def client(run: RunDirectory) -> Iterator[PageClient]:
 
 
 @pytest.mark.parametrize("path", ["/", "/0", "/watch.js", "/7", "/?token=wrong", "/?token=%C3%A9", "/?token="])
-def test_a_client_without_the_token_is_refused(client: PageClient, path: str) -> None:
+def test_a_page_request_without_the_token_is_refused(client: PageClient, path: str) -> None:
     for cookie in (None, "ray_app_watch=wrong", "ray_app_watch=", "other=1", 'x="'):
         client.cookie = cookie
         status, body, headers = client.get(path)

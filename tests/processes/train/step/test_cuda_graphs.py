@@ -82,7 +82,9 @@ def test_a_captured_step_is_bit_identical_to_an_eager_one(
     assert all(0 < captures < replays for captures, replays in counts)
 
 
-def test_a_resume_on_other_workers_is_bit_identical(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_captured_run_resumes_bit_identically_on_other_workers(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     fields: dict[str, Any] = {"logical_workers": 4, "batch": 12, "train__epochs": 2, "checkpoint__every_steps": 4}
     eager = worker_pool.train_new_run(make_job(tmp_path / "eager", data, **fields), 1, cache_windows)
     job = make_job(tmp_path / "captured", data, **fields, **CAPTURE)

@@ -255,7 +255,7 @@ def test_one_local_step_with_an_outer_optimizer_is_close_to_ddp(
             assert torch.allclose(local.snapshot.model[name].float(), value.float(), atol=1e-4), name
 
 
-def test_incompatible_settings_are_refused(data: Path, tmp_path: Path) -> None:
+def test_settings_that_local_sgd_cannot_have_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint.every_steps is 7.*multiple of train.local_steps = 3"):
         local_job(tmp_path / "run", data, checkpoint__every_steps=7)
     with pytest.raises(ConfigError, match=r"train.local_steps is set, but only train.strategy: local_sgd"):

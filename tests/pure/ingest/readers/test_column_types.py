@@ -229,7 +229,7 @@ def test_hugging_face_columns_of_other_types_are_refused_by_name(tmp_path: Path,
 
 
 @pytest.mark.parametrize("end", SUFFIXES)
-def test_two_columns_of_one_name_are_refused(tmp_path: Path, end: str) -> None:
+def test_a_source_with_two_columns_of_one_name_is_refused(tmp_path: Path, end: str) -> None:
     content = pa.table([pa.array([1]), pa.array([2]), pa.array([3])], names=["a", "b", "a"])
     if end == "parquet":
         pq.write_table(content, tmp_path / "t.parquet")

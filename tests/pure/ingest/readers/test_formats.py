@@ -265,7 +265,7 @@ def test_bad_idx_is_refused(tmp_path: Path, write_options: dict[str, int], chang
     assert_refused(tmp_path, expected, source="idx", input=str(tmp_path / "in"))
 
 
-def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_idx_gzip_is_refused(tmp_path: Path) -> None:
     write_idx(tmp_path / "in", "train", 5, True)
     images = tmp_path / "in" / "train-images-idx3-ubyte.gz"
     images.write_bytes(images.read_bytes()[:-20])

@@ -114,7 +114,7 @@ def test_truncated_and_bit_flipped_records_are_refused_with_their_offset(tmp_pat
             assert f"at byte {second if offset >= second else 0}" in refusal(tmp_path, bad, columns=["floats"])
 
 
-def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_tfrecord_gzip_is_refused(tmp_path: Path) -> None:
     packed = (TENSORFLOW_FILES / "test.tfrecord-00000-of-00001").read_bytes()
     (tmp_path / "cut.tfrecord").write_bytes(packed[:-9])
     assert "cut.tfrecord: " in refusal(tmp_path, tmp_path / "cut.tfrecord", columns=["floats"])

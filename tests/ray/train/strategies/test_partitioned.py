@@ -48,7 +48,7 @@ def test_survivors_continue_from_a_peer_replica_after_a_kill(
     assert record == reference_run["record"]
 
 
-def test_recovery_by_restart_restarts_all_workers_like_stock_ray_train(
+def test_recovery_by_restart_resumes_sharded_state_from_a_checkpoint(
     make_short_config: Callable[..., Config], reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
     fields = {
