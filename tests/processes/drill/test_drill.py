@@ -34,7 +34,7 @@ from ray_app.drill.certificate import (
     subtract_waits,
     summarize_results,
 )
-from ray_app.drill.delays import Slow
+from ray_app.drill.delays import DelayPlan, Slow
 from ray_app.drill.faults import Evidence, Kill, KillJoiningWorker
 from ray_app.drill.process_scenarios import evaluator, kill
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
@@ -270,6 +270,19 @@ def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
     assert entry is not None
     assert (entry["rank"], entry["step"]) == (1, 3)
     assert entry["seconds"] >= 2 * 2 * 0.01
+
+
+def test_the_limit_of_a_delay_plan_holds_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is another process from step 5 on, which does that step again."""
+    slept_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept_s.append)
+    plans = [DelayPlan(Evidence(str(tmp_path)), 4, 8, range(2, 3), 10.0) for _ in range(2)]
+    for step in range(1, 6):
+        plans[0](0, step)
+    for step in range(5, 10):
+        plans[1](0, step)
+    assert slept_s == [2.0, 2.0, *[1.5] * 4]
+    assert Evidence(str(tmp_path)).all() == {"paced-4": {"pauses": {"4": 2.0, "5": 3.5, "6": 1.5, "7": 1.5, "8": 1.5}}}
 
 
 def test_the_verdict_counts_scenarios_left_out_and_not_reached() -> None:
