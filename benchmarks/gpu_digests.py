@@ -24,7 +24,7 @@ from ray_app.task.detection import ObjectDetection
 from ray_app.testing import DieAfter, KilledError
 from ray_app.train.job import Hooks
 from tests.support.campaign import Campaign
-from tests.support.server_world import World as ServedWorld
+from tests.support.server_world import ServerWorld
 from tests.support.shipped_data import write_shipped_data
 
 L = 4
@@ -128,12 +128,12 @@ def killed(bench: Bench) -> Outcome:
         whole = bench.trained(pool, jobs[0], 1)
     campaign = Campaign(bench.new("kills"), 0, jobs[1], 2, device=bench.first)
     campaign.run(DEATHS)
-    deaths, digest = campaign.fired.total(), CheckpointStore(jobs[1].paths).commits()[-1].params_digest
+    deaths, digest = campaign.deaths.total(), CheckpointStore(jobs[1].paths).commits()[-1].params_digest
     same = digest == whole.commit.params_digest and deaths > 0
     return Outcome(
         f"{deaths} deaths: {digest[:12]}, undisturbed {whole.commit.params_digest[:12]}",
         same,
-        {"deaths": dict(campaign.fired)},
+        {"deaths": dict(campaign.deaths)},
     )
 
 
@@ -144,7 +144,7 @@ def served(bench: Bench) -> Outcome:
     for workers in (1, 2):
         job = bench.job(transformer(bench), bench.small, logical_workers=L, batch=bench.sizes.digest_batch, **fields)
         device.set_up_torch(job.config, bench.first)
-        ServedWorld(job, workers, device=bench.first).run()
+        ServerWorld(job, workers, device=bench.first).run()
         digests[workers] = CheckpointStore(job.paths).commits()[-1].params_digest
     same = len(set(digests.values())) == 1
     return Outcome(

@@ -195,10 +195,10 @@ def _events(run: Path) -> set[str]:
 def _job(folder: Path) -> str:
     """Submits the digits to a head node with token authentication."""
     sys.path.insert(0, str(ROOT))
-    from tests.support.head import started_head
+    from tests.support.head import start_head
 
     (folder / "project").mkdir()
-    with started_head(folder, cpus=4) as head:
+    with start_head(folder, cpus=4) as head:
         options = [*_options(folder, "job"), f"--submit.address={head.url}"]
         done = subprocess.run(
             _command("submit", *options),

@@ -72,7 +72,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
+def worker_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
     """Four worker processes without Ray, which only the tests of one file share."""
     from ray_app.testing import WorkerPool
 

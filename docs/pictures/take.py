@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.browser import Browser, find  # noqa: E402
+from tests.support.browser import Browser, find_chromium  # noqa: E402
 
 COLUMNS, LINES = 112, 26
 LIMIT_S = 300.0
@@ -136,31 +136,32 @@ def mlflow_page(browser: Browser, store: str) -> None:
     """Shows the curves of the only run in a store, without what MLflow shows only under the mouse."""
     run = MlflowClient(store).search_runs(["1"])[0].info
     with mlflow_server(store) as address:
-        browser.show(
+        browser.load(
             f"{address}/#/experiments/{run.experiment_id}/runs/{run.run_id}/model-metrics", width=WIDTH, height=HEIGHT
         )
         until(
-            lambda: browser.ask("document.querySelector('[aria-label=Close]') !== null"),
+            lambda: browser.evaluate("document.querySelector('[aria-label=Close]') !== null"),
             "button that closes MLflow's assistant",
         )
-        browser.ask("document.querySelector('[aria-label=Close]').click()")
-        browser.ask("document.head.insertAdjacentHTML('beforeend', '<style>.modebar { display: none }</style>')")
+        browser.evaluate("document.querySelector('[aria-label=Close]').click()")
+        browser.evaluate("document.head.insertAdjacentHTML('beforeend', '<style>.modebar { display: none }</style>')")
         until(
-            lambda: browser.ask("document.querySelector('[aria-label=Close]') === null"), "page without the assistant"
+            lambda: browser.evaluate("document.querySelector('[aria-label=Close]') === null"),
+            "page without the assistant",
         )
-        until(lambda: browser.ask(_CURVES) >= PAGE_CURVES, "curves on MLflow's page")
+        until(lambda: browser.evaluate(_CURVES) >= PAGE_CURVES, "curves on MLflow's page")
         save(browser, HERE / "mlflow.png")
 
 
 def main() -> None:
     """Takes all of them."""
-    program = find()
+    program = find_chromium()
     assert program, "Chromium is needed"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         terminal(trained(folder), HERE / "terminal.svg")
         with Browser(program, folder / "profile") as browser:
-            browser.show((folder / "runs" / "digits" / "report.html").as_uri(), width=WIDTH, height=HEIGHT)
+            browser.load((folder / "runs" / "digits" / "report.html").as_uri(), width=WIDTH, height=HEIGHT)
             save(browser, HERE / "report.png")
             mlflow_page(browser, f"sqlite:///{folder}/runs/mlflow.db")
 

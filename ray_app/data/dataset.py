@@ -27,6 +27,7 @@ from ray_app.errors import DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, parse_partition_value, parse_partitions
 from ray_app.storage.data_files import file_versions, files_below, find_file, folders_in, is_folder, open_data_file
 from ray_app.storage.files import Location, put_json, read_json, to_location
+from ray_app.version import __version__
 
 _THREADS = 8
 _MIN_AGE_NS = 5_000_000_000
@@ -121,6 +122,10 @@ def count_labels(root: str, manifest: Manifest, column: str) -> dict[int, int]:
     return dict(zip(labels, np.bincount(label_of_row, minlength=len(labels)).tolist(), strict=True))
 
 
+DESCRIPTION = "dataset.json"
+"""File in which an ingest describes a data set: its classes, columns, shards and source."""
+FORMAT_VERSION = 1
+"""The version of `dataset.json`; a new meaning of an existing field needs a new one."""
 UNFINISHED_MARKER = "_ingest.json"
 """File in a data set in a bucket that an ingest is writing; the ingest writes `dataset.json` last."""
 _INDEX_NAMES = re.compile(r"|__index_level_\d+__|Unnamed: \d+")
@@ -141,8 +146,8 @@ def open_dataset(path: str) -> Dataset:
     It uses the footers file of an ingest for the files that have not changed since, and reads the other footers.
 
     Raises:
-        DataError: The path does not exist, a file is not Parquet, the files have different columns, or there are no
-            rows.
+        DataError: The path does not exist, a file is not Parquet, the files have different columns, there are no rows,
+            or `read_description` refuses `dataset.json`.
     """
     target = to_location(path)
     is_file = not is_folder(target)
@@ -153,7 +158,7 @@ def open_dataset(path: str) -> Dataset:
     root = target.parent if is_file else target
     files = [target] if is_file else files_below(target, ".parquet")
     _check_finished(path, root)
-    nested = [] if is_file else [folder.name for folder in folders_in(root) if find_file(folder / "dataset.json")]
+    nested = [] if is_file else [folder.name for folder in folders_in(root) if find_file(folder / DESCRIPTION)]
     if nested:
         raise DataError(
             f"data path {path!r} holds several data sets: {', '.join(nested)}. Name one of them, such as"
@@ -173,7 +178,7 @@ def open_dataset(path: str) -> Dataset:
 
 def _check_finished(path: str, root: Location) -> None:
     """Refuses a folder on S3 that an ingest has begun and not finished; on a disk an ingest creates the folder last."""
-    if find_file(root / UNFINISHED_MARKER) and not find_file(root / "dataset.json"):
+    if find_file(root / UNFINISHED_MARKER) and not find_file(root / DESCRIPTION):
         raise DataError(
             f"data path {path!r} is being written by an ingest, or one was interrupted there. Wait for it, or start the"
             " same ray-app ingest again: it does what is left."
@@ -183,11 +188,36 @@ def _check_finished(path: str, root: Location) -> None:
 def _facts(path: str, root: Location, footers: Footers, manifest: Manifest) -> DataFacts:
     columns = {field.name: _column_facts(field, footers.range_of(field)) for field in footers.schema}
     columns |= {name: facts for name, facts in _partition_facts(manifest).items() if name not in columns}
-    described: dict[str, Any] = read_json(root / "dataset.json") or {}
+    described = read_description(root) or {}
     classes = described.get("classes")
     count = partial(count_labels, str(root), manifest)
     index = tuple(dict.fromkeys([*index_columns(footers.schema), *described.get("index_columns", [])]))
     return DataFacts(path, manifest.num_rows, columns, tuple(classes) if classes else None, count, index)
+
+
+def read_description(root: Location) -> dict[str, Any] | None:
+    """Returns the content of a data set's `dataset.json`; None if it has none.
+
+    Raises:
+        DataError: The file is damaged, or a newer version of this application wrote it.
+    """
+    file, advice = root / DESCRIPTION, "ingest the data again: ray-app ingest --help"
+    try:
+        description = read_json(file)
+    except ValueError as error:
+        raise DataError(f"{error}. Restore it, or {advice}.") from error
+    if description is None:
+        return None
+    if not isinstance(description, dict):
+        content = f"it should hold fields by name, it holds {type(description).__name__}"
+        raise DataError(f"{file} is damaged, {content}. Restore it, or {advice}.")
+    version = description.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise DataError(
+            f"{file} is of format version {version}; this version of ray_app ({__version__}) reads {FORMAT_VERSION}."
+            f" Use the version that wrote it, or {advice}."
+        )
+    return description
 
 
 def index_columns(schema: pa.Schema) -> tuple[str, ...]:

@@ -10,14 +10,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from ray_app.checkpoint.store import Commit
 from ray_app.drill.faults import Evidence
-from ray_app.storage.files import put_json, to_location
+from ray_app.storage.files import put_json, read_json, to_location
 from ray_app.train.job import Job
 
 MAX_WAIT_S = 120.0
@@ -161,7 +161,7 @@ class ActOnWaits:
                 self.evidence.put(until, **{"step": wait["step"]} | facts)
 
 
-@dataclass
+@dataclass(frozen=True)
 class DelayPlan:
     """Pauses the run for a short time after each of some steps, so that a starting worker joins before the last step.
 
@@ -178,17 +178,18 @@ class DelayPlan:
     sizes: range
     limit_s: float
     min_s: float = 0.0
-    _pauses: dict[int, float] = field(default_factory=dict)
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
         if rank != 0 or not self.first <= step <= self.last:
             return
-        paused_s = sum(self._pauses.values())
+        # Another process may have been rank 0 before; its pauses count, too.
+        file = to_location(self.evidence.folder) / f"paced-{self.first}.json"
+        pauses = (read_json(file) or {"pauses": {}})["pauses"]
+        paused_s = sum(pauses.values())
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size in self.sizes and paused_s >= self.min_s:
             return
         pause_s = max(0.0, self.limit_s - paused_s) / (self.last - step + 1)
         time.sleep(pause_s)
-        self._pauses[step] = pause_s
-        put_json(to_location(self.evidence.folder) / f"paced-{self.first}-{os.getpid()}.json", {"pauses": self._pauses})
+        put_json(file, {"pauses": pauses | {str(step): pauses.get(str(step), 0.0) + pause_s}})

@@ -89,7 +89,7 @@ def summarize(job: Job, status: RunStatus) -> dict[str, Any]:
             "failed_writes": count(events, "write_failed"),
         },
         "sdc_checks": {"shares": course.recomputed, "corrupt_ranks": count(events, "sdc_detected")},
-        "start_s": start(events, records),
+        "start_s": start(events, course.in_time),
         "timing": _timing(records, events),
         "parameter_servers": newest_events.get("partitioned", {}).get("servers"),
         "model": newest_events.get("registered"),

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ray_app.data.dataset import DESCRIPTION, FORMAT_VERSION
 from ray_app.data.parquet_files import read_footers
 from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
@@ -115,7 +116,6 @@ __all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
 LAYOUT = 5
 """Version of the order of rows and of the input splits.
 
@@ -313,7 +313,7 @@ def _write_all(
         shards = {shard["path"] for shard in facts["shards"]}
         files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
         read_footers(target, files_written, trusted=True).put(target)
-        put_json(target / "dataset.json", description)
+        put_json(target / DESCRIPTION, description)
 
 
 def _write_input_splits(

@@ -21,7 +21,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ray_app.data.dataset import UNFINISHED_MARKER
+from ray_app.data.dataset import UNFINISHED_MARKER, read_description
 from ray_app.errors import ConfigError
 from ray_app.ingest.options import IngestOptions
 from ray_app.storage.data_files import find_file
@@ -56,14 +56,15 @@ def has_files(folder: Location, described: list[dict[str, Any]]) -> bool:
 def load_existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
     """Returns the content of each `dataset.json` in `out` by data set; None if `out` can be written.
 
-    Raises ConfigError unless all data sets in `out` were made from `made_from`.
+    Raises ConfigError unless all data sets in `out` were made from `made_from`, and DataError if `read_description`
+    refuses a `dataset.json`.
     """
     if isinstance(out, Path) and out.exists() and not out.is_dir():
         raise _occupied_error(out, "is a file")
     inner = sorted(list_folders(out))
     if not list_files(out) and not inner:
         return None
-    described = {side: read_json(side_folder(out, side) / "dataset.json") for side in ["", *inner]}
+    described = {side: read_description(side_folder(out, side)) for side in ["", *inner]}
     parts = {side: value for side, value in described.items() if value is not None}
     if _is_resumable(out, inner, parts, made_from):
         return None

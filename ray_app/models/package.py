@@ -23,7 +23,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -178,13 +178,16 @@ class Files(Package):
 
     Args:
         example: The input example, (rows, ...) by field.
-        ragged: Fields of the example that may have any length on the second axis, too.
+        predicted: The outputs for the example by name.
+        input_shapes: The shape of each field; -1 is any number of rows, and any length of a ragged field.
+        output_shapes: The shape of each output; -1 is any number of rows, and a size that follows these lengths.
     """
 
     libraries: set[str]
     example: dict[str, npt.NDArray]
     predicted: dict[str, npt.NDArray]
-    ragged: set[str]
+    input_shapes: dict[str, tuple[int, ...]]
+    output_shapes: dict[str, tuple[int, ...]]
 
     @property
     def data(self) -> Path:
@@ -232,7 +235,10 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
             shutil.rmtree(folder / "data")
             shutil.rmtree(code)
             continue
-        return Files(folder, name, outputs, tuple(refused), libraries, inputs, _example_outputs(served, inputs), ragged)
+        predicted = _example_outputs(served, inputs)
+        input_shapes = {name: (-1, *_row_shape(name, values, ragged)) for name, values in inputs.items()}
+        output_shapes = _output_shapes(served, inputs, predicted, ragged)
+        return Files(folder, name, outputs, tuple(refused), libraries, inputs, predicted, input_shapes, output_shapes)
     raise RegistryError(
         "The model cannot be stored without pickle:\n" + "\n".join(f"  - {reason}" for reason in refused)
     )
@@ -285,17 +291,19 @@ def _example_batch(example: dict[str, npt.NDArray], rows: int) -> Batch:
     }
 
 
+def _row_shape(field: str, values: npt.NDArray, ragged: set[str]) -> tuple[int, ...]:
+    """Returns the shape of one row of a field; -1 is any length."""
+    return (-1, *values.shape[2:]) if field in ragged else values.shape[1:]
+
+
 def _write_description(
     data: Path, name: str, served: loader.Served, inputs: dict[str, npt.NDArray], ragged: set[str]
 ) -> None:
-    def shape(field: str) -> list[int]:
-        """Returns the shape of one row; -1 is any length."""
-        one = list(inputs[field].shape[1:])
-        return [-1, *one[1:]] if field in ragged else one
-
     described = {
         "format": name,
-        "inputs": [{"name": name, "dtype": v.dtype.str, "shape": shape(name)} for name, v in inputs.items()],
+        "inputs": [
+            {"name": field, "dtype": v.dtype.str, "shape": _row_shape(field, v, ragged)} for field, v in inputs.items()
+        ],
         "params_digest": params_digest(served.model.state_dict()),
         "torch": torch.__version__,
         "classes": served.task.classes,
@@ -407,6 +415,26 @@ def _example_outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> d
     }
 
 
+def _output_shapes(
+    served: loader.Served, inputs: dict[str, npt.NDArray], predicted: dict[str, npt.NDArray], ragged: set[str]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each output; -1 is any number of rows, or a size that follows the length of ragged fields.
+
+    Which sizes do so is found with twice the padding, which the model may have no capacity for; then all count as
+    fixed.
+    """
+    longer = inputs | {name: np.concatenate([inputs[name], np.zeros_like(inputs[name])], 1) for name in ragged}
+    try:
+        others = _example_outputs(served, longer) if ragged else predicted
+        return {
+            name: (-1, *(a if a == b else -1 for a, b in zip(values.shape[1:], others[name].shape[1:], strict=True)))
+            for name, values in predicted.items()
+        }
+    # The code of the user may raise an error of any type.
+    except Exception:
+        return {name: (-1, *values.shape[1:]) for name, values in predicted.items()}
+
+
 def make_package(task: Task, model: nn.Module, example: dict[str, npt.NDArray], folder: Path) -> Package:
     """Writes an MLflow model to a new folder, and checks what it predicts; see `write_files`."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -428,14 +456,16 @@ def _save_mlflow_model(folder: Path, files: Files) -> None:
         data_path=str(files.data),
         code_paths=[str(path) for path in sorted(files.code.iterdir())],
         pip_requirements=[f"mlflow=={importlib.metadata.version('mlflow')}", *requirements(files.libraries)],
-        signature=ModelSignature(_mlflow_schema(inputs, only, files.ragged), _mlflow_schema(outputs, "" in outputs)),
+        signature=ModelSignature(
+            _mlflow_schema(inputs, files.input_shapes, only),
+            _mlflow_schema(outputs, files.output_shapes, "" in outputs),
+        ),
         input_example=next(iter(inputs.values())) if only else inputs,
     )
 
 
-def _mlflow_schema(arrays: dict[str, npt.NDArray], only: bool, ragged: Container[str] = ()) -> Any:
-    """Returns MLflow's schema of arrays of any number of rows, or any length; an only array has no name."""
+def _mlflow_schema(arrays: dict[str, npt.NDArray], shapes: dict[str, tuple[int, ...]], only: bool) -> Any:
+    """Returns MLflow's schema of arrays of these shapes; an only array has no name."""
     from mlflow.types import Schema, TensorSpec
 
-    shapes = {name: (-1, -1, *v.shape[2:]) if name in ragged else (-1, *v.shape[1:]) for name, v in arrays.items()}
     return Schema([TensorSpec(v.dtype, shapes[name], None if only else name) for name, v in arrays.items()])

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.arrays import Columns
-from ray_app.data.dataset import Dataset
+from ray_app.data.dataset import DESCRIPTION, Dataset
 from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.process_deaths import RetriedTask
@@ -353,7 +353,6 @@ def _load(files: Files, folder: Path, device: torch.device) -> tuple[nn.Module, 
 _SHARD_ROWS = 1_000_000
 _ROW_GROUP_ROWS = 10_000
 _ROW_GROUP_BYTES = 16_000_000
-_DESCRIPTION = "dataset.json"
 _SELECTION_SHARE = 0.5
 """Share of the evaluation rows by which the best checkpoint is chosen; the gate uses the other rows.
 
@@ -404,7 +403,7 @@ def write_dataset(
         fraction: Share of the rows of old files; a hash of the file's content and the row's position chooses them.
         out: Folder of the new data set; it is renamed into its place when it is complete.
     """
-    if (out / _DESCRIPTION).is_file():
+    if (out / DESCRIPTION).is_file():
         return out
     partial, scratch = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.scratch")
     # A start that was stopped in the middle has left these folders. The lease of the round lets only one process write.
@@ -417,7 +416,7 @@ def write_dataset(
     shards.close()
     made_from = {"files": delivery, "old": sorted(old), "old_fraction": fraction}
     described = shards.description() | {"rows": shards.rows, "classes": dataset.facts.classes, "made_from": made_from}
-    (partial / _DESCRIPTION).write_text(to_json(described, indent=1))
+    (partial / DESCRIPTION).write_text(to_json(described, indent=1))
     remove_tree(scratch)
     os.rename(partial, out)
     return out

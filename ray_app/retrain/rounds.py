@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.config.config import Config, result_fields
-from ray_app.data.dataset import hash_files, sha256
+from ray_app.data.dataset import DESCRIPTION, hash_files, read_description, sha256
 from ray_app.driver.model_export import user_name
 from ray_app.errors import DataError
 from ray_app.preflight.changes import iter_import_paths, source_files
@@ -101,9 +101,6 @@ def make_folder_name(model: str) -> str:
     if plain == model:
         return model
     return f"{plain or 'model'}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
-
-
-_DESCRIPTION = "dataset.json"
 
 
 @dataclass(frozen=True)
@@ -208,8 +205,9 @@ def _digest_files(path: str, memory: Location | None) -> dict[str, str]:
     root = target.parent if is_file else target
     digests = hash_files(root, [relative_path(file, root) for file in files], memory)
     # Only the classes of the description count: it also has the time and the source of the ingest.
-    if find_file(root / _DESCRIPTION):
-        digests[_DESCRIPTION] = digest_json(json.loads((root / _DESCRIPTION).read_text()).get("classes"))
+    description = read_description(root)
+    if description is not None:
+        digests[DESCRIPTION] = digest_json(description.get("classes"))
     return digests
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 NUMBER = r"(\d+\.?\d*)"
 IMAGE_SIDES = (

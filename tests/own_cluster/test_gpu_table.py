@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.mark.rest

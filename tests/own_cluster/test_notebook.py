@@ -12,7 +12,7 @@ import nbformat
 import psutil
 import pytest
 
-from tests.support.notebooks import copy_project, execute, has_bar, kernel, pictures, printed
+from tests.support.notebooks import copy_project, execute, has_bar, kernel, pictures, text_output
 
 _PNG = b"\x89PNG\r\n"
 
@@ -48,7 +48,7 @@ def test_the_quickstart_runs_and_learns_the_digits(kernel_name: str, project: Pa
     assert summary["best"]["value"] >= 0.97
     assert summary["mlflow_run_id"]
     assert has_bar(notebook)
-    assert "epoch 30/30 step 23/23" in printed(notebook)
+    assert "epoch 30/30 step 23/23" in text_output(notebook)
     assert_pictures(notebook, 2)
 
 
@@ -82,7 +82,7 @@ def test_the_better_run_becomes_the_champion(kernel_name: str, project: Path) ->
     assert champion.tags["ray_app.params_digest"] == longer["params_digest"]
     assert champion.tags["ray_app.promoted_because"] == "and forward again"
     assert client.get_model_version("digits", "1").tags["ray_app.promoted_because"] == "trying the way back"
-    assert f"the champion reads {longer['best']['value']:.2%} of 359 held-out digits" in printed(notebook)
+    assert f"the champion reads {longer['best']['value']:.2%} of 359 held-out digits" in text_output(notebook)
     assert_pictures(notebook, 1)
 
 
@@ -93,6 +93,6 @@ def test_a_user_task_trains_on_user_data(kernel_name: str, project: Path) -> Non
     summary = json.loads(summary_file.read_text())
     assert summary["status"] == "finished"
     assert summary["metrics"]["accuracy"] >= 0.97
-    assert f"accuracy {summary['best']['value']:.4f}" in printed(notebook)
+    assert f"accuracy {summary['best']['value']:.4f}" in text_output(notebook)
     assert "class Spirals(Task)" in (folder / "spirals_task.py").read_text()
     assert_pictures(notebook, 1)

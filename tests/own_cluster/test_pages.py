@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import EXECUTED, blocks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 _PAGE_S = 420
 _STOP_S = 60

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from ray_app import __version__
-from tests.support.head import Head, started_head
-from tests.support.places import ROOT
+from tests.support.head import Head, start_head
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.rest]
 
@@ -224,7 +224,7 @@ def bare_head(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         image.chdir(folder)
         looked = subprocess.run([str(python), "-c", "import ray_app"], capture_output=True, text=True, check=False)
         assert "No module named 'ray_app'" in looked.stderr
-        with started_head(folder, 4, python) as head:
+        with start_head(folder, 4, python) as head:
             yield head
 
 
@@ -284,7 +284,7 @@ def test_nodes_that_have_the_application_run_a_plain_job(
     with pytest.MonkeyPatch.context() as image:
         image.delenv("PYTHONPATH", raising=False)
         image.chdir(tmp_path)
-        with started_head(tmp_path, 4, user.bin / "python") as head:
+        with start_head(tmp_path, 4, user.bin / "python") as head:
             user.take_origins()
             train = ["python", "-m", "ray_app", "train", "--config=train.yaml", _ONE_WORKER, "--run.name=plain"]
             job = ["python", "-m", "ray.scripts.scripts", "job", "submit", "--address", head.url, "--working-dir", "."]

@@ -16,7 +16,7 @@ import pytest
 
 from ray_app import channel
 from ray_app.channel import MAX_FRAME_BYTES, FrameReader, Listener, connect, pack_frame, receive_frame
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -150,13 +150,13 @@ def test_a_half_open_connection_times_out_and_blocks_no_client(monkeypatch: pyte
     monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.3)
     with socket.create_connection(echo.address, timeout=WAIT_S) as silent:
         assert echo.answers()
-        until(lambda: is_closed(silent), "the connection stays open", WAIT_S)
+        wait_until(lambda: is_closed(silent), "the connection stays open", WAIT_S)
 
 
 def test_authenticated_connections_use_tcp_keep_alive(echo: Echo) -> None:
     """The kernel detects a lost host; neither end limits how long the other is silent, since it may be busy."""
     with echo.connect() as connection:
-        until(lambda: bool(echo.accepted), "the connection was not accepted", WAIT_S)
+        wait_until(lambda: bool(echo.accepted), "the connection was not accepted", WAIT_S)
         for end in (connection, echo.accepted[0]):
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
@@ -171,12 +171,12 @@ def test_the_oldest_of_too_many_handshakes_is_closed(monkeypatch: pytest.MonkeyP
         strangers = list[socket.socket]()
         for number in range(5):
             strangers.append(stack.enter_context(socket.create_connection(echo.address, timeout=WAIT_S)))
-            until(
+            wait_until(
                 lambda number=number: count_handshakes(echo) == min(number + 1, 3),  # type: ignore[misc]
                 "the connection was not accepted",
                 WAIT_S,
             )
-        until(lambda: is_closed(strangers[1]), "the second connection stays open", WAIT_S)
+        wait_until(lambda: is_closed(strangers[1]), "the second connection stays open", WAIT_S)
         assert [is_closed(stranger) for stranger in strangers] == [True, True, False, False, False]
         assert echo.answers(), "clients without the secret block a worker"
         assert is_closed(strangers[2])
@@ -205,7 +205,7 @@ def test_the_listener_survives_a_lack_of_file_descriptors(monkeypatch: pytest.Mo
         return accept(server)
 
     with socket.create_connection(echo.address, timeout=WAIT_S) as stranger:
-        until(lambda: count_handshakes(echo) == 1, "the connection was not accepted", WAIT_S)
+        wait_until(lambda: count_handshakes(echo) == 1, "the connection was not accepted", WAIT_S)
         monkeypatch.setattr(socket.socket, "accept", refuse_twice)
         assert echo.answers(), "a waiting connection must be accepted later"
         assert refusals == []
@@ -240,8 +240,12 @@ def test_a_closed_listener_accepts_no_client_and_keeps_connections_open(echo: Ec
         connection.sendall(pack_frame(b"here"))
         assert receive_frame(connection) == b"here"
         echo.listener.close()
-        until(lambda: is_closed(stranger), "the handshake continues", WAIT_S)
+        wait_until(lambda: is_closed(stranger), "the handshake continues", WAIT_S)
         with pytest.raises(OSError, match="refused"):
-            until(lambda: socket.create_connection(echo.address, timeout=WAIT_S).close(), "still listening", WAIT_S)  # type: ignore[func-returns-value,arg-type,return-value]
+            wait_until(
+                lambda: socket.create_connection(echo.address, timeout=WAIT_S).close(),  # type: ignore[func-returns-value,arg-type,return-value]
+                "still listening",
+                WAIT_S,
+            )
         connection.sendall(pack_frame(b"still"))
         assert receive_frame(connection) == b"still"

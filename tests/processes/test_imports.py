@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 _PROCESS_S = 240
 _DRIVER = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import Browser, browser
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 __all__ = ["browser"]
 pytestmark = pytest.mark.rest
@@ -35,9 +35,9 @@ def test_every_page_fits_loads_its_images_and_requests_no_other_site(
 ) -> None:
     problems = {}
     for page in pages:
-        browser.show(page.as_uri(), width=width, scheme=scheme)
-        layout = {"wide": browser.ask("document.documentElement.scrollWidth"), "broken": browser.ask(BROKEN)}
-        layout["elsewhere"] = browser.ask(EXTERNAL_REQUESTS)
+        browser.load(page.as_uri(), width=width, scheme=scheme)
+        layout = {"wide": browser.evaluate("document.documentElement.scrollWidth"), "broken": browser.evaluate(BROKEN)}
+        layout["elsewhere"] = browser.evaluate(EXTERNAL_REQUESTS)
         if layout != {"wide": width, "broken": [], "elsewhere": []}:
             problems[page.name] = layout
     assert len(pages) > 40

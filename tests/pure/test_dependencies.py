@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ray_app.config.import_paths import EXTRAS
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 # The template of a project has dependencies of its own.
 FILES = [

@@ -19,7 +19,7 @@ import pytest
 from ray_app.cli.main import COMMANDS
 from ray_app.version import __version__
 from tests.support.pages import EXECUTED, MARKS, PAGES, SHELLS, Block, blocks, blocks_in
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 _EXISTING_FILES = (
     "my.yaml",

@@ -12,7 +12,7 @@ from benchmarks.gpu import LINES, ORDER
 from benchmarks.gpu_cluster import hidden
 from benchmarks.gpu_lines import Line, Outcome, Result, look_at
 from benchmarks.gpu_workers import Bench
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(

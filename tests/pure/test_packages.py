@@ -11,7 +11,7 @@ import pytest
 
 from docs.picture import PICTURE, svg
 from tests.support.library_names import Names
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 ALLOWED = {"data/ray_tasks.py": {"ray.data._internal.progress"}}
 """The name of a logger, in a package below `cluster`: without it Ray Data would warn that it shows no progress bars."""

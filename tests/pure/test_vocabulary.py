@@ -1,4 +1,5 @@
-"""The package uses the terms of `docs/glossary.md`; each word that this test refuses has a better one there.
+"""The package, its tests and its benchmarks use the terms of `docs/glossary.md`, which has a better word for each one
+that this test refuses.
 
 `python tests/pure/test_vocabulary.py FILE_OR_FOLDER ...` prints the findings in Python files and pages.
 """
@@ -195,6 +196,10 @@ def test_the_package_uses_the_terms_of_its_field() -> None:
     assert [problem for path in files_below(*paths) for problem in problems(path)] == []
 
 
+def test_the_tests_and_benchmarks_use_the_terms_of_the_field() -> None:
+    assert [problem for path in files_below("tests", "benchmarks") for problem in problems(path)] == []
+
+
 def test_the_package_has_few_modules_and_none_is_too_long() -> None:
     modules = [path for path in files_below("ray_app") if path.suffix == ".py" and path.name != "__init__.py"]
     assert len(modules) <= 227
@@ -203,6 +208,11 @@ def test_the_package_has_few_modules_and_none_is_too_long() -> None:
 
 def test_each_class_name_is_used_once() -> None:
     assert repeated_classes(files_below("ray_app")) == []
+
+
+def test_each_class_name_of_the_test_support_is_used_once() -> None:
+    """Test modules may repeat the names of their classes, since no other module imports these."""
+    assert repeated_classes(files_below("tests/support", "tests/conftest.py")) == []
 
 
 def test_repeated_names_of_private_and_nested_classes_are_reported(
@@ -217,5 +227,6 @@ def test_repeated_names_of_private_and_nested_classes_are_reported(
 if __name__ == "__main__":
     files = files_below(*sys.argv[1:])
     lines = [problem for path in files for problem in problems(path)]
-    lines += repeated_classes([path for path in files if path.is_relative_to(ROOT / "ray_app")])
+    for folder in ("ray_app", "tests/support"):
+        lines += repeated_classes([path for path in files if path.is_relative_to(ROOT / folder)])
     print("\n".join(lines), f"{len(lines)} problems", sep="\n")

@@ -13,14 +13,14 @@ from ray_app.train.job import Job
 from tests.support.disk_caches import TinyTexts
 from tests.support.local_world import TinyImages, make_job
 
-BAD = (0, 13, 14, 50, 96)
+BAD_ROWS = (0, 13, 14, 50, 96)
 """The first and the last row, two adjacent rows, and the row of a row group that has no other."""
 
 
-class Picky(TinyImages):
+class BadRowImages(TinyImages):
     """A task that raises in `decode` for some rows, alone or with others."""
 
-    def __init__(self, unreadable: tuple[int, ...] = BAD, plain: bool = False) -> None:
+    def __init__(self, unreadable: tuple[int, ...] = BAD_ROWS, plain: bool = False) -> None:
         super().__init__()
         self.unreadable, self.plain = unreadable, plain
 
@@ -34,11 +34,11 @@ class Picky(TinyImages):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 5)) if self.plain else super().build_model()
 
 
-class PickyTexts(Picky, TinyTexts):
+class BadRowTexts(BadRowImages, TinyTexts):
     """A task that raises in `decode` for some rows, over rows of different lengths."""
 
 
-def job_of(folder: Path, data: Path, task: Picky, **fields: Any) -> Job:
+def job_of(folder: Path, data: Path, task: BadRowImages, **fields: Any) -> Job:
     """Returns a job of the task; its probe row is decoded by a task without bad rows, as `prepare` does it."""
     probe_task = TinyTexts() if isinstance(task, TinyTexts) else TinyImages()
     job = make_job(

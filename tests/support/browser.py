@@ -21,7 +21,7 @@ _ANSWER_S = 60.0
 _OFFLINE = "MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
 
 
-def find() -> str | None:
+def find_chromium() -> str | None:
     """Returns the path of the browser on PATH, or None."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
 
@@ -100,7 +100,7 @@ class Browser:
             else:
                 return dict(answer["result"])
 
-    def show(self, url: str, *, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
+    def load(self, url: str, *, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
         """Loads a page for a screen of this size and colour scheme, and waits until it is loaded."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
@@ -112,14 +112,14 @@ class Browser:
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next(deadline))
 
-    def ask(self, expression: str) -> Any:
+    def evaluate(self, expression: str) -> Any:
         """Returns the value of a JavaScript expression on the page, to which the page's policy does not apply."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def requested(self) -> list[str]:
+    def requested_urls(self) -> list[str]:
         """Returns the URLs requested since the page was loaded, its own included, without `data:` URLs."""
         urls = [
             event["params"]["request"]["url"]
@@ -128,7 +128,7 @@ class Browser:
         ]
         return [url for url in urls if not url.startswith("data:")]
 
-    def picture(self, path: Path) -> None:
+    def save_screenshot(self, path: Path) -> None:
         """Saves the whole page as PNG."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
@@ -151,7 +151,7 @@ class Browser:
         return dict(json.loads(message))
 
 
-STICKING_OUT = """(() => {
+FIND_OVERFLOWING_ELEMENTS = """(() => {
   const width = document.documentElement.clientWidth, found = [];
   for (const element of document.querySelectorAll("main *")) {
     if (element.closest(".scroll") && !element.matches(".scroll")) continue;
@@ -160,7 +160,7 @@ STICKING_OUT = """(() => {
   }
   return found;
 })()"""  # noqa: E501
-UNREADABLE = """(() => {
+FIND_LOW_CONTRAST_ELEMENTS = """(() => {
   const channel = v => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
   const light = c => 0.2126 * channel(c[0]) + 0.7152 * channel(c[1]) + 0.0722 * channel(c[2]);
   const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
@@ -183,7 +183,7 @@ UNREADABLE = """(() => {
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find()
+    program = find_chromium()
     if program is None:
         pytest.skip("no Chromium on PATH; `.ci/run` shows how to install one")
     with Browser(program, tmp_path_factory.mktemp("profile")) as running:

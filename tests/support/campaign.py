@@ -43,17 +43,17 @@ class Fault:
 
     Args:
         phase: The phase in which the worker dies.
-        times: The occurrence of the phase in this generation, from 1.
+        occurrence: The occurrence of the phase in this generation, from 1.
     """
 
     phase: str
-    times: int
+    occurrence: int
 
 
 DILOCO = {"train__local_steps": 3, "train__outer_lr": 0.7, "train__outer_momentum": 0.9}
 
 
-class Death:
+class FaultTrigger:
     """Kills this worker process at the moment of a fault."""
 
     def __init__(self, pipe: Connection) -> None:
@@ -63,11 +63,11 @@ class Death:
 
     def arm(self, fault: Fault | None) -> None:
         self._fault = fault or Fault("", 0)
-        self._left = self._fault.times
+        self._left = self._fault.occurrence
         if self._fault.phase == "any moment":
             threading.Timer(0.004 * self._left, self._die, (self._fault,)).start()
 
-    def met(self, phase: str) -> None:
+    def reached(self, phase: str) -> None:
         if phase == self._fault.phase:
             self._left -= 1
             if not self._left:
@@ -81,13 +81,13 @@ class Death:
     @property
     def hooks(self) -> Hooks:
         def at(phase: str, rank: int, step: int) -> None:
-            self.met(phase)
+            self.reached(phase)
 
         def after_step(rank: int, step: int) -> None:
-            self.met("stepped")
+            self.reached("stepped")
 
         def before_commit(commit: Commit) -> None:
-            self.met("committing")
+            self.reached("committing")
 
         return Hooks(after_step, before_commit, at)
 
@@ -97,7 +97,7 @@ class PipedMembership(LocalMembership):
 
     recovers = True
 
-    def __init__(self, pipe: Connection, folder: Path, logical_workers: int, death: Death) -> None:
+    def __init__(self, pipe: Connection, folder: Path, logical_workers: int, death: FaultTrigger) -> None:
         super().__init__(World(0, 1, logical_workers), folder)
         self._pipe = pipe
         self._folder = folder
@@ -129,7 +129,7 @@ class PipedMembership(LocalMembership):
 
 
 def _work(pipe: Connection, folder: Path, job: Job, windows: OpenWindows, device: torch.device) -> None:
-    death = Death(pipe)
+    death = FaultTrigger(pipe)
     try:
         train(job, PipedMembership(pipe, folder, job.plan.logical_workers, death), windows, device, death.hooks)
         death.arm(None)
@@ -158,8 +158,8 @@ class Campaign:
         device: The device of all workers.
 
     Attributes:
-        fired: Number of deaths by phase.
-        story: The history of the run, for the message of a failing test.
+        deaths: Number of deaths by phase.
+        history: The history of the run, for the message of a failing test.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class Campaign:
         # The newest step, and the number of generations in a row that did not advance it.
         self._newest = -1
         self._num_without_progress = 0
-        self.fired = Counter[str]()
-        self.story = [f"seed {seed}"]
+        self.deaths = Counter[str]()
+        self.history = [f"seed {seed}"]
 
     def run(self, faults: int) -> None:
         """Trains to the end, with at most `faults` deaths.
@@ -200,7 +200,7 @@ class Campaign:
                     self._start(self._max_workers)
                 self._receive()
                 if self._live and all(w.state == "waits" for w in self._live):
-                    self._form(faults - self.fired.total())
+                    self._form(faults - self.deaths.total())
         finally:
             for worker in self._live:
                 worker.process.kill()
@@ -254,8 +254,8 @@ class Campaign:
         kind, _, phase = worker.state.partition(" ")
         if kind != "dies" or worker.process.exitcode != -signal.SIGKILL:
             self._fail(f"a worker that {worker.state} ended with {worker.process.exitcode}")
-        self.fired[phase] += 1
-        self.story.append(f"  dies: {phase}")
+        self.deaths[phase] += 1
+        self.history.append(f"  dies: {phase}")
         if self._live and self._random.random() < 0.7:
             self._start(self._max_workers)
 
@@ -267,7 +267,7 @@ class Campaign:
             self._num_without_progress = self._num_without_progress + 1 if newest <= self._newest else 0
             self._newest = newest
         dying = min(faults, len(members), self._random.choice((1, 1, 1, 1, 1, 2, 3)))
-        self.story.append(f"generation {self._number} of {len(members)} from step {newest}, {dying} are to die")
+        self.history.append(f"generation {self._number} of {len(members)} from step {newest}, {dying} are to die")
         victims = self._random.sample(range(len(members)), dying)
         for rank, worker in enumerate(members):
             worker.state = "steps"
@@ -286,7 +286,7 @@ class Campaign:
         return Fault(phase, self._random.randint(1, max_times))
 
     def _fail(self, text: str) -> None:
-        raise AssertionError("\n".join([*self.story, text]))
+        raise AssertionError("\n".join([*self.history, text]))
 
 
 def rows_of(job: Job) -> dict[int, Any]:

@@ -21,7 +21,7 @@ def snapshot_of(step: int, values: int = 3) -> Snapshot:
     return Snapshot(step, model, optimizer, {"last_epoch": step})
 
 
-def store_of_three(paths: RunPaths) -> CheckpointStore:
+def make_store_of_three(paths: RunPaths) -> CheckpointStore:
     """Returns a store with checkpoints of the steps 1, 2 and 3."""
     store = CheckpointStore(paths)
     for step in (1, 2, 3):

@@ -16,8 +16,8 @@ from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.process import set_variables
 from ray_app.runlog.journal import MetricsReader
 from ray_app.runlog.paths import RunPaths
-from tests.support.mlflow_server import database
-from tests.support.places import ROOT
+from tests.support.mlflow_server import make_database
+from tests.support.paths import ROOT
 from tests.support.s3_server import CREDENTIALS
 
 CANARY = {"CANARY_API_KEY": "canary-of-the-environment"}
@@ -55,7 +55,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def short_run(digits: Path, tmp_path: Path) -> Callable[..., Config]:
+def make_short_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
     """Makes configurations of a run of 30 steps over one and a third epochs, with batch-norm, dropout and
     augmentation.
     """
@@ -77,25 +77,27 @@ def short_run(digits: Path, tmp_path: Path) -> Callable[..., Config]:
         short_config = config.replace(data__eval_path=None).replace(**(defaults | fields))
         database_path = Path(short_config.run.storage_path) / "mlflow.db"
         if short_config.tracking.enabled and short_config.tracking.uri is None and not database_path.exists():
-            database(database_path)
+            make_database(database_path)
         return short_config
 
     return make
 
 
 @pytest.fixture(scope="session")
-def undisturbed() -> dict[str, Any]:
+def reference_summary() -> dict[str, Any]:
     """The summary of the first undisturbed short run, with which all other runs are compared."""
     return {}
 
 
 @pytest.fixture
-def reference(short_run: Callable[..., Config], undisturbed: dict[str, Any]) -> dict[str, Any]:
+def reference_run(make_short_config: Callable[..., Config], reference_summary: dict[str, Any]) -> dict[str, Any]:
     """The summary and the record of the short run in one process, without Ray."""
-    if not undisturbed:
-        result = run_training(short_run(run__name="reference", train__strategy="single", scaling__max_workers=1))
-        undisturbed.update(result.summary, record=record_of(Path(result.path)))
-    return undisturbed
+    if not reference_summary:
+        result = run_training(
+            make_short_config(run__name="reference", train__strategy="single", scaling__max_workers=1)
+        )
+        reference_summary.update(result.summary, record=record_of(Path(result.path)))
+    return reference_summary
 
 
 def record_of(run: Path) -> list[tuple[int, float, list[int], list[int]]]:

@@ -45,17 +45,17 @@ class DeviceGroup(dist.ProcessGroup):
         failed: The error of the failed collective, if any.
         num_collectives: Number of collectives of the device so far, and of all-reduces of the host, as for step
             statistics.
-        full_at: The number, from 1, of the collective at which the device is out of memory.
-        dies_at: The number of the collective at which the process ends, and the file to which it writes the name of
+        out_of_memory_at: The number, from 1, of the collective at which the device is out of memory.
+        killed_at: The number of the collective at which the process ends, and the file to which it writes the name of
             the collective.
         aborted: Is set when the group is aborted.
-        waited_for: Is set when a thread waits for a spinning kernel.
+        is_synchronizing: Is set when a thread waits for a spinning kernel.
         error: The error that the backend reports.
-        fails_at: The number of the collective that fails on this rank's device, while the hosts stay connected.
-        when_made: Is called when all ranks have created a group, before torch registers it.
+        link_lost_at: The number of the collective that fails on this rank's device, while the hosts stay connected.
+        on_created: Is called when all ranks have created a group, before torch registers it.
     """
 
-    when_made: Callable[[], None] | None = None
+    on_created: Callable[[], None] | None = None
     name = BACKEND
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -66,14 +66,14 @@ class DeviceGroup(dist.ProcessGroup):
         self._host._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.failed: str | None = None
         self.num_collectives = 0
-        self.full_at: int | None = None
-        self.dies_at: tuple[int, Path] | None = None
-        self.fails_at: int | None = None
-        self.aborted, self.waited_for = threading.Event(), threading.Event()
+        self.out_of_memory_at: int | None = None
+        self.killed_at: tuple[int, Path] | None = None
+        self.link_lost_at: int | None = None
+        self.aborted, self.is_synchronizing = threading.Event(), threading.Event()
         self.error = ErrorType.SUCCESS
-        if DeviceGroup.when_made is not None:
+        if DeviceGroup.on_created is not None:
             self._host.barrier().wait()
-            DeviceGroup.when_made()
+            DeviceGroup.on_created()
 
     def getBackendName(self) -> str:
         return self.name
@@ -90,7 +90,7 @@ class DeviceGroup(dist.ProcessGroup):
     def synchronize(self) -> None:
         """Waits for the work that was submitted to the device."""
         if self.failed is not None:
-            self.waited_for.set()
+            self.is_synchronizing.set()
             self.aborted.wait()
 
     def check_device_errors(self) -> None:
@@ -111,7 +111,7 @@ class DeviceGroup(dist.ProcessGroup):
         """Returns the error that a collective after the failed one raises."""
         return dist.DistBackendError(f"the communicator was aborted: {failed}")
 
-    def has_waited(self) -> None:
+    def on_waited(self) -> None:
         """Is called after `wait()` of a collective; a subclass may raise the error here."""
 
     def _call(self, name: str, outputs: Any, *args: Any, **options: Any) -> Any:
@@ -119,18 +119,18 @@ class DeviceGroup(dist.ProcessGroup):
         tensors = list(_tensors(outputs))
         is_of_device = name == "broadcast" or any(tensor.is_floating_point() for tensor in tensors)
         self.num_collectives += is_of_device or name == "allreduce"
-        if self.dies_at is not None and self.num_collectives == self.dies_at[0]:
-            self.dies_at[1].write_text(name)
+        if self.killed_at is not None and self.num_collectives == self.killed_at[0]:
+            self.killed_at[1].write_text(name)
             os.kill(os.getpid(), signal.SIGKILL)
         if not is_of_device:
             return getattr(self._host, name)(outputs, *args, **options)
-        if self.num_collectives == self.full_at:
+        if self.num_collectives == self.out_of_memory_at:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         if self.failed is not None:
             raise self._refusal(self.failed)
         try:
             work = getattr(self._host, name)(outputs, *args, **options)
-            if self.num_collectives == self.fails_at:
+            if self.num_collectives == self.link_lost_at:
                 work.wait()
                 raise RuntimeError("a link was lost")
             return _Work(self, work, tensors)
@@ -184,8 +184,8 @@ class DeviceGroup2(DeviceGroup):
             return RuntimeError("NCCL communicator was aborted after a previous error")
         return RuntimeError("NCCL Async Error: remote process exited or there was a network error")
 
-    def has_waited(self) -> None:
-        """See `DeviceGroup.has_waited`."""
+    def on_waited(self) -> None:
+        """See `DeviceGroup.on_waited`."""
         if self.error != ErrorType.SUCCESS:
             raise dist.DistBackendError("NCCL operation failed")
 
@@ -212,7 +212,7 @@ class SpinningGroup(ProcessGroup):
         dist.group.WORLD.synchronize()  # type: ignore[union-attr]
 
 
-class FullAt:
+class OutOfMemoryAt:
     """A hook that lets the device of a rank run out of memory at a collective of this number."""
 
     def __init__(self, rank: int, collective: int) -> None:
@@ -221,11 +221,11 @@ class FullAt:
     def __call__(self, phase: str, rank: int, step: int) -> None:
         del step
         if (phase, rank) == ("forming", self.rank):
-            dist.group.WORLD.full_at = self.collective  # type: ignore[union-attr]
+            dist.group.WORLD.out_of_memory_at = self.collective  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
-class DiesAt:
+class KillAtCollective:
     """A hook that kills the process of a rank at a collective of a step, the first time that it gets there; the file
     `proof` then has the name of the collective.
     """
@@ -238,11 +238,11 @@ class DiesAt:
     def __call__(self, phase: str, rank: int, step: int) -> None:
         group: Any = dist.group.WORLD
         if (phase, rank, step) == ("compute", self.rank, self.step) and not self.proof.exists():
-            group.dies_at = group.num_collectives + self.collective, self.proof
+            group.killed_at = group.num_collectives + self.collective, self.proof
 
 
 @dataclass(frozen=True)
-class FailsAt:
+class FailAtCollective:
     """A hook that lets a collective of a step fail on the device of a rank, the first time that it gets there, and
     creates the file `proof`.
     """
@@ -256,7 +256,7 @@ class FailsAt:
         group: Any = dist.group.WORLD
         if (phase, rank, step) == ("compute", self.rank, self.step) and not self.proof.exists():
             self.proof.touch()
-            group.fails_at = group.num_collectives + self.collective
+            group.link_lost_at = group.num_collectives + self.collective
 
 
 class _Work(dist.Work):
@@ -279,7 +279,7 @@ class _Work(dist.Work):
             self._group.failed = str(error)
             for tensor in self._outputs:
                 tensor.detach().fill_(GARBAGE if tensor.is_floating_point() else 1)
-        self._group.has_waited()
+        self._group.on_waited()
         return True
 
 

@@ -45,7 +45,7 @@ def cached_job(folder: Path, data: Path, task: TinyImages) -> Job:
     return make_job(folder / "run", data, logical_workers=4, batch=12, task=task, **fields)
 
 
-class Counting:
+class CountingFetch:
     """A fetch that reads in this process and counts the rows."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Counting:
             yield from reader.read(spec)
 
 
-def opened(job: Job, gb: float = 1.0) -> DiskCache:
+def open_job_cache(job: Job, gb: float = 1.0) -> DiskCache:
     return open_cache(job.source, "", job.config.data.cache_dir, gb)
 
 
@@ -70,7 +70,7 @@ def epoch_of(job: Job, epoch: int, fetch: Any, assigned: range = range(4)) -> li
     return batches
 
 
-def assert_as_read(job: Job, epoch: int, batches: list[MicroBatch], assigned: range = range(4)) -> None:
+def assert_equal_to_uncached(job: Job, epoch: int, batches: list[MicroBatch], assigned: range = range(4)) -> None:
     """Asserts that the micro-batches are bit-identical to those that are read without a cache."""
     expected = epoch_of(job, epoch, fetch_in_process, assigned)
     assert len(batches) == len(expected)

@@ -21,7 +21,7 @@ def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def smooth(height: int, width: int, channels: int = 3, seed: int = 0) -> npt.NDArray[np.uint8]:
+def smooth_pixels(height: int, width: int, channels: int = 3, seed: int = 0) -> npt.NDArray[np.uint8]:
     """Returns pixels that change slowly, so that JPEG compression changes them little."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 6, channels), dtype=np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((width, height)))
@@ -55,9 +55,9 @@ def png_chunks(encoded: bytes) -> list[tuple[bytes, bytes]]:
     return chunks
 
 
-def every_kind() -> dict[str, bytes]:
+def intact_files() -> dict[str, bytes]:
     """Returns an intact file of each format and pixel mode, and animated ones, by name."""
-    pixels = Image.fromarray(smooth(33, 41, 4))
+    pixels = Image.fromarray(smooth_pixels(33, 41, 4))
     exif = Image.Exif()
     exif[0x0112] = 6
     modes = {
@@ -72,10 +72,10 @@ def every_kind() -> dict[str, bytes]:
     }
     files["jpeg progressive"] = encode(pixels.convert("RGB"), "jpeg", progressive=True, exif=exif)
     files["png with EXIF"] = encode(pixels, "png", exif=exif)
-    files["png of 16 bits"] = encode(Image.fromarray(smooth(33, 41, 4)[..., 0].astype(np.uint16) * 257), "png")
+    files["png of 16 bits"] = encode(Image.fromarray(smooth_pixels(33, 41, 4)[..., 0].astype(np.uint16) * 257), "png")
     files["tiff"] = encode(pixels.convert("RGB"), "tiff")
     files["tiff LZW"] = encode(pixels.convert("RGB"), "tiff", compression="tiff_lzw")
-    frames = [Image.fromarray(smooth(12, 10, 3, seed)) for seed in range(3)]
+    frames = [Image.fromarray(smooth_pixels(12, 10, 3, seed)) for seed in range(3)]
     files |= {
         f"animated {kind}": encode(frames[0], kind, save_all=True, append_images=frames[1:])
         for kind in ("gif", "webp", "png")
@@ -90,7 +90,7 @@ def damaged_files(per_kind: int) -> Iterator[tuple[str, bytes]]:
     Args:
         per_kind: Number of files with randomly changed bytes, for each kind of image.
     """
-    for name, encoded in every_kind().items():
+    for name, encoded in intact_files().items():
         draw = random.Random(name)
         yield f"{name} cut to nothing", b""
         for at in sorted(draw.sample(range(1, len(encoded)), 12)):

@@ -15,7 +15,7 @@ DEVICE = torch.device("meta")
 """The device in place of a GPU; tensors on it have no values."""
 
 
-class Streams:
+class RecordingCuda:
     """A replacement for `torch.cuda`.
 
     Attributes:
@@ -27,27 +27,27 @@ class Streams:
         self._threads = threading.local()
         patch.setattr(overlap, "cuda", self)
         patch.setattr(overlap, "_streams", {})
-        patch.setattr(Tensor, "pin_memory", lambda tensor: self.note("pin_memory", tensor))
-        patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.note(f"used by {stream.name}", tensor))
+        patch.setattr(Tensor, "pin_memory", lambda tensor: self.record("pin_memory", tensor))
+        patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.record(f"used by {stream.name}", tensor))
         to = Tensor.to
 
         def copied(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
             if args[0] == DEVICE:
-                self.note(f"copy{'' if options.get('non_blocking') else ' and wait'}", tensor)
+                self.record(f"copy{'' if options.get('non_blocking') else ' and wait'}", tensor)
             return to(tensor, *args, **options)
 
         patch.setattr(Tensor, "to", copied)
 
     @property
-    def at(self) -> list[str]:
+    def active_streams(self) -> list[str]:
         """The streams that this thread has entered, outermost first."""
-        if not hasattr(self._threads, "at"):
-            self._threads.at = ["computing"]
-        return self._threads.at
+        if not hasattr(self._threads, "active_streams"):
+            self._threads.active_streams = ["computing"]
+        return self._threads.active_streams
 
-    def note(self, operation: str, tensor: Tensor) -> Tensor:
+    def record(self, operation: str, tensor: Tensor) -> Tensor:
         """Records an operation on a tensor; returns the tensor."""
-        self.calls.append(f"{self.at[-1]}: {operation}")
+        self.calls.append(f"{self.active_streams[-1]}: {operation}")
         return tensor
 
     def Stream(self, device: torch.device, priority: int) -> Any:
@@ -58,7 +58,7 @@ class Streams:
     def current_stream(self, device: torch.device) -> Any:
         """See `torch.cuda.current_stream`."""
         assert device == DEVICE
-        return _Stream(self, self.at[-1])
+        return _Stream(self, self.active_streams[-1])
 
     def stream(self, stream: Any) -> Any:
         """See `torch.cuda.stream`."""
@@ -66,14 +66,14 @@ class Streams:
 
 
 class _Stream:
-    def __init__(self, streams: Streams, name: str) -> None:
+    def __init__(self, streams: RecordingCuda, name: str) -> None:
         self._streams, self.name = streams, name
 
     def __enter__(self) -> None:
-        self._streams.at.append(self.name)
+        self._streams.active_streams.append(self.name)
 
     def __exit__(self, *raised: object) -> None:
-        self._streams.at.pop()
+        self._streams.active_streams.pop()
 
     def record_event(self) -> str:
         self._streams.calls.append(f"{self.name}: mark")

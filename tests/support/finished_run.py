@@ -21,11 +21,11 @@ from ray_app.runlog.evaluations import Evaluation, put_evaluation
 from ray_app.storage.files import put_json
 from ray_app.track.mlflow_client import MlflowRun
 from tests.support.checkpoints import commit_of
-from tests.support.mlflow_server import database
-from tests.support.places import ROOT
+from tests.support.mlflow_server import make_database
+from tests.support.paths import ROOT
 
 
-class Finished:
+class FinishedRun:
     """The directory of a finished run with two checkpoints, the first of them better, and its MLflow run."""
 
     def __init__(
@@ -81,9 +81,9 @@ class Finished:
             return self.job.task.forward(result.load_model(), {"image": torch.from_numpy(images)}).numpy()
 
 
-def champion_run(storage: Path, digits: Path) -> Finished:
+def make_champion_run(storage: Path, digits: Path) -> FinishedRun:
     """Returns a run and makes its best checkpoint, the first of two, the champion of the model `digits`."""
-    run = Finished(storage, digits, database(storage / "mlflow.db"))
+    run = FinishedRun(storage, digits, make_database(storage / "mlflow.db"))
     assert register_best(run.job, "digits", run.config.tracking.uri).aliases == ("challenger", "champion")
     return run
 
@@ -91,7 +91,7 @@ def champion_run(storage: Path, digits: Path) -> Finished:
 CHAMPION = ("--predict.model", "models:/digits@champion")
 
 
-def predict_command(run: Finished, data: Path | str, out: Path | str, *more: str) -> list[str]:
+def predict_command(run: FinishedRun, data: Path | str, out: Path | str, *more: str) -> list[str]:
     """Returns the arguments of a prediction that uses the MLflow of the run."""
     arguments = [
         "--config",

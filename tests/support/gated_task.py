@@ -15,7 +15,7 @@ _SLOW_S, _LOOK_S = 0.003, 0.02
 _losses = _predictions = 0
 
 
-class Gated(ImageClassification):
+class GatedTask(ImageClassification):
     """Digits, blocked before the given gradient of each process until `<gate>/open` exists; a blocked process creates
     `<gate>/reached`.
 
@@ -41,7 +41,7 @@ class Gated(ImageClassification):
         return super().loss(outputs, batch)
 
 
-class GatedPrediction(Gated):
+class GatedPrediction(GatedTask):
     """Digits, blocked before the given batch of predictions of each process instead."""
 
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:

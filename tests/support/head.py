@@ -37,7 +37,7 @@ class Head:
     log: Path
 
     @contextmanager
-    def another_node(self, hidden: Path) -> Iterator[None]:
+    def start_node_without(self, hidden: Path) -> Iterator[None]:
         """Starts a node without CPUs on which `hidden` is an empty folder, as on a machine without that mount."""
         address = re.search(r"--address='([\d.:]+)'", self.log.read_text())
         assert address is not None
@@ -76,7 +76,7 @@ class Head:
     def job(self, job_id: str) -> dict[str, Any]:
         return self.ask(f"/api/jobs/{job_id}")
 
-    def left_of(self, job_id: str) -> list[str]:
+    def live_resources_of(self, job_id: str) -> list[str]:
         """Returns the actors and placement groups of a job that still exist."""
         ray_id = self.job(job_id)["job_id"]
         actors = self.ask("/api/v0/actors?limit=1000")["data"]["result"]["result"]
@@ -91,7 +91,7 @@ class Head:
         ]
 
     @contextmanager
-    def breaking_proxy(self) -> Iterator[Proxy]:
+    def open_proxy(self) -> Iterator[Proxy]:
         """Opens a proxy of the dashboard with connections that a test can cut."""
         parts = urlsplit(self.url)
         assert parts.port is not None
@@ -151,7 +151,7 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def started_head(folder: Path, cpus: int, python: Path = Path(sys.executable)) -> Iterator[Head]:
+def start_head(folder: Path, cpus: int, python: Path = Path(sys.executable)) -> Iterator[Head]:
     """Starts a head node; its nodes run the given Python."""
     token = secrets.token_hex(32)
     (folder / "token").write_text(token)

@@ -14,7 +14,7 @@ _PORT = 26379
 _UP_S = 60.0
 
 
-def why_not() -> str | None:
+def unsupported_reason() -> str | None:
     """Returns why network namespaces cannot be created here; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
@@ -101,11 +101,11 @@ class Hosts:
         """Returns the environment of a driver on this cluster."""
         return {**self._environment, "RAY_ADDRESS": self.address}
 
-    def cut(self, host: int) -> None:
+    def disconnect(self, host: int) -> None:
         """Takes a host's link down."""
         _run("ip", "link", "set", f"rayapp-v{host}", "down")
 
-    def mend(self, host: int) -> None:
+    def reconnect(self, host: int) -> None:
         """Brings a host's link up again."""
         _run("ip", "link", "set", f"rayapp-v{host}", "up")
 

@@ -26,37 +26,37 @@ class Transform:
 
 
 class Impure(ImageClassification):
-    """Digits, with one kind of impure code.
+    """Digits, with one kind of impure or failing code.
 
     Args:
-        what: The kind of impure code, one of the strings below.
+        mistake: The kind of impure code, one of the strings below.
         pixel_max: See `ImageClassification`.
     """
 
-    def __init__(self, what: str = "", pixel_max: float = 16.0) -> None:
+    def __init__(self, mistake: str = "", pixel_max: float = 16.0) -> None:
         super().__init__(pixel_max=pixel_max)
-        self.what, self.calls = what, 0
-        self.transform = Transform() if what == "transform" else None
+        self.mistake, self.calls = mistake, 0
+        self.transform = Transform() if mistake == "transform" else None
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
-        if self.what == "lock":
+        if self.mistake == "lock":
             model.lock = threading.Lock()  # type: ignore[assignment]
         return model
 
     def decode(self, rows: dict[str, Any]) -> dict[str, Any]:
         decoded = super().decode(rows)
-        if self.what == "decode":
+        if self.mistake == "decode":
             decoded["image"] = decoded["image"] + np.uint8(random.random() < 0.5)
-        if self.what == "batch":
+        if self.mistake == "batch":
             decoded["image"] = decoded["image"] + np.uint8(len(decoded["image"]))
         return decoded
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
         batch = super().augment(batch, keys)
-        if self.what == "numpy":
+        if self.mistake == "numpy":
             np.random.rand()
-        if self.what == "unseeded":
+        if self.mistake == "unseeded":
             batch["image"] = batch["image"].float() + float(np.random.default_rng().random())
         if self.transform is not None:
             batch["image"] = self.transform(batch["image"].float())
@@ -65,12 +65,12 @@ class Impure(ImageClassification):
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         losses = super().training_loss(model, batch)
         self.calls += 1
-        if self.what == "pid":
+        if self.mistake == "pid":
             losses = losses * (1 + os.getpid() % 1000)
-        if self.what == "kept":
+        if self.mistake == "kept":
             losses = losses * self.calls
-        if self.what == "mistake" or (self.what == "raises" and torch.distributed.is_initialized()):
+        if self.mistake == "mistake" or (self.mistake == "raises" and torch.distributed.is_initialized()):
             raise KeyError("labels")
-        if self.what == "dies" and self.calls == 3:
+        if self.mistake == "dies" and self.calls == 3:
             os._exit(9)
         return losses

@@ -24,13 +24,13 @@ from ray_app.ingest.ingest import IngestOptions, ingest
 RNG = np.random.default_rng(0)
 
 
-def done(tmp_path: Path, source: Any, input_path: Path | str, **options: Any) -> dict[str, Any]:
+def ingest_and_read(tmp_path: Path, source: Any, input_path: Path | str, **options: Any) -> dict[str, Any]:
     """Ingests and returns the columns."""
     ingest(IngestOptions(source, str(tmp_path / "out"), str(input_path), **options))
-    return read(tmp_path / "out")
+    return read_columns(tmp_path / "out")
 
 
-def refusal(tmp_path: Path, source: Any, input_path: Path | str, **options: Any) -> str:
+def ingest_error(tmp_path: Path, source: Any, input_path: Path | str, **options: Any) -> str:
     """Returns the message with which an input is refused (exit code 2), and asserts that no output was written."""
     with pytest.raises((DataError, ConfigError)) as caught:
         ingest(IngestOptions(source, str(tmp_path / "out"), str(input_path), **options))
@@ -39,20 +39,22 @@ def refusal(tmp_path: Path, source: Any, input_path: Path | str, **options: Any)
     return str(caught.value)
 
 
-def read(folder: Path | str, *, as_stored: bool = False) -> dict[str, Any]:
+def read_columns(folder: Path | str, *, as_stored: bool = False) -> dict[str, Any]:
     """Returns all columns of a data set, in the order of the source by row id or as stored: arrays as NumPy, others as
     lists.
     """
     table = pa.concat_tables(pq.read_table(path) for path in sorted(Path(folder).glob("*.parquet")))
     if not as_stored:
         table = table.take(
-            sorted(range(table.num_rows), key=[in_source(row_id) for row_id in table["row_id"].to_pylist()].__getitem__)
+            sorted(
+                range(table.num_rows), key=[source_order(row_id) for row_id in table["row_id"].to_pylist()].__getitem__
+            )
         )
     specs = {field.name: spec_of_field(field) for field in table.schema}
     return {name: from_column(table[name], spec) if spec else table[name].to_pylist() for name, spec in specs.items()}
 
 
-def in_source(row_id: str) -> list[tuple[int, str]]:
+def source_order(row_id: str) -> list[tuple[int, str]]:
     """Returns the sort key of a row id, by which `f.csv:9` precedes `f.csv:10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", row_id)]
 

@@ -18,11 +18,11 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.lease import newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import to_location
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 
 @dataclass(frozen=True)
-class At:
+class OneShotFault:
     """A fault that happens once.
 
     Args:
@@ -46,18 +46,18 @@ class At:
         return True
 
     @property
-    def happened(self) -> int:
+    def num_fired(self) -> int:
         """The number of processes to which it happened."""
         return len(list(Path(self.proof).parent.glob(Path(self.proof).name + "-*")))
 
     @property
-    def gone(self) -> bool:
+    def is_dead(self) -> bool:
         """Whether the processes to which it happened have ended."""
         pids = [proof.read_text() for proof in Path(self.proof).parent.glob(Path(self.proof).name + "-*")]
         return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-class Kill(At):
+class Kill(OneShotFault):
     """SIGKILL of a worker after a step."""
 
     def __call__(self, rank: int, step: int) -> None:
@@ -66,7 +66,7 @@ class Kill(At):
 
 
 @dataclass(frozen=True)
-class Drag(At):
+class SlowDown(OneShotFault):
     """The process with this rank at this step takes `extra_s` longer for each step from then on."""
 
     extra_s: float = 0.05
@@ -78,7 +78,7 @@ class Drag(At):
             time.sleep(self.extra_s)
 
 
-class Break(At):
+class RaiseNonFinite(OneShotFault):
     """An error in every worker that is not retryable: the run ends."""
 
     def __call__(self, rank: int, step: int) -> None:
@@ -100,7 +100,7 @@ class KillEvaluator:
 
 
 @dataclass(frozen=True)
-class Late:
+class DelayEvaluation:
     """Delays the evaluator until training has committed a checkpoint, for at most a minute.
 
     Args:
@@ -119,7 +119,7 @@ class Late:
 
 
 @dataclass(frozen=True)
-class Gate:
+class HoldEvaluations:
     """Delays every evaluation until a file exists, for at most two minutes."""
 
     file: str
@@ -131,7 +131,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class AtPhase:
+class OneShotPhaseFault:
     """A fault that happens once, when a worker begins a phase (`Hooks.at`)."""
 
     proof: str
@@ -140,20 +140,20 @@ class AtPhase:
     step: int
 
     def is_due(self, phase: str, rank: int, step: int) -> bool:
-        return phase == self.phase and At(self.proof, self.step, self.rank).is_due(rank, step)
+        return phase == self.phase and OneShotFault(self.proof, self.step, self.rank).is_due(rank, step)
 
     @property
-    def happened(self) -> int:
+    def num_fired(self) -> int:
         """The number of processes to which it happened."""
-        return At(self.proof, self.step).happened
+        return OneShotFault(self.proof, self.step).num_fired
 
     @property
-    def gone(self) -> bool:
+    def is_dead(self) -> bool:
         """Whether the processes to which it happened have ended."""
-        return At(self.proof, self.step).gone
+        return OneShotFault(self.proof, self.step).is_dead
 
 
-class KillAt(AtPhase):
+class KillAtPhase(OneShotPhaseFault):
     """SIGKILL of a worker."""
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
@@ -161,7 +161,7 @@ class KillAt(AtPhase):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Stall(AtPhase):
+class Stall(OneShotPhaseFault):
     """A worker that stalls for ever, as with a stuck reader."""
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
@@ -170,7 +170,7 @@ class Stall(AtPhase):
 
 
 @dataclass(frozen=True)
-class Freeze(At):
+class Freeze(OneShotFault):
     """SIGSTOP of a worker after a step; the proof holds its pid."""
 
     def __call__(self, rank: int, step: int) -> None:
@@ -179,7 +179,7 @@ class Freeze(At):
 
 
 @dataclass(frozen=True)
-class Linger:
+class DelayUntilEvent:
     """Delays each step, for at most `each_s`, until an event of the run was recorded.
 
     Args:
@@ -207,7 +207,7 @@ class Linger:
 
 
 @dataclass(frozen=True)
-class AwaitNewcomer:
+class AwaitJoiningWorker:
     """Delays a step until a joining worker waits at the rendezvous, for at most three minutes.
 
     Args:
@@ -222,7 +222,7 @@ class AwaitNewcomer:
         if step == self.step:
             paths = RunPaths(to_location(self.run))
             rendezvous = ray.get_actor(f"rendezvous-{paths.unique_name}-{newest_fence(paths)}")
-            until(
+            wait_until(
                 lambda: ray.get(rendezvous.__ray_call__.remote(_has_joining_worker)),
                 "no joining worker waited at the rendezvous",
             )
@@ -233,7 +233,7 @@ def _has_joining_worker(rendezvous: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Fail:
+class RaiseOSError:
     """An error of user code after a step, each time that the step is done."""
 
     step: int
@@ -243,7 +243,7 @@ class Fail:
             raise OSError("flaky")
 
 
-class Spare:
+class AllowKill:
     """Removes the proof of a fault after the first step, so that the fault can happen from then on."""
 
     def __init__(self, proof: str) -> None:
@@ -254,7 +254,7 @@ class Spare:
             Path(f"{self.proof}-1").unlink(missing_ok=True)
 
 
-class WaitFor:
+class DelayUntilFile:
     """Delays a step until a file exists, for at most 45 s."""
 
     def __init__(self, path: str, step: int) -> None:
@@ -274,17 +274,17 @@ class KillSaving:
     step: int
 
     def __call__(self, commit: Commit) -> None:
-        if At(self.proof, self.step).is_due(0, commit.step):
+        if OneShotFault(self.proof, self.step).is_due(0, commit.step):
             os.kill(os.getpid(), signal.SIGKILL)
 
     @property
-    def happened(self) -> int:
+    def num_fired(self) -> int:
         """The number of processes to which it happened."""
-        return At(self.proof, self.step).happened
+        return OneShotFault(self.proof, self.step).num_fired
 
 
 @dataclass(frozen=True)
-class Gates:
+class HoldSteps:
     """Delays every step with a number divisible by `every` until a file of that number exists, for at most a minute.
 
     Args:
@@ -308,7 +308,7 @@ class Gates:
             time.sleep(0.02)
 
 
-class NoteNode:
+class RecordNode:
     """Writes a file with the id of the node, after every step of every worker or before every evaluation."""
 
     def __init__(self, folder: str) -> None:

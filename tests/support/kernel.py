@@ -23,14 +23,14 @@ class Kernel:
 
     Args:
         files: Folder for its connection file and settings.
-        here: Its working directory.
+        cwd: Its working directory.
         env: Additional environment variables.
     """
 
-    def __init__(self, files: Path, here: Path, **env: str) -> None:
+    def __init__(self, files: Path, cwd: Path, **env: str) -> None:
         with kernel(files) as name:
             self._manager = KernelManager(kernel_name=name)
-            self._manager.start_kernel(cwd=str(here), env=os.environ | env)
+            self._manager.start_kernel(cwd=str(cwd), env=os.environ | env)
         self._client = self._manager.client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=_READY_S)
@@ -60,9 +60,9 @@ class Kernel:
         self._listen(limit_s, lambda: False)
         return self.output
 
-    def wait_until(self, is_there: Callable[[], Any], limit_s: float) -> None:
+    def wait_until(self, condition: Callable[[], Any], limit_s: float) -> None:
         """Waits until a condition holds while the cell is executed."""
-        assert self._listen(limit_s, is_there), f"the cell ended before the condition held: {self.output}"
+        assert self._listen(limit_s, condition), f"the cell ended before the condition held: {self.output}"
 
     def interrupt(self) -> None:
         """Interrupts the cell, as the stop button does."""
@@ -75,10 +75,10 @@ class Kernel:
         self._manager.shutdown_kernel()
         return psutil.wait_procs(children, timeout=30)[1]
 
-    def _listen(self, limit_s: float, is_there: Callable[[], Any]) -> bool:
+    def _listen(self, limit_s: float, condition: Callable[[], Any]) -> bool:
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
-            if is_there():
+            if condition():
                 return True
             try:
                 message = self._client.get_iopub_msg(timeout=_LOOK_S)
@@ -91,4 +91,4 @@ class Kernel:
                 return False
             assert message["msg_type"] != "error", "\n".join(content["traceback"])
             self.output += content.get("text", "") + content.get("data", {}).get("text/plain", "")
-        raise TimeoutError(f"not within {limit_s:g} s; the cell said: {self.output}")
+        raise TimeoutError(f"not within {limit_s:g} s; the output of the cell is: {self.output}")

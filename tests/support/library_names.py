@@ -8,7 +8,7 @@ import warnings
 from functools import cache
 from typing import Any
 
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 LIBRARIES = ("torch", "ray", "mlflow", "pyarrow", "torchvision")
 FILES = [file for folder in ("ray_app", "benchmarks", "jobs") for file in sorted((ROOT / folder).rglob("*.py"))]

@@ -15,16 +15,16 @@ CLASSES = 5
 
 
 class Good(pl.LightningModule):
-    """A module with dropout, batch-norm, a torchmetrics object, and a schedule by step; `does` selects a deviation."""
+    """A module with dropout, batch-norm, a torchmetrics object, and a schedule by step; `variant` selects a change."""
 
-    def __init__(self, does: str = "") -> None:
+    def __init__(self, variant: str = "") -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, CLASSES)
         )
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
-        self.does = does
-        self.automatic_optimization = does != "manual"
+        self.variant = variant
+        self.automatic_optimization = variant != "manual"
 
     def forward(self, images: Tensor) -> Tensor:
         return self.layers(images)
@@ -33,7 +33,7 @@ class Good(pl.LightningModule):
         images, labels = batch
         scores = self(images)
         loss = cross_entropy(scores, labels)
-        match self.does:
+        match self.variant:
             case "returns nothing":
                 return None
             case "returns rows":
@@ -53,11 +53,11 @@ class Good(pl.LightningModule):
         images, labels = batch
         scores = self(images)
         self.log_dict({"accuracy": (scores.argmax(1) == labels).float().mean()}, sync_dist=True)
-        if self.does == "counts rows":
+        if self.variant == "counts rows":
             self.log("rows", float(len(labels)))
-        if self.does == "draws":
+        if self.variant == "draws":
             self.log("noise", torch.rand(()))
-        return None if self.does == "has no validation loss" else cross_entropy(scores, labels)
+        return None if self.variant == "has no validation loss" else cross_entropy(scores, labels)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -86,13 +86,13 @@ class Good(pl.LightningModule):
             "lacks the schedule": lambda: {"optimizer": optimizer, "lr_scheduler": {"interval": "step"}},
             "several": lambda: tuple(layers),
         }
-        return forms.get(self.does, lambda: ([optimizer], [by_step]))()
+        return forms.get(self.variant, lambda: ([optimizer], [by_step]))()
 
 
 class Measuring(pl.LightningModule):
-    """Two classes with one score; logs metrics in one of the ways that Lightning has, which `how` selects."""
+    """Two classes with one score; logs metrics in one of the ways that Lightning has, which `logging` selects."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, logging: str) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Flatten(0))
         self.auroc, self.f1 = torchmetrics.classification.BinaryAUROC(), torchmetrics.classification.BinaryF1Score()
@@ -100,7 +100,7 @@ class Measuring(pl.LightningModule):
             {"auroc": self.auroc.clone(), "f1": self.f1.clone()}, prefix="of_"
         )
         self.named = nn.ModuleDict({"auroc": self.auroc.clone()})
-        self.how = how
+        self.logging = logging
 
     def forward(self, images: Tensor) -> Tensor:
         return self.layers(images).sigmoid()
@@ -112,7 +112,7 @@ class Measuring(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: Any) -> Tensor:
         images, labels = batch
         scores, target = self(images), (labels > 1).long()
-        match self.how:
+        match self.logging:
             case "object":
                 self.auroc.update(scores, target)
                 self.f1.update(scores, target)
@@ -161,7 +161,7 @@ class Hooked(Good):
         pass
 
 
-class Unvalidated(nn.Module):
+class PlainModule(nn.Module):
     """A module with a training step but without Lightning; its step takes a dictionary and no batch index."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ def plain() -> nn.Module:
     return nn.Flatten()
 
 
-class OverTokens(pl.LightningModule):
+class TokenMeanLoss(pl.LightningModule):
     """Scores 64 tokens per row, of which the first `label` ones count: the loss is a mean over tokens, not rows."""
 
     def __init__(self) -> None:

@@ -38,7 +38,6 @@ from ray_app.train.process_group import FileStoreMembership
 
 CPU = torch.device("cpu")
 CLASSES = 5
-_ANSWER_S, _COLLECTIVE_S = 240.0, 60.0
 
 
 def write_images(folder: Path, files: list[list[int]], classes: int = CLASSES) -> Path:
@@ -72,17 +71,21 @@ class TinyImages(ImageClassification):
 
     Args:
         variant: `unused` adds a parameter that gets no gradient, `frozen` one that must not get one.
-        bad: Manifest positions with a loss of `bad_value`.
+        bad_rows: Manifest positions with a loss of `bad_value`.
         bad_value: NaN or infinity; 0: the loss is finite, its gradient is not.
         loss_shape: `rows`: one loss per row; `mean`: their mean.
     """
 
     def __init__(
-        self, variant: str = "", bad: tuple[int, ...] = (), bad_value: float = float("nan"), loss_shape: str = "rows"
+        self,
+        variant: str = "",
+        bad_rows: tuple[int, ...] = (),
+        bad_value: float = float("nan"),
+        loss_shape: str = "rows",
     ) -> None:
         super().__init__()
         self.variant = variant
-        self.bad = bad
+        self.bad_rows = bad_rows
         self.bad_value = bad_value
         self.loss_shape = loss_shape
 
@@ -106,13 +109,13 @@ class TinyImages(ImageClassification):
         losses = super().loss(outputs, batch)
         if self.loss_shape == "mean":
             return losses.mean()
-        bad = torch.isin(batch["id"], torch.tensor(self.bad, dtype=torch.int64))
+        bad = torch.isin(batch["id"], torch.tensor(self.bad_rows, dtype=torch.int64))
         if self.bad_value == 0:
             return losses + torch.where(bad, losses - losses, 1).sqrt()
         return torch.where(bad, self.bad_value, losses)
 
 
-class OwnStep(ImageClassification):
+class CustomTrainingStep(ImageClassification):
     """A task with its own training step: two forward passes with different dropout, and clamped weights."""
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:

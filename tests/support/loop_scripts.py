@@ -22,53 +22,53 @@ def net() -> nn.Module:
     )
 
 
-def measured(model: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+def loss_and_accuracy(model: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     scores = model(rows["image"])
     correct = (scores.argmax(1) == rows["label"]).float()
     return {"loss": cross_entropy(scores, rows["label"]), "accuracy": correct.mean()}
 
 
 def without_loss(model: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"accuracy": measured(model, rows)["accuracy"]}
+    return {"accuracy": loss_and_accuracy(model, rows)["accuracy"]}
 
 
-def compute_outputs(model: nn.Module, rows: dict[str, Tensor], does: str) -> dict[str, Any]:
-    outputs: dict[str, Any] = dict(measured(model, rows))
-    if does == "needs bf16" and model(rows["image"]).dtype != torch.bfloat16:
+def compute_outputs(model: nn.Module, rows: dict[str, Tensor], variant: str) -> dict[str, Any]:
+    outputs: dict[str, Any] = dict(loss_and_accuracy(model, rows))
+    if variant == "needs bf16" and model(rows["image"]).dtype != torch.bfloat16:
         raise ValueError("the loop computes in another precision than is configured")
-    if does == "a loss between rows":
+    if variant == "a loss between rows":
         outputs["loss"] = model(rows["image"]).std(0).sum()
-    if does in ("one for each", "as losses"):
+    if variant in ("one for each", "as losses"):
         outputs["loss"] = cross_entropy(model(rows["image"]), rows["label"], reduction="none")
-    if does == "as losses":
+    if variant == "as losses":
         outputs["loss"] = Losses(outputs["loss"] * 2, torch.full_like(outputs["loss"], 2.0))
     return outputs
 
 
-def train(loop: Loop, does: str = "", log_file: str | None = None) -> None:
+def train(loop: Loop, variant: str = "", log_file: str | None = None) -> None:
     model = loop.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = StepLR(optimizer, 3, 0.5)
-    if does != "keeps nothing":
+    if variant != "keeps nothing":
         loop.keep(optimizer, schedule)
-    if does == "has no loop":
+    if variant == "has no loop":
         return
     for step in loop:
         for rows in step:
-            if does == "adds nothing":
+            if variant == "adds nothing":
                 continue
-            outputs = compute_outputs(model, rows, does)
+            outputs = compute_outputs(model, rows, variant)
             step.add(**outputs)
-            if does == "adds twice":
+            if variant == "adds twice":
                 step.add(**outputs)
-            if does == "leaves the rows":
+            if variant == "leaves the rows":
                 break
-        if does == "breaks":
+        if variant == "breaks":
             break
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for _ in range({"never moves": 0, "moves twice": 2}.get(does, 1)):
+        for _ in range({"never moves": 0, "moves twice": 2}.get(variant, 1)):
             optimizer.step()
-        if does == "moves the schedule":
+        if variant == "moves the schedule":
             schedule.step()
     if log_file is not None:
         with Path(log_file).open("a") as file:

@@ -18,21 +18,21 @@ class MemoryClient:
     """Models, versions, tags and aliases in memory. A call can be lost, before or after it took effect.
 
     Attributes:
-        left: Number of calls that succeed before one is lost; below 0: none is lost.
-        after: Whether the lost call takes effect.
+        calls_left: Number of calls that succeed before one is lost; below 0: none is lost.
+        fails_after_call: Whether the lost call takes effect.
     """
 
     def __init__(self) -> None:
-        self.left, self.after = -1, False
+        self.calls_left, self.fails_after_call = -1, False
         self.models: dict[str, SimpleNamespace] = {}
         self.versions: dict[str, list[SimpleNamespace]] = {}
 
     def _call(self, act: Any) -> Any:
-        self.left -= 1
-        if self.left == -1 and not self.after:
+        self.calls_left -= 1
+        if self.calls_left == -1 and not self.fails_after_call:
             raise LostError
         result = act()
-        if self.left == -1:
+        if self.calls_left == -1:
             raise LostError
         return result
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 Point = tuple[int, int, float]
 
@@ -30,14 +30,14 @@ def _migrated() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def database(path: Path) -> str:
+def make_database(path: Path) -> str:
     """Writes an MLflow database as a copy of a migrated one, since a migration takes seconds; returns its URI."""
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(_migrated().name) / "mlflow.db", path)
     return f"sqlite:///{path}"
 
 
-class Server:
+class MlflowServer:
     """A real MLflow server that can be killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +49,7 @@ class Server:
 
     def start(self) -> None:
         database_path = self.folder / "server.db"
-        uri = f"sqlite:///{database_path}" if database_path.exists() else database(database_path)
+        uri = f"sqlite:///{database_path}" if database_path.exists() else make_database(database_path)
         address = ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
         stores = ["--backend-store-uri", uri, "--artifacts-destination", str(self.folder / "files")]
         self.process = subprocess.Popen(
@@ -59,7 +59,7 @@ class Server:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        until(self.answers, "the MLflow server does not answer")
+        wait_until(self.answers, "the MLflow server does not answer")
 
     def answers(self) -> bool:
         assert self.process is not None
@@ -85,7 +85,7 @@ class Server:
         os.killpg(self.process.pid, signal.SIGCONT)
 
 
-class Stub:
+class BrokenServer:
     """A broken server.
 
     Args:
@@ -94,7 +94,7 @@ class Stub:
     """
 
     def __init__(self, port: int, answer: bytes | None) -> None:
-        self.asked = 0
+        self.num_requests = 0
         self._answer, self._open = answer, [socket.create_server(("127.0.0.1", port))]
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -104,7 +104,7 @@ class Stub:
                 connection, _ = self._open[0].accept()
                 self._open.append(connection)
                 connection.recv(1 << 16)
-                self.asked += 1
+                self.num_requests += 1
                 if self._answer is not None:
                     connection.sendall(self._answer)
                     connection.close()
@@ -131,7 +131,7 @@ def mlflow_runs(uri: str, name: str) -> list[Any]:
     return [run for run in runs if run.info.run_name == name]
 
 
-def history(uri: str, run_id: str, metric: str) -> list[Point]:
+def metric_history(uri: str, run_id: str, metric: str) -> list[Point]:
     """Returns the points of a metric as (step, time, value), in the order of MLflow's answer."""
     from mlflow.tracking import MlflowClient
 

@@ -8,7 +8,7 @@ from pathlib import Path
 _WORDS = b"~-1~0~99999999999999999999~1e400~NaN~null~{}~[~'~\n~\0~\xff\xfe~\xf0\x9f~a,b~../x".split(b"~")
 
 
-def mutant(data: bytes, seed: int) -> bytes:
+def mutate(data: bytes, seed: int) -> bytes:
     """Returns the content of a file with one to three damages."""
     rng = random.Random(seed)
     for _ in range(rng.randint(1, 3)):
@@ -40,5 +40,5 @@ def damage(folder: Path, seed: int) -> Path:
     """Damages one file below a folder, and returns its path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     chosen = files[random.Random(-1 - seed).randrange(len(files))]
-    chosen.write_bytes(mutant(chosen.read_bytes(), seed))
+    chosen.write_bytes(mutate(chosen.read_bytes(), seed))
     return chosen

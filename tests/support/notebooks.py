@@ -20,7 +20,7 @@ import nbformat
 from ipykernel.kernelspec import install
 from nbclient import NotebookClient
 
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 KERNEL = "ray-app-tests"
@@ -99,7 +99,7 @@ def pictures(notebook: nbformat.NotebookNode) -> list[bytes]:
     return [base64.b64decode(picture) for picture in images if picture]
 
 
-def printed(notebook: nbformat.NotebookNode) -> str:
+def text_output(notebook: nbformat.NotebookNode) -> str:
     """Returns all its output that is text."""
     return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs(notebook))
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 
-class Finding(Optimizer):
+class AdaptiveStepSize(Optimizer):
     """An optimizer that adapts its step size and stores it in its groups, as Prodigy and D-Adaptation do."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
@@ -27,7 +27,7 @@ class Finding(Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] * group["size"])
 
 
-class Counting(Optimizer):
+class CountingSgd(Optimizer):
     """An optimizer that counts its steps in an attribute."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
@@ -54,7 +54,7 @@ def single_precision(step: int) -> Any:
     return np.float32(1 / (1 + step))
 
 
-class Locking(torch.optim.SGD):
+class LockInGroups(torch.optim.SGD):
     """An optimizer with a lock in its groups, which a checkpoint cannot contain."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:

@@ -11,16 +11,16 @@ from ray_app.task.base import Batch, Task
 from ray_app.task.module import ModuleTask
 
 
-class Holding(Task):
+class UnpicklableTask(Task):
     """A task that predicts y from x, with an attribute that cannot be pickled."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, content: str) -> None:
         parts: dict[str, Any] = {
             "lock": threading.Lock(),
             "generator": (i for i in range(3)),
             "deep": {"locks": [threading.RLock()]},
         }
-        self.held = parts.get(what)
+        self.resource = parts.get(content)
 
     def columns(self) -> list[str]:
         """See `Task.columns`."""
@@ -67,14 +67,14 @@ def locked_pixels(classes: int) -> nn.Module:
     return model
 
 
-class WithoutUnknown(nn.CrossEntropyLoss):
+class HiddenIgnoreIndex(nn.CrossEntropyLoss):
     """A loss that ignores pixels of the value 255 without an argument for it."""
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__(ignore_index=255, reduction=reduction)
 
 
-class Modulo(nn.CrossEntropyLoss):
+class ModuloTargets(nn.CrossEntropyLoss):
     """A loss that accepts all integers as targets."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Modulo(nn.CrossEntropyLoss):
         return super().forward(input, target % input.shape[1])
 
 
-class OwnStep(ModuleTask):
+class CustomTrainingLoss(ModuleTask):
     """A task with its own training loss, for which the outputs need not fit the target."""
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 
-def operations(call: Callable[[], Any]) -> int:
+def count_operations(call: Callable[[], Any]) -> int:
     """Returns the number of bytecode operations of a call, those of loops within an expression included."""
     count = 0
 

@@ -19,10 +19,10 @@ from ray_app.runlog.lease import Lease, LeaseHolder, LeaseRecord, acquire_lease
 from ray_app.storage.files import put_json
 from ray_app.track.tracker import Tracker
 from tests.support.checkpoints import commit_of, snapshot_of
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 
-def drive(config: Config, last: int, end: str = "") -> tuple[Lease, Tracker]:
+def drive_run(config: Config, last: int, end: str = "") -> tuple[Lease, Tracker]:
     """Records steps, sends them to MLflow, writes a checkpoint of the last, and keeps its lease.
 
     Args:
@@ -43,16 +43,16 @@ def drive(config: Config, last: int, end: str = "") -> tuple[Lease, Tracker]:
     CheckpointStore(job.paths).write(pack(snapshot_of(last)), replace(commit_of(last, job.fence), params_digest="abc"))
     if end:
         put_event(job.paths, end, job.fence)
-    until(
+    wait_until(
         lambda: tracker.run_id and f'"sent_step": {last}' in job.paths.tracking.read_text(),
         "MLflow did not get the steps",
     )
     return lease, tracker
 
 
-def orphan(config: Config, last: int, end: str = "") -> None:
-    """Writes quickly what a killed `drive` leaves: the lease names a process that has ended."""
-    lease, tracker = drive(config, last, end)
+def make_orphan(config: Config, last: int, end: str = "") -> None:
+    """Writes quickly what a killed `drive_run` leaves: the lease names a process that has ended."""
+    lease, tracker = drive_run(config, last, end)
     tracker.abandon()
     lease.release()
     dead_holder = replace(LeaseHolder.here(), pid_ticks=-1)
@@ -62,6 +62,6 @@ def orphan(config: Config, last: int, end: str = "") -> None:
 
 
 if __name__ == "__main__":
-    drive(from_yaml(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    drive_run(from_yaml(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
     print("ready", flush=True)
     time.sleep(600)

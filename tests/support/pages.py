@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from tests.support.ingest_inputs import write_cifar, write_idx, write_tar
-from tests.support.places import ROOT, SUPPORT
+from tests.support.paths import ROOT, SUPPORT
 
 PAGES = [
     ROOT / "README.md",
@@ -103,7 +103,7 @@ def _every_source(folder: Path) -> None:
     (folder / "table.parquet").symlink_to(ROOT / "datasets" / "digits" / "eval" / "part-00000.parquet")
 
 
-def write_text_maker(folder: Path) -> None:
+def write_texts_script(folder: Path) -> None:
     """Writes `make_texts.py`, the script of docs/text.md, which language-model.md uses, too."""
     [script] = [block for block in blocks(ROOT / "docs" / "text.md") if block.argument == "make_texts.py"]
     (folder / script.argument).write_text(script.text)
@@ -121,7 +121,7 @@ EXECUTED: dict[str, Callable[[Path], None]] = {
     "docs/lightning.md": _nothing,
     "docs/loop.md": _nothing,
     "docs/module-task.md": _nothing,
-    "docs/language-model.md": write_text_maker,
+    "docs/language-model.md": write_texts_script,
     "docs/start/images.md": _photos,
     "docs/start/keras.md": _mnist,
     "docs/start/own-model.md": _nothing,

@@ -18,28 +18,28 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.head import free_ports
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 
 def find_prometheus() -> str | None:
     return shutil.which("prometheus")
 
 
-def endpoint() -> str:
+def agent_address() -> str:
     """Returns the address at which the agent of the driver's node exports metrics."""
     [node_] = [node for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()]
     return f"{node_['NodeManagerAddress']}:{node_['MetricsExportPort']}"
 
 
-def shown(run: str) -> dict[tuple[str, str], float]:
+def exported_metrics(run: str) -> dict[tuple[str, str], float]:
     """Returns the metrics of a run that the agent exports now, by name and cause; most have no cause."""
-    with urllib.request.urlopen(f"http://{endpoint()}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{agent_address()}/metrics", timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     samples = [sample for family in families for sample in family.samples if sample.labels.get("run") == run]
     return {(sample.name, sample.labels.get("cause", "")): sample.value for sample in samples}
 
 
-class Server:
+class PrometheusServer:
     """A Prometheus that scrapes the agent once a second."""
 
     def __init__(self, url: str) -> None:
@@ -66,14 +66,14 @@ class Server:
 
 
 @contextmanager
-def prometheus(program: str, folder: Path) -> Iterator[Server]:
+def start_prometheus(program: str, folder: Path) -> Iterator[PrometheusServer]:
     [port] = free_ports(1)
-    jobs = [{"job_name": "ray", "scrape_interval": "1s", "static_configs": [{"targets": [endpoint()]}]}]
+    jobs = [{"job_name": "ray", "scrape_interval": "1s", "static_configs": [{"targets": [agent_address()]}]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": jobs}))
     command = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
-    server = Server(f"http://127.0.0.1:{port}")
+    server = PrometheusServer(f"http://127.0.0.1:{port}")
 
     def scraped() -> bool:
         assert process.poll() is None, (folder / "prometheus.log").read_text()
@@ -83,7 +83,7 @@ def prometheus(program: str, folder: Path) -> Iterator[Server]:
             return False
 
     try:
-        until(scraped, "Prometheus has not scraped", 60)
+        wait_until(scraped, "Prometheus has not scraped", 60)
         yield server
     finally:
         process.kill()

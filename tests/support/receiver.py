@@ -11,7 +11,7 @@ from typing import Any
 
 
 @contextmanager
-def receiver() -> Iterator[tuple[str, list[str]]]:
+def start_receiver() -> Iterator[tuple[str, list[str]]]:
     """Starts a server; yields its address and the list of the posted texts."""
     posted_texts: list[str] = []
 

@@ -24,7 +24,7 @@ BASE_S = 1_700_000_000.25
 History = list[tuple[int, int, float]]
 
 
-class Run:
+class RecordedRun:
     """A run directory, the record that rank 0 and evaluators write, and the points that MLflow should have of it."""
 
     def __init__(self, root: Path, uri: str, **fields: Any) -> None:
@@ -77,7 +77,7 @@ class Run:
         tracker.start()
         return tracker
 
-    def expected(self, last: int) -> dict[str, History]:
+    def expected_points(self, last: int) -> dict[str, History]:
         """Returns the expected points up to a step, computed from the record alone."""
         failed = [event.time_s for event in read_events(self.paths, "failed")]
         points: dict[str, History] = {}

@@ -25,11 +25,11 @@ SILENCE_S = 2.0
 FORM_S = 5.0
 CONTROL_TICKS = 2
 KINDS = ("join", "kill", "kill_all_but_one", "freeze", "cut_off", "drain", "drain_all", "restart", "slow_storage")
-PARTED = (*KINDS, "partition")
+KINDS_WITH_PARTITION = (*KINDS, "partition")
 """The kinds with a partition. The history of a seed depends on the kinds, so tests that name seeds keep `KINDS`."""
 
 
-class BrokenPromiseError(AssertionError):
+class InvariantViolationError(AssertionError):
     """An invariant was violated; the message is the history."""
 
 
@@ -70,7 +70,7 @@ class Worker:
     # It cannot reach the rendezvous until this time.
     cut_until_s: float = 0.0
     # It cannot reach the other workers until this time.
-    apart_until_s: float = 0.0
+    partitioned_until_s: float = 0.0
     saving: int | None = None
     saved_at_s: float = 0.0
     over: bool = False
@@ -94,7 +94,7 @@ def _now(coroutine: Coroutine[Any, Any, None]) -> None:
         coroutine.send(None)
 
 
-class World:
+class RendezvousWorld:
     """A simulated run, as the module's docstring describes it.
 
     Args:
@@ -110,7 +110,7 @@ class World:
         self.steps = steps
         self.now = 100.0
         self.min_workers = min(workers, random.Random(seed).choice((1, 1, 1, 2, 3)))
-        self.story = [f"seed {seed}: {workers} workers, at least {self.min_workers}, {steps} steps"]
+        self.log = [f"seed {seed}: {workers} workers, at least {self.min_workers}, {steps} steps"]
         self.actors, self.died_s = -1, 0.0
         self.beats_per_s, self.calls = workers * self.random.choice((4.0, 1.0, 0.4)), self.random.random() < 0.8
         self.live: list[Worker] = []
@@ -146,10 +146,10 @@ class World:
                 self._apply_reply(w, actor.reply_for(w.name))
 
     def _log(self, text: str) -> None:
-        self.story.append(f"{self.now - 100:7.2f} s  {text}")
+        self.log.append(f"{self.now - 100:7.2f} s  {text}")
 
     def _fail(self, text: str) -> None:
-        raise BrokenPromiseError("\n".join([*self.story, text]))
+        raise InvariantViolationError("\n".join([*self.log, text]))
 
     def _add(self) -> None:
         self.names += 1
@@ -319,7 +319,7 @@ class World:
 
     def _hangs(self, group: Generation, members: list[Worker]) -> bool:
         """Returns whether members do not reach each other; they wait until the reduction times out."""
-        if len(members) == 1 or not any(self.now < m.apart_until_s for m in members):
+        if len(members) == 1 or not any(self.now < m.partitioned_until_s for m in members):
             group.hangs_s = None
             return False
         group.hangs_s = self.now if group.hangs_s is None else group.hangs_s
@@ -385,7 +385,7 @@ class World:
         """Simulates until the run is over.
 
         Raises:
-            BrokenPromiseError: An invariant was violated.
+            InvariantViolationError: An invariant was violated.
         """
         todo, ticks = list(self.schedule), 0
         while not (self.finished_steps >= self.steps and not self.live):

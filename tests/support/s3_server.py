@@ -19,14 +19,14 @@ from typing import Any
 
 from ray_app.storage.files import to_location
 from ray_app.storage.object_stores import ObjectPath
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 BUCKET = "runs"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @dataclass
-class Rule:
+class FaultRule:
     """A fault.
 
     Args:
@@ -67,8 +67,8 @@ class S3Server:
         return location
 
     def fail(self, match: str, **how: Any) -> None:
-        """Adds a fault, see `Rule`."""
-        self._control("rule", asdict(Rule(match, **how)))
+        """Adds a fault, see `FaultRule`."""
+        self._control("rule", asdict(FaultRule(match, **how)))
 
     def reset(self) -> None:
         """Removes all faults and the list of requests."""
@@ -108,7 +108,7 @@ class _Faulty:
 
     def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
         self._application = application
-        self._rules: list[Rule] = []
+        self._rules: list[FaultRule] = []
         self._requests: list[str] = []
         self._lock, self._conditional = threading.Lock(), threading.Lock()
 
@@ -159,7 +159,7 @@ class _Faulty:
         answer = None
         with self._lock:
             if command == "rule":
-                self._rules.append(Rule(**value))
+                self._rules.append(FaultRule(**value))
             elif command == "reset":
                 self._rules, self._requests = [], []
             else:

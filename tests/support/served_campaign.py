@@ -17,7 +17,7 @@ from ray_app.train.strategies.parameter_server.coordinator import Coordinator
 from ray_app.train.strategies.parameter_server.protocol import CoordinatorReply
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
 from tests.support.local_world import CPU
-from tests.support.server_world import Here, World
+from tests.support.server_world import LocalServers, ServerWorld
 
 _CALLS = {"worker": ("pull", "push"), "coordinator": ("norms", "apply", "state", "load")}
 MOMENTS = {
@@ -39,7 +39,7 @@ class _LostError(BaseException):
     """The process that executes this line is lost."""
 
 
-class _Servers(Here):
+class _Servers(LocalServers):
     """Servers that report the moments of their calls."""
 
     def __init__(self, job: Job, on_moment: Any) -> None:
@@ -56,7 +56,7 @@ class _Servers(Here):
         return results
 
 
-class ServedCampaign(World):
+class ServedCampaign(ServerWorld):
     """A run with losses, as the module's docstring describes it.
 
     Args:
@@ -65,14 +65,14 @@ class ServedCampaign(World):
         workers: Number of workers.
 
     Attributes:
-        fired: Number of losses by role and moment.
+        lost_processes: Number of losses by role and moment.
     """
 
     def __init__(self, seed: int, job: Job, workers: int) -> None:
         self._random = random.Random(seed)
         self._fault = ("", "")
         self._moments_left = 0
-        self.fired = Counter[tuple[str, str]]()
+        self.lost_processes = Counter[tuple[str, str]]()
         super().__init__(job, workers)
         self.servers = _Servers(job, self._on_moment)
         self.coordinator = Coordinator(job, self.servers)
@@ -106,17 +106,17 @@ class ServedCampaign(World):
         self._moments_left -= 1
         if self._moments_left:
             return
-        self.fired[self._fault] += 1
+        self.lost_processes[self._fault] += 1
         self._fault = ("", "")
         if role != "server":
             raise _LostError
         self.servers.lose(self._random.randrange(len(self.servers.servers)))
 
-    def disturb(self, faults: int) -> None:
+    def run_with_losses(self, faults: int) -> None:
         """Trains to the end, with at most `faults` losses."""
         is_over = False
         while not is_over:
-            if not self._fault[0] and self.fired.total() < faults:
+            if not self._fault[0] and self.lost_processes.total() < faults:
                 role = self._random.choice(list(MOMENTS))
                 self._fault = role, self._random.choice(MOMENTS[role])
                 is_rare = self._fault[1].endswith(_RARE)
@@ -129,8 +129,8 @@ class ServedCampaign(World):
                 self.add()
 
 
-def served(job: Job, seed: int, workers: int, faults: int) -> Counter[tuple[str, str]]:
+def run_served_campaign(job: Job, seed: int, workers: int, faults: int) -> Counter[tuple[str, str]]:
     """Trains a job; returns the number of losses by role and moment."""
     campaign = ServedCampaign(seed, job, workers)
-    campaign.disturb(faults)
-    return campaign.fired
+    campaign.run_with_losses(faults)
+    return campaign.lost_processes

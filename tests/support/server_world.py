@@ -18,7 +18,7 @@ from tests.support.local_world import CPU
 _MAX_TURNS = 1000
 
 
-class Here:
+class LocalServers:
     """The servers in this process."""
 
     def __init__(self, job: Job) -> None:
@@ -36,14 +36,14 @@ class Here:
         self.servers[index] = self._new()
 
 
-class World:
+class ServerWorld:
     """A coordinator, its servers and its workers."""
 
     def __init__(
         self, job: Job, workers: int, windows: OpenWindows = cache_windows, device: torch.device = CPU
     ) -> None:
         self.job = job
-        self.servers = Here(job)
+        self.servers = LocalServers(job)
         self.windows = windows
         self.device = device
         self.coordinator = Coordinator(job, self.servers)

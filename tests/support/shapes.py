@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.pages import blocks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 BLOCKS = {block.argument: block.text for block in blocks(ROOT / "docs" / "detection.md") if block.mark == "file"}
 

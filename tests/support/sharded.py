@@ -26,14 +26,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Units(ImageClassification):
     """A task that names its layers as shard units, since they are too small for the default."""
 
-    def __init__(self, own: bool = True) -> None:
+    def __init__(self, names_units: bool = True) -> None:
         super().__init__(model_args={"channels": 4, "dropout": 0.3})
-        self.own = own
+        self.names_units = names_units
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
         return (
             [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-            if self.own
+            if self.names_units
             else super().shard_units(model)
         )
 
@@ -49,7 +49,7 @@ def fsdp_job(folder: Path, data: Path, task: Any = None, **fields: Any) -> Job:
     return make_job(folder, data, logical_workers=4, batch=12, task=task or Units(), **(defaults | fields))
 
 
-def assert_bits(actual: TrainedRun, expected: TrainedRun) -> None:
+def assert_bit_identical(actual: TrainedRun, expected: TrainedRun) -> None:
     """Asserts that all steps and the final state are bit-identical."""
     assert actual.steps == expected.steps
     assert actual.digests == expected.digests

@@ -37,7 +37,7 @@ class ShiftingMembership(LocalMembership):
     """The membership of a worker in generations that are planned beforehand.
 
     Args:
-        me: The number of this worker.
+        worker: The number of this worker.
         groups: The workers of each generation, in the order of their ranks.
         reforms: The number of steps after which the workers of a generation form the next; 0: they do not.
         store: The file of the process group's store.
@@ -48,10 +48,10 @@ class ShiftingMembership(LocalMembership):
     recovers = True
 
     def __init__(
-        self, me: int, groups: list[list[int]], reforms: list[int], store: Path, logical_workers: int, backend: str
+        self, worker: int, groups: list[list[int]], reforms: list[int], store: Path, logical_workers: int, backend: str
     ) -> None:
         super().__init__(World(0, 1, logical_workers), store, backend=backend)
-        self._me = me
+        self._worker = worker
         self._groups = groups
         self._reforms = reforms
         self._folder, self._at = store, -1
@@ -60,13 +60,13 @@ class ShiftingMembership(LocalMembership):
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
         self._at += 1
-        while self._at < 0 or (self._me not in self._groups[self._at] and step < 0):
+        while self._at < 0 or (self._worker not in self._groups[self._at] and step < 0):
             self._at += 1
         group = self._groups[self._at]
-        if self._me not in group:
+        if self._worker not in group:
             raise LeavingError
         self._num_calls = 0
-        self._world = World(group.index(self._me), len(group), self._world.logical_workers)
+        self._world = World(group.index(self._worker), len(group), self._world.logical_workers)
         self._store = Path(f"{self._folder}-{self._at}")
         with super().generation(step, lost) as (world, formed):
             yield world, dataclasses.replace(formed, number=self._at + 1)
@@ -83,7 +83,7 @@ class ShiftingMembership(LocalMembership):
 
     def is_leaving(self) -> bool:
         """See `Membership.is_leaving`."""
-        return self._at + 1 < len(self._groups) and self._me not in self._groups[self._at + 1]
+        return self._at + 1 < len(self._groups) and self._worker not in self._groups[self._at + 1]
 
 
 def train_shifting(
@@ -102,7 +102,7 @@ def train_shifting(
 
 
 def _train(
-    me: int,
+    worker: int,
     store: Path,
     job: Job,
     groups: list[list[int]],
@@ -113,7 +113,11 @@ def _train(
 ) -> str:
     try:
         train(
-            job, ShiftingMembership(me, groups, reforms, store, job.plan.logical_workers, backend), windows, CPU, hooks
+            job,
+            ShiftingMembership(worker, groups, reforms, store, job.plan.logical_workers, backend),
+            windows,
+            CPU,
+            hooks,
         )
     except BaseException:
         traceback.print_exc()

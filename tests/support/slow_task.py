@@ -13,7 +13,7 @@ from ray_app.task.image import ImageClassification
 _SLOW_S = 0.05
 
 
-class Slow(ImageClassification):
+class SlowTask(ImageClassification):
     """Digits, with a pause at each loss as long as `<folder>/fast` does not exist.
 
     Args:

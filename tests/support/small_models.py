@@ -12,7 +12,7 @@ def per_image(outputs: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 14 * 14, outputs))
 
 
-def fractions() -> torch.dtype:
+def float32_dtype() -> torch.dtype:
     return torch.float32
 
 
@@ -40,7 +40,7 @@ def detector(num_classes: int, **sizes: Any) -> nn.Module:
     )
 
 
-class EveryThird:
+class FlipEveryThird:
     """A transform with state: it flips every third image upside down."""
 
     def __init__(self) -> None:

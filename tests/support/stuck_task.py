@@ -11,7 +11,7 @@ import ray
 from ray_app.task.image import ImageClassification
 
 
-class Stuck(ImageClassification):
+class StuckTask(ImageClassification):
     """Digits; `decode` returns a few times in read tasks, and then stalls for ever.
 
     Args:

@@ -10,7 +10,7 @@ from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 
 
-class Talking(ImageClassification):
+class PrintingTask(ImageClassification):
     """Digits; prints the number of rows of each batch."""
 
     def training_loss(self, model: Any, batch: Batch) -> Tensor:

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.pages import write_text_maker
+from tests.support.pages import write_texts_script
 
 
 def write_texts(folder: Path) -> None:
     """Runs the script of the page, which writes `texts.jsonl` and `tokenizer.json`."""
-    write_text_maker(folder)
+    write_texts_script(folder)
     subprocess.run([sys.executable, "make_texts.py"], cwd=folder, check=True, timeout=240)

@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 
 from ray_app.cli.train import main
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandResult:
     """The exit code and output of a call of the command."""
 
     code: int
@@ -28,22 +28,22 @@ class Ended:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Callable[[Sequence[str]], Ended]:
+def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[[Sequence[str]], CommandResult]:
     """Returns a function that calls the command in this process."""
 
-    def run(arguments: Sequence[str]) -> Ended:
+    def run(arguments: Sequence[str]) -> CommandResult:
         try:
             code: Any = main(list(arguments))
         except SystemExit as exit:
             code = exit.code
         captured = capsys.readouterr()
-        return Ended(code, captured.out, captured.err)
+        return CommandResult(code, captured.out, captured.err)
 
     return run
 
 
 @pytest.fixture
-def command(digits: Path, tmp_path: Path) -> Callable[..., list[str]]:
+def make_arguments(digits: Path, tmp_path: Path) -> Callable[..., list[str]]:
     """Returns a function that appends arguments to those of a valid command."""
 
     def make(*more: str) -> list[str]:
@@ -74,7 +74,7 @@ def write_images(folder: Path, count: int, group: int, bad: int) -> Path:
     return folder
 
 
-def of_images(folder: Path) -> list[str]:
+def image_arguments(folder: Path) -> list[str]:
     return [
         "--task.class_path=ray_app.task.image.ImageClassification",
         "--task.init_args.pixel_max=255",

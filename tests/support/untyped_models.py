@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ray_app.task.base import Batch, Task
 
 
-class Numbers(nn.Module):
+class NumericColumns(nn.Module):
     """A network of two layers for numeric columns."""
 
     def __init__(self, width, outputs=1):  # type: ignore[no-untyped-def]
@@ -20,10 +20,10 @@ class Numbers(nn.Module):
 
 
 def numbers(width, outputs=1):  # type: ignore[no-untyped-def]
-    return Numbers(width, outputs)
+    return NumericColumns(width, outputs)
 
 
-class Scaled(nn.Module):
+class ScaledLoss(nn.Module):
     """A scaled squared error."""
 
     def __init__(self, scale, reduction="none"):  # type: ignore[no-untyped-def]
@@ -34,7 +34,7 @@ class Scaled(nn.Module):
         return self.scale * (outputs - target) ** 2  # type: ignore[no-any-return]
 
 
-class Stepping(Numbers):
+class LightningStyle(NumericColumns):
     """A module with the step methods of Lightning."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
@@ -60,7 +60,7 @@ class Untyped(Task):
         return ["y"]
 
     def build_model(self) -> nn.Module:
-        return Numbers(self.width)
+        return NumericColumns(self.width)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         return (outputs[:, 0] - batch["y"]) ** 2

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def until(condition: Callable[[], Any], message: str = "it did not come true", limit_s: float = 180.0) -> None:
+def wait_until(condition: Callable[[], Any], message: str = "it did not come true", limit_s: float = 180.0) -> None:
     """Waits until a condition holds; `message` begins the error if it does not hold in time."""
     deadline_s = time.monotonic() + limit_s
     while not condition():

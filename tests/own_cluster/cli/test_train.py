@@ -17,8 +17,8 @@ import pytest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from tests.support.places import ROOT
-from tests.support.train_command import Ended, of_images, write_images
+from tests.support.paths import ROOT
+from tests.support.train_command import CommandResult, image_arguments, write_images
 
 TRAIN = ROOT / "jobs" / "train.py"
 _PROCESS_S = 240
@@ -50,11 +50,16 @@ def test_help_explains_the_fields_with_units_and_defaults() -> None:
 
 
 def test_a_bad_row_in_mid_run_fails_the_run_and_is_reported(
-    command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path, ray_cluster: None
+    make_arguments: Callable[..., list[str]],
+    run_command: Callable[[Sequence[str]], CommandResult],
+    tmp_path: Path,
+    ray_cluster: None,
 ) -> None:
     del ray_cluster
     folder = write_images(tmp_path / "images", 192, 64, bad=2 * 64 + 17)
-    ended = call(command(*of_images(folder), "--scaling.logical_workers=1", "--checkpoint.every_steps=1"))
+    ended = run_command(
+        make_arguments(*image_arguments(folder), "--scaling.logical_workers=1", "--checkpoint.every_steps=1")
+    )
     assert ended.code == 1
     assert "The run failed: BadRowError: images.parquet, row group 2, row 17: " in ended.err
     assert "Traceback" not in ended.err
@@ -118,16 +123,20 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
 
 
 def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes(
-    command: Callable[..., list[str]],
-    call: Callable[[Sequence[str]], Ended],
+    make_arguments: Callable[..., list[str]],
+    run_command: Callable[[Sequence[str]], CommandResult],
     start: Callable[[list[str]], Started],
     gate: Path,
     tmp_path: Path,
     ray_cluster: None,
 ) -> None:
     del ray_cluster
-    gated = ["--task.class_path=tests.support.gated_task.Gated", "--task.init_args", json.dumps({"gate": str(gate)})]
-    arguments = command(*gated, "--data.eval_path=null", "--train.max_steps=150", "--scaling.max_workers=1")
+    gated = [
+        "--task.class_path=tests.support.gated_task.GatedTask",
+        "--task.init_args",
+        json.dumps({"gate": str(gate)}),
+    ]
+    arguments = make_arguments(*gated, "--data.eval_path=null", "--train.max_steps=150", "--scaling.max_workers=1")
     paths = RunPaths(tmp_path / "runs" / "run")
 
     first = start(arguments)
@@ -144,7 +153,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes(
     assert 0 < interrupted["steps"] < 150
     assert "Traceback" not in first.err.read_text()
 
-    second = call(arguments)
+    second = run_command(arguments)
     assert second.code == 0, second.err
     summary = json.loads(paths.summary.read_text())
     assert "Continuing run run" in second.out
@@ -153,22 +162,22 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes(
     assert summary["redone_steps"] == 0
     assert summary["steps"] == 150
 
-    assert call([*arguments, "--run.name=undisturbed"]).code == 0
+    assert run_command([*arguments, "--run.name=undisturbed"]).code == 0
     expected = json.loads((tmp_path / "runs" / "undisturbed" / "summary.json").read_text())
     assert summary["params_digest"] == expected["params_digest"]
     assert summary["rows"] == expected["rows"]
 
 
 def test_sigterm_before_the_first_step_interrupts_the_run_cleanly(
-    command: Callable[..., list[str]], start: Callable[[list[str]], Started], gate: Path, tmp_path: Path
+    make_arguments: Callable[..., list[str]], start: Callable[[list[str]], Started], gate: Path, tmp_path: Path
 ) -> None:
     gated = [
-        "--task.class_path=tests.support.gated_task.Gated",
+        "--task.class_path=tests.support.gated_task.GatedTask",
         "--task.init_args",
         json.dumps({"gate": str(gate), "wait_before": 1}),
     ]
-    in_dry_run = start(command(*gated))
-    started = start(command("--run.name=started", "--scaling.max_workers=1", "--data.eval_path=null"))
+    in_dry_run = start(make_arguments(*gated))
+    started = start(make_arguments("--run.name=started", "--scaling.max_workers=1", "--data.eval_path=null"))
 
     in_dry_run.wait_until((gate / "reached").exists)
     in_dry_run.process.send_signal(signal.SIGTERM)

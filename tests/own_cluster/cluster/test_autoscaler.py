@@ -15,8 +15,8 @@ import psutil
 import pytest
 import ray
 
-from tests.support.places import ROOT
-from tests.support.waiting import until
+from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 
 NODE = {"resources": {"CPU": 1, "object_store_memory": 10**8}, "node_config": {}, "min_workers": 0, "max_workers": 4}
 LISTS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
@@ -87,7 +87,7 @@ def from_zero(tmp_path: Path) -> Iterator[str]:
     with open(tmp_path / "head.log", "wb") as log:
         head = subprocess.Popen(command, env=environment, start_new_session=True, stdout=log, stderr=log)
     try:
-        until(
+        wait_until(
             lambda: "will now block" in (tmp_path / "head.log").read_text() or head.poll() is not None,
             "the head does not start",
         )

@@ -20,7 +20,7 @@ from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks
 from ray_app.train.membership import SingleProcessMembership
 from tests.support.cluster import record_of
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 SCRIPT = """
 import ray, sys
@@ -30,7 +30,7 @@ from ray_app.config.config import from_yaml
 from ray_app.drill.cluster import open_drill_cluster
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
-from tests.support.injector import Linger
+from tests.support.injector import DelayUntilEvent
 
 config = from_yaml(Path(sys.argv[1]).read_text())
 run = str(Path(config.run.storage_path) / config.run.name)
@@ -46,16 +46,18 @@ class Drain:
 
 with open_drill_cluster(2, evaluates=False) as nodes:
     drain = Drain()
-    run_training(config, faults=Faults(train=Hooks(after_step=Linger(run, "preempted", {}, after=3, each_s=3))), observe=drain)
+    run_training(config, faults=Faults(train=Hooks(after_step=DelayUntilEvent(run, "preempted", {}, after=3, each_s=3))), observe=drain)
     assert drain.node is not None
 """  # noqa: E501
 
 
 @pytest.mark.rest
-def test_workers_leave_a_drained_node_without_losing_steps(short_run: Callable[..., Config], tmp_path: Path) -> None:
-    alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
+def test_workers_leave_a_drained_node_without_losing_steps(
+    make_short_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    alone = claim(prepare(make_short_config(run__name="undisturbed", scaling__max_workers=2)), 1).job
     train_in_process(alone, SingleProcessMembership(alone.config.logical_workers, lambda: False), Hooks())
-    config = short_run(scaling__min_workers=1, scaling__max_workers=2)
+    config = make_short_config(scaling__min_workers=1, scaling__max_workers=2)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PYTHONPATH": str(ROOT)

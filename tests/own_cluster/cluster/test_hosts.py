@@ -15,8 +15,8 @@ import pytest
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from tests.support.cluster import record_of
-from tests.support.hosts import Hosts, why_not
-from tests.support.places import ROOT
+from tests.support.hosts import Hosts, unsupported_reason
+from tests.support.paths import ROOT
 
 STEPS = 60
 DRIVER = """
@@ -25,16 +25,16 @@ from ray_app import run_training
 from ray_app.config.config import from_yaml
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
-from tests.support.injector import Linger
+from tests.support.injector import DelayUntilEvent
 config = from_yaml(open(sys.argv[1]).read())
-linger = Linger(sys.argv[2], "failed", {}, after=20, each_s=float(sys.argv[3]))
+linger = DelayUntilEvent(sys.argv[2], "failed", {}, after=20, each_s=float(sys.argv[3]))
 run_training(config, faults=Faults(train=Hooks(after_step=linger)))
 """
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    reason = why_not()
+    reason = unsupported_reason()
     if reason is not None:
         print(reason)
         pytest.skip(reason)
@@ -52,7 +52,7 @@ def drive(hosts: Hosts, folder: Path, config: Any, each_s: float) -> subprocess.
 
 
 def test_a_partitioned_host_rejoins_and_the_run_stays_bit_identical(
-    hosts: Hosts, short_run: Any, tmp_path: Path
+    hosts: Hosts, make_short_config: Any, tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {
         "train__max_steps": STEPS,
@@ -60,21 +60,21 @@ def test_a_partitioned_host_rejoins_and_the_run_stays_bit_identical(
         "scaling__max_workers": 3,
         "failure__heartbeat_timeout_s": 3.0,
     }
-    alone = drive(hosts, tmp_path, short_run(run__name="alone", **fields), each_s=0.0)
+    alone = drive(hosts, tmp_path, make_short_config(run__name="alone", **fields), each_s=0.0)
     assert alone.wait(200) == 0
     paths = RunPaths(tmp_path / "runs" / "run")
-    driver = drive(hosts, tmp_path, short_run(run__name="run", **fields), each_s=3.0)
+    driver = drive(hosts, tmp_path, make_short_config(run__name="run", **fields), each_s=3.0)
     try:
         wait_until(lambda: any(p.name.startswith("0") for p in (paths.metrics.glob("*.json"))), 120, driver)
         cut = 2
-        hosts.cut(cut)
+        hosts.disconnect(cut)
         assert not hosts.is_reachable(cut)
         wait_until(
             lambda: any("no heartbeat for" in str(e.details["errors"]) for e in read_events(paths, "failed")),
             60,
             driver,
         )
-        hosts.mend(cut)
+        hosts.reconnect(cut)
         wait_until(lambda: hosts.is_reachable(cut), 20, driver)
         assert driver.wait(200) == 0
     finally:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 SCRIPT = """
 import os, sys
@@ -28,8 +28,8 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Hooks
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy
-from tests.support.injector import Linger
-from tests.support.injector import NoteNode
+from tests.support.injector import DelayUntilEvent
+from tests.support.injector import RecordNode
 
 data, out = sys.argv[1], Path(sys.argv[2])
 cluster = Cluster()
@@ -80,10 +80,10 @@ def add_another(job):
         added.append(cluster.add_node(num_cpus=1, labels={"zone": "a"}))
 
 
-linger = Linger(str(out / "run"), "formed", {"workers": 2}, after=4)
-hooks = Hooks(after_step=HookChain((NoteNode(str(out / "nodes")), linger)))
+linger = DelayUntilEvent(str(out / "run"), "formed", {"workers": 2}, after=4)
+hooks = Hooks(after_step=HookChain((RecordNode(str(out / "nodes")), linger)))
 judged = config.replace(run__name="run", data__eval_path=data, evaluate__label_selector={"zone": "b"})
-result = run_training(judged, faults=Faults(hooks, NoteNode(str(out / "evaluators"))), observe=add_another)
+result = run_training(judged, faults=Faults(hooks, RecordNode(str(out / "evaluators"))), observe=add_another)
 assert result.summary["status"] == "finished"
 assert [workers for _, workers in result.summary["world_sizes"]] == [1, 2], result.summary["world_sizes"]
 seen = {path.name for path in (out / "nodes").iterdir()}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 CLUSTERS = {
     "train": """
@@ -52,7 +52,7 @@ def try_all(address):
 
 
 @pytest.mark.parametrize("kind", list(CLUSTERS))
-def test_a_client_without_the_token_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_ray_client_without_the_token_is_refused(kind: str, tmp_path: Path) -> None:
     """The home directory is new, so the tested code creates the token."""
     settings = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | settings

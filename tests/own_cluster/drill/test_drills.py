@@ -13,7 +13,7 @@ import pytest
 
 from ray_app.drill import memory_faults, process_scenarios
 from ray_app.drill.session import SCENARIOS
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 _DRILL_S = 280
 
@@ -103,11 +103,11 @@ from ray_app.drill.scenario import Scenario
 from ray_app.drill.session import SCENARIOS
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
-from tests.support.drilled import Forever
+from tests.support.drill_scenarios import BlockForever
 
 def hangs(ground):
     "No worker ends its step."
-    return Scenario([1], [], lambda run: [], Faults(train=Hooks(after_step=Forever())))
+    return Scenario([1], [], lambda run: [], Faults(train=Hooks(after_step=BlockForever())))
 
 if __name__ == "__main__":
     SCENARIOS["hangs"] = hangs

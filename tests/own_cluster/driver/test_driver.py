@@ -19,7 +19,7 @@ from ray_app.driver.finalize import close_orphan
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from tests.support.cluster import record_of
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 DRIVER = """
 import sys
@@ -27,8 +27,9 @@ from ray_app import run_training
 from ray_app.config.config import from_yaml
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
-from tests.support.injector import WaitFor
-run_training(from_yaml(open(sys.argv[1]).read()), faults=Faults(train=Hooks(after_step=WaitFor(sys.argv[2], step=20))))
+from tests.support.injector import DelayUntilFile
+faults = Faults(train=Hooks(after_step=DelayUntilFile(sys.argv[2], step=20)))
+run_training(from_yaml(open(sys.argv[1]).read()), faults=faults)
 """
 
 
@@ -42,7 +43,7 @@ def start(folder: Path, config: Config, go_on: Path) -> subprocess.Popen[bytes]:
 
 
 def test_the_same_command_resumes_after_driver_and_head_were_killed(
-    short_run: Callable[..., Config], tmp_path: Path
+    make_short_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -53,7 +54,7 @@ def test_the_same_command_resumes_after_driver_and_head_were_killed(
         "tracking__every_steps": 1,
     }
     go_on = tmp_path / "go-on"
-    config = short_run(**fields)
+    config = make_short_config(**fields)
     paths = RunPaths(tmp_path / "runs" / "run")
     driver = start(tmp_path, config, go_on)
     deadline_s = time.monotonic() + 120
@@ -76,7 +77,7 @@ def test_the_same_command_resumes_after_driver_and_head_were_killed(
     assert MlflowClient(default_tracking_uri(config)).get_run(closed["mlflow_run_id"]).info.status == "KILLED"
     go_on.touch()
     assert start(tmp_path, config, go_on).wait(200) == 0
-    assert start(tmp_path, short_run(run__name="alone", **fields), go_on).wait(200) == 0
+    assert start(tmp_path, make_short_config(run__name="alone", **fields), go_on).wait(200) == 0
     summary, alone = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("run", "alone"))
     assert summary["params_digest"] == alone["params_digest"]
     assert record_of(paths.root) == record_of(tmp_path / "runs" / "alone")

@@ -18,8 +18,8 @@ from ray_app.config.config import Config
 from ray_app.drill.faults import Evidence
 from ray_app.runlog.paths import RunPaths
 from tests.support.kernel import Kernel
-from tests.support.places import ROOT
-from tests.support.waiting import until
+from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 
 _CELL_S = 400
 _BEGIN = """
@@ -79,17 +79,17 @@ def assert_stopped(config: Config) -> None:
 
 @pytest.mark.timeout(900)
 def test_an_interrupted_cell_frees_the_resources_of_a_shared_cluster(
-    ray_cluster: None, short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path
+    ray_cluster: None, make_short_config: Callable[..., Config], reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
     cpus = ray.cluster_resources()["CPU"]
     address = ray.get_runtime_context().gcs_address
-    config = short_run(run__ray_address=address)
+    config = make_short_config(run__ray_address=address)
     with Kernel(tmp_path / "kernel", ROOT, RAY_AUTH_MODE="token") as kernel:
         evidence = begin(kernel, config, tmp_path)
         interrupt_training(kernel, evidence)
         assert_stopped(config)
         assert "True" in kernel.run("signal.getsignal(signal.SIGINT) == before", _CELL_S)
-        until(lambda: ray.available_resources().get("CPU") == cpus, "the workers' CPUs were not given back")
+        wait_until(lambda: ray.available_resources().get("CPU") == cpus, "the workers' CPUs were not given back")
         assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
         assert not [
             actor for actor in ray.util.list_named_actors(all_namespaces=True) if config.run.name in actor["name"]
@@ -97,15 +97,15 @@ def test_an_interrupted_cell_frees_the_resources_of_a_shared_cluster(
 
         kernel.run("result = run_training(config)", _CELL_S)
         assert "finished" in kernel.run("result.status", _CELL_S)
-    assert summary_of(config)["params_digest"] == reference["params_digest"]
+    assert summary_of(config)["params_digest"] == reference_run["params_digest"]
     assert summary_of(config)["redone_steps"] == 0
 
 
 @pytest.mark.timeout(900)
 def test_a_background_run_leaves_no_process_behind(
-    ray_cluster: None, short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path
+    ray_cluster: None, make_short_config: Callable[..., Config], reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = short_run()
+    config = make_short_config()
     with Kernel(tmp_path / "kernel", ROOT) as kernel:
         begin(kernel, config, tmp_path)
         kernel.run("training = start_training(config, pause_s=0.5)\ntraining.watch(step=3)", _CELL_S)
@@ -117,13 +117,13 @@ def test_a_background_run_leaves_no_process_behind(
         assert kernel.shutdown() == []
     # Closing the notebook interrupted the run, so it continues here.
     result = run_training(config)
-    assert result.summary["params_digest"] == reference["params_digest"]
+    assert result.summary["params_digest"] == reference_run["params_digest"]
     assert result.summary["restarts"]["driver"] == 2
 
 
 @pytest.mark.timeout(900)
-def test_an_interrupted_cell_ends_its_own_cluster(short_run: Callable[..., Config], tmp_path: Path) -> None:
-    config = short_run()
+def test_an_interrupted_cell_ends_its_own_cluster(make_short_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = make_short_config()
     with Kernel(tmp_path / "kernel", ROOT) as kernel:
         interrupt_training(kernel, begin(kernel, config, tmp_path))
         assert_stopped(config)

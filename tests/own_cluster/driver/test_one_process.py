@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 _LIMIT_S = 300
 _BEGIN = """
@@ -77,7 +77,7 @@ print(json.dumps([said, ray.is_initialized(), children(), trained("stopped")]))
 """
 _IN_FRONT = """
 from ray_app.errors import ConfigError
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 def refusal(begin, name):
     try:
@@ -88,7 +88,7 @@ def refusal(begin, name):
 said = [refusal(lambda name: start_training(config(name, train__strategy="single")).wait().status, "background")]
 first = threading.Thread(target=lambda: said.append(trained("first", train__strategy="single", train__epochs=40)))
 first.start()
-until(lambda: os.path.exists(FOLDER + "/first/metrics"), "it did not begin", 60)
+wait_until(lambda: os.path.exists(FOLDER + "/first/metrics"), "it did not begin", 60)
 said.append(refusal(lambda name: trained(name, train__strategy="single"), "second"))
 first.join()
 said.append(trained("third", train__strategy="single"))

@@ -28,9 +28,9 @@ from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.watch.screen import list_values
-from tests.support.head import RAY, Head, started_head
-from tests.support.places import ROOT, SUPPORT
-from tests.support.waiting import until
+from tests.support.head import RAY, Head, start_head
+from tests.support.paths import ROOT, SUPPORT
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -81,7 +81,7 @@ class JobCluster:
             assert lives()
             return bool(read_events(self.paths(name), "checkpointed"))
 
-        until(happened, limit_s=_JOB_S)
+        wait_until(happened, limit_s=_JOB_S)
 
     def is_over(self, job_id: str) -> bool:
         return self.head.job(job_id)["status"] not in ("PENDING", "RUNNING")
@@ -104,7 +104,7 @@ def cluster(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     (project / "conf").mkdir(parents=True)
     shutil.copy(SUPPORT / "slow_task.py", project)
     config: dict[str, Any] = yaml.safe_load((ROOT / "conf" / "digits.yaml").read_text())
-    config["task"] = {"class_path": "slow_task.Slow", "init_args": {"folder": "nowhere"}}
+    config["task"] = {"class_path": "slow_task.SlowTask", "init_args": {"folder": "nowhere"}}
     config["data"] |= {"path": str(digits / "train"), "eval_path": str(digits / "eval")}
     config |= {"run": {"storage_path": str(folder / "runs")}, "scaling": {"max_workers": 1, "logical_workers": 2}}
     config |= {"train": {"epochs": _EPOCHS}, "checkpoint": {"every_epochs": 4}, "submit": {"retries": 3}}
@@ -114,7 +114,7 @@ def cluster(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     # The nodes have the application, and so has the user.
     with pytest.MonkeyPatch.context() as image:
         image.setenv("PYTHONPATH", str(ROOT))
-        with started_head(folder, cpus=12) as head:
+        with start_head(folder, cpus=12) as head:
             yield JobCluster(head, project, folder)
 
 
@@ -204,7 +204,7 @@ def stop_and_resubmit(cluster: JobCluster) -> dict[str, Any]:
     outcome = {"output": output, "code": submitted.returncode, "summary": cluster.summary("stopped")}
     outcome["job"], outcome["mlflow"] = cluster.head.job("stopped-1"), cluster.mlflow_status("stopped")
     outcome["ended"] = [event.kind for event in read_events(cluster.paths("stopped"), "interrupted", "driver_lost")]
-    until(lambda: not cluster.head.left_of("stopped-1"))
+    wait_until(lambda: not cluster.head.live_resources_of("stopped-1"))
     cluster.go_on("stopped")
     with cluster.submit("stopped") as again:
         assert again.stdout is not None
@@ -214,7 +214,7 @@ def stop_and_resubmit(cluster: JobCluster) -> dict[str, Any]:
             assert lines[-1], lines
         again.send_signal(signal.SIGINT)
         outcome["output again"] = "".join(lines) + again.communicate(timeout=_JOB_S)[0]
-    until(lambda: cluster.is_over("stopped-2"), limit_s=_JOB_S)
+    wait_until(lambda: cluster.is_over("stopped-2"), limit_s=_JOB_S)
     return outcome | {"code again": again.returncode, "job again": cluster.head.job("stopped-2")}
 
 
@@ -283,15 +283,17 @@ def submit_over_rest(cluster: JobCluster) -> dict[str, Any]:
     cluster.head.ask("/api/jobs/", body=body | {"submission_id": "rest-1"})
     cluster.wait_for_checkpoint("rest", lambda: not cluster.is_over("rest-1"))
     # The evaluator closes the run when the driver is lost, so it must have started.
-    until(lambda: read_evaluations(cluster.paths("rest")), limit_s=_JOB_S)
+    wait_until(lambda: read_evaluations(cluster.paths("rest")), limit_s=_JOB_S)
     assert cluster.head.ask("/api/jobs/rest-1/stop", body={})["stopped"]
-    until(lambda: cluster.head.job("rest-1")["status"] == "STOPPED", limit_s=_JOB_S)
-    until(lambda: cluster.mlflow_status("rest") == "KILLED", limit_s=_JOB_S)
-    until(lambda: cluster.paths("rest").summary.exists() and cluster.summary("rest")["mlflow_run_id"], limit_s=_JOB_S)
+    wait_until(lambda: cluster.head.job("rest-1")["status"] == "STOPPED", limit_s=_JOB_S)
+    wait_until(lambda: cluster.mlflow_status("rest") == "KILLED", limit_s=_JOB_S)
+    wait_until(
+        lambda: cluster.paths("rest").summary.exists() and cluster.summary("rest")["mlflow_run_id"], limit_s=_JOB_S
+    )
     outcome = {"summary": cluster.summary("rest")}
     cluster.go_on("rest")
     cluster.head.ask("/api/jobs/", body=body | {"submission_id": "rest-2"})
-    until(lambda: cluster.is_over("rest-2"), limit_s=_JOB_S)
+    wait_until(lambda: cluster.is_over("rest-2"), limit_s=_JOB_S)
     return outcome | {"log": cluster.head.ask("/api/jobs/rest-2/logs")["logs"]}
 
 
@@ -329,7 +331,7 @@ except LostContactError as error:
 
 def follow_through_proxy(cluster: JobCluster) -> str:
     """Follows a job through a connection that breaks; returns the printed lines."""
-    with cluster.head.breaking_proxy() as proxy:
+    with cluster.head.open_proxy() as proxy:
         command = [sys.executable, "-c", FOLLOWER, proxy.url]
         with subprocess.Popen(command, env=cluster.head.environment, stdout=subprocess.PIPE, text=True) as following:
             lines: list[str] = []
@@ -392,7 +394,7 @@ def test_submission_reports_all_invalid_settings_at_once(cluster: JobCluster) ->
     stranger = cluster.head.environment | {"RAY_AUTH_TOKEN_PATH": str(cluster.folder / "other-token")}
     (cluster.folder / "other-token").write_text("0" * 64)
     other = JobCluster(Head(cluster.head.url, stranger, "", cluster.head.log), cluster.project, cluster.folder)
-    with cluster.head.another_node(hidden=private):
+    with cluster.head.start_node_without(hidden=private):
         submissions = [
             cluster.submit("refused", *bad),
             cluster.submit("unreachable", *silent),

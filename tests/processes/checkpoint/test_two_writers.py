@@ -25,7 +25,7 @@ from ray_app.storage.files import Content, Location, list_tree, put_atomic, put_
 from ray_app.train.checkpointing import writer as writer_module
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 VALUES = 3 << 19
 """Number of values of a model of 6 MiB, which is uploaded to S3 in parts here."""
@@ -135,7 +135,7 @@ def test_two_writers_stopped_anywhere_leave_one_intact_checkpoint(paths: RunPath
     for writer in ("old", "new"):
         checkpoint_writers[writer] = begin(writer, paths, stops)
         stopped = stops.reached[writer]
-        until(
+        wait_until(
             lambda stopped=stopped: stopped.is_set() or read_events(paths, "checkpointed"),
             "the writer neither stops at the file nor completes the checkpoint",
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ray_app.cli.init import main
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 _PROCESS_S = 240
 

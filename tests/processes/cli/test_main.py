@@ -20,7 +20,7 @@ from ray_app.cluster.ray_private import search_path
 from ray_app.driver.finalize import report_end
 from ray_app.runlog.paths import RunPaths
 from ray_app.watch.terminal import _find_mlflow_page
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _PROCESS_S = 120

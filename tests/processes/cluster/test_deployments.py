@@ -20,7 +20,7 @@ from ray_app import __version__, load_config
 from ray_app.cli.main import main
 from ray_app.cluster.resources import ClusterCapacity, reserved_cpus, workers_that_fit
 from ray_app.config.config import Config
-from tests.support.places import ROOT, SUPPORT
+from tests.support.paths import ROOT, SUPPORT
 
 DEPLOY = ROOT / "deploy"
 MANIFESTS = [DEPLOY / "kuberay" / name for name in ("rayjob.yaml", "raycronjob.yaml")]

@@ -30,7 +30,7 @@ from ray_app.testing import DieAfter, WorkerPool, cache_windows, digest_tensors,
 from ray_app.train.checkpointing.step_log import BadRows
 from ray_app.train.job import Hooks, Job
 from ray_app.train.state.state import TrainingState
-from tests.support.bad_rows import BAD, Picky, job_of
+from tests.support.bad_rows import BAD_ROWS, BadRowImages, job_of
 from tests.support.local_world import CPU, feed_of, write_images
 
 ROWS = [[50, 1], [46]]
@@ -77,7 +77,7 @@ def test_a_missing_decoder_is_an_error_and_not_a_bad_row() -> None:
 
 @pytest.mark.parametrize("windows", [stream_windows, cache_windows])
 def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data: Path, windows: Any) -> None:
-    job = job_of(tmp_path / "run", data, Picky())
+    job = job_of(tmp_path / "run", data, BadRowImages())
     plan = job.plan
     for size in (1, 3):
         consumed: Counter[int] = Counter()
@@ -97,8 +97,8 @@ def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data:
                         for row, reason in batch.bad.items()
                     )
             feed.close()
-        assert skipped == Counter(BAD)
-        assert consumed == Counter(set(range(plan.manifest.num_rows)) - set(BAD))
+        assert skipped == Counter(BAD_ROWS)
+        assert consumed == Counter(set(range(plan.manifest.num_rows)) - set(BAD_ROWS))
 
 
 # --- training
@@ -106,43 +106,43 @@ def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data:
 
 @pytest.mark.rest
 def test_skipping_is_bit_identical_for_any_worker_count_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    job = job_of(tmp_path / "run", data, Picky(), checkpoint__every_epochs=None, checkpoint__every_steps=4)
-    alone = pool.train_new_run(job, 1, cache_windows)
+    job = job_of(tmp_path / "run", data, BadRowImages(), checkpoint__every_epochs=None, checkpoint__every_steps=4)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
     for size, windows in ((2, stream_windows), (3, cache_windows)):
-        several = pool.train_new_run(job, size, windows)
+        several = worker_pool.train_new_run(job, size, windows)
         assert several.digests == alone.digests
         assert several.steps == alone.steps
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
+    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
     assert "dies after step 7" in str(outcomes[0].error)
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == alone.digests
 
     summary = summarize(job, "finished")
     planned = 2 * job.plan.manifest.num_rows
-    assert summary["bad_rows"] == {"skipped": 2 * len(BAD), "distinct": len(BAD)}
-    assert summary["rows"] == sum(summary["rows_by_logical_worker"]) == planned - 2 * len(BAD)
+    assert summary["bad_rows"] == {"skipped": 2 * len(BAD_ROWS), "distinct": len(BAD_ROWS)}
+    assert summary["rows"] == sum(summary["rows_by_logical_worker"]) == planned - 2 * len(BAD_ROWS)
     listed = [json.loads(path.read_bytes()) for path in sorted(job.paths.bad_rows.iterdir())]
-    assert [entry["position"] for entry in listed] == list(BAD)
+    assert [entry["position"] for entry in listed] == list(BAD_ROWS)
     reason = listed[3].pop("reason")
     assert reason.startswith("ValueError: row 50 is unreadable (bad_rows.py, line ")
     assert listed[3] == {"position": 50, "path": "part-0.parquet", "row_group": 1, "row": 0}
 
 
 @pytest.mark.rest
-def test_local_sgd_skips_bad_rows(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_local_sgd_skips_bad_rows(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {
         "train__strategy": "local_sgd",
         "train__local_steps": 3,
         "checkpoint__every_epochs": None,
         "checkpoint__every_steps": 3,
     }
-    job = job_of(tmp_path / "run", data, Picky(), train__epochs=1, **fields)
-    alone, several = pool.train_new_run(job, 1, cache_windows), pool.train_new_run(job, 3, cache_windows)
+    job = job_of(tmp_path / "run", data, BadRowImages(), train__epochs=1, **fields)
+    alone, several = worker_pool.train_new_run(job, 1, cache_windows), worker_pool.train_new_run(job, 3, cache_windows)
     assert several.digests == alone.digests
     assert several.steps == alone.steps
-    assert sum(sum(step[4]) for step in alone.steps) == job.plan.manifest.num_rows - len(BAD)
+    assert sum(sum(step[4]) for step in alone.steps) == job.plan.manifest.num_rows - len(BAD_ROWS)
 
 
 def initial_state(job: Job) -> TrainingState:
@@ -150,11 +150,11 @@ def initial_state(job: Job) -> TrainingState:
         return TrainingState(job.config, job.task, CPU, job.total_steps)
 
 
-def test_a_step_is_the_mean_over_its_good_rows(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_step_is_the_mean_over_its_good_rows(worker_pool: WorkerPool, tmp_path: Path) -> None:
     folder = write_images(tmp_path / "data", [[12]])
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
-    job = job_of(tmp_path / "run", folder, Picky((3, 7), plain=True), train__epochs=1, optimizer=sgd)
-    ended = pool.train_new_run(job, 2, cache_windows)
+    job = job_of(tmp_path / "run", folder, BadRowImages((3, 7), plain=True), train__epochs=1, optimizer=sgd)
+    ended = worker_pool.train_new_run(job, 2, cache_windows)
     rows = decode_first_rows(job.source.reader, job.plan.manifest, 12)
     assert len(rows["id"]) == 10
     state = initial_state(job)
@@ -167,17 +167,17 @@ def test_a_step_is_the_mean_over_its_good_rows(pool: WorkerPool, tmp_path: Path)
         torch.testing.assert_close(ended.snapshot.model[name], value)
 
 
-def test_a_step_of_only_bad_rows_leaves_the_parameters_unchanged(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_step_of_only_bad_rows_leaves_the_parameters_unchanged(worker_pool: WorkerPool, tmp_path: Path) -> None:
     folder = write_images(tmp_path / "data", [[12]])
-    job = job_of(tmp_path / "run", folder, Picky(tuple(range(12))), train__epochs=1)
-    ended = pool.train_new_run(job, 2, cache_windows)
+    job = job_of(tmp_path / "run", folder, BadRowImages(tuple(range(12))), train__epochs=1)
+    ended = worker_pool.train_new_run(job, 2, cache_windows)
     start = initial_state(job).snapshot()
     assert all(torch.equal(value, start.model[name]) for name, value in ended.snapshot.model.items())
     assert ended.commit.step == 1
 
 
 def test_a_round_of_only_bad_rows_advances_nothing_but_the_schedule(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {
         "train__strategy": "local_sgd",
@@ -188,12 +188,16 @@ def test_a_round_of_only_bad_rows_advances_nothing_but_the_schedule(
         "checkpoint__every_epochs": None,
         "checkpoint__every_steps": 3,
     }
-    good = job_of(tmp_path / "good", data, Picky(()), **fields)
+    good = job_of(tmp_path / "good", data, BadRowImages(()), **fields)
     feed = feed_of(good.plan, Cursor(), range(4), cache_windows(good, Cursor(), range(4)))
     rows = [[int(row) for batch in feed.next() for row in batch.positions] for _ in range(6)]
-    bad = Picky(tuple(rows[3] + rows[4] + rows[5]))
-    before = pool.train_new_run(job_of(tmp_path / "before", data, bad, train__max_steps=3, **fields), 2, cache_windows)
-    after = pool.train_new_run(job_of(tmp_path / "after", data, bad, train__max_steps=6, **fields), 2, cache_windows)
+    bad = BadRowImages(tuple(rows[3] + rows[4] + rows[5]))
+    before = worker_pool.train_new_run(
+        job_of(tmp_path / "before", data, bad, train__max_steps=3, **fields), 2, cache_windows
+    )
+    after = worker_pool.train_new_run(
+        job_of(tmp_path / "after", data, bad, train__max_steps=6, **fields), 2, cache_windows
+    )
     assert [sum(step[4]) for step in after.steps] == [12, 12, 12, 0, 0, 0]
     assert after.commit.params_digest == before.commit.params_digest
     states = [digest_tensors((e.snapshot.optimizer["state"], e.snapshot.extra_state)) for e in (before, after)]
@@ -203,21 +207,23 @@ def test_a_round_of_only_bad_rows_advances_nothing_but_the_schedule(
 
 
 def test_too_many_bad_rows_end_the_run_which_resumes_with_a_higher_limit(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    refused = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD) - 1, train__epochs=1)
-    outcomes = pool.train(refused, 1, windows=cache_windows)
+    refused = job_of(tmp_path / "run", data, BadRowImages(), data__max_bad_rows=len(BAD_ROWS) - 1, train__epochs=1)
+    outcomes = worker_pool.train(refused, 1, windows=cache_windows)
     assert isinstance(outcomes[0].error, DataError)
-    assert f"{len(BAD)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD) - 1}" in str(outcomes[0].error)
-    allowed = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD), train__epochs=1)
+    assert f"{len(BAD_ROWS)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD_ROWS) - 1}" in str(
+        outcomes[0].error
+    )
+    allowed = job_of(tmp_path / "run", data, BadRowImages(), data__max_bad_rows=len(BAD_ROWS), train__epochs=1)
     assert allowed.config_digest == refused.config_digest
-    pool.train_to_end(allowed, 1, cache_windows)
+    worker_pool.train_to_end(allowed, 1, cache_windows)
     assert read_trained_run(allowed).commit.step == allowed.total_steps
 
 
 def test_workers_that_reach_the_limit_together_report_it(data: Path, tmp_path: Path) -> None:
-    job = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD) - 1)
-    barrier = threading.Barrier(len(BAD))
+    job = job_of(tmp_path / "run", data, BadRowImages(), data__max_bad_rows=len(BAD_ROWS) - 1)
+    barrier = threading.Barrier(len(BAD_ROWS))
 
     def note_bad_row(row: int) -> DataError | None:
         batch = MicroBatch(0, 0, {}, torch.zeros(0), 0, np.zeros(0, np.int64), {row: "unreadable"}, 1)
@@ -228,19 +234,19 @@ def test_workers_that_reach_the_limit_together_report_it(data: Path, tmp_path: P
             return error
         return None
 
-    with ThreadPoolExecutor(len(BAD)) as workers:
-        errors = [error for error in workers.map(note_bad_row, BAD) if error]
+    with ThreadPoolExecutor(len(BAD_ROWS)) as workers:
+        errors = [error for error in workers.map(note_bad_row, BAD_ROWS) if error]
     assert errors
     assert all(
-        f"{len(BAD)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD) - 1}" in str(error)
+        f"{len(BAD_ROWS)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD_ROWS) - 1}" in str(error)
         for error in errors
     )
-    assert sorted(int(path.stem) for path in job.paths.bad_rows.iterdir()) == list(BAD)
+    assert sorted(int(path.stem) for path in job.paths.bad_rows.iterdir()) == list(BAD_ROWS)
 
 
-def test_without_skip_the_row_is_an_error(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    job = job_of(tmp_path / "run", data, Picky((13,)), data__on_bad_row="fail")
-    outcomes = pool.train(job, 1)
+def test_without_skip_the_row_is_an_error(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, BadRowImages((13,)), data__on_bad_row="fail")
+    outcomes = worker_pool.train(job, 1)
     assert isinstance(outcomes[0].error, BadRowError)
     assert "part-0.parquet, row group 0, row 13: ValueError: row 13 is unreadable (" in str(outcomes[0].error)
 
@@ -249,7 +255,7 @@ def test_without_skip_the_row_is_an_error(pool: WorkerPool, data: Path, tmp_path
 
 
 def test_the_search_for_the_first_good_row_stops_at_the_limit(data: Path) -> None:
-    dataset, task = open_dataset(str(data)), Picky((0, 1, 2))
+    dataset, task = open_dataset(str(data)), BadRowImages((0, 1, 2))
     task = task.prepare(dataset.facts)  # type: ignore[assignment]
     with pytest.raises(BadRowError, match="row 2 is unreadable"):
         decode_first_row(dataset, task.columns(), task.decode, 2)
@@ -257,5 +263,5 @@ def test_the_search_for_the_first_good_row_stops_at_the_limit(data: Path) -> Non
 
 
 def test_example_rows_exclude_bad_rows(data: Path, tmp_path: Path) -> None:
-    job = job_of(tmp_path / "run", data, Picky((0, 1, 2, 3, 5)))
+    job = job_of(tmp_path / "run", data, BadRowImages((0, 1, 2, 3, 5)))
     assert decode_first_rows(job.source.reader, job.plan.manifest, 4)["id"].tolist() == [4, 6, 7]

@@ -17,10 +17,9 @@ from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job, OpenWindows
-from tests.support.bad_rows import BAD, PickyTexts, job_of
-from tests.support.delivered import Place, assert_same
-from tests.support.delivered import delivered as all_delivered
+from tests.support.bad_rows import BAD_ROWS, BadRowTexts, job_of
 from tests.support.local_world import disk_cached, write_images
+from tests.support.micro_batches import BatchPosition, assert_equal_batches, collect_batches
 
 FILES = [[30, 7], [1, 22], [19], [18]]
 ORDERS = [("row", None), ("file", None), ("off", None), ("row", "label"), ("off", "label")]
@@ -31,28 +30,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("by_length") / "data", FILES)
 
 
-def texts_job(folder: Path, data: Path, bad: tuple[int, ...] = BAD, **fields: Any) -> Job:
+def texts_job(folder: Path, data: Path, bad: tuple[int, ...] = BAD_ROWS, **fields: Any) -> Job:
     more = {
         "data__by_length": "text",
         "data__shuffle_window_rows": 12,
         "data__cache": "disk",
         "data__cache_dir": str(folder / "cache"),
     }
-    return job_of(folder / "run", data, PickyTexts(bad), **(more | fields))
+    return job_of(folder / "run", data, BadRowTexts(bad), **(more | fields))
 
 
-def delivered(job: Job, size: int, windows: OpenWindows, start: Cursor = Cursor()) -> dict[Place, MicroBatch]:
-    return all_delivered(job.plan, 2, size, start, lambda assigned: windows(job, start, assigned))
+def delivered(job: Job, size: int, windows: OpenWindows, start: Cursor = Cursor()) -> dict[BatchPosition, MicroBatch]:
+    return collect_batches(job.plan, 2, size, start, lambda assigned: windows(job, start, assigned))
 
 
-def count_used_rows(job: Job, batches: dict[Place, MicroBatch], epoch: int) -> Counter[int]:
+def count_used_rows(job: Job, batches: dict[BatchPosition, MicroBatch], epoch: int) -> Counter[int]:
     """Counts how often an epoch trains on each row, or skips it since it cannot be decoded."""
     counts: Counter[int] = Counter()
     for (batch_epoch, step, v), batch in batches.items():
         if batch_epoch == epoch:
             assert batch.rows + batch.num_skipped == job.plan.rows_of_step(step)[v]
             assert batch.fields["id"].tolist() == batch.positions.tolist()
-            assert not set(batch.positions.tolist()) & set(BAD)
+            assert not set(batch.positions.tolist()) & set(BAD_ROWS)
             counts.update(batch.positions.tolist())
             counts.update({row: batch.num_skipped // len(batch.bad) for row in batch.bad})
     return counts
@@ -64,7 +63,7 @@ def count_planned_rows(job: Job, epoch: int) -> Counter[int]:
     return Counter(row for v, step in slots for row in order.rows_at(v, step).tolist())
 
 
-def count_keys(batches: dict[Place, MicroBatch]) -> Counter[tuple[int, int, int]]:
+def count_keys(batches: dict[BatchPosition, MicroBatch]) -> Counter[tuple[int, int, int]]:
     """Counts the augmentation keys of each row in each epoch."""
     return Counter(
         (slot[0], *pair)
@@ -73,7 +72,7 @@ def count_keys(batches: dict[Place, MicroBatch]) -> Counter[tuple[int, int, int]
     )
 
 
-def count_values(batches: dict[Place, MicroBatch]) -> int:
+def count_values(batches: dict[BatchPosition, MicroBatch]) -> int:
     return sum(batch.fields["text"].numel() for batch in batches.values())
 
 
@@ -98,11 +97,11 @@ def test_micro_batches_are_the_same_for_every_reader_and_worker_count(
         (4, cache_windows),
         (4, disk_cached),
     ):
-        assert_same(first, delivered(job, size, windows))
+        assert_equal_batches(first, delivered(job, size, windows))
     for start in resume_cursors(job):
         rest = {slot: batch for slot, batch in first.items() if slot[:2] >= (start.epoch, start.step)}
         for size, windows in ((1, cache_windows), (2, disk_cached), (4, stream_windows)):
-            assert_same(rest, delivered(job, size, windows, start))
+            assert_equal_batches(rest, delivered(job, size, windows, start))
     for epoch in range(2):
         counts = count_used_rows(job, first, epoch)
         assert counts == count_planned_rows(job, epoch), "data.by_length changed the rows of an epoch"
@@ -128,7 +127,7 @@ def test_balanced_sampling_of_whole_files_is_refused(tmp_path: Path, data: Path)
     ],
 )
 def test_training_is_bit_identical_for_any_worker_count_and_after_a_resume(
-    pool: WorkerPool, tmp_path: Path, data: Path, shard: str, balance_by: str | None
+    worker_pool: WorkerPool, tmp_path: Path, data: Path, shard: str, balance_by: str | None
 ) -> None:
     fields = {
         "data__shard": shard,
@@ -137,12 +136,12 @@ def test_training_is_bit_identical_for_any_worker_count_and_after_a_resume(
         "checkpoint__every_steps": 4,
     }
     job = texts_job(tmp_path, data, **fields)
-    alone = pool.train_new_run(job, 1, cache_windows)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
     for size, windows in ((2, stream_windows), (4, disk_cached)):
-        several = pool.train_new_run(job, size, windows)
+        several = worker_pool.train_new_run(job, size, windows)
         assert (several.digests, several.steps) == (alone.digests, alone.steps)
-    outcomes = pool.train(job, 4, Hooks(after_step=DieAfter(7)), cache_windows)
+    outcomes = worker_pool.train(job, 4, Hooks(after_step=DieAfter(7)), cache_windows)
     assert "dies after step 7" in str(outcomes[0].error)
     assert read_trained_run(job).commit.step == 4
-    pool.train_to_end(job, 2, disk_cached)
+    worker_pool.train_to_end(job, 2, disk_cached)
     assert (read_trained_run(job).digests, read_trained_run(job).steps) == (alone.digests, alone.steps)

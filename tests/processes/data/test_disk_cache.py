@@ -20,8 +20,15 @@ from ray_app.storage.files import put_atomic
 from ray_app.storage.object_stores import ObjectPath
 from ray_app.testing import DieAfter, WorkerPool, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
-from tests.support.bad_rows import BAD, Picky, job_of
-from tests.support.disk_caches import Counting, TinyTexts, assert_as_read, cached_job, epoch_of, opened
+from tests.support.bad_rows import BAD_ROWS, BadRowImages, job_of
+from tests.support.disk_caches import (
+    CountingFetch,
+    TinyTexts,
+    assert_equal_to_uncached,
+    cached_job,
+    epoch_of,
+    open_job_cache,
+)
 from tests.support.local_world import TinyImages, disk_cached, make_job, write_images
 from tests.support.s3_server import S3Server
 
@@ -45,34 +52,34 @@ BOTH = pytest.mark.parametrize("job", [TinyImages, TinyTexts], indirect=True)
 
 @BOTH
 def test_the_first_epoch_fills_the_cache_and_later_epochs_read_nothing(job: Job) -> None:
-    cache, counting = opened(job), Counting()
+    cache, counting = open_job_cache(job), CountingFetch()
     fetch = cache.around(counting)
-    assert_as_read(job, 0, epoch_of(job, 0, fetch))
+    assert_equal_to_uncached(job, 0, epoch_of(job, 0, fetch))
     assert counting.rows == job.plan.manifest.num_rows, "the first epoch does not decode each row once"
     for epoch in (1, 2):
-        assert_as_read(job, epoch, epoch_of(job, epoch, fetch))
+        assert_equal_to_uncached(job, epoch, epoch_of(job, epoch, fetch))
     assert counting.rows == job.plan.manifest.num_rows
     cache.close()
 
 
 @BOTH
 def test_workers_of_a_node_and_later_runs_share_the_cache(job: Job) -> None:
-    caches, counting = [opened(job) for _ in range(2)], Counting()
+    caches, counting = [open_job_cache(job) for _ in range(2)], CountingFetch()
     for cache, assigned in zip(caches, (range(2), range(2, 4)), strict=True):
-        assert_as_read(job, 0, epoch_of(job, 0, cache.around(counting), assigned), assigned)
+        assert_equal_to_uncached(job, 0, epoch_of(job, 0, cache.around(counting), assigned), assigned)
     assert counting.rows == job.plan.manifest.num_rows
     for cache, assigned in zip(caches, (range(2), range(2, 4)), strict=True):
-        assert_as_read(job, 1, epoch_of(job, 1, cache.around(counting), assigned), assigned)
+        assert_equal_to_uncached(job, 1, epoch_of(job, 1, cache.around(counting), assigned), assigned)
         cache.close()
-    again = opened(job)
-    assert_as_read(job, 0, epoch_of(job, 0, again.around(counting)))
+    again = open_job_cache(job)
+    assert_equal_to_uncached(job, 0, epoch_of(job, 0, again.around(counting)))
     assert counting.rows == job.plan.manifest.num_rows, "a row was read again"
     again.close()
 
 
 @pytest.mark.parametrize("fault", ["flipped bit", "lost writes", "swapped rows", "cut off"])
 def test_rows_that_the_disk_corrupted_are_read_again(job: Job, fault: str) -> None:
-    cache, counting = opened(job), Counting()
+    cache, counting = open_job_cache(job), CountingFetch()
     epoch_of(job, 0, cache.around(counting))
     [folder] = Path(str(job.config.data.cache_dir)).glob("*/")
     images = folder / f"field-{list(job.fields).index('image'):03d}"
@@ -86,20 +93,20 @@ def test_rows_that_the_disk_corrupted_are_read_again(job: Job, fault: str) -> No
     else:
         del content[64 * 60 :]
     images.write_bytes(content)
-    assert_as_read(job, 1, epoch_of(job, 1, cache.around(counting)))
-    fresh = Counting()
-    assert_as_read(job, 2, epoch_of(job, 2, cache.around(fresh)))
+    assert_equal_to_uncached(job, 1, epoch_of(job, 1, cache.around(counting)))
+    fresh = CountingFetch()
+    assert_equal_to_uncached(job, 2, epoch_of(job, 2, cache.around(fresh)))
     assert fresh.rows == 0, "rows that were read again are not cached again"
     cache.close()
 
 
 def test_the_cache_keeps_bad_rows_as_bad_rows(tmp_path: Path, data: Path) -> None:
-    job = job_of(tmp_path / "run", data, Picky(), data__cache="disk", data__cache_dir=str(tmp_path / "cache"))
-    cache, counting = opened(job), Counting()
+    job = job_of(tmp_path / "run", data, BadRowImages(), data__cache="disk", data__cache_dir=str(tmp_path / "cache"))
+    cache, counting = open_job_cache(job), CountingFetch()
     for epoch in (0, 1):
         batches = epoch_of(job, epoch, cache.around(counting))
-        assert_as_read(job, epoch, batches)
-        assert sorted(row for batch in batches for row in batch.bad) == list(BAD)
+        assert_equal_to_uncached(job, epoch, batches)
+        assert sorted(row for batch in batches for row in batch.bad) == list(BAD_ROWS)
     assert counting.rows == job.plan.manifest.num_rows
     cache.close()
 
@@ -120,7 +127,7 @@ def test_the_cache_key_depends_on_data_settings_and_code(
 
     assert not is_new(job.source)
     assert is_new(job.source, "other")
-    other = replace(job.source.reader, decode=Picky().decode)
+    other = replace(job.source.reader, decode=BadRowImages().decode)
     assert is_new(replace(job.source, reader=other))
     changed = tmp_path / "application"
     shutil.copytree(disk_cache_module._APPLICATION, changed)
@@ -152,7 +159,7 @@ def test_data_on_s3_is_cached_until_an_object_changes(
     for epoch in range(2):
         fetch = cached_fetch(fetch_in_process, remote_job.source, "", job.config.data.cache_dir, 1.0)
         s3_server.reset()
-        assert_as_read(job, epoch, epoch_of(remote_job, epoch, fetch))
+        assert_equal_to_uncached(job, epoch, epoch_of(remote_job, epoch, fetch))
         assert bool(s3_server.requests(r"GET .*\.parquet")) is (epoch == 0)
     key = cache_key(remote_job.source, "")
     upload()
@@ -165,10 +172,10 @@ def test_data_on_s3_is_cached_until_an_object_changes(
 
 
 def test_a_small_limit_caches_the_first_rows(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    cache, counting = opened(job, gb=40 * ROW_BYTES / 1e9), Counting()
+    cache, counting = open_job_cache(job, gb=40 * ROW_BYTES / 1e9), CountingFetch()
     assert "has room for 40 of 97 rows within data.cache_gb" in caplog.text
     for epoch in range(3):
-        assert_as_read(job, epoch, epoch_of(job, epoch, cache.around(counting)))
+        assert_equal_to_uncached(job, epoch, epoch_of(job, epoch, cache.around(counting)))
     assert 97 + 2 * 57 <= counting.rows < 3 * 97, "the cache holds fewer rows than its capacity"
     folder = Path(str(job.config.data.cache_dir))
     assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) <= 40 * ROW_BYTES
@@ -180,8 +187,8 @@ def test_the_capacity_follows_the_limit_of_the_only_open_handle(job: Job, caplog
 
     def read_with(gb: float) -> tuple[int, int]:
         """Returns the number of rows read in an epoch, and the bytes of the cache after it."""
-        cache, counting = opened(job, gb), Counting()
-        assert_as_read(job, 0, epoch_of(job, 0, cache.around(counting)))
+        cache, counting = open_job_cache(job, gb), CountingFetch()
+        assert_equal_to_uncached(job, 0, epoch_of(job, 0, cache.around(counting)))
         cache.close()
         return counting.rows, sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
 
@@ -189,7 +196,7 @@ def test_the_capacity_follows_the_limit_of_the_only_open_handle(job: Job, caplog
     rows, size = read_with(1.0)
     assert (rows < 97, size) == (True, 97 * ROW_BYTES), "a larger limit lost cached rows"
     assert read_with(1.0) == (0, 97 * ROW_BYTES)
-    other = opened(job)
+    other = open_job_cache(job)
     assert read_with(few) == (0, 97 * ROW_BYTES), "the cache shrank while another handle was open"
     other.close()
     caplog.clear()
@@ -270,9 +277,9 @@ def test_rows_that_a_full_disk_cannot_hold_are_read_in_every_epoch(
     folder = write_images(tmp_path / "data", [[50] * 40])
     fields = {"data__cache": "disk", "data__cache_dir": str(small_disk)}
     job = make_job(tmp_path / "run", folder, logical_workers=4, batch=200, task=TinyImages(), **fields)
-    cache, counting = opened(job), Counting()
+    cache, counting = open_job_cache(job), CountingFetch()
     for epoch in range(2):
-        assert_as_read(job, epoch, epoch_of(job, epoch, cache.around(counting)))
+        assert_equal_to_uncached(job, epoch, epoch_of(job, epoch, cache.around(counting)))
     assert caplog.text.count("takes no more rows") == 1
     assert 2000 < counting.rows < 4000, "the rows that fit are not cached"
     assert (os.statvfs(small_disk).f_bfree > 0) == (leave_free > 0)
@@ -316,17 +323,17 @@ def test_without_a_usable_folder_there_is_no_cache(job: Job, tmp_path: Path, cap
 
 @pytest.mark.rest
 @BOTH
-def test_training_with_the_cache_is_bit_identical_also_after_a_kill(pool: WorkerPool, job: Job) -> None:
-    uncached = pool.train_new_run(job, 2, stream_windows)
+def test_training_with_the_cache_is_bit_identical_also_after_a_kill(worker_pool: WorkerPool, job: Job) -> None:
+    uncached = worker_pool.train_new_run(job, 2, stream_windows)
     # The cache is cold for the first size and warm for the second.
     for size in (1, 3):
-        cached = pool.train_new_run(job, size, disk_cached)
+        cached = worker_pool.train_new_run(job, size, disk_cached)
         assert cached.digests == uncached.digests
         assert cached.steps == uncached.steps
     cold = replace(
         job, config=job.config.replace(data__cache_dir=str(job.config.data.cache_dir) + "-2", checkpoint__every_steps=3)
     )
-    outcomes = pool.train(cold, 2, Hooks(after_step=DieAfter(4, killed=1)), disk_cached)
+    outcomes = worker_pool.train(cold, 2, Hooks(after_step=DieAfter(4, killed=1)), disk_cached)
     assert all(outcome.error is not None for outcome in outcomes)
-    pool.train_to_end(cold, 3, disk_cached)
+    worker_pool.train_to_end(cold, 3, disk_cached)
     assert read_trained_run(cold).digests == uncached.digests

@@ -12,7 +12,14 @@ from ray_app.data.arrays import ArraySpec
 from ray_app.data.disk_cache import RaggedRows
 from ray_app.task.ragged import Ragged
 from ray_app.train.job import Job
-from tests.support.disk_caches import Counting, TinyTexts, assert_as_read, cached_job, epoch_of, opened
+from tests.support.disk_caches import (
+    CountingFetch,
+    TinyTexts,
+    assert_equal_to_uncached,
+    cached_job,
+    epoch_of,
+    open_job_cache,
+)
 from tests.support.local_world import write_images
 
 
@@ -49,7 +56,7 @@ def job(tmp_path: Path) -> Job:
     ],
 )
 def test_ragged_rows_that_the_disk_corrupted_are_read_again(job: Job, file: str, at: int, new: bytes) -> None:
-    cache, counting = opened(job), Counting()
+    cache, counting = open_job_cache(job), CountingFetch()
     epoch_of(job, 0, cache.around(counting))
     assert list(job.fields)[3] == "text"
     [folder] = Path(str(job.config.data.cache_dir)).glob("*/")
@@ -58,7 +65,7 @@ def test_ragged_rows_that_the_disk_corrupted_are_read_again(job: Job, file: str,
     content[at : at + len(new)] = new
     (folder / file).write_bytes(content)
     for epoch in (1, 2, 3):
-        assert_as_read(job, epoch, epoch_of(job, epoch, cache.around(counting)))
+        assert_equal_to_uncached(job, epoch, epoch_of(job, epoch, cache.around(counting)))
     cache.close()
 
 
@@ -72,9 +79,9 @@ def test_rows_longer_than_the_first_ones_are_read_once_capacity_is_exhausted(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = replace(job, fields={**job.fields, "text": replace(job.fields["text"], length=0)})
-    cache, counting = opened(job), Counting()
+    cache, counting = open_job_cache(job), CountingFetch()
     for epoch in range(3):
-        assert_as_read(job, epoch, epoch_of(job, epoch, cache.around(counting)))
+        assert_equal_to_uncached(job, epoch, epoch_of(job, epoch, cache.around(counting)))
     assert (
         caplog.text.count(
             "takes no more rows, they are read in every epoch: [Errno 28] rows are longer than the first ones were"

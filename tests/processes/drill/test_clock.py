@@ -11,7 +11,7 @@ import pytest
 from ray_app.drill import process_scenarios
 from ray_app.drill.certificate import collect_measurements
 from ray_app.drill.scenario import Scenario
-from tests.support.drilled import ended, record
+from tests.support.drill_scenarios import make_result, make_step_record
 
 CLOCKS = """
 import ctypes, datetime, threading, time
@@ -55,15 +55,15 @@ def test_measurements_correct_records_of_a_shifted_clock(tmp_path: Path) -> None
         for i, (n, off) in enumerate([(2, hour), (4, -hour), (6, 0)])
     }
     off_s = {3: hour, 4: hour, 5: -hour, 6: -hour}
-    records = [record(n, time_s=100.0 + n + off_s.get(n, 0)) for n in range(1, 9)]
-    run = ended(tmp_path / "run", evidence, records)
+    records = [make_step_record(n, time_s=100.0 + n + off_s.get(n, 0)) for n in range(1, 9)]
+    run = make_result(tmp_path / "run", evidence, records)
     assert process_scenarios.confirm_clock_jumps(run) == ["there is no report of the run"]
     run.paths.report.touch()
     assert process_scenarios.confirm_clock_jumps(run) == []
     measurements = collect_measurements(Scenario([2, 4, 6], [*evidence], process_scenarios.confirm_clock_jumps), run)
     assert measurements["next_step_s"] == [0.5, 0.5, 0.5]
     assert measurements["goodput"] == pytest.approx(1.0, abs=0.2)
-    right = ended(tmp_path / "right", evidence, [record(n) for n in range(1, 9)])
+    right = make_result(tmp_path / "right", evidence, [make_step_record(n) for n in range(1, 9)])
     right.paths.report.touch()
     assert process_scenarios.confirm_clock_jumps(right) == [
         "steps after 2 were not recorded by a clock that is 3600 s wrong",

@@ -36,7 +36,7 @@ from ray_app.drill.certificate import (
     subtract_waits,
     summarize_results,
 )
-from ray_app.drill.delays import Freeze, Slow
+from ray_app.drill.delays import DelayPlan, Freeze, Slow
 from ray_app.drill.faults import Evidence, Kill, KillJoiningWorker
 from ray_app.drill.process_scenarios import evaluator, kill
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, kill_stopped_processes
@@ -45,8 +45,8 @@ from ray_app.errors import ConfigError
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
 from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
-from tests.support.drilled import ground
-from tests.support.places import ROOT
+from tests.support.drill_scenarios import scenario_context
+from tests.support.paths import ROOT
 
 SUMMARY = {
     "status": "finished",
@@ -248,7 +248,7 @@ def test_the_drill_waits_for_the_address_of_the_new_rendezvous(tmp_path: Path, m
         get_actor=lambda name: actor, get=lambda answer: answer, kill=lambda one, no_restart: killed.append(one)
     )
     monkeypatch.setattr(process_scenarios, "ray", fake)
-    scenario = process_scenarios.rendezvous(ground(tmp_path))
+    scenario = process_scenarios.rendezvous(scenario_context(tmp_path))
     assert isinstance(scenario, Scenario)
     assert scenario.observe is not None
     evidence = Evidence(str(tmp_path / "evidence"))
@@ -300,6 +300,19 @@ def test_what_a_scenario_has_stopped_is_ended_and_nothing_else(tmp_path: Path) -
     kill_stopped_processes(evidence)
     process.join(30)
     assert process.exitcode == -signal.SIGKILL
+
+
+def test_the_limit_of_a_delay_plan_holds_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is another process from step 5 on, which does that step again."""
+    slept_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept_s.append)
+    plans = [DelayPlan(Evidence(str(tmp_path)), 4, 8, range(2, 3), 10.0) for _ in range(2)]
+    for step in range(1, 6):
+        plans[0](0, step)
+    for step in range(5, 10):
+        plans[1](0, step)
+    assert slept_s == [2.0, 2.0, *[1.5] * 4]
+    assert Evidence(str(tmp_path)).all() == {"paced-4": {"pauses": {"4": 2.0, "5": 3.5, "6": 1.5, "7": 1.5, "8": 1.5}}}
 
 
 def test_the_verdict_counts_scenarios_left_out_and_not_reached() -> None:

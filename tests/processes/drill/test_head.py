@@ -9,16 +9,16 @@ from typing import Any
 from ray_app.drill.node_scenarios import confirm_head_loss, head
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.lease import LeaseHolder
-from tests.support.drilled import ended, ended_process, ground, record
+from tests.support.drill_scenarios import evidence_of_dead_process, make_result, make_step_record, scenario_context
 
 
 def test_losing_the_head_counts_only_if_steps_continued(tmp_path: Path) -> None:
-    assert head(ground(tmp_path)) == "the drill takes no head from a cluster that it did not start"
+    assert head(scenario_context(tmp_path)) == "the drill takes no head from a cluster that it did not start"
     evidence: dict[str, Any] = {
-        "head_killed": {"time_s": 102.5, "step": 2, "head": ended_process()},
+        "head_killed": {"time_s": 102.5, "step": 2, "head": evidence_of_dead_process()},
         "head_back": {"time_s": 105.5, "step": 5, "head": asdict(LeaseHolder.here())},
     }
-    run = ended(tmp_path / "run", evidence, [record(n) for n in range(1, 7)])
+    run = make_result(tmp_path / "run", evidence, [make_step_record(n) for n in range(1, 7)])
     put_event(run.paths, "started", 1)
     assert confirm_head_loss(run) == ["no worker came after there was a head again"]
     put_event(run.paths, "replaced", 1, before=1, after=2, step=5, reason="")

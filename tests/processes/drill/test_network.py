@@ -14,8 +14,8 @@ from ray_app.drill.network import CutConnections, TcpConnection, half_open, open
 from ray_app.drill.scenario import Scenario
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.lease import LeaseHolder
-from tests.support.drilled import SUMMARY, ended, ended_process, ground
-from tests.support.waiting import until
+from tests.support.drill_scenarios import SUMMARY, evidence_of_dead_process, make_result, scenario_context
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def test_a_cut_connection_is_silent_in_both_directions_until_restored(
         assert connection.dropped_packets == 0
         connection.cut()
         other.sendall(b"to it")
-        until(lambda: connection.dropped_packets > 0)
+        wait_until(lambda: connection.dropped_packets > 0)
         assert has_nothing(one)
         one.sendall(b"the last that gets through, unheard ")
         assert other.recv(100)
         one.sendall(b"and")
-        until(lambda: connection.dropped_packets > 3)
+        wait_until(lambda: connection.dropped_packets > 3)
         for _ in range(5):
             one.sendall(b" more")
         while not has_nothing(other):
@@ -115,14 +115,14 @@ def test_a_rank_is_partitioned_from_peers_and_from_the_rendezvous(
 
 
 def test_a_partition_without_dropped_packets_is_not_confirmed(tmp_path: Path) -> None:
-    scenario = partition(ground(tmp_path))
+    scenario = partition(scenario_context(tmp_path))
     assert isinstance(scenario, Scenario)
     evidence = {
-        "cut": {"connections": ["a", "b"], "rendezvous_connections": 1, "process": ended_process()},
+        "cut": {"connections": ["a", "b"], "rendezvous_connections": 1, "process": evidence_of_dead_process()},
         "continued": {"workers": 1},
         "restored": {"dropped_packets": [3, 1]},
     }
-    run = ended(tmp_path / "run", evidence, [])
+    run = make_result(tmp_path / "run", evidence, [])
     assert scenario.confirm(run) == []
     assert scenario.confirm(replace(run, evidence=evidence | {"restored": {"dropped_packets": [0, 0]}})) == [
         "nothing was thrown away"
@@ -140,15 +140,15 @@ def test_a_partition_without_dropped_packets_is_not_confirmed(tmp_path: Path) ->
 
 
 def test_a_half_open_connection_is_confirmed_by_a_stalled_step(tmp_path: Path) -> None:
-    scenario = half_open(ground(tmp_path))
+    scenario = half_open(scenario_context(tmp_path))
     assert isinstance(scenario, Scenario)
     step = scenario.steps[0]
     evidence = {"cut": {"connections": ["a"], "rendezvous_connections": 0}, "silent": {"dropped_packets": [1]}}
-    run = ended(tmp_path / "run", evidence, [])
+    run = make_result(tmp_path / "run", evidence, [])
     assert scenario.confirm(run) == ["the run has no record of a stalled step", f"no generation formed at step {step}"]
     put_event(run.paths, "stacks", 1, rank=0, step=step, doing="reduction", stacks="")
     put_event(run.paths, "formed", 1, generation=2, workers=2, step=step)
     assert scenario.confirm(run) == []
-    assert half_open(ground(tmp_path, 1)) == "one worker has no connection to another"
-    no_group = ground(tmp_path, train__strategy="parameter_server")
+    assert half_open(scenario_context(tmp_path, 1)) == "one worker has no connection to another"
+    no_group = scenario_context(tmp_path, train__strategy="parameter_server")
     assert partition(no_group) == "workers of parameter servers have no connections to each other"

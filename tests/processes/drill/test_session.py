@@ -23,8 +23,8 @@ from ray_app.drill.scenario import Scenario, ScenarioResult
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
 from ray_app.storage.files import read_json
-from tests.support.drilled import SUMMARY
-from tests.support.places import ROOT
+from tests.support.drill_scenarios import SUMMARY
+from tests.support.paths import ROOT
 
 
 @pytest.fixture

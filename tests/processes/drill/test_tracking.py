@@ -10,8 +10,8 @@ import pytest
 
 from ray_app.drill import tracking
 from ray_app.drill.scenario import ScenarioResult
-from tests.support.drilled import ended, ground, record
-from tests.support.mlflow_server import database
+from tests.support.drill_scenarios import make_result, make_step_record, scenario_context
+from tests.support.mlflow_server import make_database
 
 
 def outage(tmp_path: Path, **back: Any) -> ScenarioResult:
@@ -20,21 +20,21 @@ def outage(tmp_path: Path, **back: Any) -> ScenarioResult:
         "server_killed": {"time_s": 102.5, "step": 2},
         "server_back": {"time_s": 105.5, "step": 5, "before": {"answers": False, "sent_step": 2} | back},
     }
-    return ended(tmp_path / "run", evidence, [record(n) for n in range(1, 7)])
+    return make_result(tmp_path / "run", evidence, [make_step_record(n) for n in range(1, 7)])
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> tuple[str, Any, str]:
     from mlflow.tracking import MlflowClient
 
-    uri = database(tmp_path / "mlflow.db")
+    uri = make_database(tmp_path / "mlflow.db")
     client = MlflowClient(uri)
     return uri, client, client.create_run("0", run_name="run").info.run_id
 
 
 def log(client: Any, run_id: str, steps: range) -> None:
     for n in steps:
-        step_record = record(n)
+        step_record = make_step_record(n)
         for name, value in (("loss", step_record.loss), ("step_ms", step_record.step_ms), ("workers", 2.0)):
             client.log_metric(run_id, name, value, int(step_record.time_s * 1e3), n)
 
@@ -55,7 +55,7 @@ def test_an_mlflow_outage_counts_only_if_every_point_is_stored_once(
     log(client, run_id, range(6, 7))
     client.set_terminated(run_id)
     assert tracking.confirm_outage(run, uri) == []
-    client.log_metric(run_id, "loss", record(6).loss, int(record(6).time_s * 1e3) + 1, 6)
+    client.log_metric(run_id, "loss", make_step_record(6).loss, int(make_step_record(6).time_s * 1e3) + 1, 6)
     assert tracking.confirm_outage(run, uri) == [
         "of loss MLflow has 7 points, 7 of them different, instead of the 6 recorded"
     ]
@@ -74,4 +74,7 @@ def test_an_mlflow_outage_counts_only_if_steps_continued(tmp_path: Path, monkeyp
     answered.evidence["server_back"]["step"] = 6
     assert "only the steps [3, 4, 5] were finished while the server was away" in tracking.confirm_outage(answered, "")
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
-    assert tracking.mlflow(ground(tmp_path)) == 'mlflow is not installed: pip install "PATH_TO_RAY_APP[tracking]"'
+    assert (
+        tracking.mlflow(scenario_context(tmp_path))
+        == 'mlflow is not installed: pip install "PATH_TO_RAY_APP[tracking]"'
+    )

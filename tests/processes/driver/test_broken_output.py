@@ -13,7 +13,7 @@ import pytest
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_json, to_location
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 _PROCESS_S = 240
 
@@ -30,9 +30,9 @@ _PROCESS_S = 240
     ],
 )
 def test_a_run_with_broken_output_finishes(
-    command: Callable[..., list[str]], redirected: str, settings: dict[str, str], failures: int
+    make_arguments: Callable[..., list[str]], redirected: str, settings: dict[str, str], failures: int
 ) -> None:
-    arguments = command(
+    arguments = make_arguments(
         "--train.strategy=single", "--scaling.max_workers=1", "--train.max_steps=6", "--data.eval_path=null"
     )
     storage = next(part.partition("=")[2] for part in arguments if part.startswith("--run.storage_path"))

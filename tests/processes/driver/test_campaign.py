@@ -13,7 +13,7 @@ from ray_app.testing import cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Job
 from tests.support.campaign import DILOCO, PHASES, Campaign, rows_of
 from tests.support.local_world import TinyImages, make_job, write_images
-from tests.support.served_campaign import MOMENTS, served
+from tests.support.served_campaign import MOMENTS, run_served_campaign
 
 AVERAGED = {
     "train__ema_decay": 0.9,
@@ -46,7 +46,7 @@ def inject_deaths(case: str, folder: Path, deaths: int) -> Counter[str]:
         job = make_job(folder / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields, **settings)
         campaign = Campaign(folder / f"{name}-groups", seed, job, workers, windows)
         campaign.run(faults)
-        return job, campaign.fired
+        return job, campaign.deaths
 
     undisturbed, none = run("undisturbed", 0, 0)
     assert not none
@@ -85,7 +85,7 @@ def test_losses_with_parameter_servers_leave_the_result_bit_identical(
         fields = {"train__epochs": 12, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3}
         servers = {"train__strategy": "parameter_server", "train__servers": 2}
         job = make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields, **servers)
-        fired.update(served(job, seed, 3, max_losses))
+        fired.update(run_served_campaign(job, seed, 3, max_losses))
         return job
 
     undisturbed, runs = run("undisturbed", 0, 0), 0

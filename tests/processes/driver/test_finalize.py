@@ -28,15 +28,15 @@ from ray_app.runlog.lease import acquire_lease, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json, read_json
 from tests.support.checkpoints import commit_of, snapshot_of
-from tests.support.mlflow_server import Server, mlflow_runs
-from tests.support.orphans import orphan
-from tests.support.places import ROOT, SUPPORT
-from tests.support.waiting import until
+from tests.support.mlflow_server import MlflowServer, mlflow_runs
+from tests.support.orphans import make_orphan
+from tests.support.paths import ROOT, SUPPORT
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-def config(short_run: Callable[..., Config]) -> Config:
-    return short_run(tracking__enabled=True, tracking__every_steps=1)
+def config(make_short_config: Callable[..., Config]) -> Config:
+    return make_short_config(tracking__enabled=True, tracking__every_steps=1)
 
 
 @pytest.fixture
@@ -123,14 +123,14 @@ def assert_next_start(paths: RunPaths) -> None:
 
 
 def test_an_orphan_at_its_last_step_is_closed_as_finished(config: Config, paths: RunPaths) -> None:
-    orphan(config, last=30)
+    make_orphan(config, last=30)
     assert close_orphan(str(paths.root))
     assert read_json(paths.summary)["status"] == "finished"
     assert mlflow_run(config).info.status == "FINISHED"
 
 
 def test_a_run_that_failed_before_its_driver_died_is_closed_as_failed(config: Config, paths: RunPaths) -> None:
-    orphan(config, last=20, end="run_failed")
+    make_orphan(config, last=20, end="run_failed")
     assert close_orphan(str(paths.root))
     assert read_json(paths.summary)["status"] == "failed"
     assert mlflow_run(config).info.status == "FAILED"
@@ -139,7 +139,7 @@ def test_a_run_that_failed_before_its_driver_died_is_closed_as_failed(config: Co
 
 
 def test_evaluations_after_the_closing_are_added_to_the_summary(config: Config, paths: RunPaths) -> None:
-    orphan(config, last=30)
+    make_orphan(config, last=30)
     assert close_orphan(str(paths.root))
     assert not close_orphan(str(paths.root))
     put_evaluation(paths, Evaluation(30, 0, "abc", {"accuracy": 0.75}, 10, 0.5, time.time()))
@@ -156,15 +156,15 @@ def test_closing_without_mlflow_times_out_and_a_start_waits_for_it(
 ) -> None:
     monkeypatch.setattr(finalize, "_TRACKING_TIMEOUT_S", 2.0)
     caplog.set_level(logging.INFO)
-    orphan(config, last=20)
-    moved = config.replace(tracking__uri=Server(tmp_path).uri)
+    make_orphan(config, last=20)
+    moved = config.replace(tracking__uri=MlflowServer(tmp_path).uri)
     paths.config.write_text(moved.to_yaml())
     # The configured MLflow has never had this run.
     paths.tracking.unlink()
     results: list[bool] = []
     closer = threading.Thread(target=lambda: results.append(close_orphan(str(paths.root))))
     closer.start()
-    until(lambda: newest_fence(paths) == 2)
+    wait_until(lambda: newest_fence(paths) == 2)
     with pytest.raises(RunHeldError), acquire_lease(paths, closing=True, waits=False):
         pass
     with acquire_lease(paths) as lease:
@@ -183,7 +183,7 @@ def test_a_folder_without_a_started_run_is_not_closed(tmp_path: Path) -> None:
 
 @pytest.mark.rest
 def test_a_transient_storage_error_at_the_end_does_not_fail_a_run(
-    short_run: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    make_short_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[str] = []
 
@@ -202,7 +202,9 @@ def test_a_transient_storage_error_at_the_end_does_not_fail_a_run(
 
     monkeypatch.setattr("ray_app.driver.run.put_event", fail_once(put_event, lambda: False))
     monkeypatch.setattr("ray_app.runlog.endings.put_json", fail_once(put_json, raise_error))
-    result = run_training(short_run(train__strategy="single", scaling__max_workers=1, scaling__logical_workers=1))
+    result = run_training(
+        make_short_config(train__strategy="single", scaling__max_workers=1, scaling__logical_workers=1)
+    )
     assert [name.rpartition("/")[2] for name in refused] == ["finished", "summary.json"]
     assert result.summary["status"] == "finished"
     assert len(read_events(RunPaths(result.path), "finished")) == 1

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from ray_app import ingest_arrays, load_config, run_training
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from rich.console import Console
 from ray_app import ingest_arrays, load_config, run_training
 from ray_app.driver.result import Result
 from ray_app.errors import ConfigError, DataError
-from tests.support.ingest_inputs import read
-from tests.support.places import ROOT
+from tests.support.ingest_inputs import read_columns
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +53,14 @@ def test_a_result_evaluates_to_the_metrics_of_the_run(digits: Path, result: Resu
 def test_rows_without_labels_are_predicted_from_a_path_and_from_arrays(
     digits: Path, result: Result, tmp_path: Path
 ) -> None:
-    images = read(digits / "eval", as_stored=True)["image"]
+    images = read_columns(digits / "eval", as_stored=True)["image"]
     predictions = result.predict(images)
     with torch.inference_mode():
         scores = result.task.forward(result.load_model(), {"image": torch.from_numpy(images[:, None])})
     assert predictions["predicted_index"].tolist() == scores.argmax(1).tolist()
     assert predictions["predicted"].tolist() == [str(i) for i in predictions["predicted_index"]]
     ingest_arrays(str(tmp_path / "out"), x=images[:20])
-    stored = read(tmp_path / "out", as_stored=True)
+    stored = read_columns(tmp_path / "out", as_stored=True)
     order = [int(row_id) for row_id in stored["row_id"]]
     assert (
         result.predict(str(tmp_path / "out"))["predicted_index"].tolist()

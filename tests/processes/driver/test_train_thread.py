@@ -12,7 +12,7 @@ import ray
 from ray_app import load_config
 from ray_app.driver import train_thread
 from ray_app.errors import DataError
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 WAIT_S = 20.0
 START: Any = SimpleNamespace(job=SimpleNamespace(config=load_config(ROOT / "conf" / "digits.yaml")))

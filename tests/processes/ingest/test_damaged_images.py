@@ -17,8 +17,8 @@ from PIL import Image
 from ray_app import run_training
 from ray_app.config.config import Config
 from ray_app.errors import BadRowError, DataError
-from tests.support.encoded_images import damaged_files, encode, png, smooth
-from tests.support.places import ROOT
+from tests.support.encoded_images import damaged_files, encode, png, smooth_pixels
+from tests.support.paths import ROOT
 
 MEMORY_BYTES = 8 << 30
 
@@ -52,7 +52,7 @@ def test_damaged_images_are_refused_reproducibly_without_a_crash() -> None:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """A short run with `single`, which decodes in its process; the image data of the PNG file in row 3 is truncated."""
-    images = [encode(Image.fromarray(smooth(8, 8, seed=row)), "png") for row in range(8)]
+    images = [encode(Image.fromarray(smooth_pixels(8, 8, seed=row)), "png") for row in range(8)]
     images[3] = png((8, 8, 8, 0, 0, 0, 0), zlib.compress(bytes(9) * 3))
     (tmp_path / "data").mkdir()
     pq.write_table(

@@ -25,8 +25,8 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import READERS, IngestOptions, ingest
 from ray_app.ingest.readers import base as readers_base
 from ray_app.ingest.readers.arrays import Numpy
-from tests.support.ingest_inputs import RNG, read, write_idx, write_images
-from tests.support.places import ROOT
+from tests.support.ingest_inputs import RNG, read_columns, write_idx, write_images
+from tests.support.paths import ROOT
 
 
 def row_groups(folder: Path) -> list[list[int]]:
@@ -42,7 +42,7 @@ def test_a_split_keeps_every_row_once_for_any_shard_size(tmp_path: Path) -> None
             "numpy", str(tmp_path / out), str(tmp_path / "d.npz"), eval_fraction=0.25, shard_rows=shard_rows
         )
         assert list(ingest(options).parts) == ["train", "eval"]
-        sides.append({name: read(tmp_path / out / name)["row_id"] for name in ("train", "eval")})
+        sides.append({name: read_columns(tmp_path / out / name)["row_id"] for name in ("train", "eval")})
     assert sides[0] == sides[1]
     assert Counter(sides[0]["train"] + sides[0]["eval"]) == Counter(str(i) for i in range(2000))
     assert 420 < len(sides[0]["eval"]) < 580
@@ -68,7 +68,7 @@ def test_row_groups_are_bounded_in_bytes_also_with_larger_rows(tmp_path: Path) -
         (tmp_path / "in" / "only" / f"{i}.png").write_bytes(bytes(size))
     options = IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), check=False, row_group_bytes=1000)
     ingest(options)
-    stored_sizes = [len(image) for image in read(tmp_path / "out", as_stored=True)["image"]]
+    stored_sizes = [len(image) for image in read_columns(tmp_path / "out", as_stored=True)["image"]]
     assert sorted(stored_sizes) == sorted(sizes)
     expected: list[list[int]] = []
     for size in stored_sizes:
@@ -281,7 +281,7 @@ def test_the_job_succeeds_or_refuses_without_a_traceback(tmp_path: Path) -> None
     (tmp_path / "f.csv").write_text("a,y\n1,u\n2,v\n")
     args = ["--source", "csv", "--input", str(tmp_path / "f.csv"), "--out", str(tmp_path / "out"), "--label"]
     done = run_job(*args, "y")
-    assert (done.returncode, read(tmp_path / "out")["label"]) == (0, [0, 1])
+    assert (done.returncode, read_columns(tmp_path / "out")["label"]) == (0, [0, 1])
     assert f"{tmp_path / 'out'}: 2 rows in 1 shards" in done.stdout
     refused = run_job(*args, "z")
     assert (refused.returncode, refused.stdout) == (2, "")

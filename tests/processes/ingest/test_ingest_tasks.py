@@ -35,8 +35,8 @@ from ray_app.ingest.output_folder import RECORDS, RUNS
 from ray_app.ingest.splits import write_input_split
 from ray_app.storage.files import list_files, list_tree, put_atomic, read_all
 from ray_app.storage.object_stores import ObjectPath
-from tests.support.ingest_inputs import RNG, read, write_cifar, write_idx, write_images, write_tar
-from tests.support.places import ROOT, SUPPORT
+from tests.support.ingest_inputs import RNG, read_columns, write_cifar, write_idx, write_images, write_tar
+from tests.support.paths import ROOT, SUPPORT
 from tests.support.s3_server import S3Server
 
 
@@ -67,7 +67,7 @@ def test_the_files_do_not_depend_on_the_number_of_tasks(tmp_path: Path, monkeypa
         ingest(options_for(folder, out, eval_fraction=0.3), partial(run_in_threads, threads=threads))
         contents.append(content(out))
     assert contents[0] == contents[1] == contents[2]
-    rows = [row for side in ("train", "eval") for row in read(tmp_path / "out-1" / side)["a"]]
+    rows = [row for side in ("train", "eval") for row in read_columns(tmp_path / "out-1" / side)["a"]]
     assert Counter(rows) == Counter(range(240))
     shards = json.loads(contents[0]["train/dataset.json"])["shards"]
     assert [shard["path"] for shard in shards] == [f"part-0000{i}.parquet" for i in range(len(shards))]
@@ -147,7 +147,7 @@ def test_finished_buckets_are_kept_after_a_kill(tmp_path: Path, monkeypatch: pyt
     ]
     ingest(options_for(folder, tmp_path / "undisturbed"))
     assert content(out) == content(tmp_path / "undisturbed")
-    assert Counter(read(out)["a"]) == Counter(range(240))
+    assert Counter(read_columns(out)["a"]) == Counter(range(240))
 
 
 @pytest.mark.rest
@@ -213,7 +213,7 @@ def test_every_input_row_is_written_or_refused(tmp_path: Path) -> None:
     ingest(options_for(folder, tmp_path / "out", on_bad_row="skip", max_bad_rows=3))
     about = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert (about["rows_in"], about["rows"], about["refused"], about["classes"]) == (15, 12, 3, ["u", "v", "w"])
-    assert read(tmp_path / "out")["row_id"][5:7] == ["1.csv:2", "1.csv:6"]
+    assert read_columns(tmp_path / "out")["row_id"][5:7] == ["1.csv:2", "1.csv:6"]
     refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
     assert {row["row_id"]: row["reason"] for row in refused} == {
         "1.csv:3": "1 values where 2 are expected",

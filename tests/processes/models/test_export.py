@@ -30,7 +30,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_tree, put_atomic
 from ray_app.storage.object_stores import ObjectPath
 from ray_app.task.tabular import TabularClassification
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 ABSENT = """
 import sys

@@ -40,9 +40,9 @@ from ray_app.storage.files import put_json, read_json
 from ray_app.task.base import Batch
 from ray_app.task.tabular import TabularClassification
 from ray_app.track.mlflow_client import connect
-from tests.support.finished_run import Finished
-from tests.support.mlflow_server import Server, database
-from tests.support.places import ROOT
+from tests.support.finished_run import FinishedRun
+from tests.support.mlflow_server import MlflowServer, make_database
+from tests.support.paths import ROOT
 
 
 class Scaled(TabularClassification):
@@ -69,12 +69,12 @@ class NotExportable(Scaled):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return database(tmp_path_factory.mktemp("registry") / "mlflow.db")
+    return make_database(tmp_path_factory.mktemp("registry") / "mlflow.db")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = Server(tmp_path_factory.mktemp("server"))
+    server = MlflowServer(tmp_path_factory.mktemp("server"))
     server.start()
     yield server.uri
     server.kill()
@@ -150,7 +150,7 @@ def pickles_in(folder: Path) -> list[str]:
     return names
 
 
-def assert_version(run: Finished, name: str, package_format: str) -> None:
+def assert_version(run: FinishedRun, name: str, package_format: str) -> None:
     client = connect(run.config.tracking.uri)
     [version] = client.search_model_versions(f"name = '{name}'")
     best = CheckpointStore(run.job.paths).commits()[0]
@@ -180,7 +180,7 @@ def assert_version(run: Finished, name: str, package_format: str) -> None:
 def test_the_command_registers_a_version_that_serves_without_ray(
     store: str, digits: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    run = Finished(tmp_path, digits, store)
+    run = FinishedRun(tmp_path, digits, store)
     assert main(["--run", str(tmp_path / "run"), "--name", "digits"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "digits version 1 @challenger @champion"
     assert_version(run, "digits", "torch.export")
@@ -199,7 +199,7 @@ def test_the_command_registers_a_version_that_serves_without_ray(
     assert len(connect(store).search_model_versions("name = 'digits'")) == 1
 
 
-def assert_mlflow_model(uri: str, run: Finished) -> None:
+def assert_mlflow_model(uri: str, run: FinishedRun) -> None:
     import mlflow
 
     mlflow.set_tracking_uri(uri)
@@ -226,7 +226,7 @@ def test_a_model_that_cannot_be_exported_is_registered_with_its_code(server: str
     (module.parent / "helper_of_task.py").write_text("def twice(x):\n    return 2 * x\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(module.parent))
-        run = Finished(tmp_path, digits, server, name="fallback", task="branching_task.Branching")
+        run = FinishedRun(tmp_path, digits, server, name="fallback", task="branching_task.Branching")
         done = register_best(run.job, "branching", server)
     assert (done.version, done.aliases) == ("1", ("challenger", "champion"))
     assert_version(run, "branching", "safetensors")
@@ -510,7 +510,7 @@ def test_a_run_resolves_its_initial_model_version_once(
     request: pytest.FixtureRequest, digits: Path, uri: str, tmp_path: Path
 ) -> None:
     tracking_uri, name = request.getfixturevalue(uri), f"begun-{uri}"
-    before = Finished(tmp_path, digits, tracking_uri, tracking__registered_model=name)
+    before = FinishedRun(tmp_path, digits, tracking_uri, tracking__registered_model=name)
     register_best(before.job, name, tracking_uri)
     first, second = CheckpointStore(before.job.paths).commits()
     config = before.config.replace(
@@ -563,7 +563,7 @@ def test_registering_survives_slow_uploads_and_a_server_restart(
     """The server is frozen for longer than the timeout of other calls, then killed before a download."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setattr(registry_module, "_RETRY", Retry(0.1, factor=200.0, attempts=3))
-    server = Server(tmp_path)
+    server = MlflowServer(tmp_path)
     server.start()
     client = connect(server.uri)
     run_id = new_run(client)
@@ -597,7 +597,7 @@ def test_registering_survives_slow_uploads_and_a_server_restart(
 def test_an_outage_at_the_end_of_a_run_is_a_warning(
     digits: Path, tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Finished(tmp_path, digits, store, name="outage", tracking__registered_model="late")
+    run = FinishedRun(tmp_path, digits, store, name="outage", tracking__registered_model="late")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -614,7 +614,7 @@ def test_an_outage_at_the_end_of_a_run_is_a_warning(
 
 
 def test_the_command_refuses_runs_that_have_not_finished(digits: Path, tmp_path: Path, store: str, capsys: Any) -> None:
-    run = Finished(tmp_path, digits, store, name="unfinished")
+    run = FinishedRun(tmp_path, digits, store, name="unfinished")
     put_json(run.job.paths.summary, {"status": "interrupted"})
     for arguments, message in (
         (["--run", str(tmp_path / "none")], "is not a run: it has no config.yaml"),

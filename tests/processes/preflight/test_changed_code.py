@@ -15,7 +15,7 @@ from ray_app import compare_runs, load_config, run_training
 from ray_app.errors import RunExistsError
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 TASK = """
 from ray_app.task.image import ImageClassification

@@ -13,7 +13,7 @@ import ray
 
 from ray_app import check_task, load_config
 from ray_app.cli.check import main
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 from tests.support.task_checks import TOPICS
 
 pytestmark = pytest.mark.rest
@@ -26,7 +26,7 @@ def check_mistake(digits: Path, tmp_path: Path) -> Callable[[str], dict[str, tup
     def check(mistake: str) -> dict[str, tuple[str, str]]:
         config = load_config(
             ROOT / "conf" / "digits.yaml",
-            task={"class_path": "tests.support.impure_tasks.Impure", "init_args": {"what": mistake}},
+            task={"class_path": "tests.support.impure_tasks.Impure", "init_args": {"mistake": mistake}},
             data__path=str(digits / "train"),
             data__eval_path=str(digits / "eval"),
             run__storage_path=str(tmp_path / "runs"),
@@ -72,7 +72,7 @@ def test_independent_refusals_are_all_reported_and_dependent_checks_skipped(
             data__path=str(digits / "train"),
             data__eval_path=str(digits / "nowhere"),
             data__by_length="image",
-            optimizer={"class_path": "tests.support.odd_optimizers.Locking"},
+            optimizer={"class_path": "tests.support.odd_optimizers.LockInGroups"},
         )
     )
     refused = [f.topic for f in outcome.findings if f.level == "refused"]

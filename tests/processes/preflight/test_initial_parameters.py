@@ -24,7 +24,7 @@ from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_ru
 from ray_app.train.job import Hooks
 from ray_app.train.state.state import TrainingState
 from tests.support.local_world import TinyImages, make_job, write_images
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_run_begins_with_the_parameters_of_the_file(base_config: Config, tmp_p
     ids=str,
 )
 def test_a_resumed_run_does_not_read_the_initial_parameters(
-    pool: WorkerPool, tmp_path: Path, fields: dict[str, Any]
+    worker_pool: WorkerPool, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     task, path = TinyImages(), tmp_path / "first.safetensors"
     write_parameters(task, path)
@@ -91,12 +91,12 @@ def test_a_resumed_run_does_not_read_the_initial_parameters(
         train__epochs=2,
         **fields,
     )
-    whole = pool.train_new_run(job, 1, cache_windows)
+    whole = worker_pool.train_new_run(job, 1, cache_windows)
     seeded = dataclasses.replace(job, initial=None)
-    assert pool.train_new_run(seeded, 1, cache_windows).steps[0] != whole.steps[0]
-    pool.train(job, 2, Hooks(after_step=DieAfter(5)), cache_windows)
+    assert worker_pool.train_new_run(seeded, 1, cache_windows).steps[0] != whole.steps[0]
+    worker_pool.train(job, 2, Hooks(after_step=DieAfter(5)), cache_windows)
     path.unlink()
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == whole.digests
 
 

@@ -17,7 +17,7 @@ from ray_app.driver.result import Result
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.lease import acquire_lease
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 STEPLR = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 5, "gamma": 0.5}}
 

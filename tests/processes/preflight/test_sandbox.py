@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ray_app.preflight.sandbox import _MAX_OUTPUT_BYTES, Sandbox
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 
 def flood(out: str) -> int:
@@ -21,7 +21,7 @@ def flood(out: str) -> int:
         print("x" * 49_999, flush=True)
         return printed_bytes > 2 * _MAX_OUTPUT_BYTES and Path(out).stat().st_size < _MAX_OUTPUT_BYTES
 
-    until(is_truncated, "the output file was not truncated")
+    wait_until(is_truncated, "the output file was not truncated")
     print("the end")
     return printed_bytes
 

@@ -23,7 +23,7 @@ from ray_app.testing import WorkerPool
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup, _list_sockets
 from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 CPU = torch.device("cpu")
 SMALL_MB = 0.001
@@ -34,7 +34,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("ddp") / "data", [[50, 1], [46]])
 
 
-def test_exact_reduction_is_bit_identical_for_all_bucket_sizes(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_exact_reduction_is_bit_identical_for_all_bucket_sizes(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     parameters = list(TinyImages().build_model().parameters())
     assert (
         len(_split_into_buckets(parameters, 8 << 20))
@@ -42,7 +44,7 @@ def test_exact_reduction_is_bit_identical_for_all_bucket_sizes(pool: WorkerPool,
         < len(_split_into_buckets(parameters, int(SMALL_MB * (1 << 20))))
     )
     runs = [
-        pool.train_new_run(
+        worker_pool.train_new_run(
             make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__bucket_mb=mb), size
         )
         for mb, size in ((8.0, 1), (SMALL_MB, 3))
@@ -103,18 +105,18 @@ def reduce_shared_layer(rank: int, store: Path, size: int, reentrant: bool) -> l
 
 
 @pytest.mark.rest
-def test_gradients_that_arrive_in_parts_are_refused_on_any_number_of_workers(pool: WorkerPool) -> None:
+def test_gradients_that_arrive_in_parts_are_refused_on_any_number_of_workers(worker_pool: WorkerPool) -> None:
     for size in (1, 2):
-        for outcome in pool.call(size, reduce_shared_layer, size, True):
+        for outcome in worker_pool.call(size, reduce_shared_layer, size, True):
             assert isinstance(outcome.error, ConfigError), outcome.trace
             assert "The gradient of the parameter 1." in str(outcome.error)
             assert "use_reentrant=False" in str(outcome.error)
 
 
 @pytest.mark.rest
-def test_checkpointed_and_shared_layers_are_bit_identical_on_any_workers(pool: WorkerPool) -> None:
-    [alone] = pool.run(1, reduce_shared_layer, 1, False)
-    for gradients in pool.run(2, reduce_shared_layer, 2, False):
+def test_checkpointed_and_shared_layers_are_bit_identical_on_any_workers(worker_pool: WorkerPool) -> None:
+    [alone] = worker_pool.run(1, reduce_shared_layer, 1, False)
+    for gradients in worker_pool.run(2, reduce_shared_layer, 2, False):
         assert all(torch.equal(a, b) for a, b in zip(alone, gradients, strict=True))
 
 
@@ -130,10 +132,10 @@ def count_sent_bytes() -> int:
     return total
 
 
-def test_compression_halves_the_sent_bytes_and_rounds_to_bfloat16(pool: WorkerPool) -> None:
+def test_compression_halves_the_sent_bytes_and_rounds_to_bfloat16(worker_pool: WorkerPool) -> None:
     plain = TrainSection(reduction="overlapped", bucket_mb=0.3)
     packed = TrainSection(reduction="overlapped", bucket_mb=0.3, gradient_compression="bf16")
-    fp32, bf16 = (pool.run(2, reduce_gradients, 2, train) for train in (plain, packed))
+    fp32, bf16 = (worker_pool.run(2, reduce_gradients, 2, train) for train in (plain, packed))
     for ranks in (fp32, bf16):
         assert all(torch.equal(a, b) for a, b in zip(ranks[0].gradients, ranks[1].gradients, strict=True)), (
             "the ranks have different gradients"
@@ -161,11 +163,11 @@ def open_single_group(rank: int, store: Path, device: str, backend: str) -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error without a GPU shows the requested backend")
-def test_the_group_has_the_configured_backend(pool: WorkerPool) -> None:
-    [outcome] = pool.call(1, open_single_group, "cuda:0", "auto")
+def test_the_group_has_the_configured_backend(worker_pool: WorkerPool) -> None:
+    [outcome] = worker_pool.call(1, open_single_group, "cuda:0", "auto")
     assert "device_id cuda:0" in str(outcome.error)
     for device, backend in (("cpu", "auto"), ("cpu", "gloo"), ("cuda", "gloo")):
-        assert pool.run(1, open_single_group, device, backend) == ["gloo"], (device, backend)
+        assert worker_pool.run(1, open_single_group, device, backend) == ["gloo"], (device, backend)
 
 
 def form_after_a_failure(rank: int, store: Path, port: int) -> float:
@@ -187,9 +189,9 @@ def form_after_a_failure(rank: int, store: Path, port: int) -> float:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the failure is that there is no GPU")
-def test_a_rank_that_failed_to_form_a_group_joins_the_next_one(pool: WorkerPool) -> None:
+def test_a_rank_that_failed_to_form_a_group_joins_the_next_one(worker_pool: WorkerPool) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert pool.run(2, form_after_a_failure, server.port) == [3.0, 3.0]
+    assert worker_pool.run(2, form_after_a_failure, server.port) == [3.0, 3.0]
 
 
 def read_connections_after_an_abort(rank: int, store: Path, port: int) -> list[bytes]:
@@ -214,19 +216,19 @@ def read_connections_after_an_abort(rank: int, store: Path, port: int) -> list[b
 
     opening = threading.Thread(target=open_group)
     opening.start()
-    until(lambda: any(group._is_store(number) for number, _ in _list_sockets()), "it has not begun to open")
+    wait_until(lambda: any(group._is_store(number) for number, _ in _list_sockets()), "it has not begun to open")
     pairs.append(connect_pair())
-    until(lambda: group.abort() or not opening.is_alive(), "the abort does not end the opening")
+    wait_until(lambda: group.abort() or not opening.is_alive(), "the abort does not end the opening")
     assert isinstance(errors[0], dist.DistError), errors
     for client, _ in pairs:
         client.sendall(b"hello")
     return [accepted.recv(5) for _, accepted in pairs]
 
 
-def test_an_abort_while_a_group_forms_keeps_other_connections_open(pool: WorkerPool) -> None:
+def test_an_abort_while_a_group_forms_keeps_other_connections_open(worker_pool: WorkerPool) -> None:
     """The other connections of a worker belong to Ray."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert pool.run(1, read_connections_after_an_abort, server.port) == [[b"hello", b"hello"]]
+    assert worker_pool.run(1, read_connections_after_an_abort, server.port) == [[b"hello", b"hello"]]
 
 
 def read_connection_beside_a_group(
@@ -243,7 +245,7 @@ def read_connection_beside_a_group(
     opening = threading.Thread(target=group.open, args=(GenerationInfo(1, rank, size, "127.0.0.1", port), CPU, "auto"))
     sync_store.wait([f"made-{before}" for before in range(rank)])
     opening.start()
-    until(
+    wait_until(
         lambda: any(group._is_store(number) for number, _ in _list_sockets()) or not opening.is_alive(),
         "it has not begun to open",
     )
@@ -279,12 +281,12 @@ def read_connection_beside_a_group(
 
 @pytest.mark.parametrize(("size", "aborts"), [(2, (0,)), (3, (0, 1, 2))], ids=["by the missing rank", "by all ranks"])
 def test_an_abort_frees_waiting_ranks_and_keeps_other_connections_open(
-    pool: WorkerPool, size: int, aborts: tuple[int, ...]
+    worker_pool: WorkerPool, size: int, aborts: tuple[int, ...]
 ) -> None:
     """Connections that open while the group forms stay open as well."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     expected = [(b"hello", [] if rank == 0 else ["lost"]) for rank in range(size)]
-    assert pool.run(size, read_connection_beside_a_group, server.port, size, aborts) == expected
+    assert worker_pool.run(size, read_connection_beside_a_group, server.port, size, aborts) == expected
 
 
 @pytest.mark.parametrize("mb", [8.0, SMALL_MB, SMALL_MB / 100])

@@ -38,8 +38,8 @@ def _gather_tables(rank: int, store: Path, size: int) -> tuple[StepResult, StepR
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_doubling_gathers_the_same_table_as_a_ring(pool: WorkerPool, size: int) -> None:
-    tables = pool.run(size, _gather_tables, size)
+def test_doubling_gathers_the_same_table_as_a_ring(worker_pool: WorkerPool, size: int) -> None:
+    tables = worker_pool.run(size, _gather_tables, size)
     assert all(pair == tables[0] for pair in tables)
     assert tables[0][0] == tables[0][1]
 
@@ -60,8 +60,8 @@ def _leave_between_gathers(rank: int, store: Path, size: int) -> str:
         transport.MAX_RING_RANKS = 16
 
 
-def test_a_rank_that_waits_for_one_that_left_raises_peer_lost_error(pool: WorkerPool) -> None:
-    assert pool.run(3, _leave_between_gathers, 3) == ["PeerLostError", "InterruptedError", "PeerLostError"]
+def test_a_rank_that_waits_for_one_that_left_raises_peer_lost_error(worker_pool: WorkerPool) -> None:
+    assert worker_pool.run(3, _leave_between_gathers, 3) == ["PeerLostError", "InterruptedError", "PeerLostError"]
 
 
 def _share_records(rank: int, store: Path, size: int) -> list[StepRecord]:
@@ -74,8 +74,8 @@ def _share_records(rank: int, store: Path, size: int) -> list[StepRecord]:
         return list(gather_records(records, world).values())
 
 
-def test_all_ranks_get_all_records_and_keep_their_own(pool: WorkerPool) -> None:
-    records_by_rank = pool.run(3, _share_records, 3)
+def test_all_ranks_get_all_records_and_keep_their_own(worker_pool: WorkerPool) -> None:
+    records_by_rank = worker_pool.run(3, _share_records, 3)
     assert [[(r.step, r.step_ms) for r in records] for records in records_by_rank] == [
         [(1, 1.0), (2, 0.0), (3, 0.0), (4, 1.0)],
         [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0)],

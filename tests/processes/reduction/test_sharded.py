@@ -31,14 +31,14 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
-from tests.support.local_world import CPU, LocalMembership, OwnStep, TinyImages, feed_of
-from tests.support.sharded import ONE_CYCLE, Units, assert_bits, data, fsdp_job
+from tests.support.local_world import CPU, CustomTrainingStep, LocalMembership, TinyImages, feed_of
+from tests.support.sharded import ONE_CYCLE, Units, assert_bit_identical, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 __all__ = ["data"]
 
 
-class OwnUnits(OwnStep, Units):
+class OwnUnits(CustomTrainingStep, Units):
     """A task with its own training step and its own shard units."""
 
 
@@ -54,20 +54,22 @@ def assert_close(run: TrainedRun, expected: TrainedRun, tolerance: float = 1e-3)
 
 @pytest.mark.rest
 def test_overlapped_reduction_is_close_to_ddp_on_any_workers_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     fields = {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}
     job = fsdp_job(tmp_path / "run", data, **fields, train__reduction="overlapped")
-    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
+    plain = worker_pool.train_new_run(
+        fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows
+    )
     for size in (1, 2, 3):
-        sharded = pool.train_new_run(job, size, cache_windows)
+        sharded = worker_pool.train_new_run(job, size, cache_windows)
         assert_close(sharded, plain)
-    repeated = pool.train_new_run(job, 3, cache_windows)
+    repeated = worker_pool.train_new_run(job, 3, cache_windows)
     assert repeated.digests == sharded.digests, "two runs on the same number of workers differ"
-    pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
+    worker_pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
     partial_run = read_trained_run(job)
     assert partial_run.commit.step == 6
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert_close(read_trained_run(job), plain)
 
     state = TrainingState(
@@ -85,25 +87,36 @@ def test_overlapped_reduction_is_close_to_ddp_on_any_workers_and_after_a_resume(
 
 @pytest.mark.rest
 def test_fsdp_with_adam_is_bit_identical_to_ddp_and_close_in_half_precision(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     fields = {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}}, "train__max_steps": 9}
-    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
-    assert_bits(
-        pool.train_new_run(fsdp_job(tmp_path / "run", data, Units(own=False), **fields), 2, cache_windows), plain
+    plain = worker_pool.train_new_run(
+        fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows
     )
-    half = pool.train_new_run(fsdp_job(tmp_path / "half", data, train__precision="bf16", **fields), 3, cache_windows)
+    assert_bit_identical(
+        worker_pool.train_new_run(
+            fsdp_job(tmp_path / "run", data, Units(names_units=False), **fields), 2, cache_windows
+        ),
+        plain,
+    )
+    half = worker_pool.train_new_run(
+        fsdp_job(tmp_path / "half", data, train__precision="bf16", **fields), 3, cache_windows
+    )
     assert {v.dtype for name, v in half.snapshot.model.items() if "num_batches" not in name} == {torch.float32}
     assert_close(half, plain, 2e-2)
     assert half.commit.params_digest != plain.commit.params_digest
 
 
-def test_fsdp_with_a_custom_training_step_is_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    plain = pool.train_new_run(
+def test_fsdp_with_a_custom_training_step_is_bit_identical_to_ddp(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    plain = worker_pool.train_new_run(
         fsdp_job(tmp_path / "plain", data, OwnUnits(), train__strategy="ddp", train__max_steps=9), 2, cache_windows
     )
-    sharded = pool.train_new_run(fsdp_job(tmp_path / "run", data, OwnUnits(), train__max_steps=9), 3, cache_windows)
-    assert_bits(sharded, plain)
+    sharded = worker_pool.train_new_run(
+        fsdp_job(tmp_path / "run", data, OwnUnits(), train__max_steps=9), 3, cache_windows
+    )
+    assert_bit_identical(sharded, plain)
     assert (
         max(float(v.abs().max()) for name, v in sharded.snapshot.model.items() if name.endswith("weight")) <= 0.2 + 1e-6
     )
@@ -111,44 +124,44 @@ def test_fsdp_with_a_custom_training_step_is_bit_identical_to_ddp(pool: WorkerPo
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_worker_rolls_its_peers_back_to_the_last_snapshot(
-    pool: WorkerPool, data: Path, tmp_path: Path, lost: int
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, lost: int
 ) -> None:
     """Shards are lost with their worker; the survivor restores the last snapshot from memory, not from storage."""
     job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None, checkpoint__snapshot_every_steps=3)
-    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=lost)
-    outcomes = train_shifting(pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=kill))
+    outcomes = train_shifting(worker_pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=kill))
     assert kill.proof.exists()
     assert outcomes[1 - lost].trace == ""
     sizes = sizes_by_step(job)
     assert [sizes[step] for step in range(9, 19)] == [{1}] * 10
     assert all(1 in sizes[step] for step in (7, 8)), "a step after the snapshot was not repeated"
     assert not any(1 in sizes[step] for step in range(1, 7))
-    assert_bits(read_trained_run(job), plain)
+    assert_bit_identical(read_trained_run(job), plain)
 
 
 @pytest.mark.rest
-def test_a_restart_after_a_killed_worker_is_bit_identical(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_restart_after_a_killed_worker_is_bit_identical(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """As with `failure.recovery: restart`, all workers end and restart from the checkpoint, here on fewer workers."""
     job = fsdp_job(tmp_path / "run", data)
-    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(8, killed=0)), cache_windows)
+    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(8, killed=0)), cache_windows)
     assert isinstance(outcomes[0].error, KilledError)
     assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
     assert read_trained_run(job).commit.step == 6
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
-    assert_bits(read_trained_run(job), plain)
+    assert_bit_identical(read_trained_run(job), plain)
 
 
-def test_workers_leave_and_join_without_repeating_steps(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_workers_leave_and_join_without_repeating_steps(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None)
-    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
-    outcomes = train_shifting(pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
+    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    outcomes = train_shifting(worker_pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
     assert [o.trace for o in outcomes] == [""] * 4
     run = read_trained_run(job)
     assert [set(workers) for workers in run.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "a step was repeated"
-    assert_bits(run, plain)
+    assert_bit_identical(run, plain)
 
 
 @contextmanager
@@ -188,12 +201,12 @@ def measure_local_bytes(rank: int, store: Path, job: Job, size: int) -> dict[str
         return {kind: sum(v.nbytes for v in values) for kind, values in tensors.items()}
 
 
-def test_each_worker_holds_only_its_shards(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_each_worker_holds_only_its_shards(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}
-    [whole] = pool.run(
+    [whole] = worker_pool.run(
         1, measure_local_bytes, fsdp_job(tmp_path / "plain", data, train__strategy="ddp", optimizer=adam), 1
     )
-    shares = pool.run(4, measure_local_bytes, fsdp_job(tmp_path / "run", data, optimizer=adam), 4)
+    shares = worker_pool.run(4, measure_local_bytes, fsdp_job(tmp_path / "run", data, optimizer=adam), 4)
     assert whole["optimizer"] == 2 * whole["parameters"] == 2 * whole["gradients"] > 0
     for kind, total_bytes in whole.items():
         assert sum(share[kind] for share in shares) == total_bytes
@@ -217,26 +230,30 @@ def test_offloaded_shards_are_in_host_memory_and_compute_the_same_values(data: P
                 torch.testing.assert_close(value, expected, rtol=1e-2, atol=1e-3)
 
 
-def test_all_ranks_refuse_a_nan_and_name_its_rows(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    job = fsdp_job(tmp_path / "run", data, TinyImages(bad=(5,)))
-    outcomes = pool.train(job, 3, Hooks(), cache_windows)
+def test_all_ranks_refuse_a_nan_and_name_its_rows(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    job = fsdp_job(tmp_path / "run", data, TinyImages(bad_rows=(5,)))
+    outcomes = worker_pool.train(job, 3, Hooks(), cache_windows)
     for outcome in outcomes:
         assert isinstance(outcome.error, NonFiniteError)
         assert "rows at manifest positions" in str(outcome.error)
         assert str(outcome.error) == str(outcomes[0].error)
-    outcomes = pool.train(
-        fsdp_job(tmp_path / "gradient", data, TinyImages(bad=(5,), bad_value=0)), 3, Hooks(), cache_windows
+    outcomes = worker_pool.train(
+        fsdp_job(tmp_path / "gradient", data, TinyImages(bad_rows=(5,), bad_value=0)), 3, Hooks(), cache_windows
     )
     assert all("so that the logical worker is not known" in str(outcome.error) for outcome in outcomes)
 
 
 @pytest.mark.rest
-def test_unused_and_frozen_parameters_are_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_unused_and_frozen_parameters_are_bit_identical_to_ddp(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     for variant in ("unused", "frozen"):
-        plain = pool.train_new_run(
+        plain = worker_pool.train_new_run(
             fsdp_job(tmp_path / "a", data, TinyImages(variant), train__strategy="ddp"), 2, cache_windows
         )
-        assert_bits(pool.train_new_run(fsdp_job(tmp_path / "b", data, TinyImages(variant)), 3, cache_windows), plain)
+        assert_bit_identical(
+            worker_pool.train_new_run(fsdp_job(tmp_path / "b", data, TinyImages(variant)), 3, cache_windows), plain
+        )
 
 
 @pytest.mark.parametrize(
@@ -333,7 +350,7 @@ def record_locks_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bo
     ("reduction", "scatters"), [("exact", "all_to_all_single"), ("overlapped", "reduce_scatter_single")]
 )
 def test_an_abort_waits_for_the_collectives_that_fsdp_launches(
-    pool: WorkerPool, data: Path, tmp_path: Path, reduction: str, scatters: str
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, reduction: str, scatters: str
 ) -> None:
     job = fsdp_job(tmp_path / "run", data, train__reduction=reduction)
-    assert pool.run(2, record_locks_of_a_step, job) == [{"all_gather_single": {True}, scatters: {True}}] * 2
+    assert worker_pool.run(2, record_locks_of_a_step, job) == [{"all_gather_single": {True}, scatters: {True}}] * 2

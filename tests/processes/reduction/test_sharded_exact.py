@@ -16,7 +16,7 @@ from ray_app.task.base import Batch
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from tests.support.local_world import CLASSES, TinyImages, make_job
-from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bits, data, fsdp_job
+from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bit_identical, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 __all__ = ["data"]
@@ -35,23 +35,27 @@ def assert_bit_identical_to_ddp(
         fsdp_job(folder / "plain", data, task, train__strategy="ddp", **fields), 2, cache_windows
     )
     for size in sizes:
-        assert_bits(pool.train_new_run(fsdp_job(folder / "run", data, task, **fields), size, cache_windows), plain)
+        assert_bit_identical(
+            pool.train_new_run(fsdp_job(folder / "run", data, task, **fields), size, cache_windows), plain
+        )
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("fields", [{}, WITH_AVERAGE])
 def test_fsdp_is_bit_identical_to_ddp_on_any_workers_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     """No world size divides the shapes; in the last step of an epoch one logical worker has a row."""
     job = fsdp_job(tmp_path / "run", data, **fields)
-    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
+    plain = worker_pool.train_new_run(
+        fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows
+    )
     for size in (1, 3, 4):
-        assert_bits(pool.train_new_run(job, size, cache_windows), plain)
-    pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
+        assert_bit_identical(worker_pool.train_new_run(job, size, cache_windows), plain)
+    worker_pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
     assert read_trained_run(job).commit.step == 6
-    pool.train_to_end(job, 2, stream_windows)
-    assert_bits(read_trained_run(job), plain)
+    worker_pool.train_to_end(job, 2, stream_windows)
+    assert_bit_identical(read_trained_run(job), plain)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +75,11 @@ def test_fsdp_is_bit_identical_to_ddp_on_any_workers_and_after_a_resume(
     ],
 )
 def test_elementwise_optimizers_are_bit_identical_to_ddp(
-    pool: WorkerPool, data: Path, tmp_path: Path, spec: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, spec: dict[str, Any]
 ) -> None:
-    assert_bit_identical_to_ddp(pool, tmp_path, data, (3,), optimizer=spec, train__epochs=1, train__grad_clip_norm=0.5)
+    assert_bit_identical_to_ddp(
+        worker_pool, tmp_path, data, (3,), optimizer=spec, train__epochs=1, train__grad_clip_norm=0.5
+    )
 
 
 class MeanSign(Optimizer):
@@ -134,19 +140,21 @@ class Odd(TinyImages):
 
 
 @pytest.mark.rest
-def test_an_odd_model_is_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    assert_bit_identical_to_ddp(pool, tmp_path, data, (1, 2, 3, 4), Odd(), train__epochs=1)
+def test_an_odd_model_is_bit_identical_to_ddp(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    assert_bit_identical_to_ddp(worker_pool, tmp_path, data, (1, 2, 3, 4), Odd(), train__epochs=1)
 
 
 @pytest.mark.rest
-def test_checkpointed_activations_are_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    assert_bit_identical_to_ddp(pool, tmp_path, data, (1, 3), Odd(reentrant=False), train__epochs=1)
+def test_checkpointed_activations_are_bit_identical_to_ddp(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    assert_bit_identical_to_ddp(worker_pool, tmp_path, data, (1, 3), Odd(reentrant=False), train__epochs=1)
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("size", [1, 2])
-def test_gradients_that_arrive_in_parts_are_refused(pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
-    outcomes = pool.train(fsdp_job(tmp_path / "run", data, Odd(reentrant=True)), size, Hooks(), cache_windows)
+def test_gradients_that_arrive_in_parts_are_refused(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, size: int
+) -> None:
+    outcomes = worker_pool.train(fsdp_job(tmp_path / "run", data, Odd(reentrant=True)), size, Hooks(), cache_windows)
     for outcome in outcomes:
         assert isinstance(outcome.error, ConfigError), outcome.trace
         assert "came in several parts" in str(outcome.error)
@@ -155,36 +163,38 @@ def test_gradients_that_arrive_in_parts_are_refused(pool: WorkerPool, data: Path
 @pytest.mark.parametrize("logical_workers", [1, 6])
 @pytest.mark.rest
 def test_other_numbers_of_logical_workers_are_bit_identical_to_ddp(
-    pool: WorkerPool, data: Path, tmp_path: Path, logical_workers: int
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, logical_workers: int
 ) -> None:
     def job(strategy: str) -> Job:
         fields = {"train__strategy": strategy, "optimizer": SGD, "train__grad_clip_norm": 0.5}
         return make_job(tmp_path / strategy, data, logical_workers=logical_workers, batch=12, task=Units(), **fields)
 
-    plain = pool.train_new_run(job("ddp"), 1, cache_windows)
+    plain = worker_pool.train_new_run(job("ddp"), 1, cache_windows)
     for size in range(1, min(logical_workers, 4) + 1):
-        assert_bits(pool.train_new_run(job("fsdp"), size, cache_windows), plain)
+        assert_bit_identical(worker_pool.train_new_run(job("fsdp"), size, cache_windows), plain)
 
 
 @pytest.mark.rest
-def test_half_precision_is_bit_identical_on_any_number_of_workers(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_half_precision_is_bit_identical_on_any_number_of_workers(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     """The runs differ from `ddp`, since its autocast rounds in other places."""
     job = fsdp_job(tmp_path / "run", data, train__precision="bf16", train__epochs=1, train__grad_clip_norm=0.5)
-    first = pool.train_new_run(job, 1, cache_windows)
+    first = worker_pool.train_new_run(job, 1, cache_windows)
     for size in (2, 3, 4):
-        assert_bits(pool.train_new_run(job, size, cache_windows), first)
+        assert_bit_identical(worker_pool.train_new_run(job, size, cache_windows), first)
 
 
 @pytest.mark.rest
 def test_a_killed_worker_and_a_joining_worker_keep_the_run_bit_identical(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None, checkpoint__snapshot_every_steps=3)
-    plain = pool.train_new_run(
+    plain = worker_pool.train_new_run(
         fsdp_job(tmp_path / "plain", data, train__strategy="ddp", checkpoint__every_steps=None), 2, cache_windows
     )
     kill = KillOnce(tmp_path / "killed", step=8, rank=1)
-    train_shifting(pool, job, [[0, 1, 2], [0, 2], [0, 2, 3]], [0, 4], Hooks(after_step=kill), stream_windows)
+    train_shifting(worker_pool, job, [[0, 1, 2], [0, 2], [0, 2, 3]], [0, 4], Hooks(after_step=kill), stream_windows)
     assert kill.proof.exists()
     assert [sizes[-1] for sizes in read_trained_run(job).workers] == [3] * 6 + [2] * 4 + [3] * 8
-    assert_bits(read_trained_run(job), plain)
+    assert_bit_identical(read_trained_run(job), plain)

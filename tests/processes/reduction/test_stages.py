@@ -102,9 +102,11 @@ def sum_and_trace(
 @pytest.mark.parametrize("backend", ["gloo", BACKEND])
 @pytest.mark.parametrize("logical_workers", [4, 7])
 def test_hosts_reduce_among_themselves_first_bit_identically(
-    pool: WorkerPool, logical_workers: int, backend: str
+    worker_pool: WorkerPool, logical_workers: int, backend: str
 ) -> None:
-    plain, staged = (pool.run(4, sum_and_trace, tuple(hosts), logical_workers, backend) for hosts in ("abcd", "aabb"))
+    plain, staged = (
+        worker_pool.run(4, sum_and_trace, tuple(hosts), logical_workers, backend) for hosts in ("abcd", "aabb")
+    )
     if backend == "gloo":
         assert [rank.peers for rank in plain] == [{1, 2, 3}, {0, 2, 3}, {0, 1, 3}, {0, 1, 2}]
         assert [rank.peers for rank in staged] == [{1, 2}, {0, 3}, {0, 3}, {1, 2}]
@@ -115,14 +117,14 @@ def test_hosts_reduce_among_themselves_first_bit_identically(
             sizes = [size for name, size in rank.order if name == SEND]
             assert sizes == [2] * len(sizes)
             assert len(sizes) == 2 * len(sent[0])
-    [alone] = pool.run(1, sum_and_trace, ("a",), logical_workers)
+    [alone] = worker_pool.run(1, sum_and_trace, ("a",), logical_workers)
     for rank in [*plain, *staged]:
         assert all(torch.equal(a, b) for a, b in zip(rank.sums, alone.sums, strict=True))
 
 
-def test_a_device_gathers_a_bucket_before_it_sends_the_last_one(pool: WorkerPool) -> None:
+def test_a_device_gathers_a_bucket_before_it_sends_the_last_one(worker_pool: WorkerPool) -> None:
     """On a device only a stream waits for the bucket; `test_transport.py` tests the host."""
-    for rank in pool.run(2, sum_and_trace, ("a", "b"), 4, BACKEND):
+    for rank in worker_pool.run(2, sum_and_trace, ("a", "b"), 4, BACKEND):
         assert [name for name, _ in rank.order] == [SEND, *[SEND, GATHER] * 3, GATHER]
 
 
@@ -132,8 +134,10 @@ def test_a_device_gathers_a_bucket_before_it_sends_the_last_one(pool: WorkerPool
     ids=["exact", "overlapped"],
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abc"])
-def test_a_reduction_on_a_device_allocates_its_memory_once(pool: WorkerPool, hosts: str, train: TrainSection) -> None:
-    for rank in pool.run(len(hosts), sum_and_trace, tuple(hosts), 7, BACKEND, train):
+def test_a_reduction_on_a_device_allocates_its_memory_once(
+    worker_pool: WorkerPool, hosts: str, train: TrainSection
+) -> None:
+    for rank in worker_pool.run(len(hosts), sum_and_trace, tuple(hosts), 7, BACKEND, train):
         assert "copy_" in rank.operators or "cat.out" in rank.operators, "the second sum recorded no operators"
         assert not rank.operators & {
             "empty.memory_format",

@@ -25,7 +25,7 @@ from ray_app.train import process_group
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup
 from tests.support.local_world import LocalMembership
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 CPU = torch.device("cpu")
 LAYERS, LOGICAL_WORKERS = 5, 4
@@ -89,7 +89,7 @@ def count_sums_during_backward(
 
         def before_first() -> None:
             if reducer._listening:
-                until(lambda: count_sums() >= 4, "no sum arrives before the end of backward", 20)
+                wait_until(lambda: count_sums() >= 4, "no sum arrives before the end of backward", 20)
                 counts.append(count_sums())
 
         if rank in waits:
@@ -113,10 +113,10 @@ def count_sums_during_backward(
     ids=["both wait", "one waits", "uneven", "two stages"],
 )
 def test_sums_arrive_before_the_end_of_backward(
-    pool: WorkerPool, size: int, hosts: tuple[str, ...], waits: tuple[int, ...]
+    worker_pool: WorkerPool, size: int, hosts: tuple[str, ...], waits: tuple[int, ...]
 ) -> None:
     """If only some ranks wait, the ranks reach the buckets in different orders."""
-    counts = pool.run(size, count_sums_during_backward, size, hosts, waits)
+    counts = worker_pool.run(size, count_sums_during_backward, size, hosts, waits)
     assert all((count >= 4) == (rank in waits) for rank, count in enumerate(counts)), counts
 
 
@@ -128,7 +128,7 @@ def run_step_with_a_late_rank(rank: int, store: Path, size: int) -> None:
         done = store.parent / f"{store.name}-done"
         done.mkdir(exist_ok=True)
         if rank == size - 1:
-            until(lambda: len(list(done.iterdir())) == size - 1, "the others wait for this rank in backward", 20)
+            wait_until(lambda: len(list(done.iterdir())) == size - 1, "the others wait for this rank in backward", 20)
         run_step(reducer, model, world)
         (done / str(rank)).touch()
         reducer.finish()
@@ -136,9 +136,9 @@ def run_step_with_a_late_rank(rank: int, store: Path, size: int) -> None:
         dist.barrier()
 
 
-def test_no_rank_waits_in_backward_for_a_late_rank(pool: WorkerPool) -> None:
+def test_no_rank_waits_in_backward_for_a_late_rank(worker_pool: WorkerPool) -> None:
     """Such a wait would count as computing, so straggler and hang detection would report every rank."""
-    pool.run(3, run_step_with_a_late_rank, 3)
+    worker_pool.run(3, run_step_with_a_late_rank, 3)
 
 
 def reduce_with_empty_parameters(rank: int, store: Path, size: int) -> list[Tensor]:
@@ -162,11 +162,11 @@ def reduce_with_empty_parameters(rank: int, store: Path, size: int) -> list[Tens
         return gradients
 
 
-def test_empty_parameters_are_reduced_too(pool: WorkerPool) -> None:
+def test_empty_parameters_are_reduced_too(worker_pool: WorkerPool) -> None:
     """One of the two ranks has two of three nodes of the reduction tree."""
-    [gradients_on_one_worker] = pool.run(1, reduce_with_empty_parameters, 1)
+    [gradients_on_one_worker] = worker_pool.run(1, reduce_with_empty_parameters, 1)
     assert len(gradients_on_one_worker) == 6
-    for gradients in pool.run(2, reduce_with_empty_parameters, 2):
+    for gradients in worker_pool.run(2, reduce_with_empty_parameters, 2):
         assert all(torch.equal(a, b) for a, b in zip(gradients_on_one_worker, gradients, strict=True))
 
 
@@ -203,7 +203,7 @@ def read_error_of_a_lost_rank(rank: int, store: Path, port: int) -> list[str]:
 
     def before_first() -> None:
         if reducer._listening:
-            until(thread_waits, "the reduction thread does not wait")
+            wait_until(thread_waits, "the reduction thread does not wait")
             sync_store.set("waits", "")
 
     model.before_first = before_first
@@ -216,16 +216,16 @@ def read_error_of_a_lost_rank(rank: int, store: Path, port: int) -> list[str]:
         step()
     reducer.close()
     group.close(broken=True)
-    until(
+    wait_until(
         lambda: not any(thread.name.startswith("reduction") for thread in threading.enumerate()),
         "the reduction thread is still alive",
     )
     return [str(caught.value)]
 
 
-def test_a_thread_that_waits_for_a_lost_rank_raises_and_ends(pool: WorkerPool) -> None:
+def test_a_thread_that_waits_for_a_lost_rank_raises_and_ends(worker_pool: WorkerPool) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    [message], no_messages = pool.run(2, read_error_of_a_lost_rank, server.port)
+    [message], no_messages = worker_pool.run(2, read_error_of_a_lost_rank, server.port)
     assert "a collective failed" in message
     assert no_messages == []
 
@@ -240,7 +240,7 @@ def wait_for_a_late_rank(rank: int, store: Path, port: int) -> float:
     try:
         if rank == 1:
             began_s = time.monotonic()
-            until(lambda: time.monotonic() > began_s + 3)
+            wait_until(lambda: time.monotonic() > began_s + 3)
             send(value, 0)
         else:
             receive(value, 1)
@@ -249,7 +249,7 @@ def wait_for_a_late_rank(rank: int, store: Path, port: int) -> float:
         group.close()
 
 
-def test_a_receive_waits_longer_than_the_timeout_for_forming_a_group(pool: WorkerPool) -> None:
+def test_a_receive_waits_longer_than_the_timeout_for_forming_a_group(worker_pool: WorkerPool) -> None:
     """PyTorch's own receive fails with "Timed out waiting 2000ms for recv operation to complete"."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert pool.run(2, wait_for_a_late_rank, server.port) == [2.0, 2.0]
+    assert worker_pool.run(2, wait_for_a_late_rank, server.port) == [2.0, 2.0]

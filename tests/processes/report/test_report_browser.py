@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ray_app.report.page import write_report
-from tests.support.browser import STICKING_OUT, UNREADABLE, Browser, browser
-from tests.support.made_run import MadeRun, full_run
+from tests.support.browser import FIND_LOW_CONTRAST_ELEMENTS, FIND_OVERFLOWING_ELEMENTS, Browser, browser
+from tests.support.run_directory import RunDirectory, make_full_run
 
 __all__ = ["browser"]
 
@@ -63,8 +63,8 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.fixture
-def full(tmp_path: Path) -> MadeRun:
-    run = full_run(tmp_path, classes=16, text=f"<b>class</b> {WIDE_WORD}")
+def full(tmp_path: Path) -> RunDirectory:
+    run = make_full_run(tmp_path, classes=16, text=f"<b>class</b> {WIDE_WORD}")
     write_report(run.paths)
     return run
 
@@ -74,37 +74,39 @@ def full(tmp_path: Path) -> MadeRun:
     ("width", "scheme"), [(1200, "light"), (1200, "dark"), (800, "light"), (390, "light"), (390, "dark")]
 )
 def test_the_report_fits_every_screen_and_is_readable(
-    browser: Browser, site: Site, full: MadeRun, width: int, scheme: str
+    browser: Browser, site: Site, full: RunDirectory, width: int, scheme: str
 ) -> None:
     page = f"{site.address}/run/report.html"
-    browser.show(page, width=width, scheme=scheme)
-    assert browser.requested() == [page]
+    browser.load(page, width=width, scheme=scheme)
+    assert browser.requested_urls() == [page]
     assert site.requests == ["/run/report.html"], "the page requested other files"
     assert [event for event in browser.events if event.get("method") == "Log.entryAdded"] == [], (
         "the browser blocked a request of the page"
     )
     for name in SECTIONS:
-        assert browser.ask(f"document.getElementById({name!r}).getBoundingClientRect().height") > 40, name
-    assert browser.ask("innerWidth") == width
-    assert browser.ask("document.documentElement.scrollWidth") == width
-    assert browser.ask(STICKING_OUT) == []
-    assert browser.ask("[...document.images].every(image => image.complete && image.naturalWidth === 1)")
-    assert browser.ask(UNREADABLE) == [], "a text has a contrast below 4.5 (WCAG AA)"
-    assert browser.ask(OVERLAPPING) == []
+        assert browser.evaluate(f"document.getElementById({name!r}).getBoundingClientRect().height") > 40, name
+    assert browser.evaluate("innerWidth") == width
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    assert browser.evaluate(FIND_OVERFLOWING_ELEMENTS) == []
+    assert browser.evaluate("[...document.images].every(image => image.complete && image.naturalWidth === 1)")
+    assert browser.evaluate(FIND_LOW_CONTRAST_ELEMENTS) == [], "a text has a contrast below 4.5 (WCAG AA)"
+    assert browser.evaluate(OVERLAPPING) == []
 
 
-def test_light_and_dark_differ_and_print_is_light(browser: Browser, site: Site, full: MadeRun, tmp_path: Path) -> None:
+def test_light_and_dark_differ_and_print_is_light(
+    browser: Browser, site: Site, full: RunDirectory, tmp_path: Path
+) -> None:
     colors = {}
     for scheme in ("light", "dark"):
-        browser.show(f"{site.address}/run/report.html", scheme=scheme)
-        colors[scheme] = browser.ask(BACKGROUND), browser.ask("getComputedStyle(document.body).color")
+        browser.load(f"{site.address}/run/report.html", scheme=scheme)
+        colors[scheme] = browser.evaluate(BACKGROUND), browser.evaluate("getComputedStyle(document.body).color")
     assert colors["light"][0] != colors["dark"][0]
     assert colors["light"][1] != colors["dark"][1]
     browser.call(
         "Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}]
     )
-    assert browser.ask("getComputedStyle(document.body).color") == colors["light"][1]
-    assert browser.ask("document.querySelector('details .scroll').getBoundingClientRect().height") > 20, (
+    assert browser.evaluate("getComputedStyle(document.body).color") == colors["light"][1]
+    assert browser.evaluate("document.querySelector('details .scroll').getBoundingClientRect().height") > 20, (
         "folded sections are not printed"
     )
     browser.print(tmp_path / "page.pdf")
@@ -115,7 +117,7 @@ def test_texts_of_a_hostile_run_are_neither_fetched_nor_executed(browser: Browse
     text = (
         f"<script>document.title='run'</script><img src='{site.address}/stolen.png' onerror=\"document.title='run'\">"
     )
-    run = full_run(tmp_path, text=text)
+    run = make_full_run(tmp_path, text=text)
     run.evaluate(
         390,
         5000,
@@ -123,14 +125,14 @@ def test_texts_of_a_hostile_run_are_neither_fetched_nor_executed(browser: Browse
         examples=[{"row": 1, "truth": text, "predicted": text, "image": f"{site.address}/stolen.png"}],
     )
     write_report(run.paths)
-    browser.show(f"{site.address}/run/report.html")
+    browser.load(f"{site.address}/run/report.html")
     assert site.requests == ["/run/report.html"]
-    assert browser.ask("document.title") == "run · finished"
-    assert browser.ask("document.images.length") == 0
-    assert browser.ask("document.scripts.length") == 0
+    assert browser.evaluate("document.title") == "run · finished"
+    assert browser.evaluate("document.images.length") == 0
+    assert browser.evaluate("document.scripts.length") == 0
 
 
-def test_the_content_policy_blocks_injected_markup(browser: Browser, site: Site, full: MadeRun) -> None:
+def test_the_content_policy_blocks_injected_markup(browser: Browser, site: Site, full: RunDirectory) -> None:
     """If escaping missed markup, the page's content security policy still blocks fetching and execution."""
     text = full.paths.report.read_text()
     slipped = (
@@ -138,24 +140,24 @@ def test_the_content_policy_blocks_injected_markup(browser: Browser, site: Site,
         f" href='{site.address}/stolen.css'>"
     )
     full.paths.report.write_text(text.replace("<main>", f"<main>{slipped}"))
-    browser.show(f"{site.address}/run/report.html")
+    browser.load(f"{site.address}/run/report.html")
     assert site.requests == ["/run/report.html"]
-    assert browser.ask("document.title") == "run · finished"
+    assert browser.evaluate("document.title") == "run · finished"
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("kind", ["empty", "running", "failed"])
 def test_the_report_of_an_unfinished_run_fits_a_phone(browser: Browser, site: Site, tmp_path: Path, kind: str) -> None:
-    run = MadeRun(tmp_path, data__eval_path=None)
+    run = RunDirectory(tmp_path, data__eval_path=None)
     if kind != "empty":
         run.start()
         run.steps(1, 30, 2.0)
     if kind == "running":
-        run.hold()
+        run.write_live_lease()
     elif kind == "failed":
         run.end(9.0, "failed", reason=f"it was {WIDE_WORD}")
     write_report(run.paths)
-    browser.show(f"{site.address}/run/report.html", width=390)
-    assert browser.ask("document.documentElement.scrollWidth") == 390
-    assert browser.ask(STICKING_OUT) == []
-    assert browser.ask("document.querySelector('.status').textContent") == {"empty": "vanished"}.get(kind, kind)
+    browser.load(f"{site.address}/run/report.html", width=390)
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
+    assert browser.evaluate(FIND_OVERFLOWING_ELEMENTS) == []
+    assert browser.evaluate("document.querySelector('.status').textContent") == {"empty": "vanished"}.get(kind, kind)

@@ -34,8 +34,8 @@ from ray_app.storage import files as files_module
 from ray_app.storage.files import put_json, read_json
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
-from tests.support.places import ROOT
-from tests.support.waiting import until
+from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 
 LOCAL_HOLDER = LeaseHolder.here()
 REMOTE_HOLDER = LeaseHolder("node-7", "another machine", LOCAL_HOLDER.pid, LOCAL_HOLDER.pid_ticks)
@@ -148,7 +148,7 @@ def test_the_lease_of_a_killed_driver_is_taken_over_at_once(paths: RunPaths, dri
 def test_the_lease_of_a_zombie_driver_is_taken_over(paths: RunPaths, driver: Callable[[float], Driver]) -> None:
     first = driver(600.0)
     first.send(signal.SIGKILL)
-    until(lambda: " Z " in Path(f"/proc/{first.process.pid}/stat").read_text(), "the driver did not die")
+    wait_until(lambda: " Z " in Path(f"/proc/{first.process.pid}/stat").read_text(), "the driver did not die")
     with acquire_lease(paths) as lease:
         assert lease.fence == 2
 
@@ -165,7 +165,7 @@ def test_a_frozen_driver_loses_its_lease(paths: RunPaths, driver: Callable[[floa
             return False
         return True
 
-    until(expired, "the lease does not expire")
+    wait_until(expired, "the lease does not expire")
     try:
         first.send(signal.SIGCONT)
         message = first.read_line()
@@ -271,7 +271,7 @@ def test_a_living_driver_with_an_expired_lease_is_watched_first(paths: RunPaths)
     put_json(paths.fence(1), asdict(LeaseRecord(LOCAL_HOLDER, 0.0, time.time() - 40.0, 0.5)))
     observer, began_s = LeaseWatch(paths, 1), time.monotonic()
     assert observer.poll() == "unclear"
-    until(lambda: observer.poll() == "over", "the lease was never taken over")
+    wait_until(lambda: observer.poll() == "over", "the lease was never taken over")
     assert time.monotonic() - began_s >= 0.5
 
 
@@ -290,7 +290,7 @@ def test_a_lease_survives_a_transient_storage_error(tmp_path: Path, monkeypatch:
             broken.setattr(files_module.os, "fsync", fail)
             assert failed.wait(10)
         before = read_json(paths.fence(1))
-        until(lambda: read_json(paths.fence(1)) != before, "the lease was not renewed after the storage error")
+        wait_until(lambda: read_json(paths.fence(1)) != before, "the lease was not renewed after the storage error")
         assert lease.lost is None
 
 

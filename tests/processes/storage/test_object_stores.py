@@ -51,10 +51,10 @@ from ray_app.storage.files import (
 from ray_app.storage.object_stores import ObjectPath
 from ray_app.train.checkpointing import writer as writer_module
 from ray_app.train.checkpointing.writer import CheckpointWriter
-from tests.support.checkpoints import commit_of, snapshot_of, store_of_three
-from tests.support.places import ROOT
+from tests.support.checkpoints import commit_of, make_store_of_three, snapshot_of
+from tests.support.paths import ROOT
 from tests.support.s3_server import S3Server
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 MIB = 1 << 20
 
@@ -288,7 +288,7 @@ EACH_STORE = pytest.mark.parametrize("paths", ["s3", "gs", "az"], indirect=True)
 
 @pytest.fixture
 def store(paths: RunPaths) -> CheckpointStore:
-    return store_of_three(paths)
+    return make_store_of_three(paths)
 
 
 @EACH_STORE
@@ -425,7 +425,7 @@ def test_a_writer_killed_midway_commits_nothing(
     s3_server.fail(at, times=-1, delay_s=60)
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(paths.root)], cwd=ROOT)
     try:
-        until(lambda: s3_server.requests(at), "the writer does not reach the request")
+        wait_until(lambda: s3_server.requests(at), "the writer does not reach the request")
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.wait()

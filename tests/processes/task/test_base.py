@@ -18,8 +18,8 @@ from ray_app.task.base import Batch, Rows, Task
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import to_batch
 from tests.support.pages import blocks
+from tests.support.paths import ROOT
 from tests.support.pictures import table_data
-from tests.support.places import ROOT
 from tests.support.task_checks import all_ok, levels
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from ray_app import check_task, load_config
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 from tests.support.shapes import BLOCKS, write_shapes
 from tests.support.task_checks import all_ok, levels
 

@@ -59,33 +59,33 @@ def job_of(folder: Path, data: Path, task: CausalLanguageModel | None = None, **
     ("options", "precision"), [({}, "fp32"), ({"gradient_checkpointing": True, "lora": LORA}, "bf16")]
 )
 def test_training_is_bit_identical_for_any_worker_count_a_kill_and_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path, options: dict[str, Any], precision: str
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, options: dict[str, Any], precision: str
 ) -> None:
     job = job_of(tmp_path / "run", data, CausalLanguageModel(spec(), **options), train__precision=precision)
-    first = pool.train_new_run(job, 1, cache_windows)
+    first = worker_pool.train_new_run(job, 1, cache_windows)
     for size in (2, 4):
-        trained = pool.train_new_run(job, size, cache_windows)
+        trained = worker_pool.train_new_run(job, size, cache_windows)
         assert (trained.digests, trained.steps) == (first.digests, first.steps)
     assert options or first.steps[-1][1] < first.steps[0][1], "the loss did not fall"
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(5)), cache_windows)
+    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(5)), cache_windows)
     assert all(isinstance(o.error, KilledError) for o in outcomes)
     assert read_trained_run(job).commit.step == 3, "the newest checkpoint must be in the middle of an epoch"
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == first.digests
     kill = KillOnce(tmp_path / "killed", step=5, rank=0)
     lost = job_of(tmp_path / "lost", data, CausalLanguageModel(spec(), **options), train__precision=precision)
-    outcomes = train_shifting(pool, lost, [[0, 1], [1]], [], Hooks(after_step=kill))
+    outcomes = train_shifting(worker_pool, lost, [[0, 1], [1]], [], Hooks(after_step=kill))
     assert kill.proof.exists()
     assert outcomes[1].trace == ""
     assert read_trained_run(lost).digests == first.digests
 
 
 @pytest.mark.rest
-def test_only_adapters_are_trained(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_only_adapters_are_trained(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, CausalLanguageModel(spec(), lora=LORA), checkpoint__every_steps=1)
-    pool.train_to_end(job, 1, cache_windows)
+    worker_pool.train_to_end(job, 1, cache_windows)
     last = read_trained_run(job).snapshot.model
-    pool.train_to_end(
+    worker_pool.train_to_end(
         begun := job_of(tmp_path / "begun", data, CausalLanguageModel(spec(), lora=LORA), train__max_steps=1),
         1,
         cache_windows,
@@ -101,12 +101,12 @@ def test_only_adapters_are_trained(pool: WorkerPool, data: Path, tmp_path: Path)
 @pytest.mark.rest
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "lora": LORA}])
 def test_fsdp_by_blocks_is_bit_identical_to_ddp(
-    pool: WorkerPool, data: Path, tmp_path: Path, options: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05}}
     task = CausalLanguageModel(spec(), **options)
-    plain = pool.train_new_run(job_of(tmp_path / "plain", data, task, optimizer=sgd), 2, cache_windows)
-    sharded = pool.train_new_run(
+    plain = worker_pool.train_new_run(job_of(tmp_path / "plain", data, task, optimizer=sgd), 2, cache_windows)
+    sharded = worker_pool.train_new_run(
         job_of(tmp_path / "run", data, task, optimizer=sgd, train__strategy="fsdp"), 2, cache_windows
     )
     assert sharded.steps == plain.steps

@@ -25,7 +25,7 @@ from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, re
 from ray_app.train.job import Hooks, Job
 from tests.support.local_world import CPU, make_job, write_images
 from tests.support.pages import blocks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 from tests.support.task_checks import all_ok, levels
 
 MODULES = "tests.support.lightning_modules."
@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def task_of(module: str = "Good", **init_args: Any) -> LightningTask:
     module_spec = {"class_path": MODULES + module, "init_args": init_args}
     return LightningTask(
-        module_spec, {"images": "image", "labels": "label"} if module == "Unvalidated" else ["image", "label"], "label"
+        module_spec, {"images": "image", "labels": "label"} if module == "PlainModule" else ["image", "label"], "label"
     )
 
 
@@ -50,19 +50,19 @@ def job_of(folder: Path, data: Path, task: LightningTask, **fields: Any) -> Job:
     )
 
 
-def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path
+def test_a_module_trains_bit_identically_on_any_workers_after_a_kill_and_a_resume(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "one", data, task_of(), checkpoint__every_epochs=None, checkpoint__every_steps=3)
-    one, two = pool.train_new_run(job, 1), pool.train_new_run(job, 2)
+    one, two = worker_pool.train_new_run(job, 1), worker_pool.train_new_run(job, 2)
     assert (two.digests, two.steps) == (one.digests, one.steps)
     assert one.snapshot.optimizer["param_groups"][0]["momentum"] == 0.9
     assert [step[2] for step in one.steps[:4]] == [0.1, 0.1, 0.1, 0.05], "the module's schedule moves after every step"
 
     killed = replace(job, run_root=str(tmp_path / "killed"))
-    ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
+    ended = worker_pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
     assert any(isinstance(outcome.error, KilledError) for outcome in ended), "no worker was killed"
-    pool.train_to_end(replace(killed, fence=2), 1)
+    worker_pool.train_to_end(replace(killed, fence=2), 1)
     assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
     assert job.plan.steps_per_epoch == 9
     assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
@@ -70,10 +70,10 @@ def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
 
 @pytest.mark.rest
 def test_a_value_logged_in_a_step_is_the_mean_over_rows_of_all_workers(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "run", data, task_of(), train__max_steps=9)
-    pool.train_to_end(job, 3)
+    worker_pool.train_to_end(job, 3)
     steps = read_trained_run(job).steps
     logged, rows = [dict(step[-1]) for step in steps], [sum(step[4]) for step in steps]
     assert [set(value) for value in logged] == [{"train.accuracy"}] * 9
@@ -85,24 +85,26 @@ def test_a_value_logged_in_a_step_is_the_mean_over_rows_of_all_workers(
     assert 0 < sum(correct) < sum(rows)
 
 
-def test_the_optimizer_of_the_configuration_replaces_the_modules(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_the_optimizer_of_the_configuration_replaces_the_modules(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
-    trained = pool.train_new_run(job_of(tmp_path / "run", data, task_of(), train__epochs=1, **adam), 2)
+    trained = worker_pool.train_new_run(job_of(tmp_path / "run", data, task_of(), train__epochs=1, **adam), 2)
     assert "betas" in trained.snapshot.optimizer["param_groups"][0]
     assert [step[2] for step in trained.steps] == [0.01] * 9
 
 
 def test_a_module_without_an_optimizer_trains_with_the_configured_one(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
-    assert not task_of("Unvalidated").has_own_optimizer
-    job = job_of(tmp_path / "run", data, task_of("Unvalidated"), train__epochs=1, **adam)
-    assert pool.train_new_run(job, 1).digests == pool.train_new_run(job, 3).digests
+    assert not task_of("PlainModule").has_own_optimizer
+    job = job_of(tmp_path / "run", data, task_of("PlainModule"), train__epochs=1, **adam)
+    assert worker_pool.train_new_run(job, 1).digests == worker_pool.train_new_run(job, 3).digests
 
 
 def test_an_evaluation_is_the_mean_over_rows_of_logged_values(data: Path, tmp_path: Path) -> None:
-    task = job_of(tmp_path / "run", data, task_of(does="counts rows")).task
+    task = job_of(tmp_path / "run", data, task_of(variant="counts rows")).task
     torch.manual_seed(0)
     model = task.build_model()
     images, labels = torch.rand(25, 1, 8, 8), torch.arange(25) % 5
@@ -132,7 +134,7 @@ def test_an_evaluation_is_the_mean_over_rows_of_logged_values(data: Path, tmp_pa
 )
 def test_metrics_of_a_module_cover_all_rows_for_any_batch_size(logging: str, names: set[str]) -> None:
     task = LightningTask(
-        {"class_path": MODULES + "Measuring", "init_args": {"how": logging}}, ["image", "label"], "label"
+        {"class_path": MODULES + "Measuring", "init_args": {"logging": logging}}, ["image", "label"], "label"
     )
     task.kinds = {"image": "image", "label": "integer"}
     torch.manual_seed(0)
@@ -151,19 +153,19 @@ def test_metrics_of_a_module_cover_all_rows_for_any_batch_size(logging: str, nam
         assert combine(task, shared).values == values
 
 
-@pytest.mark.parametrize("how", ["of functions", "root"])
-def test_a_logged_value_that_is_no_mean_over_rows_is_refused(how: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("logging", ["of functions", "root"])
+def test_a_logged_value_that_is_no_mean_over_rows_is_refused(logging: str, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not a mean over rows.*self\.log\(name, self\.metric\)"):
-        prepare(config_of(data, tmp_path, "Measuring", how=how))
+        prepare(config_of(data, tmp_path, "Measuring", logging=logging))
 
 
 def test_a_module_that_logs_metrics_is_not_refused(data: Path, tmp_path: Path) -> None:
-    assert prepare(config_of(data, tmp_path, "Measuring", how="object")).warnings == ()
+    assert prepare(config_of(data, tmp_path, "Measuring", logging="object")).warnings == ()
 
 
 def test_a_mean_metric_as_the_loss_is_the_mean_over_its_weights(data: Path, tmp_path: Path) -> None:
-    assert prepare(config_of(data, tmp_path, "OverTokens")).warnings == ()
-    task = LightningTask({"class_path": MODULES + "OverTokens"}, ["image", "label"], "label")
+    assert prepare(config_of(data, tmp_path, "TokenMeanLoss")).warnings == ()
+    task = LightningTask({"class_path": MODULES + "TokenMeanLoss"}, ["image", "label"], "label")
     task.kinds = {"image": "image", "label": "integer"}
     model = task.build_model().eval()
     images, labels = torch.rand(25, 1, 8, 8), torch.arange(25) % 4
@@ -176,23 +178,25 @@ def test_a_mean_metric_as_the_loss_is_the_mean_over_its_weights(data: Path, tmp_
         assert values == pytest.approx({"loss": expected, "val_loss": expected}, rel=1e-6)
 
 
-def test_a_metric_logged_in_training_is_computed_per_micro_batch(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    job = job_of(tmp_path / "run", data, task_of(does="logs an object"), train__max_steps=2)
-    pool.train_to_end(job, 2)
+def test_a_metric_logged_in_training_is_computed_per_micro_batch(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    job = job_of(tmp_path / "run", data, task_of(variant="logs an object"), train__max_steps=2)
+    worker_pool.train_to_end(job, 2)
     for step in read_trained_run(job).steps:
         logged = dict(step[-1])
         assert logged["train.object"] == pytest.approx(logged["train.accuracy"])
 
 
-@pytest.mark.parametrize("does", ["alone", "in a list"])
-def test_every_form_of_a_single_optimizer_is_accepted(does: str) -> None:
-    task = task_of(does=does)
+@pytest.mark.parametrize("variant", ["alone", "in a list"])
+def test_every_form_of_a_single_optimizer_is_accepted(variant: str) -> None:
+    task = task_of(variant=variant)
     optimizer, schedule = task.configure_optimizers(task.build_model())
     assert (type(optimizer), schedule) == (torch.optim.SGD, None)
 
 
 @pytest.mark.parametrize(
-    ("does", "message"),
+    ("variant", "message"),
     [
         ("returns nothing", "Good.training_step returned no loss"),
         ("returns rows", '"training_step\'s loss" is a Tensor of shape (2,); give one number'),
@@ -231,17 +235,17 @@ def test_every_form_of_a_single_optimizer_is_accepted(does: str) -> None:
     ],
 )
 def test_unsupported_steps_and_optimizers_are_refused_at_start(
-    does: str, message: str, data: Path, tmp_path: Path
+    variant: str, message: str, data: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        prepare(config_of(data, tmp_path, "Good", does=does))
+        prepare(config_of(data, tmp_path, "Good", variant=variant))
     assert message in str(caught.value)
 
 
 def test_a_random_evaluation_value_is_accepted_with_a_warning(data: Path, tmp_path: Path) -> None:
     warnings = [
         warning
-        for warning in prepare(config_of(data, tmp_path, "Good", does="draws")).warnings
+        for warning in prepare(config_of(data, tmp_path, "Good", variant="draws")).warnings
         if "each time that the same rows" in warning
     ]
     assert len(warnings) == 1
@@ -253,7 +257,7 @@ def test_a_random_evaluation_value_is_accepted_with_a_warning(data: Path, tmp_pa
     [
         ("Hooked", {}, "Hooked has on_train_epoch_end, optimizer_step, which Lightning's trainer calls"),
         ("plain", {}, "makes a Flatten; it must make a module with training_step"),
-        ("Unvalidated", {}, "has no validation_step, but data.eval_path is given"),
+        ("PlainModule", {}, "has no validation_step, but data.eval_path is given"),
         ("Good", {"train__strategy": "local_sgd"}, "and train.strategy local_sgd makes several"),
     ],
 )
@@ -268,7 +272,7 @@ def test_unsupported_modules_are_refused(
 def config_of(
     data: Path, tmp_path: Path, module: str, fields: dict[str, Any] | None = None, **init_args: Any
 ) -> Config:
-    batch = {"images": "image", "labels": "label"} if module == "Unvalidated" else ["image", "label"]
+    batch = {"images": "image", "labels": "label"} if module == "PlainModule" else ["image", "label"]
     task = {"module": {"class_path": MODULES + module, "init_args": init_args}, "batch": batch, "target": "label"}
     return load_config(
         task={"class_path": "ray_app.task.lightning.LightningTask", "init_args": task},
@@ -280,7 +284,7 @@ def config_of(
 
 
 @pytest.mark.rest
-def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(
+def test_the_lightning_page_trains_on_any_workers_resumes_and_is_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, text = (

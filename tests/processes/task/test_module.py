@@ -14,8 +14,8 @@ from ray_app import check_task, load_config
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError, DataError
 from ray_app.preflight.prepare import prepare
+from tests.support.paths import ROOT
 from tests.support.pictures import table_data, write_pictures
-from tests.support.places import ROOT
 from tests.support.task_checks import all_ok, levels
 
 V2 = "torchvision.transforms.v2."
@@ -51,7 +51,7 @@ RANDOM = [
 
 TO_FLOAT = {
     "class_path": V2 + "ToDtype",
-    "init_args": {"dtype": {"class_path": "tests.support.small_models.fractions"}, "scale": True},
+    "init_args": {"dtype": {"class_path": "tests.support.small_models.float32_dtype"}, "scale": True},
 }
 
 
@@ -148,7 +148,7 @@ def test_the_check_decodes_its_rows_as_training_does(pictures: dict[str, str], t
         inputs=["image"],
         target="large",
         loss={"class_path": "torch.nn.CrossEntropyLoss"},
-        transforms=[*RESIZE, {"class_path": "tests.support.small_models.EveryThird"}],
+        transforms=[*RESIZE, {"class_path": "tests.support.small_models.FlipEveryThird"}],
         evaluate_transforms=RESIZE,
     )
     findings = {finding.topic: (finding.level, finding.text) for finding in check_task(config).findings}

@@ -74,12 +74,12 @@ def job_of(folder: Path, data: dict[str, Any], weights: Path, **fields: Any) -> 
 
 @pytest.mark.rest
 def test_a_run_begins_with_the_weights_of_the_folder(
-    pool: WorkerPool, tmp_path: Path, data: dict[str, Any], weights: Path
+    worker_pool: WorkerPool, tmp_path: Path, data: dict[str, Any], weights: Path
 ) -> None:
     from safetensors.torch import load_file
 
     stored = load_file(weights / "model.safetensors")
-    parameters = pool.train_new_run(
+    parameters = worker_pool.train_new_run(
         job_of(tmp_path / "still", data, weights, train__epochs=1, optimizer=ZERO_LR), 2, cache_windows
     ).snapshot.model
     trained = {name: values for name, values in parameters.items() if name in stored}
@@ -89,10 +89,10 @@ def test_a_run_begins_with_the_weights_of_the_folder(
 
 @pytest.mark.rest
 def test_training_is_bit_identical_on_one_worker_and_on_two(
-    pool: WorkerPool, tmp_path: Path, data: dict[str, Any], weights: Path
+    worker_pool: WorkerPool, tmp_path: Path, data: dict[str, Any], weights: Path
 ) -> None:
     job = job_of(tmp_path / "run", data, weights, train__epochs=6)
-    alone, two = pool.train_new_run(job, 1, cache_windows), pool.train_new_run(job, 2, cache_windows)
+    alone, two = worker_pool.train_new_run(job, 1, cache_windows), worker_pool.train_new_run(job, 2, cache_windows)
     assert (two.digests, two.steps) == (alone.digests, alone.steps)
     assert alone.steps[-1][1] < alone.steps[0][1], "the loss did not fall"
 

@@ -22,7 +22,7 @@ class Raising(TinyImages):
     """Raises an error for one row."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        if (batch["id"] == self.bad[0]).any():
+        if (batch["id"] == self.bad_rows[0]).any():
             raise ValueError("not this one")
         return super().loss(outputs, batch)
 
@@ -36,7 +36,7 @@ def run_until_error(pool: WorkerPool, job: Job) -> TaskError:
         return caught.value
     if strategy == "parameter_server":
         with pytest.raises(TaskError) as caught:
-            server_world.World(job, 2).run()
+            server_world.ServerWorld(job, 2).run()
         return caught.value
     [error] = [outcome.error for outcome in pool.train(job, 2) if isinstance(outcome.error, TaskError)]
     return error
@@ -44,13 +44,13 @@ def run_until_error(pool: WorkerPool, job: Job) -> TaskError:
 
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "fsdp", "central_storage", "single", "parameter_server"])
 def test_an_error_in_a_step_reports_rank_logical_worker_step_and_rows(
-    pool: WorkerPool, tmp_path: Path, strategy: str
+    worker_pool: WorkerPool, tmp_path: Path, strategy: str
 ) -> None:
     data = write_images(tmp_path / "data", [[20, 12], [16]])
     job = make_job(
         tmp_path / "run", data, logical_workers=4, batch=16, task=Raising(bad=(25,)), train__strategy=strategy
     )
-    message = str(run_until_error(pool, job))
+    message = str(run_until_error(worker_pool, job))
     assert "ValueError: not this one (test_task_errors.py, line " in message.splitlines()[0]
     assert message.splitlines()[0].endswith("in loss)")
     [line] = [line for line in message.splitlines() if line.startswith("  rank ")]

@@ -13,7 +13,7 @@ import pytest
 from ray_app import check_task, load_config
 from ray_app.cli.ingest import main
 from tests.support.pages import blocks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 from tests.support.task_checks import all_ok, levels
 from tests.support.texts import write_texts
 

@@ -22,7 +22,7 @@ from ray_app.train.job import Hooks, Job
 from tests.support.campaign import Campaign
 from tests.support.local_world import make_job, write_images
 from tests.support.pages import blocks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 from tests.support.task_checks import all_ok, levels
 
 SCRIPTS = "tests.support.loop_scripts."
@@ -33,34 +33,34 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("loop") / "data", [[50, 1], [46]])
 
 
-def arguments(evaluate: str = "measured", **settings: Any) -> dict[str, Any]:
+def arguments(evaluate: str = "loss_and_accuracy", **settings: Any) -> dict[str, Any]:
     named = {"train": SCRIPTS + "train", "settings": settings, "evaluate": SCRIPTS + evaluate}
     return {**named, "module": {"class_path": SCRIPTS + "net"}, "rows": ["image", "label"], "target": "label"}
 
 
-def job_of(folder: Path, data: Path, does: str = "", log_file: Path | None = None, **fields: Any) -> Job:
-    task = LoopTask(**arguments(does=does, log_file=str(log_file) if log_file else None))
+def job_of(folder: Path, data: Path, variant: str = "", log_file: Path | None = None, **fields: Any) -> Job:
+    task = LoopTask(**arguments(variant=variant, log_file=str(log_file) if log_file else None))
     fields = {"optimizer": {"class_path": TASK_OPTIMIZER}, "train__epochs": 2, **fields}
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
 
 
-def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path
+def test_a_loop_trains_bit_identically_on_any_workers_after_a_kill_and_a_resume(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     log_file = tmp_path / "log"
     job = job_of(tmp_path / "one", data, log_file=log_file, checkpoint__every_epochs=None, checkpoint__every_steps=3)
-    one = pool.train_new_run(job, 1)
+    one = worker_pool.train_new_run(job, 1)
     assert log_file.read_text() == "after the loop\n"
-    two = pool.train_new_run(job, 2)
+    two = worker_pool.train_new_run(job, 2)
     assert (two.digests, two.steps) == (one.digests, one.steps)
     assert log_file.read_text() == "after the loop\n" * 3
     assert [step[2] for step in one.steps[:4]] == [0.1, 0.1, 0.1, 0.05], "the script's schedule moves after every step"
     assert [dict(step[-1]).keys() for step in one.steps] == [{"accuracy"}] * 18
 
     killed = replace(job, run_root=str(tmp_path / "killed"))
-    ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
+    ended = worker_pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
     assert any(isinstance(outcome.error, KilledError) for outcome in ended), "no worker was killed"
-    pool.train_to_end(replace(killed, fence=2), 1)
+    worker_pool.train_to_end(replace(killed, fence=2), 1)
     assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
     assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
 
@@ -73,21 +73,21 @@ def test_survivors_continue_in_their_loops_after_kills_in_any_phase(data: Path, 
     disturbed = job_of(tmp_path / "disturbed", data, **fields)
     campaign = Campaign(tmp_path / "groups", 3, disturbed, 3, cache_windows)
     campaign.run(12)
-    assert campaign.fired.total() >= 6, "too few workers were killed"
+    assert campaign.deaths.total() >= 6, "too few workers were killed"
     assert (read_trained_run(disturbed).digests, read_trained_run(disturbed).steps) == (
         read_trained_run(undisturbed).digests,
         read_trained_run(undisturbed).steps,
     )
 
 
-@pytest.mark.parametrize("does", ["one for each", "as losses"])
-def test_per_row_losses_are_accepted(does: str, pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    job = job_of(tmp_path / "run", data, does, train__epochs=1)
-    assert pool.train_new_run(job, 1).digests == pool.train_new_run(job, 3).digests
+@pytest.mark.parametrize("variant", ["one for each", "as losses"])
+def test_per_row_losses_are_accepted(variant: str, worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, variant, train__epochs=1)
+    assert worker_pool.train_new_run(job, 1).digests == worker_pool.train_new_run(job, 3).digests
 
 
 @pytest.mark.parametrize(
-    ("does", "message"),
+    ("variant", "message"),
     [
         ("breaks", "the script left `for step in loop` before it ended"),
         ("leaves the rows", "the script left the rows of a step before their end"),
@@ -98,21 +98,23 @@ def test_per_row_losses_are_accepted(does: str, pool: WorkerPool, data: Path, tm
     ],
 )
 def test_a_misused_loop_ends_the_run_with_an_explanation(
-    does: str, message: str, pool: WorkerPool, data: Path, tmp_path: Path
+    variant: str, message: str, worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    [ended] = pool.train(job_of(tmp_path / "run", data, does), 1)
+    [ended] = worker_pool.train(job_of(tmp_path / "run", data, variant), 1)
     assert isinstance(ended.error, TaskError)
     assert message in str(ended.error)
 
 
-def test_the_script_runs_in_the_configured_precision(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    pool.train_to_end(job_of(tmp_path / "half", data, "needs bf16", train__max_steps=2, train__precision="bf16"), 2)
-    [ended] = pool.train(job_of(tmp_path / "full", data, "needs bf16", train__max_steps=2), 1)
+def test_the_script_runs_in_the_configured_precision(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    worker_pool.train_to_end(
+        job_of(tmp_path / "half", data, "needs bf16", train__max_steps=2, train__precision="bf16"), 2
+    )
+    [ended] = worker_pool.train(job_of(tmp_path / "full", data, "needs bf16", train__max_steps=2), 1)
     assert "in another precision" in str(ended.error)
 
 
-def test_an_optimizer_of_the_configuration_is_refused(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    [ended] = pool.train(job_of(tmp_path / "run", data, optimizer={"class_path": "torch.optim.Adam"}), 1)
+def test_an_optimizer_of_the_configuration_is_refused(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    [ended] = worker_pool.train(job_of(tmp_path / "run", data, optimizer={"class_path": "torch.optim.Adam"}), 1)
     assert isinstance(ended.error, ConfigError)
     assert "and the configuration has a Adam" in str(ended.error)
 
@@ -120,10 +122,10 @@ def test_an_optimizer_of_the_configuration_is_refused(pool: WorkerPool, data: Pa
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (arguments(does="keeps nothing"), "the script keeps no optimizer; call loop.keep(optimizer)"),
-        (arguments(does="has no loop"), "the script has no `for step in loop`"),
-        (arguments(does="adds nothing"), "without step.add(loss) for the rows"),
-        (arguments(does="breaks", rows=1), "unexpected keyword argument 'rows'"),
+        (arguments(variant="keeps nothing"), "the script keeps no optimizer; call loop.keep(optimizer)"),
+        (arguments(variant="has no loop"), "the script has no `for step in loop`"),
+        (arguments(variant="adds nothing"), "without step.add(loss) for the rows"),
+        (arguments(variant="breaks", rows=1), "unexpected keyword argument 'rows'"),
         (arguments("without_loss"), "without_loss returned accuracy, without loss"),
         ({**arguments(), "evaluate": None}, "task.init_args.evaluate is not"),
         ({**arguments(), "target": "depth"}, "name those of which it is made"),
@@ -146,13 +148,13 @@ def test_mistakes_in_the_script_are_refused_at_start(
 
 
 @pytest.mark.parametrize(
-    ("does", "num_warnings"), [("", 0), ("one for each", 0), ("as losses", 0), ("a loss between rows", 1)]
+    ("variant", "num_warnings"), [("", 0), ("one for each", 0), ("as losses", 0), ("a loss between rows", 1)]
 )
 def test_a_loss_that_is_no_mean_over_rows_is_a_warning_at_start(
-    does: str, num_warnings: int, data: Path, tmp_path: Path
+    variant: str, num_warnings: int, data: Path, tmp_path: Path
 ) -> None:
     config = load_config(
-        task={"class_path": "ray_app.task.user_loop.LoopTask", "init_args": arguments(does=does)},
+        task={"class_path": "ray_app.task.user_loop.LoopTask", "init_args": arguments(variant=variant)},
         data__path=str(data),
         scaling__max_workers=2,
         run__storage_path=str(tmp_path / "runs"),
@@ -165,7 +167,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_a_warning_at_start(
 
 
 @pytest.mark.rest
-def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(
+def test_the_loop_page_trains_on_any_workers_resumes_and_is_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, text = (block.text for block in blocks(ROOT / "docs" / "loop.md") if block.language in ("python", "yaml"))

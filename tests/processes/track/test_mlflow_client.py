@@ -27,35 +27,35 @@ from ray_app.runlog.redaction import redact
 from ray_app.storage.files import put_json, read_json
 from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, DataSet, SentState
 from ray_app.track.tracker import Tracker, check_available, make_run_tags
-from tests.support.mlflow_server import Server, database
-from tests.support.recorded_run import BASE_S, EVERY, History, Run
-from tests.support.waiting import until
+from tests.support.mlflow_server import MlflowServer, make_database
+from tests.support.recorded_run import BASE_S, EVERY, History, RecordedRun
+from tests.support.waiting import wait_until
 
 
-def client_of(run: Run) -> Any:
+def client_of(run: RecordedRun) -> Any:
     from mlflow.tracking import MlflowClient
 
     return MlflowClient(tracking_uri=default_tracking_uri(run.config))
 
 
-def only_mlflow_run(run: Run) -> Any:
+def only_mlflow_run(run: RecordedRun) -> Any:
     client = client_of(run)
     experiment = client.get_experiment_by_name(run.config.tracking.experiment)
     (mlflow_run,) = [r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name == run.paths.name]
     return mlflow_run
 
 
-def histories(run: Run, run_id: str) -> dict[str, History]:
+def histories(run: RecordedRun, run_id: str) -> dict[str, History]:
     """Returns every point in MLflow as (step, time, value), in the order in which a reader gets them."""
     client = client_of(run)
     names = client.get_run(run_id).data.metrics
     return {name: [(m.step, m.timestamp, m.value) for m in client.get_metric_history(run_id, name)] for name in names}
 
 
-def assert_tracked(run: Run, last: int, status: str) -> None:
+def assert_tracked(run: RecordedRun, last: int, status: str) -> None:
     mlflow_run = only_mlflow_run(run)
     assert mlflow_run.info.status == status
-    points_of, expected = histories(run, mlflow_run.info.run_id), run.expected(last)
+    points_of, expected = histories(run, mlflow_run.info.run_id), run.expected_points(last)
     assert points_of.keys() == expected.keys()
     for name, points in expected.items():
         assert repr(sorted(points_of[name])) == repr([(step, at, float(value)) for step, at, value in points]), name
@@ -64,20 +64,20 @@ def assert_tracked(run: Run, last: int, status: str) -> None:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return database(tmp_path_factory.mktemp("store") / "mlflow.db")
+    return make_database(tmp_path_factory.mktemp("store") / "mlflow.db")
 
 
 @pytest.fixture
-def run(tmp_path: Path, store: str) -> Run:
-    return Run(tmp_path / f"run-{tmp_path.name}", store)
+def run(tmp_path: Path, store: str) -> RecordedRun:
+    return RecordedRun(tmp_path / f"run-{tmp_path.name}", store)
 
 
-def test_a_run_is_tracked_from_start_to_end(run: Run) -> None:
+def test_a_run_is_tracked_from_start_to_end(run: RecordedRun) -> None:
     tracker = run.tracker({"kind": "test", "from": "http://me:secret@git/x"})
     put_event(run.paths, "failed", 1, number=1)
     run.record(1, 44, flush_s=0.02, losses={13: math.nan})
     run.evaluate(20)
-    until(lambda: (read_json(run.paths.tracking) or {}).get("sent_step") == 40)
+    wait_until(lambda: (read_json(run.paths.tracking) or {}).get("sent_step") == 40)
     assert tracker.run_id == read_json(run.paths.tracking)["run_id"]
     run.record(45, 57)
     run.evaluate(57, accuracy=math.nan)
@@ -89,7 +89,7 @@ def test_a_run_is_tracked_from_start_to_end(run: Run) -> None:
     assert_described(run)
 
 
-def assert_described(run: Run) -> None:
+def assert_described(run: RecordedRun) -> None:
     mlflow_run, client = only_mlflow_run(run), client_of(run)
     data = mlflow_run.data
     assert data.params["scaling.max_workers"] == "2"
@@ -107,14 +107,14 @@ def assert_described(run: Run) -> None:
     assert "secret" not in Path(client.download_artifacts(mlflow_run.info.run_id, "config.yaml")).read_text()
 
 
-def test_each_evaluator_has_its_own_metrics(run: Run) -> None:
+def test_each_evaluator_has_its_own_metrics(run: RecordedRun) -> None:
     run.record(1, 20)
     run.evaluate(10)
     run.evaluate(10, "robust")
     older = {"run_uuid": "abc", "evaluations": [10]}
     put_json(run.paths.tracking, older)
     tracker = run.tracker()
-    until(lambda: read_json(run.paths.tracking)["evaluations"] == {"": [10], "robust": [10]})
+    wait_until(lambda: read_json(run.paths.tracking)["evaluations"] == {"": [10], "robust": [10]})
     run.evaluate(20, "robust", accuracy=0.5)
     run.evaluate(20, "fair")
     assert evaluator_names(run.paths) == ["fair", "robust"]
@@ -126,7 +126,7 @@ def test_each_evaluator_has_its_own_metrics(run: Run) -> None:
     assert_tracked(run, 20, "FINISHED")
 
 
-def test_a_late_tracker_adds_missing_entries_and_changes_none(run: Run) -> None:
+def test_a_late_tracker_adds_missing_entries_and_changes_none(run: RecordedRun) -> None:
     run.record(1, 12)
     assert run.tracker({"commit": "a"}).close("FAILED", 20)
     run.record(13, 20)
@@ -162,7 +162,7 @@ def test_a_late_tracker_adds_missing_entries_and_changes_none(run: Run) -> None:
     )
 
 
-def test_the_newest_evaluation_of_each_evaluator_is_an_artifact(run: Run) -> None:
+def test_the_newest_evaluation_of_each_evaluator_is_an_artifact(run: RecordedRun) -> None:
     run.record(1, 20)
     run.evaluate(10)
     run.evaluate(20)
@@ -182,7 +182,7 @@ def test_the_newest_evaluation_of_each_evaluator_is_an_artifact(run: Run) -> Non
     )
 
 
-def test_node_samples_arrive_once_also_after_a_crash_and_a_resume(run: Run) -> None:
+def test_node_samples_arrive_once_also_after_a_crash_and_a_resume(run: RecordedRun) -> None:
     run.record(1, 10)
     samples = [
         NodeSample(n, BASE_S + n / 7, {"10.0.0.1": {"cpu_percent": n / 3}, "10.0.0.2": {"cpu_percent": 1.0}})
@@ -205,7 +205,7 @@ def test_node_samples_arrive_once_also_after_a_crash_and_a_resume(run: Run) -> N
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
-def test_an_unfinished_block_of_steps_is_sent_after_the_resume(run: Run, status: Any) -> None:
+def test_an_unfinished_block_of_steps_is_sent_after_the_resume(run: RecordedRun, status: Any) -> None:
     run.record(1, 14)
     assert run.tracker().close(status, 20)
     assert_tracked(run, 10, status)
@@ -214,7 +214,7 @@ def test_an_unfinished_block_of_steps_is_sent_after_the_resume(run: Run, status:
     assert_tracked(run, 25, "FINISHED")
 
 
-def test_the_next_driver_continues_the_same_run(run: Run) -> None:
+def test_the_next_driver_continues_the_same_run(run: RecordedRun) -> None:
     first = run.tracker({"commit": "a"})
     run.record(1, 35)
     run.evaluate(30)
@@ -222,7 +222,7 @@ def test_the_next_driver_continues_the_same_run(run: Run) -> None:
     put_event(run.paths, "failed", 1, number=1)
     second = run.tracker({"commit": "b"}, scaling__max_workers=1)
     run.record(21, 60, fence=2)
-    until(lambda: read_json(run.paths.tracking)["sent_step"] == 60)
+    wait_until(lambda: read_json(run.paths.tracking)["sent_step"] == 60)
     mlflow_run = only_mlflow_run(run)
     assert mlflow_run.info.run_id == first.run_id == second.run_id
     assert mlflow_run.info.status == "RUNNING"
@@ -236,7 +236,7 @@ def test_the_next_driver_continues_the_same_run(run: Run) -> None:
     assert (data.tags["commit"], data.tags["ray_app.resumed_with.commit"]) == ("a", "b")
 
 
-def test_a_crash_before_the_cursor_is_stored_doubles_no_point(run: Run) -> None:
+def test_a_crash_before_the_cursor_is_stored_doubles_no_point(run: RecordedRun) -> None:
     run.record(1, 20, losses={3: math.nan})
     assert run.tracker().close("FAILED", 20)
     older = read_json(run.paths.tracking)
@@ -254,14 +254,16 @@ def test_a_crash_before_the_cursor_is_stored_doubles_no_point(run: Run) -> None:
     assert_tracked(run, 2600, "FINISHED")
 
 
-def test_a_run_deleted_in_mlflow_is_sent_completely_to_a_new_one(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_deleted_in_mlflow_is_sent_completely_to_a_new_one(
+    run: RecordedRun, caplog: pytest.LogCaptureFixture
+) -> None:
     tracker = run.tracker()
     run.record(1, 20)
-    until(lambda: (read_json(run.paths.tracking) or {}).get("sent_step") == 20)
+    wait_until(lambda: (read_json(run.paths.tracking) or {}).get("sent_step") == 20)
     old = tracker.run_id
     client_of(run).delete_run(old)
     run.record(21, 30)
-    until(lambda: tracker.run_id != old)
+    wait_until(lambda: tracker.run_id != old)
     assert tracker.close("FINISHED", 20)
     assert "has no run" in caplog.text
     assert_tracked(run, 30, "FINISHED")
@@ -271,7 +273,7 @@ def test_a_run_deleted_in_mlflow_is_sent_completely_to_a_new_one(run: Run, caplo
 def test_the_default_database_is_in_the_storage_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any
 ) -> None:
-    run = Run(tmp_path / "not yet" / "first", "")
+    run = RecordedRun(tmp_path / "not yet" / "first", "")
     run.config = run.config.replace(tracking__uri=None)
     run.record(1, 10)
     assert run.tracker().close("FINISHED", 30)
@@ -282,17 +284,17 @@ def test_the_default_database_is_in_the_storage_folder(
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path)
+def server(tmp_path: Path) -> Iterator[MlflowServer]:
+    server = MlflowServer(tmp_path)
     yield server
     server.kill()
 
 
 @pytest.mark.rest
 def test_outages_of_a_server_neither_lose_nor_double_points(
-    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: MlflowServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(tmp_path / "run", server.uri.replace("//", "//user:secret@"))
+    run = RecordedRun(tmp_path / "run", server.uri.replace("//", "//user:secret@"))
     run.record(1, 35, losses={5: math.nan})
     run.evaluate(20)
     absent = run.tracker()
@@ -304,15 +306,15 @@ def test_outages_of_a_server_neither_lose_nor_double_points(
     server.start()
     tracker = run.tracker()
     run.record(36, 48, fence=2)
-    until(lambda: read_json(run.paths.tracking)["sent_step"] == 40)
+    wait_until(lambda: read_json(run.paths.tracking)["sent_step"] == 40)
     server.kill()
     caplog.clear()
     run.record(41, 3333, fence=3)
-    until(lambda: "training goes on" in caplog.text)
+    wait_until(lambda: "training goes on" in caplog.text)
     run.evaluate(3000)
     server.start()
-    until(lambda: read_json(run.paths.tracking)["sent_step"] == 3330)
-    until(lambda: "gets the record again" in caplog.text)
+    wait_until(lambda: read_json(run.paths.tracking)["sent_step"] == 3330)
+    wait_until(lambda: "gets the record again" in caplog.text)
     run.record(3334, 3345, fence=3)
     assert tracker.close("FINISHED", 20)
     assert_tracked(run, 3345, "FINISHED")
@@ -332,7 +334,7 @@ def test_an_unresponsive_server_does_not_delay_the_end(
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        run = Run(tmp_path / "run", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        run = RecordedRun(tmp_path / "run", f"http://127.0.0.1:{silent.getsockname()[1]}")
         run.record(1, 10)
         tracker = run.tracker()
         began = time.monotonic()
@@ -342,7 +344,7 @@ def test_an_unresponsive_server_does_not_delay_the_end(
     assert "its status KILLED" in caplog.text
 
 
-def test_missing_steps_of_a_killed_writer_do_not_block_later_steps(run: Run) -> None:
+def test_missing_steps_of_a_killed_writer_do_not_block_later_steps(run: RecordedRun) -> None:
     backlog = Backlog(run.paths, EVERY)
     run.record(1, 7)
     run.record(9, 300)
@@ -356,7 +358,7 @@ def test_missing_steps_of_a_killed_writer_do_not_block_later_steps(run: Run) -> 
     assert [point.step for point in backlog.points(SentState(640), finished=False)] == [650]
 
 
-def test_a_transiently_unreadable_record_is_read_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transiently_unreadable_record_is_read_again(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run.record(1, 10)
     run.record(11, 20)
     backlog = Backlog(run.paths, EVERY)
@@ -375,7 +377,7 @@ def test_a_transiently_unreadable_record_is_read_again(run: Run, monkeypatch: py
 
 
 def test_transiently_unreadable_evaluations_and_events_are_read_again(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backlog, read = Backlog(run.paths, EVERY), Path.read_bytes
     run.record(1, 10)

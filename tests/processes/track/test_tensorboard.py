@@ -25,10 +25,10 @@ from ray_app.storage.files import list_tree
 from ray_app.storage.object_stores import ObjectPath
 from ray_app.track.mlflow_client import Backlog, SentState
 from ray_app.track.tensorboard import EventFileWriter
-from tests.support.places import ROOT
-from tests.support.recorded_run import Run
+from tests.support.paths import ROOT
+from tests.support.recorded_run import RecordedRun
 from tests.support.s3_server import S3Server
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 _DRIVER_S = 300
 KILLED = """
@@ -82,11 +82,11 @@ def points_in(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
 
 
 def test_event_files_hold_the_points_of_mlflow_and_no_secret(tmp_path: Path) -> None:
-    run = Run(tmp_path / "runs" / "run", "sqlite:///unused.db")
+    run = RecordedRun(tmp_path / "runs" / "run", "sqlite:///unused.db")
     run.record(1, 12)
     event_writer = EventFileWriter(run.paths, run.config)
     event_writer.start()
-    until(
+    wait_until(
         lambda: "loss" in points_in(run.paths.root / "tensorboard"),
         "the first block is not written while the run continues",
     )
@@ -94,7 +94,7 @@ def test_event_files_hold_the_points_of_mlflow_and_no_secret(tmp_path: Path) -> 
     run.evaluate(10, "august", f1=0.5)
     run.record(13, 27)
     assert event_writer.close(finished=True, timeout_s=60)
-    points_of, expected = points_in(run.paths.root / "tensorboard"), run.expected(27)
+    points_of, expected = points_in(run.paths.root / "tensorboard"), run.expected_points(27)
     assert points_of.keys() == expected.keys()
     for name, points in expected.items():
         assert [(step, round(1000 * at)) for step, at, _ in points_of[name]] == [(step, at) for step, at, _ in points]
@@ -105,9 +105,9 @@ def test_event_files_hold_the_points_of_mlflow_and_no_secret(tmp_path: Path) -> 
 
 
 @pytest.mark.rest
-def test_each_step_appears_once_after_a_killed_driver(short_run: Callable[..., Config], tmp_path: Path) -> None:
+def test_each_step_appears_once_after_a_killed_driver(make_short_config: Callable[..., Config], tmp_path: Path) -> None:
     fields = {"train__strategy": "single", "scaling__min_workers": 1, "scaling__max_workers": 1}
-    config = short_run(tracking__tensorboard=True, tracking__every_steps=5, **fields)
+    config = make_short_config(tracking__tensorboard=True, tracking__every_steps=5, **fields)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PYTHONPATH": str(ROOT)
@@ -124,7 +124,8 @@ def test_each_step_appears_once_after_a_killed_driver(short_run: Callable[..., C
     assert summary["restarts"]["driver"] == 1
     assert summary["redone_steps"] > 0, "no step was redone"
     assert (
-        summary["params_digest"] == run_training(short_run(run__name="undisturbed", **fields)).summary["params_digest"]
+        summary["params_digest"]
+        == run_training(make_short_config(run__name="undisturbed", **fields)).summary["params_digest"]
     )
     backlog = Backlog(paths, 5)
     backlog.read(SentState())
@@ -142,7 +143,7 @@ def test_each_step_appears_once_after_a_killed_driver(short_run: Callable[..., C
 
 def test_a_run_on_s3_gets_one_complete_event_file(s3_server: S3Server, s3_folder: ObjectPath, tmp_path: Path) -> None:
     paths = RunPaths(s3_folder / "run")
-    local = Run(tmp_path / "run", "sqlite:///unused.db")
+    local = RecordedRun(tmp_path / "run", "sqlite:///unused.db")
     local.record(1, 20)
     writer = MetricsWriter(paths, 1, 3600.0)
     for record in local.records.values():
@@ -163,13 +164,13 @@ def test_a_run_on_s3_gets_one_complete_event_file(s3_server: S3Server, s3_folder
 def test_a_storage_error_is_logged_once_and_all_points_arrive_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(tmp_path / "run", "sqlite:///unused.db")
+    run = RecordedRun(tmp_path / "run", "sqlite:///unused.db")
     run.record(1, 20)
     (run.paths.root / "tensorboard").write_text("in the way")
     with caplog.at_level(logging.WARNING, logger="ray_app.track.tensorboard"):
         event_writer = EventFileWriter(run.paths, run.config)
         event_writer.start()
-        until(lambda: caplog.records, "no warning was logged")
+        wait_until(lambda: caplog.records, "no warning was logged")
         (run.paths.root / "tensorboard").unlink()
         assert event_writer.close(finished=True, timeout_s=60)
     assert [record.message for record in caplog.records if "training goes on" not in record.message] == []
@@ -180,7 +181,7 @@ def test_a_storage_error_is_logged_once_and_all_points_arrive_later(
 def test_event_files_are_written_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "tensorboard", None)
-        run = Run(tmp_path / "run", "sqlite:///unused.db")
+        run = RecordedRun(tmp_path / "run", "sqlite:///unused.db")
         run.record(1, 20)
         event_writer = EventFileWriter(run.paths, run.config)
         event_writer.start()
@@ -199,7 +200,7 @@ def test_a_full_disk_loses_no_point(
         write(writer, event)
 
     monkeypatch.setattr(EventsWriter, "write_event", fail_once)
-    run = Run(tmp_path / "run", "sqlite:///unused.db")
+    run = RecordedRun(tmp_path / "run", "sqlite:///unused.db")
     run.record(1, 40)
     event_writer = EventFileWriter(run.paths, run.config)
     event_writer.start()

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,14 +36,14 @@ from tests.support.device_group import (
     OUT_OF_MEMORY,
     DeviceGroup,
     DeviceGroup2,
-    DiesAt,
-    FailsAt,
-    FullAt,
+    FailAtCollective,
+    KillAtCollective,
+    OutOfMemoryAt,
     SpinningGroup,
 )
 from tests.support.local_world import CPU, LocalMembership, TinyImages, make_job, write_images
 from tests.support.shifting_world import train_shifting
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 STEP_COLLECTIVES = ("all_to_all_single", "broadcast", "all_gather_single", "allreduce")
 """The collectives of a step: gradients, buffers and sums on the device, then the table of statistics on the host."""
@@ -190,13 +191,13 @@ def all_reduce_in_user_code(rank: int, store: Path) -> str:
 
 
 @pytest.mark.rest
-def test_a_peer_lost_in_a_collective_of_user_code_is_reported_as_lost(pool: WorkerPool) -> None:
-    first, second = pool.call(2, all_reduce_in_user_code)
+def test_a_peer_lost_in_a_collective_of_user_code_is_reported_as_lost(worker_pool: WorkerPool) -> None:
+    first, second = worker_pool.call(2, all_reduce_in_user_code)
     assert isinstance(second.error, KilledError)
     assert first.value.startswith("a peer was lost meanwhile: RuntimeError: "), first.trace
 
 
-def test_training_on_a_device_group_is_bit_identical_to_gloo(pool: WorkerPool, tmp_path: Path) -> None:
+def test_training_on_a_device_group_is_bit_identical_to_gloo(worker_pool: WorkerPool, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     for backend in ("gloo", BACKEND):
         (tmp_path / backend).mkdir()
@@ -205,18 +206,22 @@ def test_training_on_a_device_group_is_bit_identical_to_gloo(pool: WorkerPool, t
         for name in ("gloo", BACKEND)
     ]
     for job, backend in zip(jobs, ("gloo", BACKEND), strict=True):
-        for outcome in pool.train(job, 2, Hooks(at=FullAt(9, 0)), membership=partial(LocalMembership, backend=backend)):
+        for outcome in worker_pool.train(
+            job, 2, Hooks(at=OutOfMemoryAt(9, 0)), membership=partial(LocalMembership, backend=backend)
+        ):
             assert outcome.error is None, outcome.trace
     commits = [path.read_text() for path in sorted(tmp_path.glob("*/checkpoints/*/COMMIT.json"))]
     assert len({text.split('"params_digest": "')[1][:64] for text in commits}) == 1
     assert len(commits) == 2
 
 
-def test_a_device_out_of_memory_is_not_reported_as_a_lost_peer(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_device_out_of_memory_is_not_reported_as_a_lost_peer(worker_pool: WorkerPool, tmp_path: Path) -> None:
     """The reduction of the second step runs out of memory; the loop raises the original error at once."""
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=TinyImages())
-    first, second = pool.train(job, 2, Hooks(at=FullAt(0, 5)), membership=partial(LocalMembership, backend=BACKEND))
+    first, second = worker_pool.train(
+        job, 2, Hooks(at=OutOfMemoryAt(0, 5)), membership=partial(LocalMembership, backend=BACKEND)
+    )
     assert isinstance(first.error, TaskError), first.trace
     assert first.error.message.startswith("OutOfMemoryError: ")
     assert OUT_OF_MEMORY in str(first.error)
@@ -248,8 +253,8 @@ def all_reduce_with_a_lost_peer(rank: int, store: Path) -> list[str]:
     return results
 
 
-def test_a_broken_collective_leaves_finite_garbage_and_the_next_raises(pool: WorkerPool) -> None:
-    first, second = pool.call(2, all_reduce_with_a_lost_peer)
+def test_a_broken_collective_leaves_finite_garbage_and_the_next_raises(worker_pool: WorkerPool) -> None:
+    first, second = worker_pool.call(2, all_reduce_with_a_lost_peer)
     assert isinstance(second.error, KilledError)
     assert first.value == ["garbage", "aborted", "lost on the host"], first.trace
 
@@ -281,7 +286,7 @@ def close_after_a_lost_peer(rank: int, store: Path, port: int, heartbeat: bool) 
     assert dist.all_reduce(values, async_op=True).wait()
     error_text = ""
     if heartbeat:
-        threading.Thread(target=lambda: device.waited_for.wait() and group.abort()).start()
+        threading.Thread(target=lambda: device.is_synchronizing.wait() and group.abort()).start()
         try:
             group.check_device_errors()
         except PeerLostError as error:
@@ -295,9 +300,9 @@ def close_after_a_lost_peer(rank: int, store: Path, port: int, heartbeat: bool) 
     "heartbeat", [True, False], ids=["aborted while the device spins", "left with an error of its own"]
 )
 def test_a_group_with_spinning_kernels_is_aborted_before_it_is_destroyed(
-    pool: WorkerPool, store: TCPStore, heartbeat: bool
+    worker_pool: WorkerPool, store: TCPStore, heartbeat: bool
 ) -> None:
-    first, second = pool.call(2, close_after_a_lost_peer, store.port, heartbeat)
+    first, second = worker_pool.call(2, close_after_a_lost_peer, store.port, heartbeat)
     assert isinstance(second.error, KilledError)
     assert first.error is None, first.trace
     assert first.value == (
@@ -319,8 +324,8 @@ def check_backend_error(rank: int, store: Path, port: int) -> None:
         group.close(broken=True)
 
 
-def test_an_error_that_only_the_backend_reports_is_raised(pool: WorkerPool, store: TCPStore) -> None:
-    pool.run(2, check_backend_error, store.port)
+def test_an_error_that_only_the_backend_reports_is_raised(worker_pool: WorkerPool, store: TCPStore) -> None:
+    worker_pool.run(2, check_backend_error, store.port)
 
 
 def abort_during_error_query(rank: int, store: Path, port: int) -> list[str]:
@@ -354,29 +359,30 @@ def abort_during_error_query(rank: int, store: Path, port: int) -> list[str]:
     return events
 
 
-def test_an_abort_waits_while_the_backend_is_asked_for_its_error(pool: WorkerPool, store: TCPStore) -> None:
+def test_an_abort_waits_while_the_backend_is_asked_for_its_error(worker_pool: WorkerPool, store: TCPStore) -> None:
     """The abort frees memory that the query reads; after it, the backend is not asked again."""
-    assert pool.run(2, abort_during_error_query, store.port) == [["asked", "abort"]] * 2
+    assert worker_pool.run(2, abort_during_error_query, store.port) == [["asked", "abort"]] * 2
 
 
 def abort_while_forming(rank: int, store: Path, port: int) -> tuple[str, bool]:
     """Aborts a group before torch knows it, its store being ready; returns the error and whether a group is left."""
     del store
     group, error_text = SpinningGroup(), ""
-    DeviceGroup.when_made = group.abort
+    DeviceGroup.on_created = group.abort
     try:
         group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
     except PeerLostError as error:
         error_text = str(error)
     finally:
-        DeviceGroup.when_made = None
+        DeviceGroup.on_created = None
         group.close(broken=True)
     return error_text, dist.is_initialized()
 
 
-def test_a_group_aborted_while_it_forms_runs_no_collective(pool: WorkerPool, store: TCPStore) -> None:
+def test_a_group_aborted_while_it_forms_runs_no_collective(worker_pool: WorkerPool, store: TCPStore) -> None:
     assert (
-        pool.run(2, abort_while_forming, store.port) == [("the process group was aborted while it formed", False)] * 2
+        worker_pool.run(2, abort_while_forming, store.port)
+        == [("the process group was aborted while it formed", False)] * 2
     )
 
 
@@ -386,39 +392,45 @@ def open_aborted_group(group: ProcessGroup, info: GenerationInfo) -> None:
 
 
 def read_stuck_states(rank: int, store: Path, port: int) -> list[bool]:
-    """Returns whether a group counts as stuck before, during and after it waits for a peer that does not connect.
+    """Returns whether a group counts as stuck: before it forms, while it waits for a peer that does not connect, right
+    after it is aborted, long after it is aborted, and after the wait has ended.
 
     No time-out bounds that wait.
     """
     del store
     group = SpinningGroup()
     listener = socket.create_server(("127.0.0.1", 0))
-    states = list[bool]()
-    DeviceGroup2.connects_to, process_group._STUCK_S = listener, 0.0
-
+    states, created = list[bool](), threading.Event()
+    DeviceGroup2.connects_to, DeviceGroup.on_created = listener, created.set
     try:
         states.append(group.is_stuck)
         opening = threading.Thread(
             target=open_aborted_group, args=(group, GenerationInfo(1, rank, 1, "127.0.0.1", port))
         )
         opening.start()
-        until(lambda: group._is_forming, "it has not begun to form")
+        wait_until(created.is_set, "it has not begun to form")
         states.append(group.is_stuck)
         group.abort()
-        until(lambda: group.is_stuck, "it is not known to be stuck")
+        states.append(group.is_stuck)
+        process_group._STUCK_S = 0.0
+        wait_until(lambda: time.monotonic() > group._aborted_s, "the clock stands still")
+        states.append(group.is_stuck)
         # NCCL has no way to end this wait.
         listener.shutdown(socket.SHUT_RDWR)
         opening.join()
         states.append(group.is_stuck)
     finally:
-        DeviceGroup2.connects_to, process_group._STUCK_S = None, 60.0
+        DeviceGroup2.connects_to, DeviceGroup.on_created = None, None
+        process_group._STUCK_S = 60.0
         group.close(broken=True)
     return states
 
 
-def test_a_group_that_waits_for_a_lost_peer_while_it_forms_is_reported_stuck(pool: WorkerPool, store: TCPStore) -> None:
+def test_a_group_that_waits_for_a_lost_peer_while_it_forms_is_reported_stuck(
+    worker_pool: WorkerPool, store: TCPStore
+) -> None:
     """`ncclCommInitRank` waits like this; the error that ends the wait here is a lost peer."""
-    assert pool.run(1, read_stuck_states, store.port) == [[False, False, False]]
+    assert worker_pool.run(1, read_stuck_states, store.port) == [[False, False, False, True, False]]
 
 
 def abort_during_a_launch(rank: int, store: Path, port: int) -> list[str]:
@@ -431,7 +443,7 @@ def abort_during_a_launch(rank: int, store: Path, port: int) -> list[str]:
     try:
         with launch_guard(world)():
             group.abort()
-            until(lambda: bool(group._abort_threads), "no abort thread has started")
+            wait_until(lambda: bool(group._abort_threads), "no abort thread has started")
             events.append("launch")
         with pytest.raises(PeerLostError, match="process group is aborted"), launch_guard(world)():
             events.append("another launch")
@@ -440,8 +452,8 @@ def abort_during_a_launch(rank: int, store: Path, port: int) -> list[str]:
     return events
 
 
-def test_an_abort_waits_for_a_running_launch_and_refuses_the_next(pool: WorkerPool, store: TCPStore) -> None:
-    assert pool.run(2, abort_during_a_launch, store.port) == [["launch", "abort"]] * 2
+def test_an_abort_waits_for_a_running_launch_and_refuses_the_next(worker_pool: WorkerPool, store: TCPStore) -> None:
+    assert worker_pool.run(2, abort_during_a_launch, store.port) == [["launch", "abort"]] * 2
 
 
 def abort_during_a_blocked_launch(rank: int, store: Path, port: int) -> list[str]:
@@ -461,8 +473,8 @@ def abort_during_a_blocked_launch(rank: int, store: Path, port: int) -> list[str
     return events
 
 
-def test_an_abort_waits_only_a_limited_time_for_a_launch(pool: WorkerPool, store: TCPStore) -> None:
-    assert pool.run(2, abort_during_a_blocked_launch, store.port) == [["abort"]] * 2
+def test_an_abort_waits_only_a_limited_time_for_a_launch(worker_pool: WorkerPool, store: TCPStore) -> None:
+    assert worker_pool.run(2, abort_during_a_blocked_launch, store.port) == [["abort"]] * 2
 
 
 def test_a_group_aborted_before_it_forms_does_not_form(store: TCPStore) -> None:
@@ -477,24 +489,24 @@ def test_a_group_aborted_before_it_forms_does_not_form(store: TCPStore) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, str]:
+def undisturbed(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, str]:
     folder = tmp_path_factory.mktemp("undisturbed")
     data = write_images(folder / "data", [[20, 13]])
     job = make_job(folder / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2)
-    return job, pool.train_new_run(job, 2, cache_windows).commit.params_digest
+    return job, worker_pool.train_new_run(job, 2, cache_windows).commit.params_digest
 
 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
 @pytest.mark.parametrize(("number", "name"), list(enumerate(STEP_COLLECTIVES, 1)), ids=STEP_COLLECTIVES)
 def test_garbage_of_a_lost_worker_enters_no_step(
-    pool: WorkerPool, undisturbed: tuple[Job, str], tmp_path: Path, number: int, name: str, backend: str
+    worker_pool: WorkerPool, undisturbed: tuple[Job, str], tmp_path: Path, number: int, name: str, backend: str
 ) -> None:
     """The worker is lost at each collective of a step in turn; the devices then have garbage, unknown to some peers."""
     job, expected = undisturbed
     job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
     proof = tmp_path / "proof"
     outcomes = train_shifting(
-        pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, number)), backend=backend
+        worker_pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=KillAtCollective(proof, 2, 2, number)), backend=backend
     )
     assert isinstance(outcomes[2].error, KilledError)
     assert proof.read_text() == name
@@ -504,15 +516,17 @@ def test_garbage_of_a_lost_worker_enters_no_step(
 
 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
-def test_peers_notice_a_lost_worker_during_backward(pool: WorkerPool, tmp_path: Path, backend: str) -> None:
+def test_peers_notice_a_lost_worker_during_backward(worker_pool: WorkerPool, tmp_path: Path, backend: str) -> None:
     """Each parameter has its own bucket: the collective after the broken one raises the error in a hook of backward."""
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(
         tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2, train__bucket_mb=1e-5
     )
-    expected = pool.train_new_run(job, 2, cache_windows).commit.params_digest
+    expected = worker_pool.train_new_run(job, 2, cache_windows).commit.params_digest
     proof = tmp_path / "proof"
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, 2)), backend=backend)
+    outcomes = train_shifting(
+        worker_pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=KillAtCollective(proof, 2, 2, 2)), backend=backend
+    )
     assert proof.read_text() == "all_to_all_single", "the worker was not lost in the reduction of the second bucket"
     assert [outcome.value for outcome in outcomes[:2]] == ["done", "done"], [outcome.trace for outcome in outcomes[:2]]
     assert read_trained_run(job).commit.params_digest == expected
@@ -521,14 +535,14 @@ def test_peers_notice_a_lost_worker_during_backward(pool: WorkerPool, tmp_path: 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
 @pytest.mark.parametrize(("number", "name"), list(enumerate(STEP_COLLECTIVES[:3], 1)), ids=STEP_COLLECTIVES[:3])
 def test_garbage_of_a_collective_that_fails_on_one_device_enters_no_step(
-    pool: WorkerPool, undisturbed: tuple[Job, str], tmp_path: Path, number: int, name: str, backend: str
+    worker_pool: WorkerPool, undisturbed: tuple[Job, str], tmp_path: Path, number: int, name: str, backend: str
 ) -> None:
     """The hosts lose no peer, and the garbage is finite."""
     job, expected = undisturbed
     job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
     proof = tmp_path / "proof"
     outcomes = train_shifting(
-        pool, job, [[0, 1, 2], [0, 1, 2]], [], Hooks(at=FailsAt(proof, 1, 2, number)), backend=backend
+        worker_pool, job, [[0, 1, 2], [0, 1, 2]], [], Hooks(at=FailAtCollective(proof, 1, 2, number)), backend=backend
     )
     assert proof.exists(), name
     assert [outcome.value for outcome in outcomes] == ["done"] * 3, [outcome.trace for outcome in outcomes]
@@ -543,7 +557,7 @@ def test_garbage_of_a_collective_that_fails_on_one_device_enters_no_step(
     [("central_storage", 1), ("central_storage", 9), *(("local_sgd", number) for number in (1, 5, 7, 8))],
 )
 def test_garbage_of_a_lost_worker_enters_no_step_of_other_strategies(
-    pool: WorkerPool, tmp_path: Path, strategy: str, number: int, rank: int
+    worker_pool: WorkerPool, tmp_path: Path, strategy: str, number: int, rank: int
 ) -> None:
     """A worker is lost after two steps; the eighth collective of `local_sgd` is the last one of an average.
 
@@ -553,11 +567,16 @@ def test_garbage_of_a_lost_worker_enters_no_step_of_other_strategies(
     more = {"train__local_steps": 2} if strategy == "local_sgd" else {"train__peer_replica": True}
     fields = {"train__strategy": strategy, "train__epochs": 2, **more}
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), **fields)
-    expected = pool.train_new_run(job, 2, cache_windows).commit.params_digest
+    expected = worker_pool.train_new_run(job, 2, cache_windows).commit.params_digest
     proof = tmp_path / "proof"
     survivors = [survivor for survivor in (0, 1, 2) if survivor != rank]
     outcomes = train_shifting(
-        pool, job, [[0, 1, 2], survivors], [], Hooks(at=DiesAt(proof, rank, 2, number)), backend=BACKEND
+        worker_pool,
+        job,
+        [[0, 1, 2], survivors],
+        [],
+        Hooks(at=KillAtCollective(proof, rank, 2, number)),
+        backend=BACKEND,
     )
     assert proof.exists()
     assert isinstance(outcomes[rank].error, KilledError)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 def run_script(*command: str) -> str:

@@ -31,19 +31,21 @@ def _train(rank: int, store: Path, job: Job) -> None:
     train(job, DrainedMembership(World(rank, 2, job.plan.logical_workers), store), cache_windows, CPU)
 
 
-def test_draining_workers_leave_a_checkpoint_and_new_workers_resume_from_it(pool: WorkerPool, tmp_path: Path) -> None:
+def test_draining_workers_leave_a_checkpoint_and_new_workers_resume_from_it(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
     data = write_images(tmp_path / "data", [[50, 1], [46]])
     fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 8}
     job, plain = (
         make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
         for name in ("run", "undisturbed")
     )
-    pool.train_to_end(plain, 1, cache_windows)
-    for outcome in pool.call(2, _train, job):
+    worker_pool.train_to_end(plain, 1, cache_windows)
+    for outcome in worker_pool.call(2, _train, job):
         assert isinstance(outcome.error, PreemptedError), outcome.trace
         assert f"after step {STEP}; a checkpoint was made" in str(outcome.error)
     assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [(STEP, "extra")]
-    pool.train_to_end(job, 3, cache_windows)
+    worker_pool.train_to_end(job, 3, cache_windows)
     assert read_trained_run(job).digests == read_trained_run(plain).digests
     assert read_trained_run(job).steps == read_trained_run(plain).steps
     assert [len(workers) for workers in read_trained_run(job).workers] == [1] * job.total_steps, "a step was repeated"

@@ -57,12 +57,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("fields", STRATEGIES.values(), ids=STRATEGIES)
 @pytest.mark.parametrize("loss", [True, False], ids=["lost peer", "planned"])
 def test_the_objects_of_a_step_are_freed_before_the_next_generation_forms(
-    pool: WorkerPool, tmp_path: Path, fields: dict[str, Any], loss: bool
+    worker_pool: WorkerPool, tmp_path: Path, fields: dict[str, Any], loss: bool
 ) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2, **fields)
     hooks = Hooks(at=CountAliveObjects(tmp_path), after_step=KillOnce(tmp_path / "proof", 2, 2) if loss else None)
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [] if loss else [2], hooks)
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2], [0, 1]], [] if loss else [2], hooks)
     assert isinstance(outcomes[2].error, KilledError) == loss
     assert outcomes[0].value == "done", outcomes[0].trace
     lines = [line.partition(" ")[2] for line in (tmp_path / "0.txt").read_text().splitlines()]
@@ -112,8 +112,8 @@ def count_alive_shards(rank: int, store: Path, job: Job, breaks: bool) -> list[i
 @pytest.mark.rest
 @pytest.mark.parametrize("breaks", [True, False], ids=["lost peer", "planned"])
 def test_the_shards_of_a_generation_are_freed_before_the_next_allocates(
-    pool: WorkerPool, tmp_path: Path, breaks: bool
+    worker_pool: WorkerPool, tmp_path: Path, breaks: bool
 ) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, train__strategy="fsdp", train__epochs=1)
-    assert pool.run(1, count_alive_shards, job, breaks) == [[0, 0]]
+    assert worker_pool.run(1, count_alive_shards, job, breaks) == [[0, 0]]

@@ -14,7 +14,7 @@ from ray_app.driver.single import train_in_process
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.train.job import Hooks
 from ray_app.train.membership import SingleProcessMembership
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 RECORDED_DIGESTS = {
     ("cpu x86_64", "AVX512", "1"): "eeebf144a7c5a872da737b44c51b5fbc310ed200818d04be9618aac53ae02186",

@@ -73,7 +73,7 @@ def images(folder: Path) -> TaskSetup:
 
 @pytest.mark.parametrize("make_setup", [texts, objects, pixels, images])
 def test_a_task_is_bit_identical_after_a_killed_worker_and_a_resume(
-    pool: WorkerPool, tmp_path: Path, make_setup: Callable[[Path], TaskSetup]
+    worker_pool: WorkerPool, tmp_path: Path, make_setup: Callable[[Path], TaskSetup]
 ) -> None:
     path, task, fields = make_setup(tmp_path / "data")
 
@@ -81,16 +81,18 @@ def test_a_task_is_bit_identical_after_a_killed_worker_and_a_resume(
         settings = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 2}
         return make_job(tmp_path / name, Path(path), logical_workers=2, batch=16, task=task, **settings, **fields)
 
-    first = pool.train_new_run(job("whole"), 1)
-    assert pool.train_new_run(job("two"), 2).digests == first.digests
+    first = worker_pool.train_new_run(job("whole"), 1)
+    assert worker_pool.train_new_run(job("two"), 2).digests == first.digests
 
     kill = KillOnce(tmp_path / "killed", step=4, rank=0)
-    train_shifting(pool, shrunk := job("lost"), [[0, 1], [1]], [], Hooks(after_step=kill), windows=stream_windows)
+    train_shifting(
+        worker_pool, shrunk := job("lost"), [[0, 1], [1]], [], Hooks(after_step=kill), windows=stream_windows
+    )
     assert kill.proof.exists()
     assert read_trained_run(shrunk).digests == first.digests
 
-    outcomes = pool.train(resumed := job("again"), 2, Hooks(after_step=DieAfter(5)))
+    outcomes = worker_pool.train(resumed := job("again"), 2, Hooks(after_step=DieAfter(5)))
     assert all(isinstance(outcome.error, KilledError) for outcome in outcomes)
     assert read_trained_run(resumed).commit.step == 4, "the last checkpoint is not in the middle of an epoch"
-    pool.train_to_end(resumed, 1)
+    worker_pool.train_to_end(resumed, 1)
     assert read_trained_run(resumed).digests == first.digests

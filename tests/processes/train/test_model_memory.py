@@ -63,7 +63,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["SGD", "Adam"]
 )
 def test_a_transposed_weight_is_bit_identical_to_a_contiguous_one(
-    pool: WorkerPool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
     def run(name: str, is_transposed: bool, dies_after: int | None = None) -> Any:
         fields: dict[str, Any] = {"optimizer": optimizer, "train__epochs": 2, "checkpoint__every_steps": 3}
@@ -72,9 +72,10 @@ def test_a_transposed_weight_is_bit_identical_to_a_contiguous_one(
         )
         if dies_after is not None:
             assert [
-                outcome.error for outcome in pool.train(job, 1, Hooks(after_step=DieAfter(dies_after)), cache_windows)
+                outcome.error
+                for outcome in worker_pool.train(job, 1, Hooks(after_step=DieAfter(dies_after)), cache_windows)
             ] != [None], "the worker did not die"
-        pool.train_to_end(job, 1)
+        worker_pool.train_to_end(job, 1)
         return read_trained_run(job).digests
 
     plain = run("plain", False)
@@ -82,12 +83,14 @@ def test_a_transposed_weight_is_bit_identical_to_a_contiguous_one(
     assert run("resumed", True, 3) == plain
 
 
-def test_a_model_that_replaces_a_buffer_in_training_is_refused(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_model_that_replaces_a_buffer_in_training_is_refused(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=LateRebinding())
     for workers in (1, 2):
         messages = [
             str(outcome.error)
-            for outcome in pool.train(job, workers, Hooks(), cache_windows)
+            for outcome in worker_pool.train(job, workers, Hooks(), cache_windows)
             if isinstance(outcome.error, ConfigError)
         ]
         assert messages, "no rank refuses the buffer; ranks that only lose a peer may report that"

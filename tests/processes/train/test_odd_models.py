@@ -287,16 +287,16 @@ LOCAL = {"train__strategy": "local_sgd", "train__local_steps": 3}
     ids=lambda value: type(value).__name__ if isinstance(value, TinyImages) else "",
 )
 def test_an_unusual_model_is_bit_identical_to_one_worker(
-    pool: WorkerPool,
+    worker_pool: WorkerPool,
     data: Path,
     tmp_path: Path,
     task: TinyImages,
     fields: dict[str, Any],
     variants: list[tuple[int, dict[str, Any]]],
 ) -> None:
-    alone = train_new_run(pool, tmp_path / "one", data, task, 1, **fields)
+    alone = train_new_run(worker_pool, tmp_path / "one", data, task, 1, **fields)
     for number, (workers, variant) in enumerate(variants):
-        run = train_new_run(pool, tmp_path / f"{number}", data, task, workers, **(fields | variant))
+        run = train_new_run(worker_pool, tmp_path / f"{number}", data, task, workers, **(fields | variant))
         assert (run.digests, [loss for _, loss, *_ in run.steps]) == (
             alone.digests,
             [loss for _, loss, *_ in alone.steps],
@@ -337,36 +337,39 @@ def test_buffers_of_an_update_and_of_a_forward_survive_a_resize(data: Path, tmp_
 @pytest.mark.rest
 @pytest.mark.parametrize("task", [Routed(), RoutedByRow(), CheckpointedRouting()], ids=lambda task: type(task).__name__)
 def test_overlapped_shards_count_a_missing_gradient_as_zeros(
-    pool: WorkerPool, data: Path, tmp_path: Path, task: TinyImages
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, task: TinyImages
 ) -> None:
-    alone = train_new_run(pool, tmp_path / "one", data, task, 1, optimizer=SGD)
+    alone = train_new_run(worker_pool, tmp_path / "one", data, task, 1, optimizer=SGD)
     for workers in (1, 2, 3):
-        run = train_new_run(pool, tmp_path / f"{workers}", data, task, workers, optimizer=SGD, **OVERLAPPED)
+        run = train_new_run(worker_pool, tmp_path / f"{workers}", data, task, workers, optimizer=SGD, **OVERLAPPED)
         assert [loss for _, loss, *_ in run.steps] == pytest.approx([loss for _, loss, *_ in alone.steps], abs=1e-5)
 
 
 def test_a_value_that_an_optimizer_computes_is_the_same_in_all_replicas(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    optimizer = {"optimizer": {"class_path": "tests.support.odd_optimizers.Finding"}}
+    optimizer = {"optimizer": {"class_path": "tests.support.odd_optimizers.AdaptiveStepSize"}}
     fields = {**LOCAL, **optimizer, "checkpoint__every_steps": 3}
-    runs = [train_new_run(pool, tmp_path / f"{workers}", data, DenseImages(), workers, **fields) for workers in (1, 3)]
+    runs = [
+        train_new_run(worker_pool, tmp_path / f"{workers}", data, DenseImages(), workers, **fields)
+        for workers in (1, 3)
+    ]
     assert runs[0].digests == runs[1].digests
     assert runs[0].snapshot.optimizer["param_groups"] == runs[1].snapshot.optimizer["param_groups"]
     assert runs[0].snapshot.optimizer["param_groups"][0]["size"] != 0.1
 
 
-def test_a_learning_rate_of_a_numpy_type_survives_a_resume(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_learning_rate_of_a_numpy_type_survives_a_resume(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     schedule = {
         "class_path": "torch.optim.lr_scheduler.LambdaLR",
         "init_args": {"lr_lambda": "tests.support.odd_optimizers.cosine"},
     }
-    undisturbed = train_new_run(pool, tmp_path / "undisturbed", data, DenseImages(), 1, schedule=schedule)
+    undisturbed = train_new_run(worker_pool, tmp_path / "undisturbed", data, DenseImages(), 1, schedule=schedule)
     job = job_of(tmp_path / "run", data, DenseImages(), schedule=schedule)
-    assert {type(outcome.error) for outcome in pool.train(job, 3, Hooks(after_step=DieAfter(5)), cache_windows)} == {
-        KilledError
-    }
-    resumed = pool.train_new_run(job, 2, cache_windows)
+    assert {
+        type(outcome.error) for outcome in worker_pool.train(job, 3, Hooks(after_step=DieAfter(5)), cache_windows)
+    } == {KilledError}
+    resumed = worker_pool.train_new_run(job, 2, cache_windows)
     assert (resumed.digests, resumed.steps) == (undisturbed.digests, undisturbed.steps)
 
 
@@ -380,9 +383,9 @@ def test_a_learning_rate_of_a_numpy_type_survives_a_resume(pool: WorkerPool, dat
     ids=["gradients", "requires_grad"],
 )
 def test_a_model_that_fsdp_cannot_shard_is_refused_in_training(
-    pool: WorkerPool, data: Path, tmp_path: Path, task: TinyImages, fields: dict[str, Any], message: str
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, task: TinyImages, fields: dict[str, Any], message: str
 ) -> None:
     for workers in (1, 3):
         job = job_of(tmp_path / f"{workers}", data, task, **fields)
-        errors = [outcome.error for outcome in pool.train(job, workers, Hooks(), cache_windows)]
+        errors = [outcome.error for outcome in worker_pool.train(job, workers, Hooks(), cache_windows)]
         assert any(isinstance(error, ConfigError) and message in str(error) for error in errors), errors

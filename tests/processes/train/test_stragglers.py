@@ -69,11 +69,11 @@ def train_with_straggler(
 
 @pytest.mark.parametrize("windows", [cache_windows, pytest.param(stream_windows, marks=pytest.mark.rest)])
 def test_logical_workers_move_away_from_a_straggler_bit_identically(
-    pool: WorkerPool, tmp_path: Path, windows: OpenWindows
+    worker_pool: WorkerPool, tmp_path: Path, windows: OpenWindows
 ) -> None:
     data = write_images(tmp_path / "data", [[160]])
-    alone, _ = train_with_straggler(pool, tmp_path / "alone", data, 1, windows, "none", slow=False)
-    moved, paths = train_with_straggler(pool, tmp_path / "moved", data, 3, windows, "speed", slow=True)
+    alone, _ = train_with_straggler(worker_pool, tmp_path / "alone", data, 1, windows, "none", slow=False)
+    moved, paths = train_with_straggler(worker_pool, tmp_path / "moved", data, 3, windows, "speed", slow=True)
     assert moved.commit.params_digest == alone.commit.params_digest
     assert moved.steps == alone.steps
     [first, *_] = read_events(paths, "rebalanced")
@@ -83,9 +83,9 @@ def test_logical_workers_move_away_from_a_straggler_bit_identically(
 
 
 @pytest.mark.rest
-def test_the_time_that_a_straggler_costs_is_recorded(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_time_that_a_straggler_costs_is_recorded(worker_pool: WorkerPool, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[160]])
-    _, paths = train_with_straggler(pool, tmp_path / "run", data, 3, cache_windows, "none", slow=True)
+    _, paths = train_with_straggler(worker_pool, tmp_path / "run", data, 3, cache_windows, "none", slow=True)
     assert not read_events(paths, "rebalanced")
     [detected] = read_events(paths, "straggler_detected")
     rank = detected.details["rank"]

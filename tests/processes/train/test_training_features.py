@@ -31,8 +31,8 @@ from ray_app.train.step.micro_batch import Passes
 from tests.support.local_world import (
     CLASSES,
     CPU,
+    CustomTrainingStep,
     LocalMembership,
-    OwnStep,
     TinyImages,
     feed_of,
     make_job,
@@ -78,7 +78,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixup": ({}, {"mixup": 0.4}),
     "cutmix": ({}, {"cutmix": 1.0}),
     "both": ({"train__ema_decay": 0.9}, {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1}),
-    "own step": ({}, {"task": OwnStep}),
+    "own step": ({}, {"task": CustomTrainingStep}),
     "overflow": ({"train__precision": "fp16"}, {"task": SteepLoss}),
     "warm-up": ({"schedule": WARM_UP}, {}),
 }
@@ -93,9 +93,9 @@ def job_of(name: str, folder: Path, data: Path) -> Job:
 
 
 @pytest.fixture(scope="module")
-def plain_digest(pool: WorkerPool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def plain_digest(worker_pool: WorkerPool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     job = job_of("plain", tmp_path_factory.mktemp("plain") / "run", data)
-    return pool.train_new_run(job, 2, cache_windows).commit.params_digest
+    return worker_pool.train_new_run(job, 2, cache_windows).commit.params_digest
 
 
 QUICK_FEATURES = ("own step",)
@@ -105,17 +105,17 @@ QUICK_FEATURES = ("own step",)
     "name", [pytest.param(name, marks=() if name in QUICK_FEATURES else pytest.mark.rest) for name in FEATURES]
 )
 def test_a_feature_is_bit_identical_on_any_workers_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path, name: str, plain_digest: str
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str, plain_digest: str
 ) -> None:
     job = job_of(name, tmp_path / "run", data)
-    alone = pool.train_new_run(job, 1, cache_windows)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
     assert len(alone.steps) == job.total_steps
-    several = pool.train_new_run(job, 3, cache_windows)
+    several = worker_pool.train_new_run(job, 3, cache_windows)
     assert several.digests == alone.digests
     assert several.steps == alone.steps
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
+    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
     assert "dies after step 7" in str(outcomes[0].error)
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == alone.digests
     # A norm that overflowed is recorded as null, since JSON has no infinity.
     overflowed = [step[3] for step in alone.steps].count(None)
@@ -189,16 +189,16 @@ def test_a_loss_that_is_not_finite_is_not_taken_for_an_overflow(data: Path, tmp_
         data,
         logical_workers=4,
         batch=12,
-        task=TinyImages(bad=tuple(range(97))),
+        task=TinyImages(bad_rows=tuple(range(97))),
         train__precision="fp16",
     )
     with pytest.raises(NonFiniteError):
         run_steps(job, state_of(job), tmp_path / "store", 1)
 
 
-def test_half_precision_is_close_to_full_precision(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    full = pool.train_new_run(job_of("plain", tmp_path / "a", data), 1, cache_windows)
-    half = pool.train_new_run(job_of("fp16", tmp_path / "b", data), 1, cache_windows)
+def test_half_precision_is_close_to_full_precision(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    full = worker_pool.train_new_run(job_of("plain", tmp_path / "a", data), 1, cache_windows)
+    half = worker_pool.train_new_run(job_of("fp16", tmp_path / "b", data), 1, cache_windows)
     for theirs, ours in zip(full.steps[:6], half.steps[:6], strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=0.02)
 
@@ -295,7 +295,9 @@ def test_the_model_gets_images_with_their_channels_last(data: Path, tmp_path: Pa
 
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", ["ddp", "central_storage", "fsdp", "local_sgd"])
-def test_channels_last_changes_only_rounding(pool: WorkerPool, data: Path, tmp_path: Path, strategy: str) -> None:
+def test_channels_last_changes_only_rounding(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, strategy: str
+) -> None:
     """Values would differ if a parameter had another layout than its gradient or its moments."""
     fields: dict[str, Any] = {
         "task": ImageClassification(model_args={"channels": 4, "dropout": 0.0}),
@@ -305,7 +307,7 @@ def test_channels_last_changes_only_rounding(pool: WorkerPool, data: Path, tmp_p
         make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, train__channels_last=last)
         for last in (False, True)
     )
-    plain, last = (pool.train_new_run(job, 2, cache_windows) for job in jobs)
+    plain, last = (worker_pool.train_new_run(job, 2, cache_windows) for job in jobs)
     assert [step[1] for step in last.steps] == pytest.approx([step[1] for step in plain.steps], rel=1e-3)
 
 
@@ -313,11 +315,11 @@ def test_channels_last_changes_only_rounding(pool: WorkerPool, data: Path, tmp_p
 
 
 def test_an_epoch_of_some_steps_continues_where_the_last_one_ended(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of("steps per epoch", tmp_path / "run", data)
     assert (job.plan.steps_per_epoch, job.total_steps, job.passes) == (9, 20, 3)
-    run = pool.train_new_run(job, 2, cache_windows)
+    run = worker_pool.train_new_run(job, 2, cache_windows)
     passes = [step[0] for step in run.steps]
     assert passes == [0] * 9 + [1] * 9 + [2] * 2
     assert sum(sum(step[4]) for step in run.steps[:9]) == 97, "a pass does not use every row once"
@@ -369,19 +371,19 @@ def test_shares_of_mixtures_follow_the_beta_distribution_and_depend_on_the_row_a
 # Compiling takes half a minute.
 @pytest.mark.rest
 def test_a_compiled_model_is_bit_identical_on_any_workers_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {"task": ImageClassification(**CNN), "train__max_steps": 9, "checkpoint__every_steps": 4}
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__compile=True, **fields)
-    alone, several = pool.train_new_run(job, 1, cache_windows), pool.train_new_run(job, 2, cache_windows)
+    alone, several = worker_pool.train_new_run(job, 1, cache_windows), worker_pool.train_new_run(job, 2, cache_windows)
     assert several.digests == alone.digests
     assert several.steps == alone.steps
-    pool.train(job, 2, Hooks(after_step=DieAfter(7)), cache_windows)
+    worker_pool.train(job, 2, Hooks(after_step=DieAfter(7)), cache_windows)
     assert read_trained_run(job).commit.step == 4
-    pool.train_to_end(job, 1, cache_windows)
+    worker_pool.train_to_end(job, 1, cache_windows)
     resumed = read_trained_run(job)
     assert (resumed.digests, resumed.steps) == (alone.digests, alone.steps)
-    plain = pool.train_new_run(
+    plain = worker_pool.train_new_run(
         make_job(tmp_path / "plain", data, logical_workers=4, batch=12, **fields), 1, cache_windows
     )
     assert plain.commit.params_digest != alone.commit.params_digest, "the model was not compiled"

@@ -47,10 +47,10 @@ def assert_bit_identical(runs: list[TrainedRun]) -> None:
 
 @pytest.mark.parametrize("windows", [stream_windows, cache_windows])
 def test_training_is_bit_identical_for_all_world_sizes(
-    pool: WorkerPool, data: dict[str, Path], tmp_path: Path, windows: OpenWindows
+    worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, windows: OpenWindows
 ) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], logical_workers=4, batch=12, train__epochs=2, schedule=STEPLR)
-    runs = [pool.train_new_run(job, size, windows) for size in (1, 2, 3, 4)]
+    runs = [worker_pool.train_new_run(job, size, windows) for size in (1, 2, 3, 4)]
     assert_bit_identical(runs)
     assert len(runs[0].steps) == job.total_steps == 18
     assert [sum(rows) for *_, rows, _ in runs[0].steps[:9]] == [12] * 8 + [7]
@@ -60,29 +60,29 @@ def test_training_is_bit_identical_for_all_world_sizes(
 
 @pytest.mark.parametrize(("logical_workers", "sizes"), [(3, (1, 2, 3)), (5, (1, 2, 3, 4)), (6, (1, 3, 4))])
 def test_uneven_reduction_trees_are_bit_identical(
-    pool: WorkerPool, data: dict[str, Path], tmp_path: Path, logical_workers: int, sizes: tuple[int, ...]
+    worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, logical_workers: int, sizes: tuple[int, ...]
 ) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], logical_workers=logical_workers, batch=30, train__epochs=2)
-    assert_bit_identical([pool.train_new_run(job, size) for size in sizes])
+    assert_bit_identical([worker_pool.train_new_run(job, size) for size in sizes])
 
 
-def test_logical_workers_are_a_hyperparameter(pool: WorkerPool, data: dict[str, Path], tmp_path: Path) -> None:
+def test_logical_workers_are_a_hyperparameter(worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path) -> None:
     jobs = [
         make_job(tmp_path / f"run{n}", data["103 rows"], logical_workers=n, batch=12, train__max_steps=2)
         for n in (1, 2, 4)
     ]
-    assert len({pool.train_new_run(job, 1).commit.params_digest for job in jobs}) == 3
+    assert len({worker_pool.train_new_run(job, 1).commit.params_digest for job in jobs}) == 3
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name.startswith("last step")])
 @pytest.mark.parametrize("tiny", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_a_last_step_with_one_row_or_none_per_worker_is_bit_identical(
-    pool: WorkerPool, data: dict[str, Path], tmp_path: Path, shape: str, tiny: bool
+    worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, shape: str, tiny: bool
 ) -> None:
     """The dense network has a batch-norm over one value per channel in that step."""
     task = TinyImages() if tiny else None
     job = make_job(tmp_path / "run", data[shape], logical_workers=4, batch=12, task=task, train__epochs=2)
-    runs = [pool.train_new_run(job, size) for size in (1, 2, 3, 4)]
+    runs = [worker_pool.train_new_run(job, size) for size in (1, 2, 3, 4)]
     assert_bit_identical(runs)
     assert [sorted(rows, reverse=True) for *_, rows, _ in runs[0].steps[8::9]] == [
         [1, 1, 0, 0] if "1, 1" in shape else [1, 0, 0, 0]
@@ -108,24 +108,24 @@ def test_a_last_step_with_one_row_or_none_per_worker_is_bit_identical(
     ids=str,
 )
 def test_settings_are_bit_identical_for_all_world_sizes(
-    pool: WorkerPool, data: dict[str, Path], tmp_path: Path, fields: dict[str, object]
+    worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, fields: dict[str, object]
 ) -> None:
     settings = dict(logical_workers=4, batch=12, train__max_steps=11, train__epochs=2)
     job = make_job(tmp_path / "run", data["103 rows"], **settings, **fields)
-    runs = [pool.train_new_run(job, size) for size in (1, 2, 4)]
+    runs = [worker_pool.train_new_run(job, size) for size in (1, 2, 4)]
     assert_bit_identical(runs)
-    plain = pool.train_new_run(make_job(tmp_path / "plain", data["103 rows"], **settings), 1)
+    plain = worker_pool.train_new_run(make_job(tmp_path / "plain", data["103 rows"], **settings), 1)
     assert runs[0].commit.params_digest != plain.commit.params_digest, "the setting has no effect"
 
 
 @pytest.mark.parametrize("variant", ["unused", "frozen"])
 def test_parameters_without_gradients_stay_and_training_is_bit_identical(
-    pool: WorkerPool, data: dict[str, Path], tmp_path: Path, variant: str
+    worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, variant: str
 ) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], logical_workers=4, batch=12, task=TinyImages(variant))
-    runs = [pool.train_new_run(job, size) for size in (1, 3, 4)]
+    runs = [worker_pool.train_new_run(job, size) for size in (1, 3, 4)]
     assert_bit_identical(runs)
-    short = pool.train_new_run(
+    short = worker_pool.train_new_run(
         make_job(
             tmp_path / "short",
             data["103 rows"],
@@ -144,14 +144,14 @@ def test_parameters_without_gradients_stay_and_training_is_bit_identical(
 
 
 def test_overlapped_has_the_same_rows_and_nearly_the_same_parameters(
-    pool: WorkerPool, data: dict[str, Path], tmp_path: Path
+    worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path
 ) -> None:
     fields = {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}, "train__epochs": 2}
     settings = dict(logical_workers=5, batch=20, **fields)
-    exact = pool.train_new_run(make_job(tmp_path / "exact", data["103 rows"], **settings), 2)
+    exact = worker_pool.train_new_run(make_job(tmp_path / "exact", data["103 rows"], **settings), 2)
     job = make_job(tmp_path / "run", data["103 rows"], **settings, train__reduction="overlapped")
     for size in (1, 2, 3, 4):
-        run = pool.train_new_run(job, size)
+        run = worker_pool.train_new_run(job, size)
         assert [step[4:] for step in run.steps] == [step[4:] for step in exact.steps], "the steps have other rows"
         assert [step[1] for step in run.steps] == pytest.approx([step[1] for step in exact.steps], rel=1e-4)
         for name, value in run.snapshot.model.items():
@@ -170,7 +170,7 @@ def train_with_deaths(pool: WorkerPool, job: Job, deaths: list[int], sizes: list
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    pool: WorkerPool, data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    worker_pool: WorkerPool, data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Job, TrainedRun]:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     job = make_job(
@@ -178,7 +178,7 @@ def undisturbed(
         checkpoint__every_steps=2,
     )  # fmt: skip
     assert job.plan.steps_per_epoch == 6
-    return job, pool.train_new_run(job, 2)
+    return job, worker_pool.train_new_run(job, 2)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def undisturbed(
     ],
 )
 def test_a_resume_on_other_workers_is_bit_identical(
-    pool: WorkerPool,
+    worker_pool: WorkerPool,
     undisturbed: tuple[Job, TrainedRun],
     tmp_path: Path,
     deaths: list[int],
@@ -205,7 +205,9 @@ def test_a_resume_on_other_workers_is_bit_identical(
     new_fence: bool,
 ) -> None:
     job, expected = undisturbed
-    run = train_with_deaths(pool, dataclasses.replace(job, run_root=str(tmp_path / "run")), deaths, sizes, new_fence)
+    run = train_with_deaths(
+        worker_pool, dataclasses.replace(job, run_root=str(tmp_path / "run")), deaths, sizes, new_fence
+    )
     assert_bit_identical([expected, run])
     resumes = [
         e.details["step"]
@@ -215,36 +217,36 @@ def test_a_resume_on_other_workers_is_bit_identical(
 
 
 def test_the_death_of_one_worker_is_a_lost_peer_for_its_peers(
-    pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path
+    worker_pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path
 ) -> None:
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(5, killed=2)))
+    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(5, killed=2)))
     assert [type(o.error) for o in outcomes] == [PeerLostError, PeerLostError, KilledError]
     assert PeerLostError.retryable
-    pool.train_to_end(job, 4)
+    worker_pool.train_to_end(job, 4)
     assert_bit_identical([undisturbed[1], read_trained_run(job)])
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_stop_of_one_worker_stops_all_workers_after_the_same_step(
-    pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path, rank: int
+    worker_pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path, rank: int
 ) -> None:
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
-    outcomes = pool.train(job, 3, membership=partial(LocalMembership, stop={rank: 3}))
+    outcomes = worker_pool.train(job, 3, membership=partial(LocalMembership, stop={rank: 3}))
     assert [o.error for o in outcomes] == [None] * 3
     stopped = read_trained_run(job)
     assert (stopped.commit.step, stopped.commit.why, len(stopped.steps)) == (3, "extra", 3)
-    pool.train_to_end(job, 2)
+    worker_pool.train_to_end(job, 2)
     finished = read_trained_run(job)
     assert_bit_identical([undisturbed[1], finished])
     assert max(map(len, finished.workers)) == 1, "a step was repeated"
 
 
 def test_a_finished_run_that_is_started_again_trains_no_step(
-    pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path
+    worker_pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path
 ) -> None:
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
-    pool.train_to_end(job, 1)
-    pool.train_to_end(job, 2)
+    worker_pool.train_to_end(job, 1)
+    worker_pool.train_to_end(job, 2)
     assert_bit_identical([undisturbed[1], read_trained_run(job)])
     assert read_trained_run(job).workers == [[1]] * job.total_steps

@@ -26,8 +26,8 @@ from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.watch.observers import Observers
 from tests.support.local_world import make_job, write_images
 from tests.support.pages import blocks
-from tests.support.places import ROOT
-from tests.support.receiver import receiver
+from tests.support.paths import ROOT
+from tests.support.receiver import start_receiver
 
 PAGE = next(block.text for block in blocks(ROOT / "docs" / "runs.md") if "class Evaluations" in block.text)
 exec(PAGE, globals())
@@ -122,7 +122,7 @@ def test_observers_get_the_recorded_events_and_their_errors_end_no_run(data: Pat
 
 @pytest.mark.rest
 def test_the_observers_of_the_page_post_to_a_webhook(data: Path, tmp_path: Path) -> None:
-    with receiver() as (url, posts):
+    with start_receiver() as (url, posts):
         both = [
             {"class_path": name, "init_args": {"url": url}} for name in ("ray_app.Webhook", f"{__name__}.Evaluations")
         ]
@@ -155,16 +155,16 @@ def test_an_invalid_observer_is_refused_at_start(
 
 
 @pytest.mark.rest
-def test_rank_0_traces_the_requested_steps(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_rank_0_traces_the_requested_steps(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=[3, 4])
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     [trace] = job.paths.profile.glob("*")  # type: ignore[union-attr]
     assert trace.name == "steps-00000003-00000004.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert any("aten::" in str(name) for name in names)
     [event] = read_events(job.paths, "profiled")
     assert event.details["file"] == f"profile/{trace.name}"
-    plain = pool.train_new_run(make_job(tmp_path / "plain", data, logical_workers=4, batch=12), 2, cache_windows)
+    plain = worker_pool.train_new_run(make_job(tmp_path / "plain", data, logical_workers=4, batch=12), 2, cache_windows)
     assert read_trained_run(job).digests == plain.digests
 
 

@@ -42,7 +42,7 @@ from ray_app.train.checkpointing.restore import record_fallback
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
-from tests.support.checkpoints import commit_of, snapshot_of, store_of_three
+from tests.support.checkpoints import commit_of, make_store_of_three, snapshot_of
 from tests.support.local_world import CPU, LocalMembership, make_job, write_images
 
 
@@ -53,7 +53,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture
 def store(paths: RunPaths) -> CheckpointStore:
-    return store_of_three(paths)
+    return make_store_of_three(paths)
 
 
 def load(store: CheckpointStore) -> tuple[int, list[Fallback]]:

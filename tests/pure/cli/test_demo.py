@@ -10,7 +10,7 @@ import pytest
 from ray_app import load_config
 from ray_app.cli import demo, train
 from ray_app.data.dataset import open_dataset
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("code", [0, 75])

@@ -32,8 +32,8 @@ from ray_app.data.dataset import open_dataset
 from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError, StorageError
 from ray_app.process import interrupt_at_sigterm
 from ray_app.runlog.redaction import redact, register_secrets
-from tests.support.made_run import MadeRun
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
+from tests.support.run_directory import RunDirectory
 
 SECRET = "canary-of-a-command"
 RUN_COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {
@@ -113,7 +113,7 @@ def test_each_run_command_refuses_a_run_without_a_readable_configuration(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     run.paths.config.unlink() if config_text is None else run.paths.config.write_text(config_text)
     main, arguments = RUN_COMMANDS[command]
@@ -132,7 +132,7 @@ def test_the_error_of_a_task_that_cannot_be_built_hides_its_secret(
         "task__init_args": {"api_key": secret},
         "data__path": str(digits / "train"),
     }
-    run = MadeRun(tmp_path, **fields, data__eval_path=None, tracking__uri="sqlite:///mlflow.db")
+    run = RunDirectory(tmp_path, **fields, data__eval_path=None, tracking__uri="sqlite:///mlflow.db")
     run.start()
     run.end(10)
     run.paths.manifest.write_text(open_dataset(str(digits / "train")).manifest.to_json())
@@ -177,7 +177,7 @@ def test_the_error_of_a_mistyped_value_hides_the_secret_next_to_it(
 def test_the_error_of_a_resume_with_another_secret_hides_both(
     tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = MadeRun(tmp_path, task__class_path="nowhere.Task", task__init_args={"api_key": "canary-of-before"})
+    old = RunDirectory(tmp_path, task__class_path="nowhere.Task", task__init_args={"api_key": "canary-of-before"})
     old.start()
     arguments = [
         "--config",
@@ -207,7 +207,7 @@ def test_a_damaged_event_is_one_line_and_not_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     (run.paths.events / "00000000000000000001-started-9.json").write_text("{")
     main, arguments = RUN_COMMANDS[command]
@@ -236,7 +236,7 @@ def test_options_of_an_evaluation_are_refused_before_ray_starts(
     monkeypatch.setattr("ray.init", lambda *arguments, **fields: started.append(fields))
     # Other tests of this process may have started a cluster.
     monkeypatch.setattr("ray.is_initialized", lambda: bool(started))
-    run = MadeRun(tmp_path, task__class_path="ray_app.task.image.ImageClassification", evaluate__patience=2)
+    run = RunDirectory(tmp_path, task__class_path="ray_app.task.image.ImageClassification", evaluate__patience=2)
     run.start()
     assert evaluating.main(["--run", str(run.paths.root), *options]) == 2
     assert message in capsys.readouterr().err

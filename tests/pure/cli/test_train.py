@@ -15,8 +15,8 @@ from ray_app.driver.parsing import parse
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.lease import acquire_lease
-from tests.support.places import ROOT
-from tests.support.train_command import Ended, of_images, write_images
+from tests.support.paths import ROOT
+from tests.support.train_command import CommandResult, image_arguments, write_images
 
 
 @pytest.mark.parametrize(
@@ -74,16 +74,16 @@ from tests.support.train_command import Ended, of_images, write_images
     ],
 )
 def test_invalid_input_is_refused_before_anything_is_written(
-    command: Callable[..., list[str]],
-    call: Callable[[Sequence[str]], Ended],
+    make_arguments: Callable[..., list[str]],
+    run_command: Callable[[Sequence[str]], CommandResult],
     tmp_path: Path,
     arguments: list[str],
     expected: str,
 ) -> None:
-    assert_refused(call(command(*arguments)), expected, tmp_path)
+    assert_refused(run_command(make_arguments(*arguments)), expected, tmp_path)
 
 
-def assert_refused(ended: Ended, expected: str, tmp_path: Path) -> None:
+def assert_refused(ended: CommandResult, expected: str, tmp_path: Path) -> None:
     assert ended.code == 2
     assert not ended.out
     assert re.search(expected, ended.err), ended.err
@@ -92,41 +92,47 @@ def assert_refused(ended: Ended, expected: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_field_in_a_file_is_refused(
-    command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
+    make_arguments: Callable[..., list[str]], run_command: Callable[[Sequence[str]], CommandResult], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text("train:\n  epoch: 3\n")
     assert_refused(
-        call(command(f"--config={tmp_path / 'mine.yaml'}")),
+        run_command(make_arguments(f"--config={tmp_path / 'mine.yaml'}")),
         r"error: train.epoch is not a field. Did you mean train.epochs\?",
         tmp_path,
     )
 
 
 def test_an_empty_folder_is_refused(
-    command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
+    make_arguments: Callable[..., list[str]], run_command: Callable[[Sequence[str]], CommandResult], tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
     assert_refused(
-        call(command(f"--data.path={tmp_path / 'empty'}")), "empty' holds no .*parquet file; ingest", tmp_path
+        run_command(make_arguments(f"--data.path={tmp_path / 'empty'}")),
+        "empty' holds no .*parquet file; ingest",
+        tmp_path,
     )
 
 
 def test_data_without_an_image_in_its_first_row_is_refused(
-    command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
+    make_arguments: Callable[..., list[str]], run_command: Callable[[Sequence[str]], CommandResult], tmp_path: Path
 ) -> None:
     folder = write_images(tmp_path / "images", 32, 16, bad=0)
-    assert_refused(call(command(*of_images(folder))), r"BadRowError: images\.parquet, row group 0, row 0: ", tmp_path)
+    assert_refused(
+        run_command(make_arguments(*image_arguments(folder))),
+        r"BadRowError: images\.parquet, row group 0, row 0: ",
+        tmp_path,
+    )
 
 
 def test_a_run_name_of_another_configuration_is_refused(
-    command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
+    make_arguments: Callable[..., list[str]], run_command: Callable[[Sequence[str]], CommandResult], tmp_path: Path
 ) -> None:
-    prepared = prepare(parse(command()))
+    prepared = prepare(parse(make_arguments()))
     with acquire_lease(prepared.job.paths) as lease:
         # The run has written no more than its configuration.
         claim(prepared, lease.fence)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
-    ended = call(command("--seed=7"))
+    ended = run_command(make_arguments("--seed=7"))
     assert ended.code == 2
     assert "The run 'run' exists with another configuration" in ended.err
     assert "+ seed: 7" in ended.err
@@ -168,7 +174,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_its_resources(resources: di
         workers_that_fit(config, ClusterCapacity(resources))
 
 
-def test_null_disables_a_default(command: Callable[..., list[str]]) -> None:
-    assert parse(command()).checkpoint.every_epochs == 5
-    config = parse(command("--checkpoint.every_epochs=null", "--schedule=null", "--data.eval_path=null"))
+def test_null_disables_a_default(make_arguments: Callable[..., list[str]]) -> None:
+    assert parse(make_arguments()).checkpoint.every_epochs == 5
+    config = parse(make_arguments("--checkpoint.every_epochs=null", "--schedule=null", "--data.eval_path=null"))
     assert (config.checkpoint.every_epochs, config.schedule, config.data.eval_path) == (None, None, None)

@@ -26,7 +26,7 @@ from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.stored_config import read_config
 from ray_app.submit.on_cluster import inspect
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 def node(name: str, cpus: float, gpus: float = 0, **labels: str) -> dict[str, Any]:

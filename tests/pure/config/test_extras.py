@@ -24,7 +24,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.task.module import ModuleTask
 from ray_app.track.mlflow_client import connect
 from ray_app.track.tracker import check_available
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 _DIGITS = ROOT / "conf" / "digits.yaml"
 IMAGES = {"image": ColumnFacts("array", "|u1", (8, 8)), "label": ColumnFacts("integer", minimum=0, maximum=9)}

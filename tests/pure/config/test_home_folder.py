@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from ray_app.cli.report import main
 from ray_app.config.config import Config, default_tracking_uri, expand_home
 from ray_app.driver.parsing import load_config, parse_with_sections
 from ray_app.predict.predict import PredictSection
 from ray_app.storage.files import to_location
+from tests.support.run_directory import RunDirectory
 
 TASK = ["--task.class_path=ray_app.task.tabular.TabularRegression"]
 
@@ -48,6 +50,12 @@ def test_paths_in_class_arguments_are_expanded_and_other_texts_are_not(home: Pat
     assert expand_home(arguments) == arguments | {"a": [str(home / "x"), {"b": str(home / "y")}]}
 
 
-def test_paths_given_to_commands_are_expanded(home: Path) -> None:
-    assert to_location("~/runs/a") == to_location("~/runs/a") == home.resolve() / "runs/a"
+def test_paths_given_to_commands_are_expanded(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert to_location("~/runs/a") == home.resolve() / "runs/a"
     assert to_location("~") == home.resolve()
+    run = RunDirectory(home / "runs")
+    run.start()
+    run.end(1.0)
+    assert main(["--run=~/runs/run", "--out=~/page.html"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(home.resolve() / "page.html")
+    assert (home / "page.html").exists()

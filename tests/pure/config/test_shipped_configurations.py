@@ -23,7 +23,7 @@ from ray_app.preflight.prepare import prepare
 from ray_app.retrain.options import RetrainSection
 from ray_app.train.state.state import TrainingState
 from tests.support.pages import blocks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 FILES = sorted((ROOT / "conf").glob("*.yaml"))
 DIGITS = ROOT / "conf" / "digits.yaml"

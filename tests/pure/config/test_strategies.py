@@ -19,7 +19,7 @@ from ray_app.config.strategies import (
     strategy_with_workers,
 )
 from ray_app.preflight.prepare import check_task
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 FACTORIES = {"reduction/bucketed.py", "train/build.py"}
 COMPARISON = re.compile(r"strategy (?:==|!=|in|not in) [\"(\[{]")

@@ -13,11 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ray_app.config.config import Config
 from ray_app.data import parquet_files
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.probes import decode_first_row
 from ray_app.errors import BadRowError, DataError
+from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.plan.manifest import ColumnFacts
+from ray_app.retrain.rounds import read_delivery
 from ray_app.storage.data_files import files_below
 
 
@@ -38,6 +41,30 @@ def test_hidden_and_unfinished_files_of_spark_are_ignored(tmp_path: Path) -> Non
         write(tmp_path / name)
     (tmp_path / "_SUCCESS").touch()
     assert open_dataset(str(tmp_path)).manifest.paths == ("_day=1/part-0.parquet", "_day=2/part-0.parquet")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "dataset.json is damaged, it should hold JSON"),
+        ("[1]", "dataset.json is damaged, it should hold fields by name, it holds list"),
+        ('{"format_version": 2}', r"dataset.json is of format version 2; .* reads 1. Use the version that wrote it"),
+    ],
+    ids=["no JSON", "no fields", "newer version"],
+)
+def test_a_description_that_cannot_be_read_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    folder = tmp_path / "data"
+    write(folder / "a.parquet")
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    (folder / "dataset.json").write_text(content)
+    for read in (
+        lambda: open_dataset(str(folder)),
+        lambda: read_delivery(Config().replace(data__path=str(folder), data__eval_path=str(folder))),
+        lambda: ingest(IngestOptions("csv", str(folder), str(tmp_path / "a.csv"))),
+    ):
+        with pytest.raises(DataError, match=message) as caught:
+            read()
+        assert "ingest the data again: ray-app ingest --help." in str(caught.value)
 
 
 @pytest.mark.parametrize(

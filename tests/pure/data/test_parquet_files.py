@@ -431,7 +431,7 @@ def test_footers_are_checked_where_pyarrow_is_known_by_pythonpath_alone(tmp_path
     assert process.stdout == "1\n", process.stderr
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_a_data_set_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "t.parquet", pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"]))
     with pytest.raises(DataError, match=r"t.parquet has several columns of the name 'x'"):
         open_dataset(str(tmp_path))

@@ -14,7 +14,7 @@ from ray_app.data.local_readers import Decoded
 from ray_app.data.windows import CachedWindows, MicroBatch
 from ray_app.plan.order import Cursor
 from ray_app.reduction.overlap import SideStream, get_stream
-from tests.support.fake_cuda import DEVICE, Streams
+from tests.support.fake_cuda import DEVICE, RecordingCuda
 from tests.support.local_world import TinyImages, make_job, write_images
 
 
@@ -26,7 +26,7 @@ def batch_of(rows: int) -> MicroBatch:
 def test_a_batch_is_copied_on_a_side_stream_and_only_the_device_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    streams = Streams(monkeypatch)
+    streams = RecordingCuda(monkeypatch)
     upload = Upload(DEVICE)
     batches = upload.send([batch_of(3)])
     assert streams.calls == ["side: pin_memory", "side: copy", "side: pin_memory", "side: copy", "side: mark"]
@@ -44,7 +44,7 @@ def test_a_batch_is_copied_on_a_side_stream_and_only_the_device_waits(
 
 
 def test_joining_a_side_stream_makes_only_the_device_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = Streams(monkeypatch)
+    streams = RecordingCuda(monkeypatch)
     side = SideStream(DEVICE, "reduction")
     with side.entered():
         torch.zeros(2).to(DEVICE, non_blocking=True)
@@ -56,7 +56,7 @@ def test_two_threads_can_enter_and_leave_a_side_stream_at_once(monkeypatch: pyte
     """A gathering thread may still be busy with a batch that is no longer needed, while another one gathers the
     next batch.
     """
-    streams = Streams(monkeypatch)
+    streams = RecordingCuda(monkeypatch)
     inside = threading.Event()
     leave = threading.Event()
     side = SideStream(DEVICE, "upload")
@@ -81,7 +81,7 @@ def test_each_purpose_has_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> Non
     """This holds after many generations: PyTorch reuses the streams of its pool, and a captured stream must not
     be the one that uploads.
     """
-    Streams(monkeypatch)
+    RecordingCuda(monkeypatch)
     streams_of = {
         purpose: {id(get_stream(DEVICE, purpose)) for _ in range(40)} for purpose in ("upload", "reduction", "capture")
     }
@@ -98,7 +98,7 @@ def test_two_more_steps_are_uploaded_while_one_is_computed(monkeypatch: pytest.M
         task=TinyImages(),
         data__shuffle_window_rows=40,
     )
-    streams = Streams(monkeypatch)
+    streams = RecordingCuda(monkeypatch)
     rows = job.plan.manifest.num_rows
     feed = Feed(job.plan, lambda cursor, assigned: CachedWindows(Decoded({"id": np.arange(rows)}, {})), DEVICE)
     feed.seek(Cursor(), range(1))

@@ -87,5 +87,5 @@ def test_a_schedule_argument_that_is_nan_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_argument_of_a_user_defined_optimizer_may_be_infinite() -> None:
-    optimizer = OptimizerSpec("tests.support.odd_optimizers.Finding", {"limit": math.inf})
+    optimizer = OptimizerSpec("tests.support.odd_optimizers.AdaptiveStepSize", {"limit": math.inf})
     assert not check_optimizers(Config(task=ClassSpec("a.B")).replace(optimizer=asdict(optimizer)))

@@ -33,7 +33,7 @@ from ray_app.runlog.journal import put_event
 from ray_app.storage.files import put_json
 from ray_app.train.job import Job
 from tests.support.checkpoints import commit_of
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.stored_config import read_config
 from ray_app.storage.files import put_json
 from ray_app.train.job import Job
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.fixture

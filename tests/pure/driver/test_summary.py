@@ -20,13 +20,14 @@ from ray_app.preflight.prepare import Prepared
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
 from ray_app.runlog.evaluations import Evaluation, rank_evaluations
-from ray_app.runlog.history import goodput, recoveries, restarts, start, world_sizes
+from ray_app.runlog.history import goodput, recoveries, restarts, start, undisturbed_row_s, world_sizes
 from ray_app.runlog.journal import Event, StepRecord, put_event, read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json
 from ray_app.watch.terminal import SafeConsole
 from tests.support.checkpoints import commit_of
 from tests.support.local_world import make_job, write_images
+from tests.support.run_directory import START_S, RunDirectory
 
 
 def record(step: int, time_s: float, workers: int = 2, step_ms: float = 1000.0) -> StepRecord:
@@ -95,9 +96,9 @@ def test_undisturbed_step_time_is_the_mean_of_steady_steps_at_the_largest_world_
     # Steady are steps 5 to 20, after the first 3 s, and the ten after the first 3 s of the new worker.
     steady_s = (5 + 5 + 10) + 10
     num_steady = 16 + 10
-    assert goodput([*first_pair, *alone, *joined, *steady], []) == pytest.approx(
-        41 * steady_s / num_steady / 58, abs=1e-4
-    )
+    records = [*first_pair, *alone, *joined, *steady]
+    assert undisturbed_row_s(records) == pytest.approx(steady_s / num_steady / 16)
+    assert goodput(records, []) == pytest.approx(41 * steady_s / num_steady / 58, abs=1e-4)
 
 
 def test_recovery_time_is_from_detection_to_the_next_finished_step() -> None:
@@ -189,6 +190,75 @@ def test_epochs_are_counted_by_the_configured_steps_per_epoch(
     console = Console(record=True, width=300, file=StringIO())
     print_start(SafeConsole(console), Prepared(job, None, False), 1)
     assert message in console.export_text()
+
+
+def test_the_summary_counts_the_steps_and_events_of_all_starts(tmp_path: Path) -> None:
+    """A worker is lost after step 4; the driver is interrupted after step 6, and repeats it in the second start."""
+    run = RunDirectory(tmp_path, "run")
+    data = write_images(tmp_path / "data", [[20, 20]])
+    job = make_job(run.paths.root, data, logical_workers=2, batch=8, train__epochs=2)
+    run.start(ray_job="raysubmit_1")
+    run.event("formed", 3.0, workers=2)
+    run.steps(1, 4, 3.5, each_s=1.0)
+    run.event("failed", 7.75, left=1)
+    run.event("formed", 8.0, workers=1, lost_s=START_S + 7.625)
+    run.steps(5, 6, 8.0, each_s=2.0, workers=1, generation="1.2", skipped=1, losses={6: 3.0})
+    run.checkpoint(6, 12.0)
+    run.event("interrupted", 12.5)
+    run.start(20.0, fence=2, phases={"command": 1.5})
+    run.event("fallback", 21.0, fence=2)
+    run.event("workers", 22.0, fence=2)
+    run.event("formed", 23.0, fence=2, workers=2)
+    losses = {6: 100.0} | dict.fromkeys(range(7, 11), 1.0)
+    run.steps(6, 10, 23.0, each_s=1.0, generation="2.1", losses=losses, recomputed=1)
+    run.checkpoint(10, 28.0)
+    run.evaluate(6, 14.0, {"accuracy": 0.75}, lag_s=2.0)
+    run.evaluate(10, 29.0, {"accuracy": 0.5}, lag_s=0.5, behind=1)
+    run.event("evaluation_skipped", 29.0, fence=2, step=3)
+    run.event("evaluation_skipped", 29.1, fence=2, step=3, by="other")
+    run.event("write_failed", 29.2, fence=2, step=8)
+    run.event("sdc_detected", 29.3, fence=2)
+    run.event("worker_exit", 29.4, fence=2, stalls_ms=[1.0, 2.0, 6.0])
+    run.event("finished", 30.0, fence=2)
+    put_json(run.paths.bad_rows / "000000000005.json", {"position": 5})
+    put_json(run.paths.tracking, {"run_id": "abc"})
+    assert summarize(job, "finished") == {
+        "status": "finished",
+        "run_name": "run",
+        "mlflow_run_id": "abc",
+        "ray_job": "raysubmit_1",
+        "ended_s": START_S + 30,
+        "epochs": 2,
+        "steps": 10,
+        "rows": 10 * 32,
+        "rows_by_logical_worker": [160, 160],
+        "bad_rows": {"skipped": 2, "distinct": 1},
+        "logical_workers": 2,
+        "world_sizes": [[0, 2], [4, 1], [6, 2]],
+        "restarts": {"failures": 1, "preemptions": 0, "storage": 0, "resizes": 0, "driver": 1},
+        "redone_steps": 1,
+        "recovery_s": [2.375],
+        # Each undisturbed step takes 1 s; steps 2 to 10 count, and the last ends 23.5 s after the first.
+        "goodput": round(9 / 23.5, 4),
+        "params_digest": f"{10:064x}",
+        "metrics": {"accuracy": 0.5},
+        "training": {"loss": pytest.approx((3.0 + 4 * 1.0) / 5)},
+        "best": {"step": 6, "metric": "accuracy", "value": 0.75},
+        "stopped_early": None,
+        "evaluation": {"done": 2, "skipped": 1, "max_pending": 1, "lag_s": 2.0},
+        "checkpoints": {"committed": 2, "fallbacks": 1, "failed_writes": 1},
+        "sdc_checks": {"shares": 4, "corrupt_ranks": 1},
+        "start_s": {"command": 1.5, "workers": 2.0, "forming": 1.0, "first step": 1.0},
+        "timing": {
+            "wall_s": 30.0,
+            "startup_s": 4.5,
+            "step_ms": 1000.0,
+            "data_wait_fraction": round(10 / 12_000, 4),
+            "checkpoint_stall_ms": 2.0,
+        },
+        "parameter_servers": None,
+        "model": None,
+    }
 
 
 def test_workers_leave_resources_for_readers_and_the_evaluator() -> None:

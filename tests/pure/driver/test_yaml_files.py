@@ -8,7 +8,7 @@ import pytest
 
 from ray_app import load_config
 from ray_app.errors import ConfigError
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from ray_app import ingest_arrays
 from ray_app.errors import ConfigError, DataError
-from tests.support.ingest_inputs import read
+from tests.support.ingest_inputs import read_columns
 
 X = np.arange(40 * 6, dtype=np.uint8).reshape(40, 2, 3)
 Y = np.arange(40) % 3
@@ -19,7 +19,7 @@ Y = np.arange(40) % 3
 def test_equal_arrays_reuse_the_data_set_and_changed_arrays_are_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     assert ingest_arrays(out, x=X, y=Y).rows == 40
-    columns = read(tmp_path / "out")
+    columns = read_columns(tmp_path / "out")
     np.testing.assert_array_equal(columns["image"], X)
     assert columns["label"] == Y.tolist()
     assert ingest_arrays(out, x=np.asfortranarray(X), y=torch.from_numpy(Y)).reused

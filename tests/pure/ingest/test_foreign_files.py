@@ -15,12 +15,12 @@ from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.runlog.redaction import redact
 from ray_app.task.user_code import describe_error, format_calls, row_error_reason
 from ray_app.train.state import parameters
-from tests.support.encoded_images import encode, smooth
-from tests.support.ingest_inputs import read, write_cifar, write_idx
+from tests.support.encoded_images import encode, smooth_pixels
+from tests.support.ingest_inputs import read_columns, write_cifar, write_idx
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"  # noqa: E501
 PAGE = b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head></html>\n"
-PHOTO = Image.fromarray(smooth(8, 9))
+PHOTO = Image.fromarray(smooth_pixels(8, 9))
 
 
 def refusal_reasons(folder: Path) -> dict[str, str]:
@@ -43,7 +43,7 @@ def photos(tmp_path: Path) -> Path:
 def test_images_are_recognized_by_content_not_by_suffix(photos: Path, tmp_path: Path) -> None:
     part = ingest(IngestOptions("images", str(tmp_path / "out"), str(photos))).parts[""]
     assert (part.rows, part.skipped_files, part.refused) == (10, 0, 0)
-    assert sorted(read(tmp_path / "out")["row_id"])[:5] == ["a/1.jpg", "a/2.jfif", "a/3", "a/4.JPG", "a/5.dat"]
+    assert sorted(read_columns(tmp_path / "out")["row_id"])[:5] == ["a/1.jpg", "a/2.jfif", "a/3", "a/4.JPG", "a/5.dat"]
     assert not (tmp_path / "out" / "refused.jsonl").exists()
 
 

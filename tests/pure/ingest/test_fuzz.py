@@ -23,7 +23,7 @@ from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from tests.support.ingest_inputs import write_cifar, write_idx, write_images, write_tar
 from tests.support.mutations import damage
-from tests.support.places import SUPPORT
+from tests.support.paths import SUPPORT
 
 FEW, MANY = 25, 500
 """Mutants of each reader in `make test`, and in the tests marked `search`."""

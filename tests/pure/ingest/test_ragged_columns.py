@@ -25,7 +25,7 @@ from ray_app.ingest.readers.nested import ANY, first_shape, ragged_shape
 from ray_app.ingest.shards import row_bytes
 from ray_app.preflight.prepare import prepare
 from ray_app.task.ragged import Ragged, concat_fields
-from tests.support.ingest_inputs import in_source, read
+from tests.support.ingest_inputs import read_columns, source_order
 
 IDS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
 BOXES = [[[0, 1, 2, 3], [4, 5, 6, 7.5]], [], [[8, 9, 10, 11]], [[1, 1, 2, 2]] * 3]
@@ -87,7 +87,7 @@ def read_as_training(folder: Path, *names: str) -> dict[str, Any]:
         for path in dataset.manifest.paths
         for row_id in pq.read_table(folder / path, columns=columns)["row_id"].to_pylist()
     ]
-    order = np.array(sorted(range(len(ids)), key=[in_source(row_id) for row_id in ids].__getitem__))
+    order = np.array(sorted(range(len(ids)), key=[source_order(row_id) for row_id in ids].__getitem__))
     return {name: values[order] for name, values in output.items()}
 
 
@@ -126,7 +126,7 @@ def test_json_lines_keep_the_lengths_of_their_lists(tmp_path: Path, split_bytes:
     summary = ingest_source(
         tmp_path, "jsonl", folder, ragged=["ids", "boxes"], rename={"ids": "tokens"}, split_bytes=split_bytes
     )
-    assert read(tmp_path / "out") == {
+    assert read_columns(tmp_path / "out") == {
         "row_id": ["a.jsonl:1", "b.jsonl:1", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3"],
         "tokens": [[], *IDS],
         "boxes": [[], *BOXES],
@@ -221,7 +221,7 @@ def test_rows_of_another_shape_are_refused_or_skipped(
     assert f"row {ids[1]}: {expected}" in message
     assert "on_bad_row=skip" in message
     summary = ingest_source(tmp_path, source, path, ragged=["a"], on_bad_row="skip")
-    assert (read(tmp_path / "out")["row_id"], summary.parts[""].refused) == ([ids[0], ids[2]], 1)
+    assert (read_columns(tmp_path / "out")["row_id"], summary.parts[""].refused) == ([ids[0], ids[2]], 1)
     assert expected in json.loads((tmp_path / "out" / "refused.jsonl").read_text())["reason"]
     assert to_lists(read_as_training(tmp_path / "out", "a")["a"]) == good
 

@@ -21,8 +21,8 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest, run_in_threads
 from ray_app.ingest.tokenize import Packed
 from ray_app.task.ragged import Ragged
-from tests.support.ingest_inputs import read
-from tests.support.places import SUPPORT
+from tests.support.ingest_inputs import read_columns
+from tests.support.paths import SUPPORT
 
 WORDS = {"?": 0, "<end>": 1} | {word: number for number, word in enumerate("abcdefghij", 2)}
 LINES = [{"text": "a b c", "kind": "x"}, {"text": "d z", "kind": "y"}, {"text": "e", "kind": "x"}]
@@ -50,7 +50,11 @@ def write_lines(folder: Path, files: list[list[dict[str, Any]]]) -> str:
 def test_texts_become_tokens_beside_the_other_columns(tmp_path: Path, words: str) -> None:
     folder = write_lines(tmp_path / "in", [LINES])
     ingest(IngestOptions("jsonl", str(tmp_path / "out"), folder, label="kind", tokenizer=words))
-    assert read(tmp_path / "out") == {"row_id": [f"0.jsonl:{i}" for i in (1, 2, 3)], "label": [0, 1, 0], "tokens": IDS}
+    assert read_columns(tmp_path / "out") == {
+        "row_id": [f"0.jsonl:{i}" for i in (1, 2, 3)],
+        "label": [0, 1, 0],
+        "tokens": IDS,
+    }
     facts = open_dataset(str(tmp_path / "out")).facts.columns["tokens"]
     assert facts.kind == "list"
     (tmp_path / "rows.csv").write_text("said,n\n" + "".join(f"{line['text']},{i}\n" for i, line in enumerate(LINES)))
@@ -58,7 +62,7 @@ def test_texts_become_tokens_beside_the_other_columns(tmp_path: Path, words: str
         "csv", str(tmp_path / "csv"), str(tmp_path / "rows.csv"), tokenizer=words, text="said", end_of_text="<end>"
     )
     ingest(options)
-    columns = read(tmp_path / "csv")
+    columns = read_columns(tmp_path / "csv")
     assert (columns["n"], columns["tokens"]) == ([0, 1, 2], [[*ids, 1] for ids in IDS])
     summary = ingest(
         IngestOptions("hf", str(tmp_path / "hf"), str(SUPPORT / "hf" / "saved"), columns=["text"], tokenizer=words)
@@ -82,7 +86,9 @@ def test_blocks_have_each_token_once_with_any_number_of_threads(tmp_path: Path, 
             partial(run_in_threads, threads=threads),
         )
         assert summary.reused is False
-        outputs.append({part: read(tmp_path / str(threads) / part, as_stored=True) for part in ("train", "eval")})
+        outputs.append(
+            {part: read_columns(tmp_path / str(threads) / part, as_stored=True) for part in ("train", "eval")}
+        )
     assert outputs[0] == outputs[1]
     tokens, texts_by_part = Counter[int](), dict[str, set[str]]()
     for part, columns in outputs[0].items():

@@ -42,7 +42,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import register_secrets
 from ray_app.task.tabular import TabularClassification
 from tests.support.checkpoints import commit_of
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 class Malicious:

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from ray_app.errors import RegistryError
 from ray_app.models import package
-from ray_app.models.package import _compare_outputs
+from ray_app.models.package import _compare_outputs, write_files
+from ray_app.task.base import Batch
+from ray_app.task.ragged import Ragged
+from ray_app.task.tabular import TabularClassification
 
 
 class Scaled(nn.Module):
@@ -36,3 +39,25 @@ def test_different_outputs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(package.loader, "load", lambda data: Scaled(model, 0.01))
     with pytest.raises(RegistryError, match="predicts something else for 1 rows"):
         _compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path)  # type: ignore[arg-type]
+
+
+class TokenScores(TabularClassification):
+    """Scores each token of a text, and its first tokens."""
+
+    max_length: int
+
+    def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Returns the scores of all tokens, of the two first ones, and of the text."""
+        assert batch["tokens"].shape[1] <= self.max_length
+        scores = model(batch["tokens"])
+        return {"token": scores, "first": scores[:, :2], "text": scores.mean(1)}
+
+
+@pytest.mark.parametrize(("max_length", "length"), [(100, -1), (5, 5)], ids=["any length", "no longer example"])
+def test_output_shapes_follow_the_length_of_ragged_fields(tmp_path: Path, max_length: int, length: int) -> None:
+    task = TokenScores.__new__(TokenScores)
+    vars(task).update(label="label", features=["a"], scale=1.0, inputs=3, num_classes=2, max_length=max_length)
+    rows = {"tokens": Ragged.of([[1, 2, 3], [4, 5, 6, 7, 8]], np.int32), "label": np.zeros(2, np.int64)}
+    files = write_files(task, nn.Embedding(10, 2), rows, tmp_path)
+    assert files.input_shapes == {"tokens": (-1, -1)}
+    assert files.output_shapes == {"token": (-1, length, 2), "first": (-1, 2, 2), "text": (-1, 2)}

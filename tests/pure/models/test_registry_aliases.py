@@ -53,13 +53,13 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def _is_interrupted(self, calls: int, after: bool, act: Callable[[], Any]) -> bool:
         """Runs an act with a connection that breaks; returns whether it was interrupted."""
-        self.client.left, self.client.after = calls, after
+        self.client.calls_left, self.client.fails_after_call = calls, after
         try:
             act()
         except LostError:
             return True
         finally:
-            self.client.left = -1
+            self.client.calls_left = -1
         return False
 
     def _champion(self) -> str | None:
@@ -195,11 +195,11 @@ def test_no_version_becomes_champion_after_the_alias_was_removed(versions: int) 
 def test_the_first_version_becomes_champion_despite_an_interruption(after: bool) -> None:
     for calls in range(30):
         client = MemoryClient()
-        client.left, client.after = calls, after
+        client.calls_left, client.fails_after_call = calls, after
         try:
             register_run(client, "a")
         except LostError:
-            client.left = -1
+            client.calls_left = -1
             assert register_run(client, "a") == "1"
         else:
             assert calls > 5

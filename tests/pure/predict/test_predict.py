@@ -27,16 +27,16 @@ from ray_app.predict.actor import Model
 from ray_app.predict.predict import MADE_FROM, PredictSection, prepare_prediction
 from ray_app.storage.files import put_json, read_json
 from ray_app.task.tabular import TabularRegression
-from tests.support.finished_run import CHAMPION, Finished, champion_run, predict_command
+from tests.support.finished_run import CHAMPION, FinishedRun, make_champion_run, predict_command
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Finished:
-    return champion_run(tmp_path_factory.mktemp("storage"), digits)
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> FinishedRun:
+    return make_champion_run(tmp_path_factory.mktemp("storage"), digits)
 
 
 def test_invalid_predictions_are_refused_before_a_cluster_starts(
-    run: Finished, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: FinishedRun, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = digits / "eval"
     table = pq.read_table(data / "part-00000.parquet")
@@ -93,7 +93,7 @@ def test_invalid_predictions_are_refused_before_a_cluster_starts(
     assert [path.name for path in earlier_out.iterdir()] == ["made_from.json"]
 
 
-def test_data_with_equal_footers_and_other_values_is_refused(run: Finished, digits: Path, tmp_path: Path) -> None:
+def test_data_with_equal_footers_and_other_values_is_refused(run: FinishedRun, digits: Path, tmp_path: Path) -> None:
     table, data = pq.read_table(digits / "eval" / "part-00000.parquet"), tmp_path / "data"
     order = list(range(table.num_rows))
     order[100], order[200] = order[200], order[100]
@@ -115,7 +115,7 @@ def test_data_with_equal_footers_and_other_values_is_refused(run: Finished, digi
         prepare_prediction(run.config, section)
 
 
-def test_a_model_with_other_parameters_than_registered_is_refused(run: Finished) -> None:
+def test_a_model_with_other_parameters_than_registered_is_refused(run: FinishedRun) -> None:
     model = Model(run.job.task, safetensors.torch.save(dict(run.job.task.build_model().state_dict())), None, "0" * 64)
     with pytest.raises(Exception, match="its parameters have the digest"):
         model.load(torch.device("cpu"))
@@ -127,7 +127,7 @@ class ReachedError(Exception):
 
 @pytest.mark.parametrize(("max_resources", "expected"), [({"CPU": 3.0}, 2), ({"CPU": 16.0}, 3)])
 def test_actors_are_planned_for_a_cluster_that_scales_from_zero(
-    run: Finished,
+    run: FinishedRun,
     digits: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,7 +157,7 @@ def test_actors_are_planned_for_a_cluster_that_scales_from_zero(
 
 
 def test_an_output_folder_of_other_code_is_refused(
-    run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: FinishedRun, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = PredictSection(data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root))
     code = tmp_path / "task.py"
@@ -171,7 +171,7 @@ def test_an_output_folder_of_other_code_is_refused(
 
 
 def test_one_of_two_concurrent_predictions_into_one_folder_is_refused(
-    run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: FinishedRun, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = [
         PredictSection(

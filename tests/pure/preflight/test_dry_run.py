@@ -544,8 +544,10 @@ def test_models_that_train_identically_for_every_number_of_workers_are_accepted(
 
 def test_an_optimizer_with_state_in_its_attributes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"keeps t in itself \(self.t\), which no checkpoint has"):
-        dry_run_task(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Counting"})
-    dry_run_task(tmp_path / "b", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Finding"})
+        dry_run_task(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.CountingSgd"})
+    dry_run_task(
+        tmp_path / "b", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.AdaptiveStepSize"}
+    )
 
 
 def test_a_learning_rate_that_a_checkpoint_cannot_load_is_refused(tmp_path: Path) -> None:
@@ -563,9 +565,11 @@ def test_a_learning_rate_that_a_checkpoint_cannot_load_is_refused(tmp_path: Path
 def test_a_lock_in_the_groups_of_an_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"Locking keeps param_groups\[0\]\['lock'\], which no checkpoint can be read with: cannot pickle",
+        match=r"LockInGroups keeps param_groups\[0\]\['lock'\], which no checkpoint can be read with: cannot pickle",
     ):
-        dry_run_task(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Locking"})
+        dry_run_task(
+            tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.LockInGroups"}
+        )
 
 
 def test_in_place_updates_of_buffers_are_accepted(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def texts(positions: int = 32, **init_args: Any) -> dict[str, Any]:
 
 
 def numbers(outputs: int, **init_args: Any) -> dict[str, Any]:
-    model = {"class_path": "tests.support.untyped_models.Numbers", "init_args": {"width": 3, "outputs": outputs}}
+    model = {"class_path": "tests.support.untyped_models.NumericColumns", "init_args": {"width": 3, "outputs": outputs}}
     return module(model, ["x"], **init_args)
 
 

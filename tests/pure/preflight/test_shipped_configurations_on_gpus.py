@@ -11,7 +11,7 @@ from ray_app.cluster.resources import ClusterCapacity, workers_that_fit
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.preflight.prepare import prepare
 from ray_app.retrain.options import RetrainSection
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 from tests.support.shipped_data import write_shipped_data
 
 FILES = sorted((ROOT / "conf").glob("*.yaml"))

@@ -334,7 +334,7 @@ def test_a_mask_with_255_is_refused_for_a_binary_loss(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("loss", ["WithoutUnknown", "Modulo"])
+@pytest.mark.parametrize("loss", ["HiddenIgnoreIndex", "ModuloTargets"])
 def test_a_user_defined_loss_may_accept_other_mask_values(tmp_path: Path, loss: str) -> None:
     prepare_segmentation(write_masks(tmp_path / "a", [255] * 8), {"class_path": f"tests.support.odd_tasks.{loss}"})
 
@@ -350,7 +350,7 @@ def test_a_binary_loss_ignores_no_value(tmp_path: Path) -> None:
 def test_a_task_with_its_own_training_loss_accepts_any_target(tmp_path: Path) -> None:
     model = {"class_path": "tests.support.odd_tasks.pixels", "init_args": {"classes": 2}}
     task = {"model": model, "inputs": ["image"], "target": "mask", "loss": CROSS_ENTROPY}
-    prepare(config_of(write_masks(tmp_path / "a", [255] * 8), "tests.support.odd_tasks.OwnStep", task))
+    prepare(config_of(write_masks(tmp_path / "a", [255] * 8), "tests.support.odd_tasks.CustomTrainingLoss", task))
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "central_storage", "fsdp", "local_sgd", "parameter_server"])
@@ -362,15 +362,20 @@ def test_a_model_that_cannot_be_pickled_is_accepted(tmp_path: Path, strategy: st
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "parameter_server"])
 @pytest.mark.parametrize(
-    ("content", "name"), [("lock", "Holding.held"), ("generator", "Holding.held"), ("deep", "Holding.held['locks'][0]")]
+    ("content", "name"),
+    [
+        ("lock", "UnpicklableTask.resource"),
+        ("generator", "UnpicklableTask.resource"),
+        ("deep", "UnpicklableTask.resource['locks'][0]"),
+    ],
 )
 def test_a_task_that_cannot_be_pickled_is_refused(tmp_path: Path, strategy: str, content: str, name: str) -> None:
     data = write(tmp_path / "a", {"x": [0.5] * 8, "y": [1.0] * 8})
-    config = config_of(data, "tests.support.odd_tasks.Holding", {"what": content}, train__strategy=strategy)
+    config = config_of(data, "tests.support.odd_tasks.UnpicklableTask", {"content": content}, train__strategy=strategy)
     with pytest.raises(ConfigError) as caught:
         prepare(config)
     assert str(caught.value).startswith(f"{name} of the task cannot be sent to other processes: it is a ")
-    prepare(config.replace(task={"class_path": config.task.class_path, "init_args": {"what": "nothing"}}))
+    prepare(config.replace(task={"class_path": config.task.class_path, "init_args": {"content": "nothing"}}))
 
 
 def test_connection_errors_name_the_fix() -> None:

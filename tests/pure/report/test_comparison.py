@@ -11,12 +11,12 @@ from ray_app import compare_runs
 from ray_app.errors import ConfigError
 from ray_app.report.comparison import run_cell
 from ray_app.report.facts import read_facts
-from tests.support.made_run import MadeRun, full_run
+from tests.support.run_directory import RunDirectory, make_full_run
 
 
 def make_two_runs(folder: Path) -> list[Path]:
     for name, rate, accuracy in (("slow", 0.001, 0.91), ("fast", 0.1, 0.97)):
-        run = MadeRun(
+        run = RunDirectory(
             folder, name, optimizer__init_args={"lr": rate}, tracking__uri=f"http://user:hunter2-{name}@mlflow"
         )
         run.start()
@@ -48,7 +48,7 @@ def test_a_comparison_shows_a_curve_of_each_run_and_no_secret(tmp_path: Path) ->
 
 
 def test_runs_without_steps_are_compared(tmp_path: Path) -> None:
-    MadeRun(tmp_path, "empty")
+    RunDirectory(tmp_path, "empty")
     comparison = compare_runs([tmp_path / "empty"])
     assert comparison.rows[0]["steps"] == 0
     assert comparison.rows[0]["best loss"] is None
@@ -63,7 +63,7 @@ def test_an_argument_that_is_not_a_list_of_runs_is_refused(runs: list[str]) -> N
 
 def test_the_notebook_cell_of_a_run_limits_the_style_of_the_report_to_itself(tmp_path: Path) -> None:
     text = '<script>alert("x")</script>'
-    cell_html = run_cell(read_facts(full_run(tmp_path, text=text).paths))
+    cell_html = run_cell(read_facts(make_full_run(tmp_path, text=text).paths))
     assert text not in cell_html
     assert "<script" not in cell_html
     assert "accuracy" in cell_html
@@ -76,7 +76,7 @@ def test_the_notebook_cell_of_a_run_limits_the_style_of_the_report_to_itself(tmp
 
 def test_the_notebook_cell_of_a_run_hides_secrets(tmp_path: Path) -> None:
     secret = "a-key-that-nobody-sees"
-    run = full_run(tmp_path, text=f"refused: {secret}", task__init_args={"api_key": secret})
+    run = make_full_run(tmp_path, text=f"refused: {secret}", task__init_args={"api_key": secret})
     cell_html = run_cell(read_facts(run.paths))
     assert "refused: " in cell_html
     assert secret not in cell_html

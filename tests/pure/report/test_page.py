@@ -38,8 +38,8 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import Course
 from ray_app.storage.files import put_json
 from ray_app.watch.terminal import format_loss_curve
-from tests.support.made_run import BEGAN_S, MadeRun, full_run, png
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
+from tests.support.run_directory import START_S, RunDirectory, make_full_run, png
 
 SECTIONS = ["figures", "learning", "cluster", "classes", "ledger", "comparison", "configuration"]
 _VOID = {"meta", "link", "img", "br"}
@@ -72,14 +72,14 @@ class Page(HTMLParser):
         self.text += data
 
 
-def page_of(run: MadeRun) -> Page:
+def page_of(run: RunDirectory) -> Page:
     page = Page(render(read_facts(run.paths)))
     assert [name for name in page.ids if name in SECTIONS] == SECTIONS
     return page
 
 
 def test_the_report_of_a_finished_run_has_all_sections(tmp_path: Path) -> None:
-    run = full_run(tmp_path)
+    run = make_full_run(tmp_path)
     page = page_of(run)
     for fragment in (
         "1 of 5 failures, 1 of unlimited preemptions, 1 resize, 1 driver restart",
@@ -100,7 +100,7 @@ def test_the_report_of_a_finished_run_has_all_sections(tmp_path: Path) -> None:
 
 
 def test_a_training_metric_of_the_task_is_drawn_with_that_of_the_evaluations(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     run.steps(1, 50, 2.0, metrics={"accuracy": 0.5, "right_words": 0.25}, weight=40.0)
     run.evaluate(50, 9.0, {"accuracy": 0.75, "loss": 1.0})
@@ -113,7 +113,7 @@ def test_a_training_metric_of_the_task_is_drawn_with_that_of_the_evaluations(tmp
 
 @pytest.mark.parametrize("has_eval_data", [True, False])
 def test_the_report_of_a_run_without_steps_says_so(tmp_path: Path, has_eval_data: bool) -> None:
-    run = MadeRun(tmp_path, data__eval_path="made" if has_eval_data else None)
+    run = RunDirectory(tmp_path, data__eval_path="made" if has_eval_data else None)
     run.start()
     text = page_of(run).text
     assert "No step has been recorded." in text
@@ -122,20 +122,20 @@ def test_the_report_of_a_run_without_steps_says_so(tmp_path: Path, has_eval_data
 
 
 def test_the_report_of_a_run_that_never_started_says_so(tmp_path: Path) -> None:
-    text = page_of(MadeRun(tmp_path)).text
+    text = page_of(RunDirectory(tmp_path)).text
     assert "Nothing has happened." in text
     assert "none said how it ended" in text
 
 
 def test_the_report_of_a_run_with_one_step_has_no_goodput(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     run.steps(1, 1, 2.0)
     assert "Goodput needs at least two steps." in page_of(run).text
 
 
 def test_the_report_lists_rows_of_each_logical_worker_and_skipped_rows(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path, data__on_bad_row="skip", data__shard="file")
+    run = RunDirectory(tmp_path, data__on_bad_row="skip", data__shard="file")
     run.start()
     run.steps(1, 50, 2.0)
     assert "cannot be decoded" not in page_of(run).text
@@ -160,18 +160,18 @@ def test_the_rows_of_many_logical_workers_are_summarized() -> None:
 
 
 def test_a_run_of_one_logical_worker_without_bad_rows_has_no_section_of_rows(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     assert "rows" not in page_of(run).ids
     assert logical_worker_shares([32]) is None, "one logical worker has shares"
 
 
 def test_a_running_run_and_one_with_a_vanished_driver_have_different_states(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     run.steps(1, 50, 2.0)
     assert read_facts(run.paths).status == "vanished"
-    run.hold()
+    run.write_live_lease()
     before = sorted(str(path) for path in run.paths.root.rglob("*"))
     write_report(run.paths)
     after = sorted(str(path) for path in run.paths.root.rglob("*"))
@@ -182,7 +182,7 @@ def test_a_running_run_and_one_with_a_vanished_driver_have_different_states(tmp_
 
 
 def test_the_report_of_a_failed_run_has_the_reason(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     run.steps(1, 20, 2.0, losses={3: math.nan, 20: math.inf})
     run.end(9.0, "failed", reason="the gradient is not finite <at all>")
@@ -192,7 +192,7 @@ def test_the_report_of_a_failed_run_has_the_reason(tmp_path: Path) -> None:
 
 
 def test_traced_steps_are_linked(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     run.steps(1, 20, 2.0)
     for file in ("profile/steps-00000003-00000004.json.gz", "javascript:alert(1)", "profile/../../x"):
@@ -202,7 +202,7 @@ def test_traced_steps_are_linked(tmp_path: Path) -> None:
 
 
 def test_the_traceback_of_a_task_error_is_shown_once_per_event(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     trace = "  File my_task.py\nKeyError: 'x'"
     raised = [str(TaskError("KeyError: 'x' (my_task.py, line 3, in loss)", trace, f"rank {rank}")) for rank in range(2)]
@@ -220,7 +220,7 @@ def test_the_traceback_of_a_task_error_is_shown_once_per_event(tmp_path: Path) -
 def test_values_of_the_run_are_escaped_text(tmp_path: Path) -> None:
     hostile = "</title></svg></style><script>alert(1)</script><img src=http://evil/x onerror=alert(1)>\"'{{ 7*7 }}"
     name = '<b onclick="x">run'
-    run = full_run(tmp_path, name, text=hostile)
+    run = make_full_run(tmp_path, name, text=hostile)
     run.event("fallback", 5000.0, checkpoint=hostile, reason=hostile)
     examples = [
         {"row": hostile, "truth": hostile, "predicted": hostile, "confidence": hostile, "image": image}
@@ -229,7 +229,7 @@ def test_values_of_the_run_are_escaped_text(tmp_path: Path) -> None:
     tables = {hostile: [hostile], "confusion_matrix": [[hostile]]}
     run.evaluate(50, 30, {hostile: 1.0, "accuracy": 1.0}, classes=[hostile], examples=examples, tables=tables)
     page = page_of(run)
-    clean = Page(render(read_facts(full_run(tmp_path / "clean").paths)))
+    clean = Page(render(read_facts(make_full_run(tmp_path / "clean").paths)))
     assert set(page.tags) <= set(clean.tags), "the page has elements that are not in the template"
     assert {(tag, key) for tag, key, _ in page.attributes} <= {(tag, key) for tag, key, _ in clean.attributes} | {
         ("img", "alt")
@@ -252,7 +252,7 @@ _IMAGES = [
 
 
 def test_the_report_fetches_nothing_and_has_no_script(tmp_path: Path) -> None:
-    page = page_of(full_run(tmp_path))
+    page = page_of(make_full_run(tmp_path))
     assert "script" not in page.tags
     assert not [item for item in page.attributes if item[1].startswith("on")]
     addresses = [
@@ -285,7 +285,7 @@ def test_thinning_keeps_extremes_and_both_ends() -> None:
 
 @pytest.mark.rest
 def test_the_report_of_a_long_run_is_small(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     run.steps(1, 30_000, 1.0, each_s=0.001, losses={20_001: 99.0})
     html = render(read_facts(run.paths))
@@ -299,9 +299,9 @@ def test_a_run_is_compared_with_the_best_earlier_run(tmp_path: Path) -> None:
         ("later", 0.99, 10.0),
         ("bad", math.nan, -3000.0),
     ):
-        MadeRun(tmp_path, name, BEGAN_S + began_s, seed=3).end(100, value=value)
-    MadeRun(tmp_path, "failed", BEGAN_S - 2000).end(100, "failed", value=0.999)
-    other = MadeRun(tmp_path, "other", BEGAN_S - 2000)
+        RunDirectory(tmp_path, name, START_S + began_s, seed=3).end(100, value=value)
+    RunDirectory(tmp_path, "failed", START_S - 2000).end(100, "failed", value=0.999)
+    other = RunDirectory(tmp_path, "other", START_S - 2000)
     other.end(100, value=1.0)
     other.paths.summary.write_text(other.paths.summary.read_text().replace('"accuracy"', '"rmse"'))
     for name, text in (
@@ -311,12 +311,12 @@ def test_a_run_is_compared_with_the_best_earlier_run(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text(text)
-    foreign = MadeRun(tmp_path, "foreign", BEGAN_S - 2000)
+    foreign = RunDirectory(tmp_path, "foreign", START_S - 2000)
     foreign.end(100, value=1.0)
     foreign.paths.config.write_text("train: {no_such_field: 1}")
     (tmp_path / "mlruns" / "0").mkdir(parents=True)
     (tmp_path / "mlflow.db").write_text("x")
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     run.steps(1, 20, 1.0)
     facts = read_facts(run.paths)
@@ -327,8 +327,8 @@ def test_a_run_is_compared_with_the_best_earlier_run(tmp_path: Path) -> None:
 
 def test_the_best_earlier_run_has_the_smallest_value_of_a_minimized_metric(tmp_path: Path) -> None:
     for name, value in (("one", 0.2), ("two", 0.1)):
-        MadeRun(tmp_path, name, BEGAN_S - 1000).end(100, value=value)
-    run = MadeRun(tmp_path)
+        RunDirectory(tmp_path, name, START_S - 1000).end(100, value=value)
+    run = RunDirectory(tmp_path)
     run.start(mode="min")
     earlier = read_facts(run.paths).earlier
     assert earlier is not None
@@ -336,13 +336,13 @@ def test_the_best_earlier_run_has_the_smallest_value_of_a_minimized_metric(tmp_p
 
 
 def test_budgets_count_the_failures_of_the_newest_start(tmp_path: Path) -> None:
-    failures, preemptions = budgets(read_facts(full_run(tmp_path).paths))
+    failures, preemptions = budgets(read_facts(make_full_run(tmp_path).paths))
     assert (failures.used, failures.allowed, failures.ever) == (0, 5, 1)
     assert (preemptions.used, preemptions.allowed, preemptions.ever) == (0, None, 1)
 
 
 def test_a_failure_of_storage_is_reported_and_charged_to_no_budget(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     done_s = run.steps(1, 100, 3.0)
     run.event("storage_failed", done_s, errors={"0": "StorageError: s3://b/part-0: timed out"}, step=100, left=0)
@@ -365,7 +365,7 @@ def test_a_failure_of_storage_is_reported_and_charged_to_no_budget(tmp_path: Pat
 
 
 def test_the_parts_of_the_time_sum_to_one(tmp_path: Path) -> None:
-    facts = read_facts(full_run(tmp_path).paths)
+    facts = read_facts(make_full_run(tmp_path).paths)
     parts = time_parts(facts)
     assert sum(part for *_, part in parts) == pytest.approx(1)
     assert all(part >= 0 for *_, part in parts)
@@ -373,7 +373,7 @@ def test_the_parts_of_the_time_sum_to_one(tmp_path: Path) -> None:
 
 
 def test_many_classes_are_shown_as_lists_instead_of_a_matrix(tmp_path: Path) -> None:
-    classes = by_class(read_facts(full_run(tmp_path, classes=60).paths))
+    classes = by_class(read_facts(make_full_run(tmp_path, classes=60).paths))
     assert classes is not None
     assert (classes.matrix, len(classes.pairs), len(classes.per_class), classes.left_out) == ([], 25, 30, 30)
     assert classes.per_class[0][0] == "class 0", "the classes are not sorted by recall"
@@ -382,7 +382,7 @@ def test_many_classes_are_shown_as_lists_instead_of_a_matrix(tmp_path: Path) -> 
 
 def test_a_malformed_confusion_matrix_is_left_out(tmp_path: Path) -> None:
     for number_, table in enumerate(([[1, 2]], [[1, "x"], [1, 2]], "text", [[1, 2], [3]], 7)):
-        run = MadeRun(tmp_path, f"run{number_}")
+        run = RunDirectory(tmp_path, f"run{number_}")
         run.evaluate(
             1, 1.0, {"accuracy": 1.0}, tables={"confusion_matrix": table, "f1": [1.0, None]}, classes=["a", "b"]
         )
@@ -423,7 +423,7 @@ def test_the_clock_of_charts_leaves_out_pauses() -> None:
 
 
 def test_a_system_clock_that_was_set_back_leaves_curves_monotonic(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     for first, ahead_s in ((1, 0.0), (21, 7200.0), (41, -7200.0), (61, 0.0)):
         run.steps(first, first + 19, ahead_s + first, each_s=1.0)
@@ -462,7 +462,7 @@ def test_the_loss_curve_of_the_console_has_one_character_per_value(tmp_path: Pat
     assert sparkline([0.0, 1e-2, 1.0], "abc") == "aac"
     assert sparkline([1, 1], "abc") == "aa"
     assert len(smooth_points([(float(i), 1.0) for i in range(1000)])) == 120
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.steps(1, 100, 0.0)
     facts = read_facts(run.paths)
     assert re.fullmatch(r"2\.3009 [▁▂▃▄▅▆▇█]{40} 1\.0196", format_loss_curve(facts, "utf-8"))
@@ -471,7 +471,7 @@ def test_the_loss_curve_of_the_console_has_one_character_per_value(tmp_path: Pat
 
 
 def test_the_report_command_prints_the_path_of_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = full_run(tmp_path)
+    run = make_full_run(tmp_path)
     assert main(["--run", str(run.paths.root)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(run.paths.report)
     assert main(["--run", str(run.paths.root), "--out", str(tmp_path / "elsewhere" / "page.html")]) == 0
@@ -482,7 +482,7 @@ def test_the_report_command_prints_the_path_of_its_page(tmp_path: Path, capsys: 
 def test_a_path_that_is_not_a_run_directory_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
-    full_run(tmp_path)
+    make_full_run(tmp_path)
     assert main(["--run", path if "://" in path else str(tmp_path / path)]) == 2
     message = capsys.readouterr().err
     assert message.startswith("ConfigError: ")
@@ -496,7 +496,7 @@ def test_a_path_that_is_not_a_run_directory_is_refused(
 
 
 def test_a_failure_to_write_the_report_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = full_run(tmp_path)
+    run = make_full_run(tmp_path)
     next(iter(run.paths.metrics.iterdir())).write_text(json.dumps({"step": [1]}))
     assert report_end(run.paths) is None
     assert "The report could not be made: ConfigError" in caplog.text
@@ -506,8 +506,8 @@ def test_a_failure_to_write_the_report_is_a_warning(tmp_path: Path, caplog: pyte
 
 def test_the_report_hides_secrets(tmp_path: Path) -> None:
     secret = "hunter2-and-then-some"
-    MadeRun(tmp_path, "before", BEGAN_S - 1000, task__init_args={"api_key": f"{secret}-old"}).end(100, value=0.9)
-    run = MadeRun(tmp_path, task__init_args={"api_key": secret}, data__path="s3://me:password99@bucket/x")
+    RunDirectory(tmp_path, "before", START_S - 1000, task__init_args={"api_key": f"{secret}-old"}).end(100, value=0.9)
+    run = RunDirectory(tmp_path, task__init_args={"api_key": secret}, data__path="s3://me:password99@bucket/x")
     run.start()
     run.event("failed", 1.0, number=1, errors={"0": f"refused: {secret}"}, step=0, left=0)
     html = render(read_facts(run.paths))
@@ -517,7 +517,7 @@ def test_the_report_hides_secrets(tmp_path: Path) -> None:
 
 
 def test_the_report_says_which_process_noticed_the_loss_of_the_driver(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+    run = RunDirectory(tmp_path)
     run.start()
     run.steps(1, 20, 1.0)
     run.event("driver_lost", 9.0, status="interrupted", step=0, noticed_by="process 1 on here")

@@ -18,7 +18,7 @@ from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_all_json
 from ray_app.track.mlflow_client import connect
-from tests.support.mlflow_server import database
+from tests.support.mlflow_server import make_database
 
 
 class Stopped(BaseException):
@@ -47,7 +47,7 @@ class StoppingClient:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return connect(database(tmp_path_factory.mktemp("rollback") / "mlflow.db"))
+    return connect(make_database(tmp_path_factory.mktemp("rollback") / "mlflow.db"))
 
 
 def register_promoted(client: Any, name: str, versions: int, folder: Path) -> None:

@@ -30,7 +30,7 @@ from ray_app.runlog.lease import LeaseHolder, LeaseRecord, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_files, put_json
 from ray_app.track.mlflow_client import connect
-from tests.support.mlflow_server import database
+from tests.support.mlflow_server import make_database
 
 SECTION = RetrainSection()
 
@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> Config:
         (tmp_path / name).mkdir()
         table = pa.table({"a": random.normal(size=60), "label": random.integers(0, 3, 60)})
         pq.write_table(table, tmp_path / name / "part.parquet")
-    database(tmp_path / "runs" / "mlflow.db")
+    make_database(tmp_path / "runs" / "mlflow.db")
     return load_config(
         None,
         task__class_path="ray_app.task.tabular.TabularClassification",

@@ -6,8 +6,11 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ray_app.config.sections import EvaluateSection
 from ray_app.runlog.evaluations import (
@@ -19,6 +22,7 @@ from ray_app.runlog.evaluations import (
     read_evaluations,
     read_scores,
 )
+from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json, to_json
 from ray_app.watch.terminal import describe_best
@@ -75,6 +79,34 @@ def test_with_patience_the_best_checkpoint_is_that_of_the_verdict(
     assert [e.step for e in rank_candidates(paths, section, "auroc", "max", planned)] == best
     if len(values) == 3 and best == [10]:
         assert early_stop(paths, section, "auroc", "max", planned) == Verdict(20, 10)
+
+
+VALUES = st.none() | st.sampled_from([0.0, 0.125, 0.25, 0.5, NAN, math.inf, -math.inf])
+"""A value of the metric; None for a checkpoint that is never evaluated."""
+
+
+@given(
+    st.lists(VALUES, max_size=6),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.2]),
+    st.sampled_from(["max", "min"]),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_best_candidate_is_the_best_step_of_any_verdict(
+    values: list[float | None], patience: int, min_delta: float, mode: str
+) -> None:
+    section = EvaluateSection(patience=patience, min_delta=min_delta)
+    with TemporaryDirectory() as folder:
+        paths = RunPaths(Path(folder))
+        for step, value in zip(range(10, 70, 10), values, strict=False):
+            if value is None:
+                put_event(paths, "evaluation_skipped", 1, step=step)
+            else:
+                put_evaluation(paths, Evaluation(step, 0, "", {"auroc": value}, 5, 0.1, float(step)))
+        verdict = early_stop(paths, section, "auroc", mode, planned)
+        candidates = [e.step for e in rank_candidates(paths, section, "auroc", mode, planned)]
+    if verdict is not None:
+        assert candidates[0] == verdict.best_step
 
 
 def test_without_patience_no_checkpoint_is_the_best(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import read_config, read_manifest
-from tests.support.checkpoints import store_of_three
-from tests.support.mutations import mutant
+from tests.support.checkpoints import make_store_of_three
+from tests.support.mutations import mutate
 
 FEW, MANY = 25, 500
 USER_CONFIG = """
@@ -55,7 +55,7 @@ def seeds() -> list[object]:
 @pytest.mark.parametrize("seeds", seeds())
 def test_a_damaged_commit_marker_falls_back_to_the_previous_checkpoint(tmp_path: Path, seeds: range) -> None:
     intact = RunPaths(tmp_path / "intact")
-    store_of_three(intact)
+    make_store_of_three(intact)
     skipped = []
     for seed in seeds:
         paths = RunPaths(tmp_path / "run")
@@ -63,7 +63,7 @@ def test_a_damaged_commit_marker_falls_back_to_the_previous_checkpoint(tmp_path:
         shutil.copytree(intact.root, paths.root)
         marker = paths.checkpoint(3, 1) / COMMIT
         data = marker.read_bytes()
-        marker.write_bytes(mutant(data, seed))
+        marker.write_bytes(mutate(data, seed))
         fallbacks: list[Fallback] = []
         loaded = CheckpointStore(paths).load_newest(fallbacks.append)
         assert loaded is not None
@@ -82,7 +82,7 @@ def test_a_damaged_manifest_is_refused_by_name(tmp_path: Path, seeds: range) -> 
     text = MANIFEST.to_json().encode()
     num_refused = 0
     for seed in seeds:
-        paths.manifest.write_bytes(mutant(text, seed))
+        paths.manifest.write_bytes(mutate(text, seed))
         message = refusal(lambda: read_manifest(paths), DataError)
         assert str(paths.manifest) in message if message else read_manifest(paths).digest == MANIFEST.digest, seed
         num_refused += bool(message)
@@ -100,7 +100,7 @@ def test_a_damaged_configuration_is_refused_by_name(tmp_path: Path, seeds: range
     assert read_config(paths) == config
     num_refused = 0
     for seed in seeds:
-        paths.config.write_bytes(mutant(text, seed))
+        paths.config.write_bytes(mutate(text, seed))
         message = refusal(lambda: read_config(paths), ConfigError)
         assert not message or str(paths.config) in message, seed
         num_refused += bool(message)
@@ -115,7 +115,7 @@ def test_a_damaged_user_configuration_is_refused_by_name(tmp_path: Path, seeds: 
     load_config(file)
     num_refused = 0
     for seed in seeds:
-        file.write_bytes(mutant(text, seed))
+        file.write_bytes(mutate(text, seed))
         message = refusal(lambda: load_config(file), ConfigError)
         assert not message or str(file) in message, f"{seed}: the message names no file: {message}"
         num_refused += bool(message)

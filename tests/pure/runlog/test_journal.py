@@ -37,7 +37,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import read_steps
 from ray_app.task.base import STEP_METRICS
 from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, Point, SentState, make_evaluation_point, make_step_point
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_a_writer_joins_old_segments_and_skips_recent_ones(paths: RunPaths, monk
     assert len(list_segments(paths)) == count
     monkeypatch.setattr(journal, "join_segments", partial(join_segments, min_age_s=0))
     writer = MetricsWriter(paths, 2, flush_s=0.01)
-    until(lambda: len(list_segments(paths)) < MAX_SMALL_FILES, "no segment was joined")
+    wait_until(lambda: len(list_segments(paths)) < MAX_SMALL_FILES, "no segment was joined")
     writer.close()
 
 

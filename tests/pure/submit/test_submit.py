@@ -38,7 +38,7 @@ from ray_app.submit.preflight import (
     list_job_files,
 )
 from ray_app.submit.server import JobServer, LostContactError, _Tail
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 DIGITS = ROOT / "conf" / "digits.yaml"
 

@@ -12,12 +12,10 @@ from ray_app.errors import ConfigError
 from ray_app.task.base import Losses, sum_losses
 from ray_app.task.configured_arguments import compute_row_losses
 
-SCORES, PIXELS = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), torch.randn(2, 3, 4, 4)
-LABELS, MASKS = (
-    torch.tensor([0, 1, 2, 1, -100, 2]),
-    torch.randint(0, 3, (2, 4, 4), generator=torch.Generator().manual_seed(2)),
-)
-NUMBERS, TAGS = torch.randn(6), torch.randint(0, 2, (6, 3))
+RANDOM = torch.Generator().manual_seed(1)
+SCORES, PIXELS = torch.randn(6, 3, generator=RANDOM), torch.randn(2, 3, 4, 4, generator=RANDOM)
+LABELS, MASKS = torch.tensor([0, 1, 2, 1, -100, 2]), torch.randint(0, 3, (2, 4, 4), generator=RANDOM)
+NUMBERS, TAGS = torch.randn(6, generator=RANDOM), torch.randint(0, 2, (6, 3), generator=RANDOM)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,7 @@ def test_two_outputs_are_not_compared_with_one_number() -> None:
         ConfigError,
         match=r"outputs are of shape \(rows, 6\), the target of \(rows\); torch.nn.MSELoss compares each with",
     ):
-        compute_row_losses({"class_path": "torch.nn.MSELoss"}, torch.randn(6, 6), NUMBERS)
+        compute_row_losses({"class_path": "torch.nn.MSELoss"}, torch.zeros(6, 6), NUMBERS)
 
 
 WEIGHTED = torch.tensor([1.0, 2.0, 5.0])
@@ -145,7 +143,7 @@ def test_training_accuracy_without_class_targets_is_refused(outputs: Any, target
 
 
 TOKEN_LABELS, IS_TOKEN = torch.tensor([[0, 1, 2, 7], [2, 7, 7, 7]]), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
-TOKEN_SCORES = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(3))
+TOKEN_SCORES = torch.randn(2, 3, 4, generator=RANDOM)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +223,8 @@ def test_a_loss_that_an_evaluation_uses_first_can_be_trained_with(
         # No other test of this process builds a loss with this value, so it is not in the cache yet.
         spec["init_args"]["label_smoothing"] = 0.125
     with torch.inference_mode():
-        compute_row_losses(spec, torch.randn(4, 3), targets)
-    scores = torch.randn(4, 3, requires_grad=True)
+        compute_row_losses(spec, SCORES[:4], targets)
+    scores = SCORES[:4].clone().requires_grad_()
     sum_losses(None, Losses.of(compute_row_losses(spec, scores, targets)))
     Losses.of(compute_row_losses(spec, scores, targets)).values.sum().backward()
     assert scores.grad is not None

@@ -19,7 +19,7 @@ from tests.support.pictures import table_data, write_pictures
 
 V2, SCRIPTS = "torchvision.transforms.v2.", "tests.support.loop_scripts."
 CROSS_ENTROPY, ADAM = {"class_path": "torch.nn.CrossEntropyLoss"}, {"class_path": "torch.optim.Adam"}
-MODEL = {"class_path": "tests.support.untyped_models.Numbers", "init_args": {"width": 3, "outputs": 2}}
+MODEL = {"class_path": "tests.support.untyped_models.NumericColumns", "init_args": {"width": 3, "outputs": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,11 @@ IN = "task.init_args."
             {},
             f"{IN}train is 'scripd.train', but there is no module 'scripd' where Python looks",
         ),
-        (loop(evaluate=SCRIPTS + "measurd"), {}, f"has no 'measurd'. Did you mean {SCRIPTS}measured?"),
+        (
+            loop(evaluate=SCRIPTS + "loss_and_acuracy"),
+            {},
+            f"has no 'loss_and_acuracy'. Did you mean {SCRIPTS}loss_and_accuracy?",
+        ),
         (
             module(),
             turns(parameters="critic.*"),

@@ -18,7 +18,7 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.task import device as environment
 from ray_app.task.device import gpu_of, set_threads_and_kernels
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(

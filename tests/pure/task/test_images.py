@@ -15,10 +15,10 @@ from ray_app.task.image import ImageClassification
 from ray_app.task.images import decode_image, decode_mask
 from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Ragged
-from tests.support.encoded_images import encode, every_kind, png, png_chunk, png_chunks, smooth
+from tests.support.encoded_images import encode, intact_files, png, png_chunk, png_chunks, smooth_pixels
 
-PHOTO = Image.fromarray(smooth(33, 41))
-STILL = [name for name in every_kind() if not name.startswith(("animated", "bmp", "tiff", "png of 16"))]
+PHOTO = Image.fromarray(smooth_pixels(33, 41))
+STILL = [name for name in intact_files() if not name.startswith(("animated", "bmp", "tiff", "png of 16"))]
 
 
 def reference(encoded: bytes) -> Any:
@@ -39,13 +39,13 @@ def orientation(number: Any) -> bytes:
 
 @pytest.mark.parametrize("kind", STILL)
 def test_decoded_pixels_equal_those_of_pillow(kind: str) -> None:
-    np.testing.assert_array_equal(decode_image(every_kind()[kind]), reference(every_kind()[kind]))
+    np.testing.assert_array_equal(decode_image(intact_files()[kind]), reference(intact_files()[kind]))
 
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2, "4:1:1"])
 @pytest.mark.parametrize("size", [(1, 1), (8, 8), (37, 53)])
 def test_jpeg_pixels_equal_those_of_pillow_for_every_subsampling(subsampling: Any, size: tuple[int, int]) -> None:
-    encoded = encode(Image.fromarray(smooth(*size)), "jpeg", subsampling=subsampling)
+    encoded = encode(Image.fromarray(smooth_pixels(*size)), "jpeg", subsampling=subsampling)
     np.testing.assert_array_equal(decode_image(encoded), reference(encoded))
 
 
@@ -75,22 +75,24 @@ def test_images_of_16_bits_keep_their_brightness() -> None:
 
 @pytest.mark.parametrize("kind", ["gif", "webp"])
 def test_an_animated_image_decodes_to_all_its_frames(kind: str) -> None:
-    frames = decode_image(every_kind()[f"animated {kind}"])
+    frames = decode_image(intact_files()[f"animated {kind}"])
     assert frames.shape == (3, 3, 12, 10)
-    with Image.open(io.BytesIO(every_kind()[f"animated {kind}"])) as image:
+    with Image.open(io.BytesIO(intact_files()[f"animated {kind}"])) as image:
         image.seek(2)
         np.testing.assert_array_equal(frames[2], np.asarray(image.convert("RGB")).transpose(2, 0, 1))
     with pytest.raises(ValueError, match="the image has 3 frames; a classifier takes still images"):
-        ImageClassification(size=4, num_classes=1).decode({"image": [every_kind()[f"animated {kind}"]], "label": [0]})
+        ImageClassification(size=4, num_classes=1).decode({"image": [intact_files()[f"animated {kind}"]], "label": [0]})
 
 
 def test_an_animated_png_decodes_to_its_still_image() -> None:
-    np.testing.assert_array_equal(decode_image(every_kind()["animated png"]), smooth(12, 10).transpose(2, 0, 1))
+    np.testing.assert_array_equal(
+        decode_image(intact_files()["animated png"]), smooth_pixels(12, 10).transpose(2, 0, 1)
+    )
 
 
-@pytest.mark.parametrize("kind", [kind for kind in every_kind() if not kind.startswith(("bmp", "tiff"))])
+@pytest.mark.parametrize("kind", [kind for kind in intact_files() if not kind.startswith(("bmp", "tiff"))])
 def test_a_truncated_image_is_refused(kind: str) -> None:
-    encoded = every_kind()[kind]
+    encoded = intact_files()[kind]
     # The last bytes of a PNG file are the checksum of an empty chunk.
     for size in {len(encoded) * part // 20 for part in range(1, 20)} | {len(encoded) - (5 if "png" in kind else 1)}:
         with pytest.raises(ValueError, match=r"\w"):

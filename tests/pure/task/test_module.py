@@ -21,7 +21,7 @@ from tests.support.pictures import table_data
 
 TASKS, UNTYPED = "ray_app.task.", "tests.support.untyped_models."
 MSE = {"class_path": "torch.nn.MSELoss"}
-NET = {"class_path": UNTYPED + "Numbers", "init_args": {"width": 3}}
+NET = {"class_path": UNTYPED + "NumericColumns", "init_args": {"width": 3}}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,11 @@ def module(**init_args: Any) -> dict[str, Any]:
 
 
 def lightning(**init_args: Any) -> dict[str, Any]:
-    arguments = {"module": {**NET, "class_path": UNTYPED + "Stepping"}, "batch": ["x", "y"], "target": "y"} | init_args
+    arguments = {
+        "module": {**NET, "class_path": UNTYPED + "LightningStyle"},
+        "batch": ["x", "y"],
+        "target": "y",
+    } | init_args
     return {"class_path": TASKS + "lightning.LightningTask", "init_args": arguments}
 
 
@@ -47,7 +51,7 @@ def lightning(**init_args: Any) -> dict[str, Any]:
     [
         module(),
         module(model={**NET, "class_path": UNTYPED + "numbers"}),
-        module(loss={"class_path": UNTYPED + "Scaled", "init_args": {"scale": 2.0}}),
+        module(loss={"class_path": UNTYPED + "ScaledLoss", "init_args": {"scale": 2.0}}),
         lightning(),
         {"class_path": UNTYPED + "Untyped", "init_args": {"width": 3}},
     ],
@@ -146,7 +150,7 @@ TAGGED = {"class_path": TM + "classification.MultilabelAccuracy", "init_args": {
 
 
 def outputs(count: int) -> dict[str, Any]:
-    return {"class_path": UNTYPED + "Numbers", "init_args": {"width": 3, "outputs": count}}
+    return {"class_path": UNTYPED + "NumericColumns", "init_args": {"width": 3, "outputs": count}}
 
 
 def bert(**config: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from ray_app.data.windows import CachedWindows, MicroBatch, Windows
 from ray_app.plan.order import Cursor, Plan, order_by_length
 from ray_app.task.ragged import Ragged, concat_ragged, to_batch
 from ray_app.task.transforms import drawing
-from tests.support.delivered import Place, assert_same, delivered
+from tests.support.micro_batches import BatchPosition, assert_equal_batches, collect_batches
 
 ROWS, EPOCHS = 300, 2
 
@@ -71,8 +71,10 @@ def windows(dataset: Dataset, plan: Plan, cursor: Cursor, assigned: range, cache
 
 def deliver(
     dataset: Dataset, plan: Plan, size: int, cache: bool = False, start: Cursor = Cursor(), keyed: bool = False
-) -> dict[Place, MicroBatch]:
-    return delivered(plan, EPOCHS, size, start, lambda assigned: windows(dataset, plan, start, assigned, cache, keyed))
+) -> dict[BatchPosition, MicroBatch]:
+    return collect_batches(
+        plan, EPOCHS, size, start, lambda assigned: windows(dataset, plan, start, assigned, cache, keyed)
+    )
 
 
 @pytest.mark.parametrize("field", [None, "tokens"])
@@ -80,9 +82,9 @@ def test_batches_are_equal_for_every_number_of_workers_cache_and_cursor(texts: D
     plan = Plan(texts.manifest, 3, 4, 32, 20, by_length=field)
     first = deliver(texts, plan, 1)
     for size, cache in ((3, False), (4, False), (2, True)):
-        assert_same(first, deliver(texts, plan, size, cache))
+        assert_equal_batches(first, deliver(texts, plan, size, cache))
     middle = Cursor(0, 4)
-    assert_same(
+    assert_equal_batches(
         {position: batch for position, batch in first.items() if position[:2] >= (0, 4)},
         deliver(texts, plan, 2, start=middle),
     )
@@ -166,9 +168,9 @@ def test_an_order_by_length_is_a_permutation_with_rows_of_like_length(
 def test_the_keys_of_an_epoch_are_unique_and_independent_of_the_workers(texts: Dataset) -> None:
     plan = Plan(texts.manifest, 3, 4, 32, 20)
     first = deliver(texts, plan, 1, keyed=True)
-    assert_same(first, deliver(texts, plan, 3, keyed=True))
+    assert_equal_batches(first, deliver(texts, plan, 3, keyed=True))
     later = {position: batch for position, batch in first.items() if position[:2] >= (1, 2)}
-    assert_same(later, deliver(texts, plan, 2, start=Cursor(1, 2), keyed=True))
+    assert_equal_batches(later, deliver(texts, plan, 2, start=Cursor(1, 2), keyed=True))
     keys: set[tuple[int, int]] = set()
     for (epoch, _, _), batch in first.items():
         keys |= {(epoch, key) for key in batch.fields["key"].tolist()}

@@ -17,7 +17,7 @@ LOOP = {
     "class_path": "ray_app.task.user_loop.LoopTask",
     "init_args": {
         "train": SCRIPTS + "train",
-        "evaluate": SCRIPTS + "measured",
+        "evaluate": SCRIPTS + "loss_and_accuracy",
         "module": {"class_path": SCRIPTS + "net"},
         "rows": ["image", "label"],
         "target": "label",

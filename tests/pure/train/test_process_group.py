@@ -15,7 +15,7 @@ from ray_app.reduction.sharded import DeterministicShardedReducer
 from ray_app.reduction.tree import TreeSum, tree_parents
 from ray_app.train import process_group
 from ray_app.train.process_group import ProcessGroup, backend_name, init_default_group
-from tests.support.fake_cuda import DEVICE, Streams
+from tests.support.fake_cuda import DEVICE, RecordingCuda
 
 GPU = torch.device("cuda", 1)
 
@@ -64,7 +64,7 @@ def test_gloo_is_bound_to_no_device_and_sets_no_nccl_variables(
 
 
 def test_check_device_errors_waits_for_the_computing_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, group = Streams(monkeypatch), ProcessGroup()
+    streams, group = RecordingCuda(monkeypatch), ProcessGroup()
     monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
     group.has_device_collectives, group._device = True, DEVICE
     group.check_device_errors()
@@ -72,9 +72,9 @@ def test_check_device_errors_waits_for_the_computing_stream_alone(monkeypatch: p
 
 
 def test_the_reduction_stream_has_priority_unlike_the_upload_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = Streams(monkeypatch)
+    streams = RecordingCuda(monkeypatch)
     with SideStream(DEVICE, "reduction", -1).entered(), SideStream(DEVICE, "upload").entered():
-        assert streams.at == ["computing", "side, first", "side"]
+        assert streams.active_streams == ["computing", "side, first", "side"]
 
 
 def test_a_sum_of_shards_keeps_memory_until_the_adding_stream_is_done(
@@ -83,7 +83,7 @@ def test_a_sum_of_shards_keeps_memory_until_the_adding_stream_is_done(
     """The computing stream makes zeros for a parameter that no rank used in a pass; the stream of the reduction
     adds them later.
     """
-    streams = Streams(monkeypatch)
+    streams = RecordingCuda(monkeypatch)
     scatter = SimpleNamespace(leaves=range(1))
     reducer: Any = SimpleNamespace(_sums=[TreeSum(tree_parents(2))], _scatter=scatter)
     DeterministicShardedReducer._push(reducer, 0, [torch.zeros(3, device=DEVICE)])

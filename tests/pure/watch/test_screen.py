@@ -21,17 +21,17 @@ from ray_app.runlog import journal as segments
 from ray_app.runlog.paths import RunPaths
 from ray_app.watch.screen import RunState, RunWatcher, format_line, remaining_seconds, render_screen, rows_per_second
 from ray_app.watch.server import PageServer
-from tests.support.made_run import MadeRun, full_run
-from tests.support.waiting import until
+from tests.support.run_directory import RunDirectory, make_full_run
+from tests.support.waiting import wait_until
 
 EVERY_S = 0.05
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> MadeRun:
+def run(tmp_path: Path) -> RunDirectory:
     """Returns a run with 100 of 400 steps, done in ten seconds."""
-    live_run = MadeRun(tmp_path, "live")
-    live_run.hold()
+    live_run = RunDirectory(tmp_path, "live")
+    live_run.write_live_lease()
     live_run.start()
     live_run.event("formed", 1.0, generation=1, workers=2, step=0)
     live_run.steps(1, 100, 1.0)
@@ -44,14 +44,14 @@ def render_text(*states: RunState, width: int = 120) -> str:
     return console.export_text()
 
 
-def read_states(*runs: MadeRun) -> list[RunState]:
+def read_states(*runs: RunDirectory) -> list[RunState]:
     return [RunState(run.paths, read_facts(run.paths, with_earlier=False)) for run in runs]
 
 
 # --- reading
 
 
-def test_files_that_were_read_are_not_read_again(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_were_read_are_not_read_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, files_read = FactsReader(run.paths), []
     read_event, read_segment = journal._event, segments.read_segment
     monkeypatch.setattr(
@@ -84,29 +84,29 @@ def test_files_that_were_read_are_not_read_again(run: MadeRun, monkeypatch: pyte
     )
 
 
-def test_a_watcher_follows_a_run_and_keeps_its_facts_while_storage_is_unreachable(run: MadeRun) -> None:
+def test_a_watcher_follows_a_run_and_keeps_its_facts_while_storage_is_unreachable(run: RunDirectory) -> None:
     with RunWatcher([run.paths], EVERY_S) as watcher:
         [first_state] = watcher.sights
         assert first_state.facts is not None
         assert first_state.facts.status == "running"
         run.steps(101, 150, 11.0)
-        until(lambda: (facts := watcher.sights[0].facts) is not None and len(facts.records) == 150)
+        wait_until(lambda: (facts := watcher.sights[0].facts) is not None and len(facts.records) == 150)
         moved = run.paths.root.rename(run.paths.root.parent / "away")
-        until(lambda: watcher.sights[0].error is not None)
+        wait_until(lambda: watcher.sights[0].error is not None)
         last_facts = watcher.sights[0].facts
         assert last_facts is not None
         assert len(last_facts.records) == 150
         assert str(run.paths.root) in str(watcher.sights[0].error)
         moved.rename(run.paths.root)
-        until(lambda: watcher.sights[0].error is None)
+        wait_until(lambda: watcher.sights[0].error is None)
         run.end(30.0)
-        until(lambda: (facts := watcher.sights[0].facts) is not None and facts.status == "finished")
+        wait_until(lambda: (facts := watcher.sights[0].facts) is not None and facts.status == "finished")
 
 
 # --- rendering
 
 
-def test_the_terminal_shows_progress_evaluation_failures_and_generations(run: MadeRun) -> None:
+def test_the_terminal_shows_progress_evaluation_failures_and_generations(run: RunDirectory) -> None:
     run.checkpoint(50, 6.0)
     run.evaluate(50, 7.0, {"accuracy": 0.5, "loss": 1.0})
     run.checkpoint(100, 11.0)
@@ -137,7 +137,7 @@ def test_the_terminal_shows_progress_evaluation_failures_and_generations(run: Ma
     assert format_line(state).startswith("live: running, step 100 of 400, loss ")
 
 
-def test_the_job_of_the_newest_start_is_linked_if_its_address_is_a_web_page(run: MadeRun) -> None:
+def test_the_job_of_the_newest_start_is_linked_if_its_address_is_a_web_page(run: RunDirectory) -> None:
     for fence, page in enumerate(
         ("http://head:8265/#/jobs/01", "javascript:alert(1)", None, "https://head/#/jobs/<02>"), start=2
     ):
@@ -152,18 +152,18 @@ def test_the_job_of_the_newest_start_is_linked_if_its_address_is_a_web_page(run:
 
 
 def test_a_run_without_steps_and_a_run_with_all_kinds_of_events_are_rendered(tmp_path: Path) -> None:
-    empty = MadeRun(tmp_path, "empty")
+    empty = RunDirectory(tmp_path, "empty")
     assert "vanished" in render_text(*read_states(empty))
-    empty.hold()
+    empty.write_live_lease()
     empty.start()
     assert "step 0 of 400" in render_text(*read_states(empty))
     assert "empty: running, step 0 of 400" in format_line(*read_states(empty))
-    full = full_run(tmp_path, "full", text="a[bold]b")
+    full = make_full_run(tmp_path, "full", text="a[bold]b")
     assert "a[bold]b" in render_text(*read_states(full), width=200), "text of the run is taken for markup"
     assert max(map(len, render_text(*read_states(full), width=60).splitlines())) <= 60
 
 
-def test_stragglers_are_shown_until_they_recover_or_the_generation_ends(run: MadeRun) -> None:
+def test_stragglers_are_shown_until_they_recover_or_the_generation_ends(run: RunDirectory) -> None:
     worker = {"name": "host-7", "host": "10.0.0.7", "device": "cuda NVIDIA H200"}
     run.event("straggler_detected", 12.0, rank=2, cause="compute", times=1.5, step=60, **worker)
     run.event("straggler_detected", 12.5, rank=1, cause="data", times=1.4, step=61, **worker)
@@ -179,8 +179,8 @@ def test_stragglers_are_shown_until_they_recover_or_the_generation_ends(run: Mad
     )
 
 
-def test_several_runs_are_rows_of_one_table(run: MadeRun, tmp_path: Path) -> None:
-    other = MadeRun(tmp_path, "other")
+def test_several_runs_are_rows_of_one_table(run: RunDirectory, tmp_path: Path) -> None:
+    other = RunDirectory(tmp_path, "other")
     other.start()
     other.steps(1, 400, 1.0, workers=1)
     other.end(50.0)
@@ -190,7 +190,7 @@ def test_several_runs_are_rows_of_one_table(run: MadeRun, tmp_path: Path) -> Non
 
 
 def test_the_command_ends_with_the_run_and_refuses_another_path(
-    run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.end(30.0)
     assert main([str(run.paths.root)]) == 0
@@ -219,14 +219,14 @@ class PageClient:
 
 
 @pytest.fixture
-def client(run: MadeRun) -> Iterator[PageClient]:
+def client(run: RunDirectory) -> Iterator[PageClient]:
     with RunWatcher([run.paths], EVERY_S) as watcher, PageServer(watcher) as server:
         assert server.url.startswith("http://127.0.0.1:")
         yield PageClient(server.url)
 
 
 @pytest.mark.parametrize("path", ["/", "/0", "/watch.js", "/7", "/?token=wrong", "/?token=%C3%A9", "/?token="])
-def test_a_client_without_the_token_is_refused(client: PageClient, path: str) -> None:
+def test_a_page_request_without_the_token_is_refused(client: PageClient, path: str) -> None:
     for cookie in (None, "ray_app_watch=wrong", "ray_app_watch=", "other=1", 'x="'):
         client.cookie = cookie
         status, body, headers = client.get(path)
@@ -235,7 +235,7 @@ def test_a_client_without_the_token_is_refused(client: PageClient, path: str) ->
         assert "Set-Cookie" not in headers, cookie
 
 
-def test_the_token_of_the_address_is_replaced_by_a_cookie(client: PageClient, run: MadeRun) -> None:
+def test_the_token_of_the_address_is_replaced_by_a_cookie(client: PageClient, run: RunDirectory) -> None:
     status, _, headers = client.get(f"/?token={client.token}")
     assert (status, headers["Location"]) == (303, "/")
     client.cookie, *rest = headers["Set-Cookie"].split("; ")
@@ -248,12 +248,12 @@ def test_the_token_of_the_address_is_replaced_by_a_cookie(client: PageClient, ru
     assert {path: client.get(path)[0] for path in paths} == paths
     assert client.get("/", method="POST")[0] == 501
     run.steps(101, 150, 11.0)
-    until(lambda: ">150<" in client.get("/")[1])
+    wait_until(lambda: ">150<" in client.get("/")[1])
     shutil.rmtree(run.paths.events)
-    until(lambda: client.get("/")[0] == 200)
+    wait_until(lambda: client.get("/")[0] == 200)
 
 
-def test_a_report_file_has_no_script_and_a_live_page_has_one(run: MadeRun) -> None:
+def test_a_report_file_has_no_script_and_a_live_page_has_one(run: RunDirectory) -> None:
     from ray_app.report.page import Live, render
 
     facts = read_facts(RunPaths(run.paths.root))

@@ -41,7 +41,7 @@ def count_possible_workers(policy: Any) -> int:
 
 @pytest.mark.parametrize("recovery", ["in_place", "restart"])
 def test_a_start_takes_over_the_reservation_of_its_killed_predecessor(
-    ray_cluster: None, short_run: Callable[..., Config], recovery: str
+    ray_cluster: None, make_short_config: Callable[..., Config], recovery: str
 ) -> None:
     workers = int(ray.cluster_resources()["CPU"])
     shape = {
@@ -49,7 +49,7 @@ def test_a_start_takes_over_the_reservation_of_its_killed_predecessor(
         "scaling__logical_workers": workers,
         "data__global_batch_size": workers * 4,
     }
-    config = short_run(**shape, failure__recovery=recovery)
+    config = make_short_config(**shape, failure__recovery=recovery)
     killed = start_policy("/runs/this", config, workers)
     try:
         assert count_possible_workers(killed) == workers
@@ -66,10 +66,10 @@ def test_a_start_takes_over_the_reservation_of_its_killed_predecessor(
 
 
 def test_free_slots_are_the_workers_that_fit_without_a_reservation(
-    ray_cluster: None, short_run: Callable[..., Config]
+    ray_cluster: None, make_short_config: Callable[..., Config]
 ) -> None:
     cpus = int(ray.cluster_resources()["CPU"])
-    config = short_run(
+    config = make_short_config(
         scaling__min_workers=2,
         scaling__max_workers=cpus,
         scaling__logical_workers=cpus,

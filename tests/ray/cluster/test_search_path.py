@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 _PROCESS_S = 240
 _DRIVER = """

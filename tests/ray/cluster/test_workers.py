@@ -25,17 +25,17 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Hooks, Job
 from tests.support.cluster import record_of
 from tests.support.injector import (
-    AwaitNewcomer,
-    Drag,
-    Fail,
+    AllowKill,
+    AwaitJoiningWorker,
+    DelayUntilEvent,
+    DelayUntilFile,
     Freeze,
     Kill,
-    KillAt,
+    KillAtPhase,
     KillSaving,
-    Linger,
-    Spare,
+    RaiseOSError,
+    SlowDown,
     Stall,
-    WaitFor,
 )
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -65,14 +65,14 @@ def sizes(events: dict[str, list[Event]]) -> list[int]:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.guarantee), 1])
 def test_survivors_continue_and_a_new_worker_joins(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, rank: int
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path, rank: int
 ) -> None:
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    config = make_short_config(scaling__min_workers=2, scaling__max_workers=2)
     kill = Kill(str(tmp_path / "killed"), step=13, rank=rank)
     run = str(tmp_path / "runs" / "run")
-    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
-    summary, events = run_with(config, reference, after_step=HookChain((kill, AwaitNewcomer(run, 14), joined)))
-    assert kill.happened == 1
+    joined = DelayUntilEvent(run, "formed", {"workers": 2, "generation": 3}, after=15)
+    summary, events = run_with(config, reference_run, after_step=HookChain((kill, AwaitJoiningWorker(run, 14), joined)))
+    assert kill.num_fired == 1
     assert sizes(events) == [2, 1, 2]
     assert summary["redone_steps"] == 0
     assert summary["world_sizes"][:2] == [[0, 2], [13, 1]]
@@ -87,14 +87,14 @@ def test_survivors_continue_and_a_new_worker_joins(
 
 
 def test_a_standby_worker_replaces_a_killed_worker(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2, scaling__standby_workers=1)
+    config = make_short_config(scaling__min_workers=2, scaling__max_workers=2, scaling__standby_workers=1)
     kill, run = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run")
-    ready = Linger(run, "standbys", {"ready": 1}, after=5, each_s=60)
-    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
-    summary, events = run_with(config, reference, after_step=HookChain((ready, kill, joined)))
-    assert kill.happened == 1
+    ready = DelayUntilEvent(run, "standbys", {"ready": 1}, after=5, each_s=60)
+    joined = DelayUntilEvent(run, "formed", {"workers": 2, "generation": 3}, after=15)
+    summary, events = run_with(config, reference_run, after_step=HookChain((ready, kill, joined)))
+    assert kill.num_fired == 1
     assert [event.details["ready"] for event in events["standbys"]][:2] == [1, 0], (
         "the standby worker must be ready before the kill, and then join"
     )
@@ -105,24 +105,26 @@ def test_a_standby_worker_replaces_a_killed_worker(
 
 
 def test_the_standby_worker_continues_after_all_workers_were_killed(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = short_run(
+    config = make_short_config(
         scaling__min_workers=1, scaling__max_workers=2, scaling__standby_workers=1, checkpoint__snapshot_every_steps=1
     )
     kill, run = Kill(str(tmp_path / "killed"), step=13), str(tmp_path / "runs" / "run")
-    ready = Linger(run, "standbys", {"ready": 1}, after=5, each_s=60)
-    committed = Linger(run, "checkpointed", {"step": 8}, after=12, each_s=60)
-    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
-    summary, events = run_with(config, reference, after_step=HookChain((ready, committed, kill, joined)))
-    assert kill.happened == 2
+    ready = DelayUntilEvent(run, "standbys", {"ready": 1}, after=5, each_s=60)
+    committed = DelayUntilEvent(run, "checkpointed", {"step": 8}, after=12, each_s=60)
+    joined = DelayUntilEvent(run, "formed", {"workers": 2, "generation": 3}, after=15)
+    summary, events = run_with(config, reference_run, after_step=HookChain((ready, committed, kill, joined)))
+    assert kill.num_fired == 2
     assert sizes(events) == [2, 1, 2]
     assert summary["redone_steps"] <= 1
 
 
-def test_a_straggler_is_replaced_by_the_standby_worker(short_run: ShortRun, tmp_path: Path) -> None:
+def test_a_straggler_is_replaced_by_the_standby_worker(make_short_config: ShortRun, tmp_path: Path) -> None:
     longer = {"train__epochs": 30, "train__max_steps": 500, "checkpoint__every_steps": 250}
-    alone = run_training(short_run(run__name="alone", train__strategy="single", scaling__max_workers=1, **longer))
+    alone = run_training(
+        make_short_config(run__name="alone", train__strategy="single", scaling__max_workers=1, **longer)
+    )
     scaling = {
         "scaling__min_workers": 2,
         "scaling__max_workers": 2,
@@ -130,11 +132,11 @@ def test_a_straggler_is_replaced_by_the_standby_worker(short_run: ShortRun, tmp_
         "scaling__evict_straggler_after_s": 1.0,
     }
     run = tmp_path / "runs" / "run"
-    drag = Drag(str(tmp_path / "slow"), step=20, rank=1)
-    ready = Linger(str(run), "standbys", {"ready": 1}, after=5, each_s=60)
-    joined = Linger(str(run), "formed", {"workers": 2, "generation": 3}, after=490, each_s=10)
+    drag = SlowDown(str(tmp_path / "slow"), step=20, rank=1)
+    ready = DelayUntilEvent(str(run), "standbys", {"ready": 1}, after=5, each_s=60)
+    joined = DelayUntilEvent(str(run), "formed", {"workers": 2, "generation": 3}, after=490, each_s=10)
     result = run_training(
-        short_run(**scaling, **longer), faults=Faults(train=Hooks(after_step=HookChain((ready, drag, joined))))
+        make_short_config(**scaling, **longer), faults=Faults(train=Hooks(after_step=HookChain((ready, drag, joined))))
     )
     assert result.summary["params_digest"] == alone.summary["params_digest"]
     paths = RunPaths(run)
@@ -156,17 +158,19 @@ class ExitOnUnpickling:
         return os._exit, (1,)
 
 
-def test_failures_of_joining_workers_count_against_the_budget(short_run: ShortRun) -> None:
-    config = short_run(scaling__min_workers=1, scaling__max_workers=1, failure__max_failures=1)
+def test_failures_of_joining_workers_count_against_the_budget(make_short_config: ShortRun) -> None:
+    config = make_short_config(scaling__min_workers=1, scaling__max_workers=1, failure__max_failures=1)
     with pytest.raises(BudgetSpentError, match="failed 2 times"):
         run_training(config, faults=Faults(train=Hooks(after_step=ExitOnUnpickling())))
 
 
 def test_a_run_survives_the_death_of_its_memory_cache(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
     """Workers that have the data continue; the worker that joins gets data that is decoded again."""
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2, data__cache="memory", data__read_task_mb=0.001)
+    config = make_short_config(
+        scaling__min_workers=2, scaling__max_workers=2, data__cache="memory", data__read_task_mb=0.001
+    )
     kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
     run = str(tmp_path / "runs" / "run")
     again = tmp_path / "again"
@@ -186,14 +190,14 @@ def test_a_run_survives_the_death_of_its_memory_cache(
         pids.extend(cache_pids)
 
     acts = (
-        WaitFor(str(again), 5),
+        DelayUntilFile(str(again), 5),
         kill,
-        AwaitNewcomer(run, 14),
-        Linger(run, "formed", {"workers": 2, "generation": 3}, after=15),
+        AwaitJoiningWorker(run, 14),
+        DelayUntilEvent(run, "formed", {"workers": 2, "generation": 3}, after=15),
     )
-    summary, events = run_with(config, reference, after_step=HookChain(acts), watch=watch)
+    summary, events = run_with(config, reference_run, after_step=HookChain(acts), watch=watch)
     assert len(pids) == 2, "the actor must die once and be restarted"
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert sizes(events) == [2, 1, 2]
     assert (summary["restarts"]["failures"], summary["redone_steps"]) == (1, 0)
 
@@ -205,17 +209,17 @@ def _has_stepped(job: Job) -> bool:
 
 
 def test_survivors_continue_after_deaths_in_every_phase_of_a_step(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
     """A worker dies while it computes, another in the reduction, and another while the next generation forms."""
-    config = short_run(scaling__min_workers=1, scaling__max_workers=4)
+    config = make_short_config(scaling__min_workers=1, scaling__max_workers=4)
     kills = [
-        KillAt(str(tmp_path / "compute"), "compute", rank=3, step=5),
-        KillAt(str(tmp_path / "reduction"), "reduction", rank=0, step=11),
-        KillAt(str(tmp_path / "forming"), "forming", rank=1, step=11),
+        KillAtPhase(str(tmp_path / "compute"), "compute", rank=3, step=5),
+        KillAtPhase(str(tmp_path / "reduction"), "reduction", rank=0, step=11),
+        KillAtPhase(str(tmp_path / "forming"), "forming", rank=1, step=11),
     ]
-    summary, events = run_with(config, reference, at=HookChain(tuple(kills)))
-    assert [kill.happened for kill in kills] == [1, 1, 1]
+    summary, events = run_with(config, reference_run, at=HookChain(tuple(kills)))
+    assert [kill.num_fired for kill in kills] == [1, 1, 1]
     assert sizes(events)[:2] == [4, 3]
     assert 1 in sizes(events)
     assert summary["redone_steps"] == 0
@@ -223,31 +227,36 @@ def test_survivors_continue_after_deaths_in_every_phase_of_a_step(
 
 @pytest.mark.rest
 def test_survivors_continue_after_two_simultaneous_deaths(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = short_run(scaling__min_workers=1, scaling__max_workers=3)
+    config = make_short_config(scaling__min_workers=1, scaling__max_workers=3)
     kills = [Kill(str(tmp_path / f"killed{rank}"), step=13, rank=rank) for rank in (0, 1)]
-    summary, events = run_with(config, reference, after_step=HookChain(tuple(kills)))
-    assert [kill.happened for kill in kills] == [1, 1]
+    summary, events = run_with(config, reference_run, after_step=HookChain(tuple(kills)))
+    assert [kill.num_fired for kill in kills] == [1, 1]
     assert summary["redone_steps"] == 0
     assert sizes(events)[-1] == 1
 
 
 def test_a_run_survives_a_worker_that_dies_while_it_joins(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    config = make_short_config(scaling__min_workers=2, scaling__max_workers=2)
     kill, join = (
         Kill(str(tmp_path / "killed"), step=13, rank=1),
-        KillAt(str(tmp_path / "joined"), "forming", rank=1, step=-1),
+        KillAtPhase(str(tmp_path / "joined"), "forming", rank=1, step=-1),
     )
     run = str(tmp_path / "runs" / "run")
     # With this file, the first start is not killed.
     Path(f"{join.proof}-1").touch()
 
-    acts = (Spare(join.proof), kill, AwaitNewcomer(run, 14), Linger(run, "failed", {"number": 2}, after=15))
-    summary, events = run_with(config, reference, after_step=HookChain(acts), at=join)
-    assert (kill.happened, join.happened) == (1, 1)
+    acts = (
+        AllowKill(join.proof),
+        kill,
+        AwaitJoiningWorker(run, 14),
+        DelayUntilEvent(run, "failed", {"number": 2}, after=15),
+    )
+    summary, events = run_with(config, reference_run, after_step=HookChain(acts), at=join)
+    assert (kill.num_fired, join.num_fired) == (1, 1)
     assert summary["restarts"]["failures"] == 2
     assert summary["redone_steps"] == 0
     assert set(sizes(events)) >= {1, 2}
@@ -255,13 +264,13 @@ def test_a_run_survives_a_worker_that_dies_while_it_joins(
 
 @pytest.mark.parametrize(("every", "max_redone"), [pytest.param(1, 1, marks=pytest.mark.guarantee), (None, 5)])
 def test_the_loss_of_all_workers_redoes_few_steps(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, every: int | None, max_redone: int
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path, every: int | None, max_redone: int
 ) -> None:
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2, checkpoint__snapshot_every_steps=every)
+    config = make_short_config(scaling__min_workers=2, scaling__max_workers=2, checkpoint__snapshot_every_steps=every)
     kill = Kill(str(tmp_path / "killed"), step=13)
-    committed = Linger(str(tmp_path / "runs" / "run"), "checkpointed", {"step": 8}, after=12, each_s=10)
-    summary, events = run_with(config, reference, after_step=HookChain((committed, kill)))
-    assert kill.happened == 2
+    committed = DelayUntilEvent(str(tmp_path / "runs" / "run"), "checkpointed", {"step": 8}, after=12, each_s=10)
+    summary, events = run_with(config, reference_run, after_step=HookChain((committed, kill)))
+    assert kill.num_fired == 2
     assert summary["redone_steps"] <= max_redone
     [resumed] = events["resumed"]
     assert resumed.details["source"] == ("snapshot" if every else "checkpoint")
@@ -270,12 +279,12 @@ def test_the_loss_of_all_workers_redoes_few_steps(
 
 @pytest.mark.rest
 def test_a_run_continues_without_a_frozen_worker(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = short_run(scaling__min_workers=1, scaling__max_workers=3, failure__heartbeat_timeout_s=5.0)
+    config = make_short_config(scaling__min_workers=1, scaling__max_workers=3, failure__heartbeat_timeout_s=5.0)
     freeze = Freeze(str(tmp_path / "frozen"), step=13, rank=1)
-    summary, events = run_with(config, reference, after_step=freeze)
-    assert freeze.happened == 1
+    summary, events = run_with(config, reference_run, after_step=freeze)
+    assert freeze.num_fired == 1
     assert sizes(events)[:2] == [3, 2]
     assert summary["redone_steps"] == 0
     pid = int(Path(f"{freeze.proof}-1").read_text())
@@ -284,12 +293,12 @@ def test_a_run_continues_without_a_frozen_worker(
 
 
 def test_a_stalled_worker_is_killed_and_its_stacks_are_recorded(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__step_timeout_s=6.0)
+    config = make_short_config(scaling__min_workers=2, scaling__max_workers=2, failure__step_timeout_s=6.0)
     stall = Stall(str(tmp_path / "stalled"), "data", rank=1, step=13)
-    summary, events = run_with(config, reference, at=stall)
-    assert stall.happened == 1
+    summary, events = run_with(config, reference_run, at=stall)
+    assert stall.num_fired == 1
     assert summary["redone_steps"] == 0
     stacks = {e.details["rank"]: e.details for e in events["stacks"]}
     assert set(stacks) == {0, 1}
@@ -301,8 +310,8 @@ def test_a_stalled_worker_is_killed_and_its_stacks_are_recorded(
     ("recovery", "redone_steps", "first_sizes"), [("in_place", 0, [2, 1]), ("restart", 20 - 16, [2, 2])]
 )
 def test_a_run_survives_a_killed_rendezvous(
-    short_run: ShortRun,
-    reference: dict[str, Any],
+    make_short_config: ShortRun,
+    reference_run: dict[str, Any],
     tmp_path: Path,
     recovery: str,
     redone_steps: int,
@@ -316,31 +325,31 @@ def test_a_run_survives_a_killed_rendezvous(
             ray.kill(ray.get_actor(job.rendezvous), no_restart=False)
             done.touch()
 
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__recovery=recovery)
+    config = make_short_config(scaling__min_workers=2, scaling__max_workers=2, failure__recovery=recovery)
     kill = Kill(str(tmp_path / "killed"), step=20, rank=0)
-    slow = WaitFor(str(done), step=5)
-    summary, events = run_with(config, reference, after_step=HookChain((slow, kill)), watch=watch)
+    slow = DelayUntilFile(str(done), step=5)
+    summary, events = run_with(config, reference_run, after_step=HookChain((slow, kill)), watch=watch)
     assert done.exists()
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert summary["redone_steps"] == redone_steps
     assert sizes(events)[:2] == first_sizes
 
 
 def test_recovery_by_restart_restarts_all_workers_like_stock_ray_train(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__recovery="restart")
+    config = make_short_config(scaling__min_workers=2, scaling__max_workers=2, failure__recovery="restart")
     kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
-    summary, events = run_with(config, reference, after_step=kill)
-    assert kill.happened == 1
+    summary, events = run_with(config, reference_run, after_step=kill)
+    assert kill.num_fired == 1
     assert sizes(events) == [2, 2]
     assert summary["redone_steps"] == 13 - 8
 
 
 @pytest.mark.rest
 def test_a_run_with_an_untested_version_of_ray_recovers_by_restart_without_private_names(
-    short_run: ShortRun,
-    reference: dict[str, Any],
+    make_short_config: ShortRun,
+    reference_run: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -348,10 +357,10 @@ def test_a_run_with_an_untested_version_of_ray_recovers_by_restart_without_priva
     """It imitates a newer Ray whose private parts have moved."""
     monkeypatch.setattr(ray, "__version__", "2.99.0")
     monkeypatch.setattr(PrivateName, "find", lambda name: None)
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    config = make_short_config(scaling__min_workers=2, scaling__max_workers=2)
     kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
-    summary, events = run_with(config, reference, after_step=kill)
-    assert kill.happened == 1
+    summary, events = run_with(config, reference_run, after_step=kill)
+    assert kill.num_fired == 1
     assert sizes(events) == [2, 2]
     assert (summary["redone_steps"], summary["restarts"]["failures"]) == (13 - 8, 1)
     assert [event.details["workers"] for event in events["workers"]] == [2, 2]
@@ -359,22 +368,22 @@ def test_a_run_with_an_untested_version_of_ray_recovers_by_restart_without_priva
     assert len(warnings) == 1
 
 
-def test_a_repeated_failure_ends_the_run_early(short_run: ShortRun, tmp_path: Path) -> None:
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__max_failures=-1)
+def test_a_repeated_failure_ends_the_run_early(make_short_config: ShortRun, tmp_path: Path) -> None:
+    config = make_short_config(scaling__min_workers=2, scaling__max_workers=2, failure__max_failures=-1)
     with pytest.raises(RepeatedFailureError, match=r"3 times in a row after step 13.*flaky"):
-        run_training(config, faults=Faults(train=Hooks(after_step=Fail(13))))
+        run_training(config, faults=Faults(train=Hooks(after_step=RaiseOSError(13))))
     summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert summary["restarts"]["failures"] == 3
 
 
 def test_the_next_rank_writes_the_checkpoint_of_a_rank_killed_in_its_commit(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+    make_short_config: ShortRun, reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = short_run(scaling__min_workers=1, scaling__max_workers=2)
+    config = make_short_config(scaling__min_workers=1, scaling__max_workers=2)
     kill = KillSaving(str(tmp_path / "killed"), step=16)
-    slow = WaitFor(f"{kill.proof}-0", step=17)
-    summary, events = run_with(config, reference, before_commit=kill, after_step=slow)
-    assert kill.happened == 1
+    slow = DelayUntilFile(f"{kill.proof}-0", step=17)
+    summary, events = run_with(config, reference_run, before_commit=kill, after_step=slow)
+    assert kill.num_fired == 1
     assert summary["redone_steps"] == 0
     assert sizes(events)[:2] == [2, 1]

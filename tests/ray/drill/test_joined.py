@@ -15,7 +15,7 @@ from ray_app.drill.scenario import Scenario, ScenarioContext
 from ray_app.drill.session import SCENARIOS
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 
 def arguments(digits: Path, out: Path, **drill: Any) -> list[str]:

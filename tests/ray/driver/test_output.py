@@ -17,10 +17,12 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def test_output_of_workers_and_evaluator_is_stored_and_shown(
-    short_run: Callable[..., Config], digits: Path, tmp_path: Path
+    make_short_config: Callable[..., Config], digits: Path, tmp_path: Path
 ) -> None:
-    task = {"class_path": "tests.support.talking_task.Talking", "init_args": {"pixel_max": 16.0}}
-    config = short_run(task=task, data__eval_path=str(digits / "eval"), scaling__max_workers=2, scaling__min_workers=2)
+    task = {"class_path": "tests.support.talking_task.PrintingTask", "init_args": {"pixel_max": 16.0}}
+    config = make_short_config(
+        task=task, data__eval_path=str(digits / "eval"), scaling__max_workers=2, scaling__min_workers=2
+    )
     console_output = StringIO()
     assert run_training(config, Console(file=console_output, width=200)).status == "finished"
     files = {file.name: file.read_text().splitlines() for file in (tmp_path / "runs" / "run" / "output").glob("*.out")}

@@ -21,14 +21,14 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks
-from tests.support.injector import Gate, Kill, KillAt, Late, Linger
-from tests.support.waiting import until
+from tests.support.injector import DelayEvaluation, DelayUntilEvent, HoldEvaluations, Kill, KillAtPhase
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-def evaluated_run(digits: Path, short_run: Callable[..., Config]) -> Callable[..., Config]:
+def evaluated_run(digits: Path, make_short_config: Callable[..., Config]) -> Callable[..., Config]:
     def make(**fields: Any) -> Config:
-        return short_run(
+        return make_short_config(
             **{"data__eval_path": str(digits / "eval"), "checkpoint__every_steps": 4, "checkpoint__keep_last": 2}
             | fields
         )
@@ -53,7 +53,7 @@ def test_the_result_of_early_stopping_depends_on_neither_lag_nor_workers(
         "train__max_steps": 100,
     }
     proof = tmp_path / "killed"
-    waits = Linger(str(tmp_path / "runs" / "at-once"), "evaluated", {"step": 12}, after=13, each_s=60)
+    waits = DelayUntilEvent(str(tmp_path / "runs" / "at-once"), "evaluated", {"step": 12}, after=13, each_s=60)
     runs = {
         "at once": (
             evaluated_run(run__name="at-once", scaling__max_workers=1, **judged),
@@ -61,7 +61,7 @@ def test_the_result_of_early_stopping_depends_on_neither_lag_nor_workers(
         ),
         "late": (
             evaluated_run(run__name="late", **judged),
-            Faults(before_evaluation=Late(str(tmp_path / "runs" / "late"), 100)),
+            Faults(before_evaluation=DelayEvaluation(str(tmp_path / "runs" / "late"), 100)),
         ),
         "killed": (evaluated_run(run__name="killed", **judged), Faults(train=Hooks(after_step=Kill(str(proof), 6, 0)))),
     }
@@ -98,7 +98,7 @@ def test_evaluations_of_workers_and_evaluator_are_bit_identical(
     read task.
     """
     every = {"checkpoint__every_steps": None, "checkpoint__every_epochs": 1, "evaluate__batch_size": 16}
-    proofs = KillAt(str(tmp_path / "killed"), "evaluate", 1, 23)
+    proofs = KillAtPhase(str(tmp_path / "killed"), "evaluate", 1, 23)
     runs = {
         "actor": (evaluated_run(run__name="actor", **every), Faults()),
         "one worker": (
@@ -118,7 +118,7 @@ def test_evaluations_of_workers_and_evaluator_are_bit_identical(
     for name, result in results.items():
         assert comparable_values(read_evaluations(RunPaths(result.path))) == expected, name
         assert result.summary["params_digest"] == results["actor"].summary["params_digest"], name
-    assert proofs.happened == 1
+    assert proofs.num_fired == 1
     [first, *_] = read_evaluations(RunPaths(results["actor"].path))
     assert first.rows == sum(map(sum, first.tables["confusion_matrix"]))
     assert len(first.tables["recall"]) == len(first.classes) == 10
@@ -135,12 +135,14 @@ def test_a_run_without_its_last_evaluations_is_not_finished(
     config, go_on = evaluated_run(**fields), tmp_path / "go-on"
     store = CheckpointStore(RunPaths(tmp_path / "runs" / "run"))
     with (
-        open_run(config, Console(file=StringIO()), Faults(before_evaluation=Gate(str(go_on))), background=True) as run,
+        open_run(
+            config, Console(file=StringIO()), Faults(before_evaluation=HoldEvaluations(str(go_on))), background=True
+        ) as run,
         ThreadPoolExecutor(1) as pool,
     ):
         result = pool.submit(run.run)
         if not fields:
-            until(lambda: any(commit.step == 30 for commit in store.commits()), "the last step is not there")
+            wait_until(lambda: any(commit.step == 30 for commit in store.commits()), "the last step is not there")
             run.stop()
         summary = result.result(120).summary
     assert (summary["status"], summary["steps"]) == ("interrupted", 30)

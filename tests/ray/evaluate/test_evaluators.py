@@ -22,8 +22,8 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.runlog.evaluations import evaluated_steps, read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from tests.support.places import ROOT
-from tests.support.waiting import until
+from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 
 DRIVER = """
 import sys
@@ -31,8 +31,9 @@ from ray_app import run_training
 from ray_app.config.config import from_yaml
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
-from tests.support.injector import Gate, WaitFor
-faults = Faults(train=Hooks(after_step=WaitFor(sys.argv[2], step=20)), before_evaluation=Gate(sys.argv[3]))
+from tests.support.injector import DelayUntilFile, HoldEvaluations
+hooks = Hooks(after_step=DelayUntilFile(sys.argv[2], step=20))
+faults = Faults(train=hooks, before_evaluation=HoldEvaluations(sys.argv[3]))
 run_training(from_yaml(open(sys.argv[1]).read()), faults=faults)
 """
 
@@ -61,20 +62,24 @@ def has_committed(paths: RunPaths, step: int) -> Callable[[], bool]:
 
 
 def test_the_evaluator_outlives_its_driver_and_closes_the_run(
-    ray_cluster: None, short_run: Callable[..., Config], digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ray_cluster: None,
+    make_short_config: Callable[..., Config],
+    digits: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    config = short_run(data__eval_path=str(digits / "eval"), tracking__enabled=True, tracking__every_steps=1)
+    config = make_short_config(data__eval_path=str(digits / "eval"), tracking__enabled=True, tracking__every_steps=1)
     paths, gate = RunPaths(tmp_path / "runs" / "run"), tmp_path / "gate"
     with driving(config, tmp_path, tmp_path / "never", gate) as driver:
-        until(has_committed(paths, 16))
+        wait_until(has_committed(paths, 16))
         os.kill(driver.pid, signal.SIGKILL)
         assert driver.wait(20) == -signal.SIGKILL
     assert evaluated_steps(paths) == set()
     assert not paths.summary.exists()
     gate.touch()
-    until(paths.summary.exists)
+    wait_until(paths.summary.exists)
     assert evaluated_steps(paths) == {8, 16}
     [lost] = read_events(paths, "driver_lost")
     assert (lost.details["status"], lost.details["step"]) == ("interrupted", 16)
@@ -84,7 +89,7 @@ def test_the_evaluator_outlives_its_driver_and_closes_the_run(
         run_id = json.loads(paths.summary.read_text())["mlflow_run_id"]
         return client.get_run(run_id) if run_id else None
 
-    until(lambda: (run := mlflow_run()) is not None and run.info.status == "KILLED")
+    wait_until(lambda: (run := mlflow_run()) is not None and run.info.status == "KILLED")
     history = client.get_metric_history(mlflow_run().info.run_id, "eval_accuracy")
     assert [(m.step, m.value) for m in history] == [(e.step, e.metrics["accuracy"]) for e in read_evaluations(paths)]
 
@@ -92,23 +97,23 @@ def test_the_evaluator_outlives_its_driver_and_closes_the_run(
         named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         return not [name for name in named if name.startswith("evaluator-run-") and name.endswith(f"-{lost.fence}")]
 
-    until(is_gone)
+    wait_until(is_gone)
 
 
 def test_a_named_evaluator_of_another_job_follows_a_run(
     ray_cluster: None,
-    short_run: Callable[..., Config],
+    make_short_config: Callable[..., Config],
     digits: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    config = short_run(tracking__enabled=True, tracking__every_steps=1)
+    config = make_short_config(tracking__enabled=True, tracking__every_steps=1)
     paths, go_on = RunPaths(tmp_path / "runs" / "run"), tmp_path / "go-on"
     arguments = ["--run", str(paths.root), "--name", "fresh", "--data", str(digits / "eval"), "--num_cpus", "0.5"]
     with driving(config, tmp_path, go_on, tmp_path / "never") as driver:
-        until(has_committed(paths, 16))
+        wait_until(has_committed(paths, 16))
         assert main(arguments) == 0
         assert evaluated_steps(paths, "fresh") == {8, 16}, (
             "the committed checkpoints of a running run must be evaluated"
@@ -128,12 +133,12 @@ def test_a_named_evaluator_of_another_job_follows_a_run(
 
 def test_evaluating_an_ended_run_equals_its_own_evaluator(
     ray_cluster: None,
-    short_run: Callable[..., Config],
+    make_short_config: Callable[..., Config],
     digits: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = run_training(short_run(data__eval_path=str(digits / "eval")))
+    result = run_training(make_short_config(data__eval_path=str(digits / "eval")))
     paths = RunPaths(result.path)
     evaluations = read_evaluations(paths)
     assert main(["--run", str(result.path), "--name", "again", "--data", str(digits / "eval")]) == 0

@@ -19,10 +19,12 @@ IMAGES = np.random.default_rng(0).integers(0, 17, (5, 1, 8, 8)).astype(np.uint8)
 
 @pytest.mark.rest
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_registers_its_best_checkpoint(short_run: Callable[..., Config], digits: Path, capsys: Any) -> None:
+def test_a_run_registers_its_best_checkpoint(
+    make_short_config: Callable[..., Config], digits: Path, capsys: Any
+) -> None:
     import mlflow
 
-    config = short_run(
+    config = make_short_config(
         scaling__min_workers=1,
         scaling__max_workers=1,
         data__eval_path=str(digits / "eval"),

@@ -37,15 +37,15 @@ from ray_app.predict.actor import Model, PredictActor, PredictJob
 from ray_app.predict.predict import cut_parts
 from ray_app.task.base import Task
 from ray_app.task.tabular import TabularRegression
-from tests.support.finished_run import CHAMPION, Finished, champion_run, predict_command
-from tests.support.mlflow_server import database
-from tests.support.places import ROOT
-from tests.support.waiting import until
+from tests.support.finished_run import CHAMPION, FinishedRun, make_champion_run, predict_command
+from tests.support.mlflow_server import make_database
+from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Finished:
-    return champion_run(tmp_path_factory.mktemp("storage"), digits)
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> FinishedRun:
+    return make_champion_run(tmp_path_factory.mktemp("storage"), digits)
 
 
 def read_parts(out: Path) -> pa.Table:
@@ -68,7 +68,7 @@ def images_of(path: Path) -> tuple[list[str], np.ndarray]:
 
 @pytest.mark.rest
 def test_the_champion_predicts_every_row_once_in_order(
-    ray_cluster: None, run: Finished, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ray_cluster: None, run: FinishedRun, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert main(predict_command(run, digits / "eval", out, *CHAMPION, "--predict.workers", "2")) == 0
@@ -113,7 +113,7 @@ def test_the_champion_predicts_every_row_once_in_order(
 
 
 def test_predictions_without_labels_are_bit_identical_with_and_without_a_cluster(
-    ray_cluster: None, run: Finished, digits: Path, tmp_path: Path
+    ray_cluster: None, run: FinishedRun, digits: Path, tmp_path: Path
 ) -> None:
     table = pq.read_table(digits / "eval" / "part-00000.parquet")
     data = tmp_path / "unlabelled"
@@ -155,9 +155,9 @@ def test_an_interrupted_or_killed_prediction_continues(ray_cluster: None, digits
     gate = tmp_path / "gate"
     out, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
     gate.mkdir()
-    uri, task = database(tmp_path / "mlflow.db"), "tests.support.gated_task.GatedPrediction"
+    uri, task = make_database(tmp_path / "mlflow.db"), "tests.support.gated_task.GatedPrediction"
     settings = {"gate": str(gate), "wait_before": 4}
-    run = Finished(tmp_path, digits, uri, task=task, init_args=settings)
+    run = FinishedRun(tmp_path, digits, uri, task=task, init_args=settings)
     more = ["--task.class_path", task, *(f"--task.init_args.{name}={value}" for name, value in settings.items())]
     arguments = predict_command(run, digits / "eval", out, "--predict.run", str(run.job.paths.root), *more)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -166,9 +166,9 @@ def test_an_interrupted_or_killed_prediction_continues(ray_cluster: None, digits
         """Returns the exit code of a driver that gets a signal once three parts exist."""
         driver = subprocess.Popen([sys.executable, "jobs/predict.py", *arguments], cwd=ROOT, env=environment)
         try:
-            until(lambda: (gate / "reached").exists() or driver.poll() is not None)
+            wait_until(lambda: (gate / "reached").exists() or driver.poll() is not None)
             assert driver.poll() is None
-            until(lambda: len(state_of(out)) == 3)
+            wait_until(lambda: len(state_of(out)) == 3)
         finally:
             driver.send_signal(sent)
             driver.wait(60)

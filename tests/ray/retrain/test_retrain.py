@@ -26,9 +26,9 @@ from ray_app.retrain.gate import select_gate_rows
 from ray_app.retrain.rounds import STAGES, RetrainPaths, digest_json, open_rounds, read_audit_entries
 from ray_app.storage.files import read_json
 from ray_app.track.mlflow_client import connect
-from tests.support.mlflow_server import database, mlflow_runs
-from tests.support.places import ROOT
-from tests.support.train_command import Ended
+from tests.support.mlflow_server import make_database, mlflow_runs
+from tests.support.paths import ROOT
+from tests.support.train_command import CommandResult
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1800)]
 
@@ -68,7 +68,7 @@ class Days:
         table = pa.concat_tables(pq.read_table(file) for file in sorted((digits / "train").glob("*.parquet")))
         self.rows = table.take(np.random.default_rng(0).permutation(len(table)))
         self.deliver("first", 0, 150)
-        database(folder / "runs" / "mlflow.db")
+        make_database(folder / "runs" / "mlflow.db")
 
     def deliver(
         self, name: str, low: int, high: int, change: Callable[[np.ndarray], np.ndarray] = lambda labels: labels
@@ -136,13 +136,13 @@ class Days:
 
 
 @pytest.fixture
-def start(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+def start(capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandResult]:
     """Starts the command in this process."""
 
-    def call(days: Days, *more: str) -> Ended:
+    def call(days: Days, *more: str) -> CommandResult:
         code = main([*days.arguments, *more])
         output = capsys.readouterr()
-        return Ended(code, output.out, output.err)
+        return CommandResult(code, output.out, output.err)
 
     return call
 
@@ -158,7 +158,7 @@ def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def test_retraining_decides_correctly_from_day_to_day(
-    undisturbed: tuple[Days, dict[str, Any]], start: Callable[..., Ended]
+    undisturbed: tuple[Days, dict[str, Any]], start: Callable[..., CommandResult]
 ) -> None:
     days, facts = undisturbed
     assert_day_3(days, facts)

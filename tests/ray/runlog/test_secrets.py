@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def test_no_output_of_a_run_contains_a_secret(
-    short_run: Callable[..., Config],
+    make_short_config: Callable[..., Config],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
@@ -33,7 +33,7 @@ def test_no_output_of_a_run_contains_a_secret(
         "source": "s3://me:canary-of-the-uri@bucket/x?token=canary-parameter",
         "fail_at": 20,
     }
-    config = short_run(
+    config = make_short_config(
         tracking__enabled=True, tracking__system_metrics_s=1.0, tracking__every_steps=1, scaling__max_workers=1
     )
     config = config.replace(task={"class_path": "tests.support.secret_task.SecretTask", "init_args": secrets})

@@ -26,9 +26,9 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_files, list_tree, put_atomic, put_json, read_json
 from ray_app.storage.object_stores import ObjectPath
 from ray_app.train.job import Hooks, Job
-from tests.support.injector import Break
-from tests.support.mlflow_server import database
-from tests.support.places import ROOT
+from tests.support.injector import RaiseNonFinite
+from tests.support.mlflow_server import make_database
+from tests.support.paths import ROOT
 from tests.support.s3_server import S3Server
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -37,8 +37,8 @@ ShortRun = Callable[..., Config]
 
 @pytest.mark.rest
 def test_a_run_on_s3_is_bit_identical_after_failures(
-    short_run: ShortRun,
-    reference: dict[str, Any],
+    make_short_config: ShortRun,
+    reference_run: dict[str, Any],
     digits: Path,
     s3_folder: ObjectPath,
     s3_server: S3Server,
@@ -49,20 +49,20 @@ def test_a_run_on_s3_is_bit_identical_after_failures(
     """
     for name, file in list_tree(digits).items():
         put_atomic(s3_folder / "digits" / name, file.read_bytes())
-    config = short_run(
+    config = make_short_config(
         run__storage_path=str(s3_folder),
         data__path=str(s3_folder / "digits" / "train"),
         data__eval_path=str(s3_folder / "digits" / "eval"),
         tracking__enabled=True,
-        tracking__uri=database(tmp_path / "mlflow.db"),
+        tracking__uri=make_database(tmp_path / "mlflow.db"),
         scaling__min_workers=2,
         scaling__max_workers=2,
     )
-    stop = Break(str(tmp_path / "stopped"), step=20)
+    stop = RaiseNonFinite(str(tmp_path / "stopped"), step=20)
     with pytest.raises(NonFiniteError, match="injected"):
         run_training(config, faults=Faults(train=Hooks(after_step=stop)))
     paths = RunPaths(s3_folder / "run")
-    assert stop.happened == 2
+    assert stop.num_fired == 2
     assert read_json(paths.summary)["status"] == "failed"
     model_file = paths.checkpoint(16, 1) / "model.safetensors"
     data = bytearray(model_file.read_bytes())
@@ -73,7 +73,7 @@ def test_a_run_on_s3_is_bit_identical_after_failures(
     summary = result.summary
     assert summary == read_json(paths.summary)
     assert summary["status"] == "finished"
-    assert summary["params_digest"] == reference["params_digest"]
+    assert summary["params_digest"] == reference_run["params_digest"]
     assert summary["checkpoints"]["fallbacks"] == 1
     [fallback] = read_events(paths, "fallback")
     assert fallback.details["checkpoint"] == "step-00000016-0001"
@@ -81,7 +81,7 @@ def test_a_run_on_s3_is_bit_identical_after_failures(
     assert summary["restarts"]["driver"] == 1
     assert [e.details["step"] for e in read_events(paths, "resumed")] == [8]
     assert Counter(e.step for e in result.evaluations()) == Counter([8, 16, 24, 30])
-    assert params_digest(dict(result.load_model("newest").state_dict())) == reference["params_digest"]
+    assert params_digest(dict(result.load_model("newest").state_dict())) == reference_run["params_digest"]
     assert len(result.metrics()) == 30
     assert summary["mlflow_run_id"] == read_json(paths.tracking)["run_id"]
     assert sorted(list_files(paths.root)) == [
@@ -97,9 +97,9 @@ def test_a_run_on_s3_is_bit_identical_after_failures(
 
 
 @pytest.mark.rest
-def test_a_second_driver_of_a_run_is_refused(short_run: ShortRun, tmp_path: Path) -> None:
+def test_a_second_driver_of_a_run_is_refused(make_short_config: ShortRun, tmp_path: Path) -> None:
     """The second driver ends with exit code 2 before it writes, and the first continues."""
-    config = short_run(train__max_steps=2)
+    config = make_short_config(train__max_steps=2)
     refusals: list[subprocess.CompletedProcess[str]] = []
     has_started = threading.Event()
 
@@ -123,14 +123,14 @@ def test_a_second_driver_of_a_run_is_refused(short_run: ShortRun, tmp_path: Path
     assert run_training(config).status == "finished", "a released run can be started again"
 
 
-def test_a_driver_that_lost_its_lease_ends_and_writes_nothing(short_run: ShortRun, tmp_path: Path) -> None:
+def test_a_driver_that_lost_its_lease_ends_and_writes_nothing(make_short_config: ShortRun, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "runs" / "run")
 
     def take_over(job: Job) -> None:
         if read_events(paths, "checkpointed") and not paths.fence(2).exists():
             put_json(paths.fence(2), asdict(LeaseRecord(LeaseHolder("node-7", "another", 1, 1), 0.0, 0.0, 30.0)))
 
-    config = short_run(train__epochs=40, train__max_steps=None, checkpoint__every_steps=8)
+    config = make_short_config(train__epochs=40, train__max_steps=None, checkpoint__every_steps=8)
     with pytest.raises(LeaseLostError, match=r"taken over by its start number 2 .* on node-7"):
         run_training(config, observe=take_over)
     assert not paths.summary.exists()

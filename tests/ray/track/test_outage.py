@@ -22,9 +22,9 @@ from ray_app.runlog.node_metrics import read_samples
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks, Job
-from tests.support.injector import Gates
-from tests.support.mlflow_server import ERROR_500, Server, Stub, history, mlflow_runs
-from tests.support.waiting import until
+from tests.support.injector import HoldSteps
+from tests.support.mlflow_server import ERROR_500, BrokenServer, MlflowServer, metric_history, mlflow_runs
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -34,8 +34,8 @@ _REQUEST_S = 6.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    server = MlflowServer(tmp_path_factory.mktemp("server"))
     server.start()
     yield server
     server.kill()
@@ -58,12 +58,12 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
     assert run.info.status == status
     run_id, records = run.info.run_id, records_of(paths)
     for metric in ("loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts"):
-        assert [(step, at) for step, at, _ in history(uri, run_id, metric)] == [
+        assert [(step, at) for step, at, _ in metric_history(uri, run_id, metric)] == [
             (n, int(r.time_s * 1e3)) for n, r in records.items()
         ]
-    assert [value for _, _, value in history(uri, run_id, "step_ms")] == [r.step_ms for r in records.values()]
+    assert [value for _, _, value in metric_history(uri, run_id, "step_ms")] == [r.step_ms for r in records.values()]
     evaluations = read_evaluations(paths)
-    evaluation_points = history(uri, run_id, "eval_accuracy") if evaluations else []
+    evaluation_points = metric_history(uri, run_id, "eval_accuracy") if evaluations else []
     assert evaluation_points == [(e.step, int(e.time_s * 1e3), e.metrics["accuracy"]) for e in evaluations]
     samples = list(read_samples(paths, "").values())
     for node in {name for sample in samples for name in sample.nodes}:
@@ -72,7 +72,7 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
             for sample in samples
             if node in sample.nodes
         ]
-        assert history(uri, run_id, f"system/{node}/memory_gb") == expected
+        assert metric_history(uri, run_id, f"system/{node}/memory_gb") == expected
     sent = {name for name in run.data.metrics if not name.startswith(("eval_", "system/"))}
     assert sent - {"imbalance"} == {
         "loss",
@@ -85,19 +85,19 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
         "restarts",
     }
     imbalances = [(n, r.imbalance) for n, r in records.items() if r.imbalance is not None]
-    assert [(step, value) for step, _, value in history(uri, run_id, "imbalance")] == imbalances
+    assert [(step, value) for step, _, value in metric_history(uri, run_id, "imbalance")] == imbalances
     return run
 
 
 class Outages:
     """Changes the state of the server between the phases, called by the driver when it observes the run."""
 
-    def __init__(self, folder: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    def __init__(self, folder: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture) -> None:
         self.folder = folder
         self.server = server
         self.caplog = caplog
         self.next = 1
-        self.stub: Stub | None = None
+        self.stub: BrokenServer | None = None
         self.requests: list[int] = []
         self.num_warnings = 0
 
@@ -108,20 +108,20 @@ class Outages:
             self.next += 1
 
     def after_1(self, job: Job) -> None:
-        until(lambda: (read_json(job.paths.tracking) or {}).get("sent_step") == PHASE)
+        wait_until(lambda: (read_json(job.paths.tracking) or {}).get("sent_step") == PHASE)
         self.server.freeze()
 
     def after_2(self, job: Job) -> None:
-        until(lambda: "training goes on" in self.caplog.text)
+        wait_until(lambda: "training goes on" in self.caplog.text)
         self.server.thaw()
-        until(lambda: read_json(job.paths.tracking)["sent_step"] == 2 * PHASE)
+        wait_until(lambda: read_json(job.paths.tracking)["sent_step"] == 2 * PHASE)
         # On a busy machine, answers can time out, so there may be several warnings.
         self.num_warnings = self.caplog.text.count("training goes on")
         self.server.kill()
 
     def after_3(self, job: Job) -> None:
-        until(lambda: self.caplog.text.count("training goes on") > self.num_warnings)
-        self.stub = Stub(self.server.port, ERROR_500)
+        wait_until(lambda: self.caplog.text.count("training goes on") > self.num_warnings)
+        self.stub = BrokenServer(self.server.port, ERROR_500)
 
     def after_4(self, job: Job) -> None:
         self.replace_stub(None)
@@ -134,17 +134,21 @@ class Outages:
     def replace_stub(self, answer: bytes | bool | None) -> None:
         stub = self.stub
         assert stub is not None
-        until(lambda: stub.asked > 0)
-        self.requests.append(stub.asked)
+        wait_until(lambda: stub.num_requests > 0)
+        self.requests.append(stub.num_requests)
         stub.close()
-        self.stub = None if answer is False else Stub(self.server.port, answer)  # type: ignore[arg-type]
+        self.stub = None if answer is False else BrokenServer(self.server.port, answer)  # type: ignore[arg-type]
 
 
 @pytest.mark.rest
 def test_outages_delay_no_step_and_lose_or_double_no_point(
-    short_run: Callable[..., Config], digits: Path, tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+    make_short_config: Callable[..., Config],
+    digits: Path,
+    tmp_path: Path,
+    server: MlflowServer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = short_run(
+    config = make_short_config(
         tracking__enabled=True,
         tracking__uri=server.uri,
         tracking__every_steps=1,
@@ -155,7 +159,7 @@ def test_outages_delay_no_step_and_lose_or_double_no_point(
     )
     outages = Outages(tmp_path, server, caplog)
     summary = run_training(
-        config, faults=Faults(train=Hooks(after_step=Gates(str(tmp_path), PHASE, STEPS))), observe=outages
+        config, faults=Faults(train=Hooks(after_step=HoldSteps(str(tmp_path), PHASE, STEPS))), observe=outages
     ).summary
     assert outages.next * PHASE == STEPS
     assert len(outages.requests) == 2
@@ -182,22 +186,22 @@ def assert_inputs(run: Any, config: Config) -> None:
 
 
 def test_a_run_without_mlflow_is_replayed_later(
-    short_run: Callable[..., Config],
+    make_short_config: Callable[..., Config],
     tmp_path: Path,
-    server: Server,
+    server: MlflowServer,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(run_module, "_TRACKING_END_S", 0.5)
-    absent = Server(tmp_path)
+    absent = MlflowServer(tmp_path)
     fields = {
         "tracking__enabled": True,
         "tracking__every_steps": 1,
         "tracking__system_metrics_s": 0.5,
         "run__name": "absent",
     }
-    result = run_training(short_run(**fields, tracking__uri=absent.uri, tracking__experiment="first"))
+    result = run_training(make_short_config(**fields, tracking__uri=absent.uri, tracking__experiment="first"))
     assert result.status == "finished"
     assert result.summary["mlflow_run_id"] is None
     [command] = re.findall(r"ray-app track --replay (\S+)", caplog.text)

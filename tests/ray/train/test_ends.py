@@ -35,8 +35,8 @@ def frozen_coordinator(ray_cluster: None) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("frozen_coordinator")
-def test_a_run_does_not_depend_on_the_autoscaling_coordinator(short_run: ShortRun) -> None:
-    result = run_training(short_run(data__cache="memory"))
+def test_a_run_does_not_depend_on_the_autoscaling_coordinator(make_short_config: ShortRun) -> None:
+    result = run_training(make_short_config(data__cache="memory"))
     assert result.status == "finished"
     assert result.summary["steps"] == 30
 
@@ -54,12 +54,12 @@ def interrupt_when(happens: Callable[[Job], Any]) -> Callable[[Job], None]:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_sigterm_ends_a_run_that_waits_for_data(short_run: ShortRun, tmp_path: Path) -> None:
+def test_sigterm_ends_a_run_that_waits_for_data(make_short_config: ShortRun, tmp_path: Path) -> None:
     task = {
-        "task__class_path": "tests.support.stuck_task.Stuck",
+        "task__class_path": "tests.support.stuck_task.StuckTask",
         "task__init_args": {"folder": str(tmp_path), "calls": 2},
     }
-    config = short_run(**task, data__cache="none", data__read_task_mb=0.01)
+    config = make_short_config(**task, data__cache="none", data__read_task_mb=0.01)
     result = run_training(config, observe=interrupt_when(lambda _: (tmp_path / "stuck").exists()))
     assert result.status == "interrupted"
     [event] = read_events(RunPaths(result.path), "workers_abandoned")
@@ -67,10 +67,10 @@ def test_sigterm_ends_a_run_that_waits_for_data(short_run: ShortRun, tmp_path: P
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_sigterm_ends_a_run_that_waits_for_capacity(short_run: ShortRun) -> None:
+def test_sigterm_ends_a_run_that_waits_for_capacity(make_short_config: ShortRun) -> None:
     busy_actors = [ray.remote(num_cpus=1)(BusyActor).remote() for _ in range(8)]
     ray.get([actor.ready.remote() for actor in busy_actors])
-    result = run_training(short_run(data__cache="memory"), observe=interrupt_when(lambda _: True))
+    result = run_training(make_short_config(data__cache="memory"), observe=interrupt_when(lambda _: True))
     assert (result.status, result.summary["steps"]) == ("interrupted", 0)
     for actor in busy_actors:
         ray.kill(actor)

@@ -14,9 +14,9 @@ from ray_app.driver.run import Faults
 from ray_app.runlog.journal import newest_record
 from ray_app.train.job import Hooks, Job
 from ray_app.watch.prometheus import METRICS, RunMetrics
-from tests.support.injector import Gate, Gates, KillAt
-from tests.support.places import ROOT
-from tests.support.prometheus import find_prometheus, prometheus, shown
+from tests.support.injector import HoldEvaluations, HoldSteps, KillAtPhase
+from tests.support.paths import ROOT
+from tests.support.prometheus import exported_metrics, find_prometheus, start_prometheus
 
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "runs.json").read_text())
 RUN = "a-run"
@@ -50,7 +50,7 @@ class GateOpener:
         if self._calls < _LOOKS:
             return
         if self._step == LAST:
-            self.metrics = shown(job.paths.name)
+            self.metrics = exported_metrics(job.paths.name)
             if self.metrics.get(("ray_app_steps", "")) != LAST:
                 return
             self._evaluate.touch()
@@ -75,11 +75,11 @@ def metrics(ray_cluster: None, digits: Path, tmp_path_factory: pytest.TempPathFa
         run__name=RUN,
         tracking__enabled=False,
     )
-    kill = KillAt(str(folder / "killed"), "compute", 1, 5)
+    kill = KillAtPhase(str(folder / "killed"), "compute", 1, 5)
     opener = GateOpener(gates, evaluate)
-    hooks = Hooks(after_step=Gates(str(gates), EVERY, LAST + 1), at=kill)
-    result = run_training(config, faults=Faults(hooks, Gate(str(evaluate))), observe=opener)
-    assert (result.status, kill.happened) == ("finished", 1)
+    hooks = Hooks(after_step=HoldSteps(str(gates), EVERY, LAST + 1), at=kill)
+    result = run_training(config, faults=Faults(hooks, HoldEvaluations(str(evaluate))), observe=opener)
+    assert (result.status, kill.num_fired) == ("finished", 1)
     return opener.metrics
 
 
@@ -109,7 +109,7 @@ def test_prometheus_answers_every_panel(metrics: MetricValues, tmp_path: Path) -
     program = find_prometheus()
     if program is None:
         pytest.skip("Prometheus is not installed (apt-get install prometheus): the panels' queries were not asked")
-    with prometheus(program, tmp_path) as server:
+    with start_prometheus(program, tmp_path) as server:
         assert server.get("label/run/values", **{"match[]": "ray_app_steps"}) == [RUN]
         for title, expression in panel_queries().items():
             answers = server.query(expression)

@@ -13,19 +13,19 @@ from ray_app import run_training
 from ray_app.config.config import Config
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from tests.support.receiver import receiver
+from tests.support.receiver import start_receiver
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def test_posts_arrive_and_an_unreachable_receiver_ends_no_run(
-    short_run: Callable[..., Config], digits: Path, tmp_path: Path
+    make_short_config: Callable[..., Config], digits: Path, tmp_path: Path
 ) -> None:
-    with receiver() as (closed_url, _):
+    with start_receiver() as (closed_url, _):
         pass
-    with receiver() as (url, posts):
+    with start_receiver() as (url, posts):
         observers = [{"class_path": "ray_app.Webhook", "init_args": {"url": target}} for target in (closed_url, url)]
-        config = short_run(
+        config = make_short_config(
             observers=observers, data__eval_path=str(digits / "eval"), scaling__max_workers=2, scaling__min_workers=2
         )
         result = run_training(config, Console(quiet=True))

@@ -18,7 +18,7 @@ from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks
 from ray_app.train.membership import SingleProcessMembership
 from tests.support.cluster import record_of
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 SCRIPT = """
 import ray, sys
@@ -30,7 +30,7 @@ from ray_app.drill.faults import HookChain
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import read_events
 from ray_app.train.job import Hooks
-from tests.support.injector import Linger
+from tests.support.injector import DelayUntilEvent
 
 config = from_yaml(Path(sys.argv[1]).read_text())
 run = str(Path(config.run.storage_path) / config.run.name)
@@ -51,7 +51,7 @@ class Nodes:
             self.lost = True
 
 with open_drill_cluster(3, evaluates=False) as nodes:
-    slow = (Linger(run, "preempted", {}, after=9, each_s=10), Linger(run, "server_lost", {}, after=18, each_s=10))
+    slow = (DelayUntilEvent(run, "preempted", {}, after=9, each_s=10), DelayUntilEvent(run, "server_lost", {}, after=18, each_s=10))
     acts = Nodes()
     run_training(config, faults=Faults(train=Hooks(after_step=HookChain(slow))), observe=acts)
     assert acts.drained and acts.lost
@@ -59,12 +59,12 @@ with open_drill_cluster(3, evaluates=False) as nodes:
 
 
 def test_draining_a_worker_node_and_losing_a_server_node_keep_parameters(
-    short_run: Callable[..., Config], tmp_path: Path
+    make_short_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
+    alone = claim(prepare(make_short_config(run__name="undisturbed", scaling__max_workers=2)), 1).job
     train_in_process(alone, SingleProcessMembership(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
-    config = short_run(
+    config = make_short_config(
         train__strategy="parameter_server", train__servers=2, train__server_cpus=0.5, scaling__max_workers=2
     )
     (tmp_path / "config.yaml").write_text(config.to_yaml())

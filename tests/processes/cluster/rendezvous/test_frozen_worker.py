@@ -24,7 +24,7 @@ from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.cluster.rendezvous.server import ConnectionServer, encode
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.membership import Flags, Heartbeat
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 SILENCE_S, LOCALHOST = 5.0, "127.0.0.1"
 
@@ -80,14 +80,14 @@ def worker(meeting: _RendezvousThread, tmp_path: Path) -> Iterator[Any]:
         target=_run_worker, args=(meeting.address_and_secret, tmp_path / "run"), daemon=True
     )
     process.start()
-    until(lambda: meeting.member() is not None, "no heartbeat")
+    wait_until(lambda: meeting.member() is not None, "no heartbeat")
     yield process
     process.kill()
 
 
 def _freeze(worker: Any) -> None:
     os.kill(worker.pid, signal.SIGSTOP)
-    until(
+    wait_until(
         lambda: Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T",
         "the process was not stopped",
     )
@@ -108,7 +108,7 @@ def test_flags_are_pushed_at_once_between_rare_heartbeats(meeting: _RendezvousTh
     """A heartbeat is due every 1,000 s; a flag reaches the worker before, and it exits since it was evicted."""
     meeting.run(meeting.rendezvous.set_expected(1_000_000))
     member = meeting.member()
-    until(lambda: member.period_s == 1000, "the worker's heartbeat interval was not raised")
+    wait_until(lambda: member.period_s == 1000, "the worker's heartbeat interval was not raised")
     heartbeat_s = member.heartbeat_s
     meeting.now_s += 500
     meeting.run(meeting.check_liveness())
@@ -123,7 +123,7 @@ def test_flags_are_pushed_at_once_between_rare_heartbeats(meeting: _RendezvousTh
 
 def test_a_killed_process_is_declared_lost_at_once(meeting: _RendezvousThread, worker: Any) -> None:
     worker.kill()
-    until(lambda: set(meeting.rendezvous._lost) == {"a"}, "the rendezvous did not notice the end of the process")
+    wait_until(lambda: set(meeting.rendezvous._lost) == {"a"}, "the rendezvous did not notice the end of the process")
     assert meeting.server.connections == {}
 
 

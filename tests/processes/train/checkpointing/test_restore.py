@@ -18,7 +18,7 @@ from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import SingleProcessMembership
 from tests.support.campaign import DILOCO, rows_of
 from tests.support.local_world import TinyImages, disk_cached, make_job, write_images
-from tests.support.server_world import World
+from tests.support.server_world import ServerWorld
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -43,7 +43,7 @@ def resume_from_checkpoints(pool: WorkerPool, folder: Path, strategy: str, cache
 
     def train(job: Job, size: int) -> None:
         if strategy == "parameter_server":
-            World(job, size, CACHES[cache]).run()
+            ServerWorld(job, size, CACHES[cache]).run()
         else:
             pool.train_to_end(job, 1 if strategy == "single" else size, CACHES[cache])
 
@@ -72,15 +72,15 @@ def resume_from_checkpoints(pool: WorkerPool, folder: Path, strategy: str, cache
 @pytest.mark.rest
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_resumes_from_every_step(pool: WorkerPool, tmp_path: Path, strategy: str, cache: str) -> None:
-    resumed_steps = resume_from_checkpoints(pool, tmp_path, strategy, cache)
+def test_a_run_resumes_from_every_step(worker_pool: WorkerPool, tmp_path: Path, strategy: str, cache: str) -> None:
+    resumed_steps = resume_from_checkpoints(worker_pool, tmp_path, strategy, cache)
     every = STRATEGIES[strategy].get("train__local_steps", 1)
     assert resumed_steps == list(range(every, 18, every)), "a resume is missing; the run has two epochs of nine steps"
 
 
 @pytest.mark.parametrize(("strategy", "cache"), [("ddp", "none"), ("parameter_server", "memory")])
-def test_a_run_resumes_from_some_steps(pool: WorkerPool, tmp_path: Path, strategy: str, cache: str) -> None:
-    assert resume_from_checkpoints(pool, tmp_path, strategy, cache, stride=6) == [1, 7, 13]
+def test_a_run_resumes_from_some_steps(worker_pool: WorkerPool, tmp_path: Path, strategy: str, cache: str) -> None:
+    assert resume_from_checkpoints(worker_pool, tmp_path, strategy, cache, stride=6) == [1, 7, 13]
 
 
 def test_reader_threads_keep_the_run_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from ray_app.train.state.transfer import divergent_ranks
 from tests.support.injector import KillSaving
 from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.shifting_world import train_shifting
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 
 class DivergesAfterUpdate(TinyImages):
@@ -60,7 +60,9 @@ class KillLast:
 
     def __call__(self, rank: int, step: int) -> None:
         if (rank, step) == (self.rank, self.step):
-            until(lambda: len(list(CheckpointStore(self.job.paths).commits())) >= self.checkpoints, "no checkpoint")
+            wait_until(
+                lambda: len(list(CheckpointStore(self.job.paths).commits())) >= self.checkpoints, "no checkpoint"
+            )
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -78,28 +80,28 @@ def read_divergences(job: Job) -> list[tuple[list[int], int]]:
     return [(event.details["ranks"], event.details["step"]) for event in read_events(job.paths, "params_diverged")]
 
 
-def test_a_divergent_rank_gets_the_state_of_the_majority(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_divergent_rank_gets_the_state_of_the_majority(worker_pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, update=4)
     hook = KillLast(job, 3, 4, 1)
-    outcomes = train_shifting(pool, job, [[0, 1, 2, 3], [0, 1, 2]], [], Hooks(after_step=hook))
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2, 3], [0, 1, 2]], [], Hooks(after_step=hook))
     assert isinstance(outcomes[3].error, KilledError)
     assert (tmp_path / "proof").exists()
     assert [outcome.value for outcome in outcomes[:3]] == ["done"] * 3, [outcome.trace for outcome in outcomes[:3]]
     assert read_divergences(job) == [([1], 4)]
     assert (
         read_trained_run(job).commit.params_digest
-        == pool.train_new_run(job_in(tmp_path), 2, cache_windows).commit.params_digest
+        == worker_pool.train_new_run(job_in(tmp_path), 2, cache_windows).commit.params_digest
     )
 
 
 @pytest.mark.rest
-def test_a_divergent_copy_of_a_checkpoint_is_not_committed(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_divergent_copy_of_a_checkpoint_is_not_committed(worker_pool: WorkerPool, tmp_path: Path) -> None:
     """Rank 0 dies before it commits; rank 1, which would write its own copy instead, has other parameters."""
     undisturbed, job = job_in(tmp_path), job_in(tmp_path, update=3)
-    pool.train_to_end(undisturbed, 2, cache_windows)
+    worker_pool.train_to_end(undisturbed, 2, cache_windows)
     kill = KillSaving(str(tmp_path / "killed"), step=3)
-    outcomes = train_shifting(pool, job, [[0, 1, 2, 3], [1, 2, 3]], [], Hooks(before_commit=kill))
-    assert kill.happened == 1
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2, 3], [1, 2, 3]], [], Hooks(before_commit=kill))
+    assert kill.num_fired == 1
     assert (tmp_path / "proof").exists()
     assert [outcome.trace for outcome in outcomes[1:4]] == [""] * 3
     [(ranks, _)] = read_divergences(job)
@@ -112,23 +114,27 @@ def test_a_divergent_copy_of_a_checkpoint_is_not_committed(pool: WorkerPool, tmp
     assert commits.get(3, expected[3]) == expected[3]
 
 
-def test_ranks_without_a_majority_restore_the_newest_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+def test_ranks_without_a_majority_restore_the_newest_checkpoint(worker_pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, update=4)
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=KillLast(job, 2, 4, 1)))
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=KillLast(job, 2, 4, 1)))
     assert (tmp_path / "proof").exists()
     assert [outcome.value for outcome in outcomes[:2]] == ["done"] * 2, [outcome.trace for outcome in outcomes[:2]]
     assert read_divergences(job) == [([0, 1], 3)]
     run = read_trained_run(job)
-    assert run.commit.params_digest == pool.train_new_run(job_in(tmp_path), 2, cache_windows).commit.params_digest
+    assert (
+        run.commit.params_digest == worker_pool.train_new_run(job_in(tmp_path), 2, cache_windows).commit.params_digest
+    )
     assert [len(workers) for workers in run.workers] == [1, 1, 1, 2, 1, 1], (
         "the records do not show that step 4 was repeated"
     )
 
 
 @pytest.mark.rest
-def test_ranks_without_a_majority_and_a_checkpoint_end_the_run(pool: WorkerPool, tmp_path: Path) -> None:
+def test_ranks_without_a_majority_and_a_checkpoint_end_the_run(worker_pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, update=2)
-    first, second, _ = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=KillLast(job, 2, 2, 0)))
+    first, second, _ = train_shifting(
+        worker_pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=KillLast(job, 2, 2, 0))
+    )
     assert isinstance(first.error, CheckpointError), first.trace
     assert "different states of the same step" in str(first.error)
     assert second.error is not None

@@ -60,23 +60,23 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 @pytest.mark.rest
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_groups_are_bit_identical_on_any_workers_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path, name: str
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = job_of(tmp_path / "run", data, **STRATEGIES[name])
-    alone, several = pool.train_new_run(job, 1, cache_windows), pool.train_new_run(job, 3, cache_windows)
+    alone, several = worker_pool.train_new_run(job, 1, cache_windows), worker_pool.train_new_run(job, 3, cache_windows)
     assert (several.digests, several.steps) == (alone.digests, alone.steps)
-    pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == alone.digests
     decays = [group["weight_decay"] for group in alone.snapshot.optimizer["param_groups"]]
     assert decays == [0.1, 0.0, 0.1], "the groups are not: the rest, norms and biases, the weight of the last layer"
     fields = STRATEGIES[name] | {"optimizer": job.config.replace(optimizer__groups=None).to_dict()["optimizer"]}
     fields["schedule"] = None
-    ungrouped = pool.train_new_run(job_of(tmp_path / "without", data, **fields), 1, cache_windows)
+    ungrouped = worker_pool.train_new_run(job_of(tmp_path / "without", data, **fields), 1, cache_windows)
     assert ungrouped.commit.params_digest != alone.commit.params_digest
 
 
-def test_groups_equal_those_of_plain_torch(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_groups_equal_those_of_plain_torch(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """The groups of the training state match an optimizer that is built by hand and gets the same gradients."""
     job = job_of(tmp_path / "run", data)
     state, twin = (TrainingState(job.config, job.task, CPU, 10) for _ in range(2))
@@ -101,13 +101,13 @@ def test_groups_equal_those_of_plain_torch(pool: WorkerPool, data: Path, tmp_pat
     "fields", [{}, {"optimizer": optimizer("SGD", momentum=0.9), "schedule": ONE_CYCLE, "train__grad_clip_norm": 0.5}]
 )
 def test_parameter_servers_with_groups_are_bit_identical_to_ddp(
-    pool: WorkerPool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     """Some of the servers have no parameter of some group, and one server is lost."""
-    plain = pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
+    plain = worker_pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
     monkeypatch.setattr("ray_app.train.strategies.parameter_server.layout._MIN_PART_BYTES", 1 << 10)
     settings = {"train__strategy": "parameter_server", **fields}
-    world = server_world.World(job_of(tmp_path / "servers", data, train__servers=3, **settings), 2)
+    world = server_world.ServerWorld(job_of(tmp_path / "servers", data, train__servers=3, **settings), 2)
     world.run(turns=1)
     groups = [server._state.optimizer.param_groups for server in world.servers.servers]
     assert [len(server_groups) for server_groups in groups] == [3, 3, 3]
@@ -122,13 +122,15 @@ def test_parameter_servers_with_groups_are_bit_identical_to_ddp(
     assert (run.digests, run.steps) == (plain.digests, plain.steps)
 
 
-def test_fsdp_with_groups_is_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_fsdp_with_groups_is_bit_identical_to_ddp(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {
         "task": TinyImages(),
         "optimizer": optimizer("SGD", [{"names": ["5.*"], "lr": 0.05}, {"norms_and_biases": True, "lr": 0.0}]),
     }
     plain, sharded = (
-        pool.train_new_run(job_of(tmp_path / strategy, data, train__strategy=strategy, **fields), 2, cache_windows)
+        worker_pool.train_new_run(
+            job_of(tmp_path / strategy, data, train__strategy=strategy, **fields), 2, cache_windows
+        )
         for strategy in ("ddp", "fsdp")
     )
     assert (sharded.steps, sharded.digests) == (plain.steps, plain.digests)

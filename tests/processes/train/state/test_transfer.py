@@ -63,10 +63,10 @@ def transfer_and_digest(rank: int, store: Path, size: int, source: int, to: list
     ("size", "source", "to", "backend"), [(4, 0, [1, 2, 3], "gloo"), (4, 2, [3], "gloo"), (3, 1, [2, 0], BACKEND)]
 )
 def test_only_ranks_without_a_state_receive_it(
-    pool: WorkerPool, size: int, source: int, to: list[int], backend: str
+    worker_pool: WorkerPool, size: int, source: int, to: list[int], backend: str
 ) -> None:
     expected = digest_tensors(make_snapshot())
-    digests = pool.run(size, transfer_and_digest, size, source, to, backend)
+    digests = worker_pool.run(size, transfer_and_digest, size, source, to, backend)
     assert digests == [expected if rank in [source, *to] else None for rank in range(size)]
 
 
@@ -123,9 +123,9 @@ def share_with_joining_rank(rank: int, store: Path, megabytes: int) -> float:
 
 
 @pytest.mark.rest
-def test_heartbeats_continue_while_a_gigabyte_is_shared(pool: WorkerPool) -> None:
+def test_heartbeats_continue_while_a_gigabyte_is_shared(worker_pool: WorkerPool) -> None:
     """A silence does not depend on the number of tensors: four times as many take longer, with the same silences."""
-    silences = pool.run(2, share_with_joining_rank, 1024)
+    silences = worker_pool.run(2, share_with_joining_rank, 1024)
     assert max(silences) < 0.5, "a thread was blocked, as when a state is pickled as a whole"
 
 
@@ -161,9 +161,9 @@ def transfer_four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
 
 
 @pytest.mark.rest
-def test_heartbeats_continue_while_four_gigabytes_are_sent(pool: WorkerPool) -> None:
+def test_heartbeats_continue_while_four_gigabytes_are_sent(worker_pool: WorkerPool) -> None:
     """All bytes are sent, but the tensors are expanded views, so that they need no memory."""
-    (sender_silence, _), (receiver_silence, received) = pool.run(2, transfer_four_gigabytes)
+    (sender_silence, _), (receiver_silence, received) = worker_pool.run(2, transfer_four_gigabytes)
     assert received >= 4 << 30
     assert max(sender_silence, receiver_silence) < 1.0
 

@@ -29,7 +29,7 @@ from ray_app.train.state.alternating_optimizers import steps_in_turn, turn_at
 from ray_app.train.state.state import TrainingState
 from tests.support.local_world import CPU, TinyImages, make_job, write_images
 from tests.support.pages import blocks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 from tests.support.shifting_world import KillOnce, train_shifting
 
 ON_PAGE = {block.language: block.text for block in blocks(ROOT / "docs" / "own-task.md") if "critic" in block.text}
@@ -66,10 +66,10 @@ def with_schedules() -> dict[str, Any]:
     }
 
 
-def test_the_code_of_the_documentation_trains_a_gan(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_the_code_of_the_documentation_trains_a_gan(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     assert len([line for line in ON_PAGE["python"].split("class Gan")[1].splitlines() if line.strip()]) <= 35
     job = job_of(tmp_path / "run", data)
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     reader = MetricsReader(job.paths)
     reader.poll()
     turns = [sorted(reader.records[step].metrics) for step in range(1, 7)]
@@ -88,25 +88,25 @@ def test_the_code_of_the_documentation_trains_a_gan(pool: WorkerPool, data: Path
     ],
 )
 def test_turns_are_bit_identical_on_any_workers_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path, turns: dict[str, Any] | None, fields: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, turns: dict[str, Any] | None, fields: dict[str, Any]
 ) -> None:
     """The run resumes in the middle of a turn of several steps, and in the middle of an epoch."""
     job = job_of(tmp_path / "run", data, turns, **fields)
-    alone = pool.train_new_run(job, 1, cache_windows)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
     for size in (2, 4):
-        several = pool.train_new_run(job, size, cache_windows)
+        several = worker_pool.train_new_run(job, size, cache_windows)
         assert (several.digests, several.steps) == (alone.digests, alone.steps)
-    pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
+    worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
     assert read_trained_run(job).commit.step == 4
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     resumed = read_trained_run(job)
     assert (resumed.digests, resumed.steps) == (alone.digests, alone.steps)
 
 
-def test_a_turn_updates_only_its_own_parameters(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_turn_updates_only_its_own_parameters(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     for steps, updated in ((1, {"critic"}), (2, {"critic"}), (3, {"critic", "generator"})):
         job = job_of(tmp_path / str(steps), data, train__max_steps=steps)
-        trained = pool.train_new_run(job, 2, cache_windows).snapshot.model
+        trained = worker_pool.train_new_run(job, 2, cache_windows).snapshot.model
         initial = TrainingState(job.config, job.task, CPU, 10).snapshot().model
         assert {
             name.split(".")[0] for name, value in trained.items() if not torch.equal(value, initial[name])
@@ -151,23 +151,27 @@ def test_the_step_decides_the_turn() -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("part", ["critic", "generator"])
-def test_the_sdc_check_recomputes_the_part_of_the_turn(pool: WorkerPool, data: Path, tmp_path: Path, part: str) -> None:
+def test_the_sdc_check_recomputes_the_part_of_the_turn(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, part: str
+) -> None:
     """A bit flips in a gradient of rank 1, in the next step in which that part of the model has its turn."""
     job = job_of(tmp_path / "run", data, failure__sdc_check_rate=1.0)
     flip = Flip(Evidence(str(tmp_path / "evidence")), "flip", "gradient", 1, 3)
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], Hooks(after_step=flip, built=FlipInPart(flip, part)))
+    outcomes = train_shifting(
+        worker_pool, job, [[0, 1, 2], [0, 2]], [], Hooks(after_step=flip, built=FlipInPart(flip, part))
+    )
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
     assert [outcomes[rank].value for rank in (0, 2)] == ["done"] * 2, [outcome.trace for outcome in outcomes]
     assert [event.details["rank"] for event in read_events(job.paths, "sdc_detected")] == [1]
 
 
 def test_a_kill_between_two_steps_of_a_turn_keeps_the_run_bit_identical(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     """The kill is between the two steps of the critic; the survivor knows the turn and has both optimizer states."""
-    alone = pool.train_new_run(job_of(tmp_path / "alone", data), 1, cache_windows)
+    alone = worker_pool.train_new_run(job_of(tmp_path / "alone", data), 1, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=4, rank=0)
-    train_shifting(pool, job := job_of(tmp_path / "killed-run", data), [[0, 1], [1]], [], Hooks(after_step=kill))
+    train_shifting(worker_pool, job := job_of(tmp_path / "killed-run", data), [[0, 1], [1]], [], Hooks(after_step=kill))
     assert kill.proof.exists(), "the fault did not happen"
     assert turn_at(job.config.optimizers or {}, 3) == turn_at(job.config.optimizers or {}, 4) == "critic"
     assert read_trained_run(job).digests == alone.digests
@@ -271,13 +275,18 @@ def test_optimizers_in_yaml_are_checked_against_their_signatures(tmp_path: Path)
             load_config(file)
 
 
-def test_a_task_without_turns_uses_its_usual_loss_in_each_turn(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_task_without_turns_uses_its_usual_loss_in_each_turn(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     turns = {
         name: {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}, "parameters": [f"{n}.*" for n in layers]}
         for name, layers in (("first", (1, 2)), ("last", (5,)))
     }
     job = job_of(tmp_path / "run", data, turns, task=TinyImages())
-    assert pool.train_new_run(job, 2, cache_windows).digests == pool.train_new_run(job, 1, cache_windows).digests
+    assert (
+        worker_pool.train_new_run(job, 2, cache_windows).digests
+        == worker_pool.train_new_run(job, 1, cache_windows).digests
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,36 +62,45 @@ def _train_captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, m
     ],
 )
 def test_a_captured_step_is_bit_identical_to_an_eager_one(
-    pool: WorkerPool, data: Path, tmp_path: Path, task: ImageClassification | None, fields: dict[str, Any], workers: int
+    worker_pool: WorkerPool,
+    data: Path,
+    tmp_path: Path,
+    task: ImageClassification | None,
+    fields: dict[str, Any],
+    workers: int,
 ) -> None:
     """The runs have batch-norm, dropout, augmentation, and micro-batches of several sizes, of one row and of none."""
     L = fields.get("scaling__logical_workers", 4)
     fields = {"train__epochs": 2} | fields
-    eager = pool.train_new_run(
+    eager = worker_pool.train_new_run(
         make_job(tmp_path / "eager", data, logical_workers=L, batch=12, task=task, **fields), 1, cache_windows
     )
     job = make_job(tmp_path / "captured", data, logical_workers=L, batch=12, task=task, **fields, **CAPTURE)
-    counts = pool.run(min(workers, L), _train_captured, job, min(workers, L), Hooks(), 16)
+    counts = worker_pool.run(min(workers, L), _train_captured, job, min(workers, L), Hooks(), 16)
     captured = read_trained_run(job)
     assert (captured.digests, captured.steps) == (eager.digests, eager.steps)
     assert all(0 < captures < replays for captures, replays in counts)
 
 
-def test_a_resume_on_other_workers_is_bit_identical(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_captured_run_resumes_bit_identically_on_other_workers(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     fields: dict[str, Any] = {"logical_workers": 4, "batch": 12, "train__epochs": 2, "checkpoint__every_steps": 4}
-    eager = pool.train_new_run(make_job(tmp_path / "eager", data, **fields), 1, cache_windows)
+    eager = worker_pool.train_new_run(make_job(tmp_path / "eager", data, **fields), 1, cache_windows)
     job = make_job(tmp_path / "captured", data, **fields, **CAPTURE)
-    outcomes = pool.call(2, _train_captured, job, 2, Hooks(after_step=DieAfter(6)), 16)
+    outcomes = worker_pool.call(2, _train_captured, job, 2, Hooks(after_step=DieAfter(6)), 16)
     assert all(isinstance(outcome.error, KilledError) for outcome in outcomes)
-    pool.run(1, _train_captured, job, 1, Hooks(), 16)
+    worker_pool.run(1, _train_captured, job, 1, Hooks(), 16)
     assert read_trained_run(job).digests == eager.digests
 
 
-def test_input_shapes_above_the_maximum_of_graphs_run_eagerly(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_input_shapes_above_the_maximum_of_graphs_run_eagerly(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     fields: dict[str, Any] = {"logical_workers": 4, "batch": 12, "train__epochs": 2}
-    eager = pool.train_new_run(make_job(tmp_path / "eager", data, **fields), 1, cache_windows)
+    eager = worker_pool.train_new_run(make_job(tmp_path / "eager", data, **fields), 1, cache_windows)
     job = make_job(tmp_path / "captured", data, **fields, **CAPTURE)
-    [(captures, replays)] = pool.run(1, _train_captured, job, 1, Hooks(), 1)
+    [(captures, replays)] = worker_pool.run(1, _train_captured, job, 1, Hooks(), 1)
     assert (captures, read_trained_run(job).digests) == (1, eager.digests)
     assert replays < len(eager.steps) * 4
 
@@ -132,10 +141,10 @@ class HostDependentLoss(TinyImages):
     ],
 )
 def test_a_loss_that_depends_on_the_host_is_refused(
-    pool: WorkerPool, data: Path, tmp_path: Path, how: str, why: str
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, how: str, why: str
 ) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=HostDependentLoss(how), **CAPTURE)
-    [outcome] = pool.call(1, _train_captured, job, 1, Hooks(), 16)
+    [outcome] = worker_pool.call(1, _train_captured, job, 1, Hooks(), 16)
     assert isinstance(outcome.error, ConfigError)
     assert why in str(outcome.error)
     assert "leave train.capture out: the bits are the same without" in str(outcome.error)

@@ -102,7 +102,7 @@ LOCAL_SGD = {
     ],
 )
 def test_a_step_synchronizes_with_the_device_once_for_all_logical_workers(
-    pool: WorkerPool,
+    worker_pool: WorkerPool,
     tmp_path: Path,
     task: Any,
     logical_workers: int,
@@ -113,7 +113,7 @@ def test_a_step_synchronizes_with_the_device_once_for_all_logical_workers(
 ) -> None:
     data, count_file = write_images(tmp_path / "data", [[8 * (FIRST + STEPS + 2)]]), tmp_path / "count.json"
     job = make_job(tmp_path / "run", data, logical_workers=logical_workers, batch=8, task=task(), **fields)
-    for outcome in pool.train(
+    for outcome in worker_pool.train(
         job,
         workers,
         Hooks(after_step=CountWaits(count_file)),

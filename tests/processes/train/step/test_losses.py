@@ -29,7 +29,7 @@ from ray_app.train.state.state import TrainingState
 from tests.support import server_world
 from tests.support.local_world import CPU, TinyImages, feed_of, make_job, write_images
 from tests.support.pages import blocks
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 ROWS = [[50, 1], [46]]
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
@@ -85,29 +85,31 @@ def job_of(folder: Path, data: Path, task: TinyImages | None = None, **fields: A
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ddp" else pytest.mark.rest) for n in STRATEGIES])
 def test_weighted_losses_are_bit_identical_on_any_workers_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path, name: str
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = job_of(tmp_path / "run", data, **STRATEGIES[name])
-    alone = pool.train_new_run(job, 1, cache_windows)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
     for size in (2, 4):
-        several = pool.train_new_run(job, size, cache_windows)
+        several = worker_pool.train_new_run(job, size, cache_windows)
         assert several.digests == alone.digests
         assert several.steps == alone.steps
     assert alone.steps[0][6] == sum(position % 7 for v in range(4) for position in job.plan.epoch(0).rows_at(v, 0)), (
         "the recorded weight is not the sum over the rows"
     )
-    pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == alone.digests
-    unweighted = pool.train_new_run(
+    unweighted = worker_pool.train_new_run(
         job_of(tmp_path / "other", data, task=Tokens("none"), **STRATEGIES[name]), 1, cache_windows
     )
     assert unweighted.commit.params_digest != alone.commit.params_digest, "the weights have no effect"
 
 
-def test_metrics_without_weights_keep_the_run_bit_identical(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    with_metrics = pool.train_new_run(job_of(tmp_path / "one", data, task=Tokens("none")), 2, cache_windows)
-    without_metrics = pool.train_new_run(job_of(tmp_path / "two", data, task=TinyImages()), 2, cache_windows)
+def test_metrics_without_weights_keep_the_run_bit_identical(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    with_metrics = worker_pool.train_new_run(job_of(tmp_path / "one", data, task=Tokens("none")), 2, cache_windows)
+    without_metrics = worker_pool.train_new_run(job_of(tmp_path / "two", data, task=TinyImages()), 2, cache_windows)
     assert with_metrics.digests == without_metrics.digests
     assert [step[:6] for step in with_metrics.steps] == without_metrics.steps
 
@@ -164,18 +166,18 @@ def test_rows_without_weight_change_no_parameter(data: Path, tmp_path: Path, str
     assert [(r.loss, r.weight, r.metrics) for r in results] == [(0.0, 0.0, {})] * 4
 
 
-def test_parameter_servers_are_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_parameter_servers_are_bit_identical_to_ddp(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {"train__grad_clip_norm": 0.3, "optimizer": SGD}
-    ddp = pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
+    ddp = worker_pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
     job = job_of(tmp_path / "servers", data, train__strategy="parameter_server", train__servers=2, **fields)
-    server_world.World(job, 3).run()
+    server_world.ServerWorld(job, 3).run()
     served = read_trained_run(job)
     assert (served.digests, served.steps) == (ddp.digests, ddp.steps)
 
 
 def test_parameter_servers_skip_the_update_of_rows_without_weight(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, task=Tokens("nothing"), train__strategy="parameter_server", train__max_steps=4)
-    server_world.World(job, 2).run()
+    server_world.ServerWorld(job, 2).run()
     initial = TrainingState(job.config, job.task, CPU, 100).snapshot()
     trained = read_trained_run(job).snapshot
     assert all(
@@ -199,7 +201,7 @@ def test_with_staleness_each_logical_worker_weights_its_own_rows(data: Path, tmp
         train__staleness=1,
         **fields,
     )
-    server_world.World(job, 1).run()
+    server_world.ServerWorld(job, 1).run()
     state = build_state(job.config.replace(train__strategy="ddp"), job.task, CPU, 100)
     state.step, world = 0, World(0, 1, 1)
     step = build_step(job, state, world, CPU)
@@ -210,21 +212,23 @@ def test_with_staleness_each_logical_worker_weights_its_own_rows(data: Path, tmp
         assert torch.allclose(value, state.model.state_dict()[name], atol=1e-6)
 
 
-def test_fsdp_with_weights_is_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_fsdp_with_weights_is_bit_identical_to_ddp(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     def run(strategy: str) -> TrainedRun:
         fields = {"task": Tokens(plainly=True), "optimizer": SGD, "train__strategy": strategy}
-        return pool.train_new_run(job_of(tmp_path / strategy, data, **fields), 2, cache_windows)
+        return worker_pool.train_new_run(job_of(tmp_path / strategy, data, **fields), 2, cache_windows)
 
     ours, theirs = run("fsdp"), run("ddp")
     assert (ours.steps, ours.digests) == (theirs.steps, theirs.digests)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_different_metrics_within_a_step_are_refused(pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
+def test_different_metrics_within_a_step_are_refused(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, size: int
+) -> None:
     job = job_of(tmp_path / "run", data)
     odd = tuple(int(row) for row in job.plan.epoch(0).rows_at(3, 0))
     job = job_of(tmp_path / "run", data, task=Tokens(odd=odd))
-    outcomes = pool.train(job, size, windows=cache_windows)
+    outcomes = worker_pool.train(job, size, windows=cache_windows)
     message = "with other metrics than those of others: right and wrong. Return the same names for every batch"
     assert all(isinstance(o.error, ConfigError) and message in str(o.error) for o in outcomes), outcomes
 
@@ -334,16 +338,16 @@ def test_an_evaluation_weights_its_mean_like_training(data: Path, tmp_path: Path
 
 
 def test_step_records_have_weight_and_metrics_only_for_weighted_losses(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "run", data, train__max_steps=4)
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     reader = MetricsReader(job.paths)
     reader.poll()
     assert all(
         record.over == record.weight > 0 and 0 <= record.metrics["right"] <= 1 for record in reader.records.values()
     )
     unweighted = replace(job, run_root=str(tmp_path / "bare"), task=TinyImages().from_settings(vars(job.task)))
-    pool.train_to_end(unweighted, 2, cache_windows)
+    worker_pool.train_to_end(unweighted, 2, cache_windows)
     [segment, *_] = sorted(unweighted.paths.metrics.glob("*.json"))
     assert not json.loads(segment.read_bytes()).keys() & {"weight", "metrics"}

@@ -51,8 +51,8 @@ def job_in(folder: Path, name: str, task: TinyImages | None = None, **fields: An
 
 
 @pytest.fixture
-def undisturbed(pool: WorkerPool, tmp_path: Path) -> str:
-    return pool.train_new_run(job_in(tmp_path, "undisturbed"), 2, cache_windows).commit.params_digest
+def undisturbed(worker_pool: WorkerPool, tmp_path: Path) -> str:
+    return worker_pool.train_new_run(job_in(tmp_path, "undisturbed"), 2, cache_windows).commit.params_digest
 
 
 def hooks(folder: Path, target: FlipTarget, rank: int, step: int) -> Hooks:
@@ -68,11 +68,11 @@ def hooks(folder: Path, target: FlipTarget, rank: int, step: int) -> Hooks:
     ],
 )
 def test_a_flipped_bit_is_detected_and_training_stays_bit_identical(
-    pool: WorkerPool, tmp_path: Path, undisturbed: str, target: FlipTarget, rank: int
+    worker_pool: WorkerPool, tmp_path: Path, undisturbed: str, target: FlipTarget, rank: int
 ) -> None:
     job = job_in(tmp_path, "flipped", **CHECK_ALL)
     others = [other for other in range(3) if other != rank]
-    outcomes = train_shifting(pool, job, [[0, 1, 2], others], [], hooks(tmp_path, target, rank, 4))
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2], others], [], hooks(tmp_path, target, rank, 4))
     assert Evidence(str(tmp_path / "evidence")).has("flip")
     assert isinstance(outcomes[rank].error, WrongResultError), outcomes[rank].trace
     assert [outcomes[other].value for other in others] == ["done"] * 2, [outcome.trace for outcome in outcomes]
@@ -83,10 +83,10 @@ def test_a_flipped_bit_is_detected_and_training_stays_bit_identical(
     assert suspect_event.details["steps"] == [], "checkpoints are suspect although the step before was correct"
 
 
-def test_checkpoints_after_the_last_correct_step_are_marked_as_suspect(pool: WorkerPool, tmp_path: Path) -> None:
+def test_checkpoints_after_the_last_correct_step_are_marked_as_suspect(worker_pool: WorkerPool, tmp_path: Path) -> None:
     """At a rate of 1 in 8, about every fourth step has a check; the flip is in the memory of rank 1 since step 1."""
     job = job_in(tmp_path, "flipped", failure__sdc_check_rate=0.125, train__max_steps=12)
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], hooks(tmp_path, "parameter", 1, 1))
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2], [0, 2]], [], hooks(tmp_path, "parameter", 1, 1))
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
     [detected] = read_events(job.paths, "sdc_detected")
     [suspect_event] = read_events(job.paths, "suspected")
@@ -104,18 +104,18 @@ def test_checkpoints_after_the_last_correct_step_are_marked_as_suspect(pool: Wor
 
 @pytest.mark.parametrize("target", ["gradient", "activation"])
 def test_of_two_workers_a_rank_that_is_corrupt_once_is_detected(
-    pool: WorkerPool, tmp_path: Path, undisturbed: str, target: FlipTarget
+    worker_pool: WorkerPool, tmp_path: Path, undisturbed: str, target: FlipTarget
 ) -> None:
     job = job_in(tmp_path, "flipped", **CHECK_ALL)
-    outcomes = train_shifting(pool, job, [[0, 1], [1]], [], hooks(tmp_path, target, 0, 2))
+    outcomes = train_shifting(worker_pool, job, [[0, 1], [1]], [], hooks(tmp_path, target, 0, 2))
     assert isinstance(outcomes[0].error, WrongResultError), outcomes[0].trace
     assert outcomes[1].value == "done", outcomes[1].trace
     assert read_trained_run(job).commit.params_digest == undisturbed
 
 
-def test_two_workers_that_never_agree_end_the_run_as_irreproducible(pool: WorkerPool, tmp_path: Path) -> None:
+def test_two_workers_that_never_agree_end_the_run_as_irreproducible(worker_pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, "flipped", **CHECK_ALL)
-    outcomes = train_shifting(pool, job, [[0, 1], []], [], hooks(tmp_path, "parameter", 0, 2))
+    outcomes = train_shifting(worker_pool, job, [[0, 1], []], [], hooks(tmp_path, "parameter", 0, 2))
     assert all(isinstance(outcome.error, IrreproducibleError) for outcome in outcomes)
 
 
@@ -129,10 +129,10 @@ class UnseededNoise(TinyImages):
 _ENTROPY = torch.Generator()
 
 
-def test_a_task_that_is_not_reproducible_names_no_corrupt_rank(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_task_that_is_not_reproducible_names_no_corrupt_rank(worker_pool: WorkerPool, tmp_path: Path) -> None:
     _ENTROPY.seed()
     job = job_in(tmp_path, "random", task=UnseededNoise(), **CHECK_ALL)
-    outcomes = train_shifting(pool, job, [[0, 1, 2], []], [], Hooks())
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2], []], [], Hooks())
     assert {type(outcome.error) for outcome in outcomes} == {IrreproducibleError}
     assert "ray-app check finds both" in str(outcomes[0].error)
 
@@ -152,12 +152,12 @@ def test_a_task_that_is_not_reproducible_names_no_corrupt_rank(pool: WorkerPool,
     ids=str,
 )
 def test_the_sdc_check_raises_no_false_alarm_and_is_bit_identical(
-    pool: WorkerPool, tmp_path: Path, workers: int, fields: dict[str, Any]
+    worker_pool: WorkerPool, tmp_path: Path, workers: int, fields: dict[str, Any]
 ) -> None:
     """The model has dropout and batch-norm; the last step of an epoch has one row, so that three shares are empty."""
-    unchecked = pool.train_new_run(job_in(tmp_path, "without", **fields), 1, cache_windows)
+    unchecked = worker_pool.train_new_run(job_in(tmp_path, "without", **fields), 1, cache_windows)
     job = job_in(tmp_path, "with", **CHECK_ALL, **fields)
-    pool.train_to_end(job, workers, cache_windows)
+    worker_pool.train_to_end(job, workers, cache_windows)
     assert read_trained_run(job).commit.params_digest == unchecked.commit.params_digest
     assert read_steps(job.paths).recomputed == L * 6
     assert not read_events(job.paths, "sdc_detected")
@@ -167,25 +167,27 @@ def test_the_sdc_check_raises_no_false_alarm_and_is_bit_identical(
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("fields", [{}, {"train__strategy": "central_storage"}, {"train__precision": "fp16"}], ids=str)
 def test_ten_thousand_recomputed_shares_raise_no_false_alarm(
-    pool: WorkerPool, tmp_path: Path, workers: int, fields: dict[str, Any]
+    worker_pool: WorkerPool, tmp_path: Path, workers: int, fields: dict[str, Any]
 ) -> None:
     settings = {"checkpoint__every_steps": 500, "train__epochs": 900, "train__max_steps": 2600}
     job = job_in(tmp_path, "many", **CHECK_ALL, **fields, **settings)
-    pool.train_to_end(job, workers, cache_windows)
+    worker_pool.train_to_end(job, workers, cache_windows)
     assert read_steps(job.paths).recomputed == 2600 * L
     assert not read_events(job.paths, "sdc_detected")
 
 
-def test_the_sdc_check_recomputes_a_part_of_the_shares(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_sdc_check_recomputes_a_part_of_the_shares(worker_pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, "twice", task=TinyImages("unused"), failure__sdc_check_rate=0.5)
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert 0 < read_steps(job.paths).recomputed < L * 6
 
 
-def test_comparing_parameters_finds_the_divergent_rank(pool: WorkerPool, tmp_path: Path, undisturbed: str) -> None:
+def test_comparing_parameters_finds_the_divergent_rank(
+    worker_pool: WorkerPool, tmp_path: Path, undisturbed: str
+) -> None:
     """A bit flips in the memory of rank 1 after step 3; rank 1 takes the state of the majority."""
     job = job_in(tmp_path, "compared", failure__compare_params_every_steps=1)
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1, 2]], [], hooks(tmp_path, "parameter", 1, 3))
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2], [0, 1, 2]], [], hooks(tmp_path, "parameter", 1, 3))
     assert [outcome.value for outcome in outcomes] == ["done"] * 3, [outcome.trace for outcome in outcomes]
     [diverged] = read_events(job.paths, "params_diverged")
     assert diverged.details["ranks"] == [1]
@@ -220,7 +222,7 @@ class LeavesEvalMode(TinyImages):
         return outputs
 
 
-def test_a_recomputed_share_starts_in_the_initial_modes(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_recomputed_share_starts_in_the_initial_modes(worker_pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, "modes", LeavesEvalMode(), **CHECK_ALL)
-    outcomes = train_shifting(pool, job, [[0, 1, 2]], [], Hooks())
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2]], [], Hooks())
     assert [outcome.trace for outcome in outcomes] == [""] * 3

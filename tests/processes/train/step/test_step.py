@@ -115,17 +115,17 @@ def bad_job(folder: Path, data: Path, cells: list[tuple[int, int]], value: float
     """Returns a job with a loss that is not finite for one row of each (logical worker, step) in `cells`."""
     job = make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
     bad = tuple(position_in(job, *cell) for cell in cells)
-    return make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(bad=bad, bad_value=value), **fields)
+    return make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(bad_rows=bad, bad_value=value), **fields)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0], ids="loss {}".format)
 def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_the_update(
-    pool: WorkerPool, data: Path, tmp_path: Path, size: int, value: float
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, size: int, value: float
 ) -> None:
     """A loss of 0 stands for a finite loss with a gradient that is not finite."""
     job = bad_job(tmp_path / "run", data, [(2, 1)], value)
-    ranks = pool.run(size, run_steps, job, size, 3)
+    ranks = worker_pool.run(size, run_steps, job, size, 3)
     rows = [position_in(job, 2, 1)]
     for rank in ranks:
         assert len(rank.results) == 1, "not exactly the step before the bad one succeeded"
@@ -149,24 +149,28 @@ class Pairs(TinyImages):
         return losses + (losses - losses).sqrt()
 
 
-def test_a_task_that_refuses_single_rows_gets_a_non_finite_error(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_task_that_refuses_single_rows_gets_a_non_finite_error(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     """The search for the bad row raises no other error."""
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=Pairs())
-    [rank] = pool.run(1, run_steps, job, 1, 1)
+    [rank] = worker_pool.run(1, run_steps, job, 1, 1)
     assert isinstance(rank.error, NonFiniteError), rank.error
 
 
-def test_the_error_names_every_logical_worker_with_a_bad_row(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_the_error_names_every_logical_worker_with_a_bad_row(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     job = bad_job(tmp_path / "run", data, [(0, 0), (3, 0)], math.nan)
-    [message] = {str(rank.error) for rank in pool.run(3, run_steps, job, 3, 1)}
+    [message] = {str(rank.error) for rank in worker_pool.run(3, run_steps, job, 3, 1)}
     for v in (0, 3):
         assert f"logical worker {v}, rows at manifest positions {[position_in(job, v, 0)]}" in message
 
 
-def test_infinities_of_both_signs_raise_the_same_error(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_infinities_of_both_signs_raise_the_same_error(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """The sum of both infinities is NaN, which must not raise another error."""
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=BothInfinities())
-    for rank in pool.run(2, run_steps, job, 2, 1):
+    for rank in worker_pool.run(2, run_steps, job, 2, 1):
         assert isinstance(rank.error, NonFiniteError), rank.error
         assert rank.before == rank.after
 
@@ -179,9 +183,9 @@ class BothInfinities(TinyImages):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_loss_of_the_wrong_shape_is_refused(pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
+def test_a_loss_of_the_wrong_shape_is_refused(worker_pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(loss_shape="mean"))
-    for rank in pool.run(size, run_steps, job, size, 1):
+    for rank in worker_pool.run(size, run_steps, job, size, 1):
         assert isinstance(rank.error, ConfigError)
         assert str(rank.error) == (
             "TinyImages.loss returned shape () for 3 rows; it must return one value per row, shape (rows,). Use"
@@ -191,7 +195,9 @@ def test_a_loss_of_the_wrong_shape_is_refused(pool: WorkerPool, data: Path, tmp_
         assert rank.before == rank.after
 
 
-def test_clipping_bounds_the_gradient_that_the_optimizer_gets(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_clipping_bounds_the_gradient_that_the_optimizer_gets(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
     norms, distances = [], []
     for clip in (None, 0.01):
@@ -204,7 +210,7 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_gets(pool: WorkerPool, 
             optimizer=sgd,
             train__grad_clip_norm=clip,
         )
-        [(norm, distance)] = pool.run(1, norm_and_distance_of_one_step, job)
+        [(norm, distance)] = worker_pool.run(1, norm_and_distance_of_one_step, job)
         norms.append(norm)
         distances.append(distance)
     assert norms[0] == norms[1] > 0.1, "the reported norm is not the one before clipping"
@@ -313,9 +319,11 @@ class ComplexTask(TinyImages):
         return ComplexModel()
 
 
-def test_complex_parameters_are_bit_identical_on_any_workers(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_complex_parameters_are_bit_identical_on_any_workers(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     jobs = [make_job(tmp_path / str(size), data, logical_workers=3, batch=12, task=ComplexTask()) for size in (1, 3)]
-    assert pool.train_new_run(jobs[0], 1).digests == pool.train_new_run(jobs[1], 3).digests
+    assert worker_pool.train_new_run(jobs[0], 1).digests == worker_pool.train_new_run(jobs[1], 3).digests
 
 
 class CheckpointedModel(nn.Module):
@@ -338,14 +346,14 @@ class CheckpointedTask(TinyImages):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
 def test_checkpointed_batch_norm_of_one_row_is_bit_identical_on_any_workers(
-    pool: WorkerPool, data: Path, tmp_path: Path, strategy: str
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, strategy: str
 ) -> None:
     fields = {"train__strategy": strategy} | ({"train__local_steps": 2} if strategy == "local_sgd" else {})
     digests_by_size = []
     for size in (1, 3):
         job = make_job(tmp_path / str(size), data, logical_workers=3, batch=3, task=CheckpointedTask(), **fields)
         assert job.plan.rows_of_step(0) == [1, 1, 1]
-        digests_by_size.append(pool.train_new_run(job, size).digests)
+        digests_by_size.append(worker_pool.train_new_run(job, size).digests)
     assert digests_by_size[0] == digests_by_size[1]
 
 
@@ -515,8 +523,8 @@ def test_a_snapshot_has_its_own_memory() -> None:
 
 
 @pytest.mark.parametrize("highest", [0, 2])
-def test_ranks_adopt_the_state_of_the_highest_step(pool: WorkerPool, highest: int) -> None:
-    outcomes: list[RankResult] = pool.call(3, share_highest_state, highest)
+def test_ranks_adopt_the_state_of_the_highest_step(worker_pool: WorkerPool, highest: int) -> None:
+    outcomes: list[RankResult] = worker_pool.call(3, share_highest_state, highest)
     assert [o.error for o in outcomes] == [None] * 3
     assert len({o.value for o in outcomes}) == 1
     assert outcomes[0].value[0] == 5

@@ -79,7 +79,7 @@ def resnet18() -> Task:
     ],
 )
 def test_a_step_has_a_fixed_number_of_calls_and_operators(
-    pool: WorkerPool,
+    worker_pool: WorkerPool,
     tmp_path: Path,
     task: Any,
     workers: int,
@@ -97,7 +97,7 @@ def test_a_step_has_a_fixed_number_of_calls_and_operators(
         data__shuffle_window_rows=10_000,
         **fields,
     )
-    outcomes = pool.train(job, workers, Hooks(after_step=StepCost(str(count_file), FIRST)), windows)
+    outcomes = worker_pool.train(job, workers, Hooks(after_step=StepCost(str(count_file), FIRST)), windows)
     assert [outcome.error for outcome in outcomes] == [None] * workers
     # A busy machine may make a step of several workers look once more whether a transfer is done.
     calls = pytest.approx(expected["python_calls"], abs=2)

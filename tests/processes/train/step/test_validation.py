@@ -87,31 +87,31 @@ def count_evaluated_rows(job: Job) -> int:
 
 
 def test_every_planned_checkpoint_is_evaluated_on_any_workers_and_after_stops(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     undisturbed, stopped = (evaluated_job(tmp_path / name, data) for name in ("one", "stopped"))
-    pool.train_to_end(undisturbed, 1)
+    worker_pool.train_to_end(undisturbed, 1)
     expected = read_results(undisturbed)
     assert steps_of(expected) == PLANNED_STEPS == undisturbed.planned_evaluations(18)
     assert all(e["rows"] == EVAL_ROWS for e in expected)
     assert count_evaluated_rows(undisturbed) == len(PLANNED_STEPS) * EVAL_ROWS
 
-    outcomes = pool.train(stopped, 2, Hooks(after_step=DieAfter(8)))
+    outcomes = worker_pool.train(stopped, 2, Hooks(after_step=DieAfter(8)))
     assert all(isinstance(o.error, KilledError) for o in outcomes), [o.trace for o in outcomes]
     assert steps_of(read_results(stopped)) == [4], "the run died before the evaluation of its last checkpoint"
-    pool.train(stopped, 2, membership=partial(LocalMembership, stop={0: 2}))
+    worker_pool.train(stopped, 2, membership=partial(LocalMembership, stop={0: 2}))
     assert steps_of(read_results(stopped)) == [4, 8], "the extra checkpoint of the stop at step 10 is not a planned one"
-    outcomes = pool.train(stopped, 1, Hooks(after_step=DieAfter(14)))
+    outcomes = worker_pool.train(stopped, 1, Hooks(after_step=DieAfter(14)))
     assert isinstance(outcomes[0].error, KilledError)
-    pool.train_to_end(stopped, 2)
+    worker_pool.train_to_end(stopped, 2)
     assert read_results(stopped) == expected, "parameters and metrics differ from those of the undisturbed run"
     assert count_evaluated_rows(stopped) == count_evaluated_rows(undisturbed), "a checkpoint was evaluated twice"
     assert len(read_events(stopped.paths, "evaluated")) == len(PLANNED_STEPS)
 
 
-def test_checkpoints_at_the_end_of_an_epoch_are_evaluated(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_checkpoints_at_the_end_of_an_epoch_are_evaluated(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = evaluated_job(tmp_path / "epochs", data, checkpoint__every_steps=None, checkpoint__every_epochs=1)
-    pool.train_to_end(job, 1)
+    worker_pool.train_to_end(job, 1)
     assert steps_of(read_results(job)) == [9, 18]
 
 

@@ -30,7 +30,7 @@ from ray_app.train.strategies.central_storage import CentralPlacement
 from tests.support.injector import KillSaving
 from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
 from tests.support.shifting_world import KillOnce, train_shifting
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
 
@@ -61,29 +61,31 @@ def central_job(folder: Path, data: Path, **fields: Any) -> Job:
     ],
 )
 def test_training_is_bit_identical_to_ddp_on_any_workers_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     job = central_job(tmp_path / "run", data, **fields)
-    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
+    plain = worker_pool.train_new_run(
+        central_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows
+    )
     for size in (1, 3):
-        central = pool.train_new_run(job, size, cache_windows)
+        central = worker_pool.train_new_run(job, size, cache_windows)
         assert central.digests == plain.digests
         assert central.steps == plain.steps
-    pool.train(job, 3, Hooks(after_step=DieAfter(8)), cache_windows)
+    worker_pool.train(job, 3, Hooks(after_step=DieAfter(8)), cache_windows)
     assert read_trained_run(job).commit.step == 6
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     assert read_trained_run(job).digests == plain.digests
 
 
 @pytest.mark.parametrize(("lost", "repeats"), [(0, True), (1, False)])
 def test_a_lost_worker_repeats_steps_only_if_it_held_the_optimizer_state(
-    pool: WorkerPool, data: Path, tmp_path: Path, lost: int, repeats: bool
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, lost: int, repeats: bool
 ) -> None:
     """If the holder of the optimizer state is lost, the survivor goes back to its newest copy of the state."""
     job = central_job(tmp_path / "run", data)
-    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    plain = worker_pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=lost)
-    outcomes = train_shifting(pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=kill))
+    outcomes = train_shifting(worker_pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=kill))
     assert kill.proof.exists()
     assert outcomes[1 - lost].trace == ""
     run = read_trained_run(job)
@@ -99,17 +101,17 @@ def test_a_lost_worker_repeats_steps_only_if_it_held_the_optimizer_state(
 
 @pytest.mark.rest
 def test_the_holder_leaves_with_a_checkpoint_while_it_waits_for_a_lost_worker(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     """No other worker takes part in the copy of the state, and no step is repeated."""
     job = central_job(tmp_path / "run", data)
-    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    plain = worker_pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=1)
-    holder = train_shifting(pool, job, [[0, 1], [], []], [], Hooks(after_step=kill))[0]
+    holder = train_shifting(worker_pool, job, [[0, 1], [], []], [], Hooks(after_step=kill))[0]
     assert kill.proof.exists()
     assert isinstance(holder.error, PreemptedError), holder.trace
     assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [(6, "cadence"), (8, "extra")]
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     run = read_trained_run(job)
     assert run.digests == plain.digests
     assert [len(workers) for workers in run.workers] == [1] * 18
@@ -142,15 +144,15 @@ class LateFailure:
 
 
 def test_a_checkpoint_is_committed_by_any_worker_that_has_its_copy(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     """Rank 0 dies before it commits; the next rank 0 has no copy of that checkpoint, but another worker has one."""
     job = central_job(tmp_path / "run", data, checkpoint__keep_last=10)
-    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    plain = worker_pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillSaving(str(tmp_path / "killed"), step=6)
     hooks = Hooks(after_step=LateFailure(1, 5, tmp_path / "failed"), before_commit=kill)
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [1, 2]], [], hooks)
-    assert kill.happened == 1
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2], [1, 2]], [], hooks)
+    assert kill.num_fired == 1
     assert (tmp_path / "failed").exists()
     assert [o.trace for o in outcomes[1:]] == ["", ""]
     assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [
@@ -169,19 +171,21 @@ class DieOnceCommitted:
 
     def __call__(self, rank: int, step: int) -> None:
         if (rank, step) == (0, 8):
-            until(lambda: bool(CheckpointStore(self.job.paths).commits()), "no checkpoint")
+            wait_until(lambda: bool(CheckpointStore(self.job.paths).commits()), "no checkpoint")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.rest
-def test_a_restart_after_the_holder_was_killed_is_bit_identical(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_restart_after_the_holder_was_killed_is_bit_identical(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     """As with `failure.recovery: restart`, all workers end and restart from the checkpoint, here on fewer workers."""
     job = central_job(tmp_path / "run", data)
-    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
-    outcomes = pool.train(job, 3, Hooks(after_step=DieOnceCommitted(job)), cache_windows)
+    plain = worker_pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieOnceCommitted(job)), cache_windows)
     assert isinstance(outcomes[0].error, KilledError)
     assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     run = read_trained_run(job)
     assert run.digests == plain.digests
     assert run.steps == plain.steps
@@ -189,11 +193,11 @@ def test_a_restart_after_the_holder_was_killed_is_bit_identical(pool: WorkerPool
 
 
 def test_the_holder_leaves_and_workers_join_without_repeating_steps(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = central_job(tmp_path / "run", data, checkpoint__every_steps=None)
-    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
-    outcomes = train_shifting(pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
+    plain = worker_pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    outcomes = train_shifting(worker_pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
     assert [o.trace for o in outcomes] == [""] * 4
     run = read_trained_run(job)
     assert [set(workers) for workers in run.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "a step was repeated"
@@ -233,9 +237,9 @@ def measure_state(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]
 
 
 def test_only_one_worker_holds_the_optimizer_state_outside_its_device(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    first, *others = pool.run(3, measure_state, central_job(tmp_path / "run", data, train__ema_decay=0.9), 3)
+    first, *others = worker_pool.run(3, measure_state, central_job(tmp_path / "run", data, train__ema_decay=0.9), 3)
     assert first["optimizer"] == 2 * first["parameters"] > 0, "the holder does not have the two moments of Adam"
     assert [o["optimizer"] for o in others] == [0, 0]
     assert {o["shared"] for o in (first, *others)} == {0}, (
@@ -265,14 +269,14 @@ class SometimesUsed(TinyImages):
 
 
 def test_a_parameter_without_a_gradient_is_not_updated_by_an_old_one(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     """On one logical worker the parameter has no gradient and stays unchanged; on several its gradient is zero."""
     settings = dict(logical_workers=1, batch=12, task=SometimesUsed(), train__epochs=2)
-    central = pool.train_new_run(
+    central = worker_pool.train_new_run(
         make_job(tmp_path / "run", data, train__strategy="central_storage", **settings), 1, cache_windows
     )
-    plain = pool.train_new_run(make_job(tmp_path / "plain", data, **settings), 1, cache_windows)
+    plain = worker_pool.train_new_run(make_job(tmp_path / "plain", data, **settings), 1, cache_windows)
     assert central.digests == plain.digests
 
 

@@ -66,18 +66,18 @@ def local_job(folder: Path, data: Path, **fields: Any) -> Job:
     ids=["adam", "diloco", "average and schedule", "an unfinished round at the end"],
 )
 def test_local_sgd_is_bit_identical_on_any_workers_and_after_a_resume(
-    pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     job = local_job(tmp_path / "run", data, **fields)
-    alone = pool.train_new_run(job, 1, cache_windows)
-    several = pool.train_new_run(job, 3, cache_windows)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
+    several = worker_pool.train_new_run(job, 3, cache_windows)
     assert len(alone.steps) == job.total_steps
     assert several.digests == alone.digests
     assert several.steps == alone.steps
     # Step 11 is in the middle of a round.
-    pool.train(job, 3, Hooks(after_step=DieAfter(11)), cache_windows)
+    worker_pool.train(job, 3, Hooks(after_step=DieAfter(11)), cache_windows)
     assert read_trained_run(job).commit.step == 6
-    pool.train_to_end(job, 2, cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
     resumed = read_trained_run(job)
     assert resumed.digests == alone.digests
     assert resumed.workers[6:8] == [[3, 2], [3, 2]], "the steps of the round were not repeated"
@@ -96,12 +96,12 @@ class ScalarParameter(TinyImages):
 
 
 def test_a_parameter_without_dimensions_is_averaged_and_the_number_of_steps_is_not(
-    pool: WorkerPool, data: Path, tmp_path: Path
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = local_job(tmp_path / "run", data, task=ScalarParameter(), train__outer_lr=0.7)
-    alone = pool.train_new_run(job, 1, cache_windows)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
     assert len(alone.steps) == job.total_steps
-    assert pool.train_new_run(job, 2, cache_windows).digests == alone.digests
+    assert worker_pool.train_new_run(job, 2, cache_windows).digests == alone.digests
 
 
 def step_of(job: Job, store: Path, state: TrainingState | None = None) -> tuple[LocalStep, TrainingState, Any]:
@@ -194,11 +194,11 @@ class Branches(TinyImages):
     "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["sgd", "adam"]
 )
 def test_a_parameter_without_a_gradient_on_some_logical_workers_is_averaged(
-    pool: WorkerPool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
     job = local_job(tmp_path / "run", data, optimizer=optimizer, task=Branches())
-    alone = pool.train_new_run(job, 1, cache_windows)
-    assert pool.train_new_run(job, 3, cache_windows).digests == alone.digests
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
+    assert worker_pool.train_new_run(job, 3, cache_windows).digests == alone.digests
     moments = [
         values["exp_avg" if "exp_avg" in values else "momentum_buffer"]
         for values in alone.snapshot.optimizer["state"].values()
@@ -208,17 +208,17 @@ def test_a_parameter_without_a_gradient_on_some_logical_workers_is_averaged(
     )
 
 
-def test_a_logical_worker_without_rows_takes_part_in_the_average(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_logical_worker_without_rows_takes_part_in_the_average(worker_pool: WorkerPool, tmp_path: Path) -> None:
     """Two of four logical workers have a row, so all logical workers of a worker may be without rows."""
     data = write_images(tmp_path / "few", [[2]])
     job = local_job(
         tmp_path / "run", data, task=TinyImages(), train__local_steps=2, train__epochs=4, checkpoint__every_steps=2
     )
-    alone = pool.train_new_run(job, 1, cache_windows)
-    several = pool.train_new_run(job, 2, cache_windows)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
+    several = worker_pool.train_new_run(job, 2, cache_windows)
     assert several.digests == alone.digests
     assert [step[4] for step in several.steps] == [(1, 1, 0, 0)] * 4
-    assert pool.train_new_run(job, 4, cache_windows).digests == alone.digests
+    assert worker_pool.train_new_run(job, 4, cache_windows).digests == alone.digests
 
 
 def test_flags_are_returned_at_the_next_average(data: Path, tmp_path: Path) -> None:
@@ -228,28 +228,34 @@ def test_flags_are_returned_at_the_next_average(data: Path, tmp_path: Path) -> N
     assert flags == [Flags(0), Flags(0), Flags.STOP, Flags(0), Flags(0), Flags(0)]
 
 
-def test_one_local_step_is_bit_identical_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    one = pool.train_new_run(local_job(tmp_path / "one", data, train__local_steps=1), 2, cache_windows)
-    plain = pool.train_new_run(
+def test_one_local_step_is_bit_identical_to_ddp(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    one = worker_pool.train_new_run(local_job(tmp_path / "one", data, train__local_steps=1), 2, cache_windows)
+    plain = worker_pool.train_new_run(
         local_job(tmp_path / "plain", data, train__local_steps=1, train__strategy="ddp"), 2, cache_windows
     )
     assert one.commit.params_digest == plain.commit.params_digest
     assert one.steps == plain.steps
 
 
-def test_one_local_step_with_an_outer_optimizer_is_close_to_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_one_local_step_with_an_outer_optimizer_is_close_to_ddp(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     """The mean of p - lr * g equals p - lr * mean(g) but for rounding; a tiny outer momentum selects this path."""
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05}}
     fields = {"optimizer": sgd, "train__local_steps": 1, "train__max_steps": 9}
-    local = pool.train_new_run(local_job(tmp_path / "a", data, train__outer_momentum=1e-12, **fields), 2, cache_windows)
-    plain = pool.train_new_run(local_job(tmp_path / "b", data, train__strategy="ddp", **fields), 2, cache_windows)
+    local = worker_pool.train_new_run(
+        local_job(tmp_path / "a", data, train__outer_momentum=1e-12, **fields), 2, cache_windows
+    )
+    plain = worker_pool.train_new_run(
+        local_job(tmp_path / "b", data, train__strategy="ddp", **fields), 2, cache_windows
+    )
     assert local.commit.params_digest != plain.commit.params_digest
     for name, value in plain.snapshot.model.items():
         if "running" not in name:
             assert torch.allclose(local.snapshot.model[name].float(), value.float(), atol=1e-4), name
 
 
-def test_incompatible_settings_are_refused(data: Path, tmp_path: Path) -> None:
+def test_settings_that_local_sgd_cannot_have_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint.every_steps is 7.*multiple of train.local_steps = 3"):
         local_job(tmp_path / "run", data, checkpoint__every_steps=7)
     with pytest.raises(ConfigError, match=r"train.local_steps is set, but only train.strategy: local_sgd"):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks
-from tests.support.sharded import Units, assert_bits, data, fsdp_job
+from tests.support.sharded import Units, assert_bit_identical, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 __all__ = ["data"]
@@ -55,15 +55,19 @@ def workers_without(lost: int) -> list[int]:
     ],
 )
 def test_a_kill_in_the_middle_of_a_step_repeats_no_step(
-    pool: WorkerPool, data: Path, tmp_path: Path, strategy: str, lost: int, step: int
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, strategy: str, lost: int, step: int
 ) -> None:
     """A worker is killed in the middle of a step, and later one of the two survivors."""
-    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
+    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
     job = fsdp_job(tmp_path / "run", data, **(FIELDS | {"train__strategy": strategy}))
     first = KillIn(tmp_path / "first", "reduction", step, lost)
     second = KillOnce(tmp_path / "second", step=12, rank=0)
     train_shifting(
-        pool, job, [[0, 1, 2], workers_without(lost), workers_without(lost)[1:]], [], Hooks(after_step=second, at=first)
+        worker_pool,
+        job,
+        [[0, 1, 2], workers_without(lost), workers_without(lost)[1:]],
+        [],
+        Hooks(after_step=second, at=first),
     )
     assert first.proof.exists()
     assert second.proof.exists()
@@ -71,7 +75,7 @@ def test_a_kill_in_the_middle_of_a_step_repeats_no_step(
     assert [set(sizes) for sizes in run.workers] == [{3}] * step + [{2}] * (12 - step) + [{1}] * 6, (
         "a step was repeated"
     )
-    assert_bits(run, plain)
+    assert_bit_identical(run, plain)
 
 
 class KilledInUpdate(Units):
@@ -90,31 +94,35 @@ class KilledInUpdate(Units):
 
 
 @pytest.mark.rest
-def test_a_kill_in_the_middle_of_an_update_is_bit_identical(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_of_an_update_is_bit_identical(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     """No peer has the updated shards of the lost worker, so all ranks take the shards of the step before."""
-    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
+    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
     job = fsdp_job(tmp_path / "run", data, KilledInUpdate(tmp_path / "proof"), **FIELDS)
-    train_shifting(pool, job, [[0, 1, 2], [0, 1]], [])
+    train_shifting(worker_pool, job, [[0, 1, 2], [0, 1]], [])
     assert (tmp_path / "proof").exists()
     sizes = [set(workers) for workers in read_trained_run(job).workers]
     assert sizes[:8] == [{3}] * 8
     assert sizes[9:] == [{2}] * 9
-    assert_bits(read_trained_run(job), plain)
+    assert_bit_identical(read_trained_run(job), plain)
 
 
 @pytest.mark.rest
-def test_two_killed_neighbours_roll_back_to_the_last_snapshot(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+def test_two_killed_neighbours_roll_back_to_the_last_snapshot(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     """The survivor goes back to the newest snapshot."""
     job = fsdp_job(tmp_path / "run", data, **FIELDS, checkpoint__snapshot_every_steps=5)
-    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
+    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
     kills = [KillOnce(tmp_path / str(rank), step=8, rank=rank) for rank in (0, 1)]
-    train_shifting(pool, job, [[0, 1, 2], [2]], [], Hooks(after_step=HookGroup(kills)))
+    train_shifting(worker_pool, job, [[0, 1, 2], [2]], [], Hooks(after_step=HookGroup(kills)))
     assert all(kill.proof.exists() for kill in kills)
     sizes = [set(workers) for workers in read_trained_run(job).workers]
     assert sizes[:5] == [{3}] * 5
     assert sizes[5:7] == [{3, 1}] * 2, "the steps after the snapshot were not repeated"
     assert sizes[8:] == [{1}] * 10
-    assert_bits(read_trained_run(job), plain)
+    assert_bit_identical(read_trained_run(job), plain)
 
 
 @dataclass(frozen=True)

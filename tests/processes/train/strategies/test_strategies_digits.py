@@ -22,7 +22,7 @@ from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import SingleProcessMembership
 from tests.support.local_world import CPU, make_job
-from tests.support.server_world import World
+from tests.support.server_world import ServerWorld
 from tests.support.shifting_world import KillOnce, train_shifting
 
 Fields = dict[str, Any]
@@ -36,15 +36,15 @@ COMPRESSED = {"train__reduction": "overlapped", "train__gradient_compression": "
 )
 @pytest.mark.rest
 def test_a_strategy_learns_the_digits_after_a_kill_and_a_resume(
-    pool: WorkerPool, digits: Path, tmp_path: Path, fields: Fields
+    worker_pool: WorkerPool, digits: Path, tmp_path: Path, fields: Fields
 ) -> None:
     job = digits_job(tmp_path, digits, fields)
     kill = KillOnce(tmp_path / "killed", step=60, rank=0)
     stop = DieAfter(160)
-    train_shifting(pool, job, [[0, 1], [1]], [], Hooks(after_step=HookChain((kill, stop))))
+    train_shifting(worker_pool, job, [[0, 1], [1]], [], Hooks(after_step=HookChain((kill, stop))))
     assert kill.proof.exists()
     assert CheckpointStore(job.paths).commits()[-1].step == 6 * job.plan.steps_per_epoch == 138
-    pool.train_to_end(job, 3, cache_windows)
+    worker_pool.train_to_end(job, 3, cache_windows)
     assert accuracy_of(job, digits) >= 0.97
 
 
@@ -54,7 +54,7 @@ def test_parameter_servers_learn_the_digits_after_a_kill_and_a_resume(
     digits: Path, tmp_path: Path, staleness: int
 ) -> None:
     fields = {"train__strategy": "parameter_server", "train__servers": 2, "train__staleness": staleness}
-    world = World(digits_job(tmp_path, digits, fields), 2)
+    world = ServerWorld(digits_job(tmp_path, digits, fields), 2)
     while world.coordinator._units.complete < 60:
         world.run(turns=1)
     world.kill("0")
@@ -62,7 +62,7 @@ def test_parameter_servers_learn_the_digits_after_a_kill_and_a_resume(
         world.run(turns=1)
     world.coordinator._step_log.close()
     job = dataclasses.replace(digits_job(tmp_path, digits, fields | {"train__servers": 1}), fence=2)
-    World(job, 3).run()
+    ServerWorld(job, 3).run()
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [138]
     assert accuracy_of(job, digits) >= 0.97
 

@@ -16,7 +16,7 @@ from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Job
 from tests.support.local_world import make_job
 from tests.support.pictures import table_data
-from tests.support.server_world import World
+from tests.support.server_world import ServerWorld
 from tests.support.shapes import write_shapes
 
 BERT = {
@@ -80,19 +80,19 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_job(pool: WorkerPool, job: Job, workers: int) -> Any:
     if job.config.train.strategy != "parameter_server":
         return pool.train_new_run(job, workers, cache_windows)
-    World(job, workers).run()
+    ServerWorld(job, workers).run()
     return read_trained_run(job)
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_token_classification_is_bit_identical_on_any_workers(
-    pool: WorkerPool, texts: Path, tmp_path: Path, strategy: str
+    worker_pool: WorkerPool, texts: Path, tmp_path: Path, strategy: str
 ) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 2, "data__by_length": "tokens"}
     runs = [
         train_job(
-            pool,
+            worker_pool,
             make_job(tmp_path / f"{workers}", texts, logical_workers=4, batch=12, task=make_token_task(), **fields),
             workers,
         )
@@ -110,12 +110,12 @@ def test_token_classification_is_bit_identical_on_any_workers(
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_object_detection_is_bit_identical_on_any_workers(
-    pool: WorkerPool, images: Path, tmp_path: Path, strategy: str
+    worker_pool: WorkerPool, images: Path, tmp_path: Path, strategy: str
 ) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 1}
     runs = [
         train_job(
-            pool,
+            worker_pool,
             make_job(tmp_path / f"{workers}", images, logical_workers=2, batch=4, task=make_detection_task(), **fields),
             workers,
         )

@@ -28,7 +28,7 @@ from ray_app.config.config import Config
 from ray_app.errors import PreemptedError
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.membership import Heartbeat
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 ERROR = PreemptedError("all leave")
 TRAINS: dict[str, Any] = {}

@@ -10,8 +10,8 @@ import pytest
 from ray_app.cluster.rendezvous.members import MEMBER_TRANSITIONS, Kind, Member, Members, MemberState
 from ray_app.cluster.rendezvous.rendezvous import FORMING_CONDITIONS, GenerationState, Rendezvous, sort_by_rank
 from ray_app.train.membership import Flags, Heartbeat
-from tests.support.places import ROOT
-from tests.support.rendezvous_world import PARTED, World
+from tests.support.paths import ROOT
+from tests.support.rendezvous_world import KINDS_WITH_PARTITION, RendezvousWorld
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
@@ -100,7 +100,9 @@ def test_members_make_exactly_the_transitions_of_the_table(
     """The test runs random schedules, and then the cases that these seldom or never contain."""
     for seed in range(600):
         shape = random.Random(seed)
-        World(seed, shape.randint(2, 5), shape.randint(4, 12), shape.randint(1, 6), PARTED).run()
+        RendezvousWorld(
+            seed, shape.randint(2, 5), shape.randint(4, 12), shape.randint(1, 6), KINDS_WITH_PARTITION
+        ).run()
     server_worker = Rendezvous(5.0, None, lambda: 0.0)
     for generation in (0, 1):
         server_worker.handle_heartbeat(Heartbeat("a", "node", "host", 1, generation=generation))

@@ -13,7 +13,7 @@ from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.cluster.rendezvous.server import decode_heartbeat, decode_reply, encode
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.membership import HEARTBEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply
-from tests.support.operations import operations
+from tests.support.operations import count_operations
 
 
 class WorkerPool:
@@ -49,7 +49,7 @@ def heartbeat_cost(workers: int, drained: int) -> int:
     asyncio.run(pool.rendezvous.drain({f"n{i}" for i in range(drained)}))
     for i in range(workers):
         pool.beat(i)
-    return operations(lambda: pool.beat(workers - 1))
+    return count_operations(lambda: pool.beat(workers - 1))
 
 
 @pytest.mark.parametrize("drained", [0, 1])
@@ -62,7 +62,7 @@ def test_the_cost_of_a_generation_per_worker_is_independent_of_its_size() -> Non
     for workers in (100, 1000):
         pool = WorkerPool(workers)
         pool.join(1)
-        costs.append(operations(lambda pool=pool: pool.join(2, lost=True)) / workers)  # type: ignore[misc]
+        costs.append(count_operations(lambda pool=pool: pool.join(2, lost=True)) / workers)  # type: ignore[misc]
     assert costs[1] < 1.05 * costs[0]
 
 

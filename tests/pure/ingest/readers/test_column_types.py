@@ -7,7 +7,6 @@ import datetime
 import decimal
 import io
 import json
-import tarfile
 import uuid
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest, ingest_arrays
 from ray_app.task.tabular import TabularClassification
-from tests.support.ingest_inputs import done, read, refusal, write_tar
+from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns, write_tar
 
 SUFFIXES = ("arrow", "parquet")
 
@@ -63,9 +62,9 @@ def test_an_invalid_json_line_is_a_bad_row_with_a_reason(
         "[1, 2]" if b"[1" in bytes(str(bad), "utf8") else '"u"' if b"caf" in bytes(str(bad), "utf8") else "2"
     )
     path = write_jsonl(tmp_path, good, "", bad, good)
-    message = refusal(tmp_path, "jsonl", path, **options)
+    message = ingest_error(tmp_path, "jsonl", path, **options)
     assert f"row f.jsonl:3: {reason}" in message
-    columns = done(tmp_path, "jsonl", path, on_bad_row="skip", **options)
+    columns = ingest_and_read(tmp_path, "jsonl", path, on_bad_row="skip", **options)
     assert columns["row_id"] == ["f.jsonl:1", "f.jsonl:4"]
     [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
     assert reason in json.loads(refused)["reason"]
@@ -90,18 +89,18 @@ def test_an_invalid_json_line_is_a_bad_row_with_a_reason(
 def test_json_that_is_not_json_lines_is_refused_with_a_remedy(
     tmp_path: Path, content: str, expected: str, on_bad_row: str
 ) -> None:
-    assert expected in refusal(tmp_path, "jsonl", write_jsonl(tmp_path, content), on_bad_row=on_bad_row)
+    assert expected in ingest_error(tmp_path, "jsonl", write_jsonl(tmp_path, content), on_bad_row=on_bad_row)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
 def test_json_lines_that_are_not_utf8_are_refused(tmp_path: Path, encoding: str) -> None:
-    assert "and not UTF-8" in refusal(
+    assert "and not UTF-8" in ingest_error(
         tmp_path, "jsonl", write_jsonl(tmp_path, '{"a": 1}\n'.encode(encoding)), on_bad_row="skip"
     )
 
 
 def test_a_byte_order_mark_and_blank_lines_are_ignored(tmp_path: Path) -> None:
-    columns = done(tmp_path, "jsonl", write_jsonl(tmp_path, '\ufeff{"a": 1}', "", "  ", '{"a": 2}\r', ""))
+    columns = ingest_and_read(tmp_path, "jsonl", write_jsonl(tmp_path, '\ufeff{"a": 1}', "", "  ", '{"a": 2}\r', ""))
     assert columns == {"row_id": ["f.jsonl:1", "f.jsonl:4"], "a": [1, 2]}
 
 
@@ -121,7 +120,7 @@ def test_a_byte_order_mark_and_blank_lines_are_ignored(tmp_path: Path) -> None:
 def test_a_json_key_with_several_types_is_refused_with_line_numbers(
     tmp_path: Path, values: list[str], expected: str
 ) -> None:
-    message = refusal(
+    message = ingest_error(
         tmp_path, "jsonl", write_jsonl(tmp_path, *(f'{{"a": {value}}}' for value in values)), on_bad_row="skip"
     )
     assert expected in message
@@ -133,7 +132,7 @@ def test_a_json_key_with_several_types_is_refused_with_file_names(tmp_path: Path
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"b": 1, "a": null}\n{"a": 1}\n')
     (tmp_path / "in" / "b.jsonl").write_text('{"b": 1.5}\n{"a": "?"}\n')
-    message = refusal(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes)
+    message = ingest_error(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes)
     assert "the values of 'a' have several types" in message
     assert "a.jsonl, line 2" in message
     assert "string in " in message
@@ -142,14 +141,17 @@ def test_a_json_key_with_several_types_is_refused_with_file_names(tmp_path: Path
 
 def test_a_json_key_that_is_left_out_may_have_values_of_any_type(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path, '{"a": 1, "b": "x", "n": NaN}', '{"a": 2, "b": 7, "n": 1}')
-    assert done(tmp_path, "jsonl", path, columns=["a"]) == {"row_id": ["f.jsonl:1", "f.jsonl:2"], "a": [1, 2]}
+    assert ingest_and_read(tmp_path, "jsonl", path, columns=["a"]) == {
+        "row_id": ["f.jsonl:1", "f.jsonl:2"],
+        "a": [1, 2],
+    }
 
 
 def test_a_missing_integer_in_json_stays_missing(tmp_path: Path) -> None:
     summary = ingest(
         IngestOptions("jsonl", str(tmp_path / "out"), str(write_jsonl(tmp_path, '{"a": 1}', '{"a": null}', "{}")))
     )
-    assert read(tmp_path / "out")["a"] == [1, None, None]
+    assert read_columns(tmp_path / "out")["a"] == [1, None, None]
     assert summary.parts[""].columns["a"]["dtype"] == "int64"
 
 
@@ -188,7 +190,7 @@ ALLOWED: dict[str, tuple[pa.Array, list[Any]]] = {
 @pytest.mark.parametrize("kind", ALLOWED)
 def test_hugging_face_columns_keep_values_and_nulls(tmp_path: Path, kind: str, end: str) -> None:
     column, expected = ALLOWED[kind]
-    assert done(tmp_path, "hf", write_table(tmp_path, column, end))["c"] == expected
+    assert ingest_and_read(tmp_path, "hf", write_table(tmp_path, column, end))["c"] == expected
     about = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert about["columns"]["c"]["nulls"] == 1
 
@@ -220,21 +222,21 @@ _NOT_IN_PARQUET = ("runs", "interval", "union")
 def test_hugging_face_columns_of_other_types_are_refused_by_name(tmp_path: Path, kind: str, end: str) -> None:
     column, expected = REFUSED[kind]
     path = write_table(tmp_path, column, end, x=[1])
-    message = refusal(tmp_path, "hf", path)
+    message = ingest_error(tmp_path, "hf", path)
     assert f"t.{end}: column 'c' {expected}" in message
     assert "Leave it out by naming the columns to keep" in message
-    assert done(tmp_path, "hf", path, columns=["x"])["x"] == [1]
+    assert ingest_and_read(tmp_path, "hf", path, columns=["x"])["x"] == [1]
 
 
 @pytest.mark.parametrize("end", SUFFIXES)
-def test_two_columns_of_one_name_are_refused(tmp_path: Path, end: str) -> None:
+def test_a_source_with_two_columns_of_one_name_is_refused(tmp_path: Path, end: str) -> None:
     content = pa.table([pa.array([1]), pa.array([2]), pa.array([3])], names=["a", "b", "a"])
     if end == "parquet":
         pq.write_table(content, tmp_path / "t.parquet")
     else:
         with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as file, pa.ipc.new_stream(file, content.schema) as writer:
             writer.write_table(content)
-    assert f"t.{end}: two columns of one name: ['a']" in refusal(tmp_path, "hf", tmp_path / f"t.{end}")
+    assert f"t.{end}: two columns of one name: ['a']" in ingest_error(tmp_path, "hf", tmp_path / f"t.{end}")
 
 
 LABELS: dict[str, pa.Array] = {
@@ -249,7 +251,7 @@ LABELS: dict[str, pa.Array] = {
 @pytest.mark.parametrize("end", SUFFIXES)
 @pytest.mark.parametrize("kind", LABELS)
 def test_text_labels_become_classes_in_sorted_order(tmp_path: Path, kind: str, end: str) -> None:
-    columns = done(tmp_path, "hf", write_table(tmp_path, LABELS[kind], end), label="c")
+    columns = ingest_and_read(tmp_path, "hf", write_table(tmp_path, LABELS[kind], end), label="c")
     assert columns["label"] == [1, 0, 1]
     about = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert (about["classes"], about["class_counts"]) == (["no", "yes"], {"no": 1, "yes": 2})
@@ -260,8 +262,8 @@ def test_text_labels_become_classes_in_sorted_order(tmp_path: Path, kind: str, e
 )
 def test_rows_without_a_text_label_can_be_skipped(tmp_path: Path, column: pa.Array) -> None:
     path = write_table(tmp_path, column, "parquet")
-    assert "'c' has rows without a value" in refusal(tmp_path, "hf", path, label="c")
-    columns = done(tmp_path, "hf", path, label="c", on_bad_row="skip")
+    assert "'c' has rows without a value" in ingest_error(tmp_path, "hf", path, label="c")
+    columns = ingest_and_read(tmp_path, "hf", path, label="c", on_bad_row="skip")
     assert (columns["row_id"], columns["label"]) == (["t.parquet:0", "t.parquet:2"], [0, 1])
 
 
@@ -270,7 +272,7 @@ def test_classes_of_text_labels_are_the_same_in_all_splits_and_files(tmp_path: P
     for name, values in {"train-0": ["b", "d"], "train-1": ["c", "c"], "test": ["a", "d"]}.items():
         write_table(tmp_path / "in", pa.array(values), "parquet", name)
     ingest(IngestOptions("hf", str(tmp_path / "out"), str(tmp_path / "in"), label="c", split_bytes=1))
-    assert (read(tmp_path / "out" / "train")["label"], read(tmp_path / "out" / "test")["label"]) == (
+    assert (read_columns(tmp_path / "out" / "train")["label"], read_columns(tmp_path / "out" / "test")["label"]) == (
         [1, 3, 2, 2],
         [0, 3],
     )
@@ -282,7 +284,7 @@ def test_a_label_that_is_text_in_one_split_only_is_refused(tmp_path: Path) -> No
     (tmp_path / "in").mkdir()
     write_table(tmp_path / "in", pa.array(["a"]), "parquet", "train")
     write_table(tmp_path / "in", pa.array([0]), "parquet", "test")
-    assert "the label 'c' is text in ['train'], but not in ['test']" in refusal(
+    assert "the label 'c' is text in ['train'], but not in ['test']" in ingest_error(
         tmp_path, "hf", tmp_path / "in", label="c"
     )
 
@@ -297,14 +299,14 @@ def test_a_label_that_is_text_in_one_split_only_is_refused(tmp_path: Path) -> No
     ],
 )
 def test_numeric_labels_keep_their_values(tmp_path: Path, column: pa.Array, expected: list[int]) -> None:
-    assert done(tmp_path, "hf", write_table(tmp_path, column, "parquet"), label="c")["label"] == expected
+    assert ingest_and_read(tmp_path, "hf", write_table(tmp_path, column, "parquet"), label="c")["label"] == expected
 
 
 @pytest.mark.parametrize("missing", [None, float("nan")])
 def test_a_missing_label_among_floats_is_a_bad_row(tmp_path: Path, missing: float | None) -> None:
     path = write_table(tmp_path, pa.array([1.0, missing, 0.0]), "parquet")
-    assert "row t.parquet:1: no label" in refusal(tmp_path, "hf", path, label="c")
-    assert done(tmp_path, "hf", path, label="c", on_bad_row="skip")["label"] == [1, 0]
+    assert "row t.parquet:1: no label" in ingest_error(tmp_path, "hf", path, label="c")
+    assert ingest_and_read(tmp_path, "hf", path, label="c", on_bad_row="skip")["label"] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -338,7 +340,7 @@ def test_a_numbered_file_next_to_split_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in ("train", "part-0"):
         write_table(tmp_path / "in", pa.array([1]), "parquet", name)
-    assert "part-0.parquet does not say of which split it is" in refusal(tmp_path, "hf", tmp_path / "in")
+    assert "part-0.parquet does not say of which split it is" in ingest_error(tmp_path, "hf", tmp_path / "in")
 
 
 def test_the_part_files_of_pyarrow_are_one_data_set(tmp_path: Path) -> None:
@@ -349,7 +351,7 @@ def test_the_part_files_of_pyarrow_are_one_data_set(tmp_path: Path) -> None:
         max_rows_per_file=50,
         max_rows_per_group=50,
     )
-    assert done(tmp_path, "hf", tmp_path / "in")["x"] == list(range(100))
+    assert ingest_and_read(tmp_path, "hf", tmp_path / "in")["x"] == list(range(100))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64", "bool"])
@@ -357,19 +359,19 @@ def test_the_part_files_of_pyarrow_are_one_data_set(tmp_path: Path) -> None:
 def test_labels_of_shape_n_by_1_are_labels(tmp_path: Path, dtype: str, name: str) -> None:
     y = np.array([[1], [0], [1]], dtype)
     np.savez(tmp_path / "d.npz", x=np.zeros((3, 4, 4, 3), np.uint8), **{name: y})
-    assert done(tmp_path, "numpy", tmp_path / "d.npz")["label"] == [1, 0, 1]
+    assert ingest_and_read(tmp_path, "numpy", tmp_path / "d.npz")["label"] == [1, 0, 1]
 
 
 def test_labels_in_the_layout_of_keras_are_labels(tmp_path: Path) -> None:
     x, y = np.zeros((20, 8, 8, 3), np.uint8), (np.arange(20, dtype=np.uint8) % 3)[:, None]
     ingest_arrays(str(tmp_path / "out"), x_train=x, y_train=y, x_test=x[:5], y_test=y[:5], eval_fraction=0)
-    assert read(tmp_path / "out" / "train")["label"] == y[:, 0].tolist()
-    assert read(tmp_path / "out" / "test")["label"] == y[:5, 0].tolist()
+    assert read_columns(tmp_path / "out" / "train")["label"] == y[:, 0].tolist()
+    assert read_columns(tmp_path / "out" / "test")["label"] == y[:5, 0].tolist()
 
 
 def test_targets_of_shape_n_by_1_are_scalars(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", x=np.zeros((3, 4)), y=np.array([[0.5], [1.5], [2.25]]))
-    assert done(tmp_path, "numpy", tmp_path / "d.npz")["target"] == [0.5, 1.5, 2.25]
+    assert ingest_and_read(tmp_path, "numpy", tmp_path / "d.npz")["target"] == [0.5, 1.5, 2.25]
 
 
 def test_targets_that_are_integral_floats_are_noted(tmp_path: Path) -> None:
@@ -383,11 +385,11 @@ def test_targets_that_are_integral_floats_are_noted(tmp_path: Path) -> None:
 def test_one_hot_labels_are_refused_unless_named_target(tmp_path: Path) -> None:
     one_hot = np.eye(3)[[0, 2, 1, 0]]
     np.savez(tmp_path / "d.npz", x=np.zeros((4, 4)), y=one_hot)
-    message = refusal(tmp_path, "numpy", tmp_path / "d.npz")
+    message = ingest_error(tmp_path, "numpy", tmp_path / "d.npz")
     assert "d.npz:y: y has the shape (4, 3) and one 1 in each row" in message
     assert "save y.argmax(axis=1) as y" in message
     np.savez(tmp_path / "e.npz", x=np.zeros((4, 4)), target=one_hot)
-    np.testing.assert_array_equal(done(tmp_path, "numpy", tmp_path / "e.npz")["target"], one_hot)
+    np.testing.assert_array_equal(ingest_and_read(tmp_path, "numpy", tmp_path / "e.npz")["target"], one_hot)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +419,7 @@ def test_arrays_that_cannot_be_used_are_refused_by_name(
         (tmp_path / "in").mkdir()
         np.save(tmp_path / "in" / "x.npy", np.zeros((3, 2)))
         np.save(tmp_path / "in" / "y.npy", y)
-    message = refusal(tmp_path, "numpy", tmp_path / ("in.npz" if packed else "in"))
+    message = ingest_error(tmp_path, "numpy", tmp_path / ("in.npz" if packed else "in"))
     assert expected in message
     assert ("in.npz:y" if packed else "y.npy") in message
 
@@ -425,7 +427,7 @@ def test_arrays_that_cannot_be_used_are_refused_by_name(
 def test_train_and_test_labels_of_different_types_are_refused(tmp_path: Path) -> None:
     x, y = np.zeros((4, 2)), np.array([0, 1, 0, 1])
     np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y / 2)
-    assert "the arrays to train on and to test on differ in type or in axes" in refusal(
+    assert "the arrays to train on and to test on differ in type or in axes" in ingest_error(
         tmp_path, "numpy", tmp_path / "d.npz"
     )
 
@@ -450,7 +452,7 @@ def test_ingest_arrays_refuses_values_that_would_be_lost(tmp_path: Path, values:
 
 def test_masked_arrays_without_a_masked_value_are_arrays(tmp_path: Path) -> None:
     ingest_arrays(str(tmp_path / "out"), x=np.ma.masked_array([[1, 2], [3, 4]], False), y=np.array([0, 1]))
-    np.testing.assert_array_equal(read(tmp_path / "out")["features"], [[1, 2], [3, 4]])
+    np.testing.assert_array_equal(read_columns(tmp_path / "out")["features"], [[1, 2], [3, 4]])
 
 
 def png(value: int) -> bytes:
@@ -475,7 +477,7 @@ def write_extra_members(path: Path, rows: int = 4) -> Path:
 
 
 def test_unused_webdataset_members_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    message = refusal(tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"))
+    message = ingest_error(tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"))
     assert "the first row has the members ['.wnid', '.xml'], of which no column is made" in message
     assert "columns=['image', 'json', 'label']" in message
 
@@ -494,7 +496,9 @@ def test_unused_webdataset_members_are_refused_with_a_remedy(tmp_path: Path) -> 
 def test_the_columns_option_leaves_out_webdataset_members(
     tmp_path: Path, columns: list[str], label: str | None, expected: list[str]
 ) -> None:
-    output = done(tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"), columns=columns, label=label)
+    output = ingest_and_read(
+        tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"), columns=columns, label=label
+    )
     assert sorted(output) == sorted(["row_id", *expected])
     assert output["label"] == ([5] * 4 if label else [0, 1, 0, 1])
 
@@ -503,7 +507,7 @@ def test_the_columns_option_leaves_out_webdataset_members(
     ("columns", "expected"), [(["text"], "no member for the column 'text'"), (["wnid"], "for the column 'wnid'")]
 )
 def test_columns_that_a_webdataset_does_not_have_are_refused(tmp_path: Path, columns: list[str], expected: str) -> None:
-    message = refusal(tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"), columns=columns)
+    message = ingest_error(tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"), columns=columns)
     assert expected in message
     assert "its columns are ['image', 'json', 'label']" in message
 
@@ -511,30 +515,30 @@ def test_columns_that_a_webdataset_does_not_have_are_refused(tmp_path: Path, col
 def test_rows_may_differ_in_members_that_are_left_out(tmp_path: Path) -> None:
     members = {"0.txt": b"a", "0.cls": b"0", "0.xml": b"x", "1.txt": b"b", "1.cls": b"1", "2.txt": b"c", "2.xml": b"y"}
     write_tar(tmp_path / "x.tar", members)
-    assert "row x.tar:2: the members are ['txt']" in refusal(
+    assert "row x.tar:2: the members are ['txt']" in ingest_error(
         tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"]
     )
-    output = done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"], on_bad_row="skip")
+    output = ingest_and_read(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"], on_bad_row="skip")
     assert (output["text"], output["label"]) == (["a", "b"], [0, 1])
 
 
 def test_the_row_size_limit_ignores_members_that_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_app.ingest.readers.webdataset.MAX_ROW_BYTES", 100)
     write_tar(tmp_path / "x.tar", {"0.txt": b"a", "0.mp4": bytes(1000)})
-    assert done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"])["text"] == ["a"]
+    assert ingest_and_read(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"])["text"] == ["a"]
 
 
 def test_ingesting_other_columns_into_the_same_folder_is_refused(tmp_path: Path) -> None:
     write_extra_members(tmp_path / "x.tar")
-    done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["image"])
-    with pytest.raises(ConfigError, match="columns"):
-        done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["json"])
-    assert tarfile.is_tarfile(tmp_path / "x.tar")
+    images = ingest_and_read(tmp_path, "webdataset", tmp_path / "x.tar", columns=["image"])
+    with pytest.raises(ConfigError, match=r"columns \['image'\], now \['json'\]"):
+        ingest_and_read(tmp_path, "webdataset", tmp_path / "x.tar", columns=["json"])
+    assert read_columns(tmp_path / "out") == images, "the refused ingest changed the data"
 
 
 @pytest.mark.parametrize("source", ["webdataset", "tfrecord"])
 def test_a_pattern_of_too_many_names_is_refused(tmp_path: Path, source: str) -> None:
-    message = refusal(tmp_path, source, tmp_path / "x{0..999999999999}.tar")
+    message = ingest_error(tmp_path, source, tmp_path / "x{0..999999999999}.tar")
     assert "{0..999999999999} stands for more than 1000000 names" in message
 
 

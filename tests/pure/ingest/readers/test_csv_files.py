@@ -14,7 +14,7 @@ import pytest
 from ray_app.errors import ConfigError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.readers import base as raw
-from tests.support.ingest_inputs import done, read, refusal
+from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns
 
 
 def write_file(tmp_path: Path, content: str | bytes, name: str = "f.csv") -> Path:
@@ -34,7 +34,7 @@ def test_another_delimiter_is_recognized_and_noted(tmp_path: Path, delimiter: st
     path = write_file(tmp_path, "\n".join(delimiter.join(row) for row in rows))
     [note] = ingest_notes(tmp_path, "csv", path)
     assert f"a {word} was recognized as the delimiter of {path}" in note
-    columns = read(tmp_path / "out")
+    columns = read_columns(tmp_path / "out")
     assert (list(columns)[1:], columns["a, in cm"], columns["b"], columns["c"]) == (
         rows[0],
         [1, 3],
@@ -47,11 +47,11 @@ def test_another_delimiter_is_recognized_and_noted(tmp_path: Path, delimiter: st
 def test_a_comma_stays_the_delimiter_where_rows_have_one(tmp_path: Path, content: str) -> None:
     header = content.splitlines()[0].replace('"', "")
     if header == "a;b":
-        assert "no rows, only a header line with the names ['a', 'b']" in refusal(
+        assert "no rows, only a header line with the names ['a', 'b']" in ingest_error(
             tmp_path, "csv", write_file(tmp_path, content)
         )
     else:
-        assert list(done(tmp_path, "csv", write_file(tmp_path, content)))[1:] == header.split(",")
+        assert list(ingest_and_read(tmp_path, "csv", write_file(tmp_path, content)))[1:] == header.split(",")
 
 
 @pytest.mark.parametrize("delimiter", ["#", "\\t", "\t"])
@@ -59,17 +59,17 @@ def test_the_delimiter_option_sets_the_delimiter(tmp_path: Path, delimiter: str)
     mark = "\t" if delimiter == "\\t" else delimiter
     path = write_file(tmp_path, f"a{mark}b,c\n1{mark}2;0\n")
     assert ingest_notes(tmp_path, "csv", path, delimiter=delimiter) == []
-    assert read(tmp_path / "out") == {"row_id": ["f.csv:2"], "a": [1], "b,c": ["2;0"]}
+    assert read_columns(tmp_path / "out") == {"row_id": ["f.csv:2"], "a": [1], "b,c": ["2;0"]}
 
 
 def test_ingesting_with_other_csv_options_into_one_folder_is_refused(tmp_path: Path) -> None:
     path = write_file(tmp_path, "a;b\n1;2\n")
-    done(tmp_path, "csv", path, delimiter=";")
+    ingest_and_read(tmp_path, "csv", path, delimiter=";")
     assert ingest(IngestOptions("csv", str(tmp_path / "out"), str(path), delimiter=";")).reused
     with pytest.raises(ConfigError, match="delimiter ';', now ','"):
-        done(tmp_path, "csv", path, delimiter=",")
+        ingest_and_read(tmp_path, "csv", path, delimiter=",")
     with pytest.raises(ConfigError, match=r"column_names None, now \['u', 'v'\]"):
-        done(tmp_path, "csv", path, delimiter=";", column_names=["u", "v"])
+        ingest_and_read(tmp_path, "csv", path, delimiter=";", column_names=["u", "v"])
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,14 @@ def test_ingesting_with_other_csv_options_into_one_folder_is_refused(tmp_path: P
     ],
 )
 def test_invalid_csv_options_are_refused(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
-    assert expected in refusal(tmp_path, **{"source": "csv", "input_path": write_file(tmp_path, "a\n1\n"), **options})
+    assert expected in ingest_error(
+        tmp_path, **{"source": "csv", "input_path": write_file(tmp_path, "a\n1\n"), **options}
+    )
 
 
 @pytest.mark.parametrize("first", ["0.5,0.25,no", "39,State,13", "1,2,0", "-1;+2;x", "0,0,0", ".5\tx\ty", "1e3|u|v"])
 def test_a_header_line_of_numbers_is_refused(tmp_path: Path, first: str) -> None:
-    message = refusal(tmp_path, "csv", write_file(tmp_path, f"{first}\n{first}\n"))
+    message = ingest_error(tmp_path, "csv", write_file(tmp_path, f"{first}\n{first}\n"))
     assert f"{tmp_path / 'f.csv'}: the first line holds numbers" in message
     assert "give its 3 names by column_names" in message
 
@@ -101,7 +103,7 @@ def test_column_names_that_are_consecutive_numbers_are_noted(tmp_path: Path, hea
     [note] = ingest_notes(tmp_path, "csv", write_file(tmp_path, f"{header}\n5,6,7,8\n"))
     assert "the names of columns in" in note
     assert "give column_names" in note
-    assert list(read(tmp_path / "out"))[1:] == header.split(",")
+    assert list(read_columns(tmp_path / "out"))[1:] == header.split(",")
 
 
 @pytest.mark.parametrize("mark", [",", ";"])
@@ -111,33 +113,35 @@ def test_column_names_name_the_columns_of_a_csv_without_a_header(
 ) -> None:
     monkeypatch.setattr(raw, "BLOCK_BYTES", block)
     path = write_file(tmp_path, "".join(f"{i}.5{mark}{i}{mark}{'yes' if i % 2 else 'no'}\n" for i in range(50)))
-    columns = done(tmp_path, "csv", path, column_names=["a", "b", "y"], label="y")
+    columns = ingest_and_read(tmp_path, "csv", path, column_names=["a", "b", "y"], label="y")
     assert (columns["row_id"][0], len(columns["row_id"])) == ("f.csv:1", 50)
     assert (columns["a"][:2], columns["b"][:2], columns["label"][:3]) == ([0.5, 1.5], [0, 1], [0, 1, 0])
 
 
 def test_a_first_line_equal_to_column_names_is_a_header(tmp_path: Path) -> None:
-    columns = done(tmp_path, "csv", write_file(tmp_path, "7,8\n1,2\n"), column_names=["7", "8"])
+    columns = ingest_and_read(tmp_path, "csv", write_file(tmp_path, "7,8\n1,2\n"), column_names=["7", "8"])
     assert columns == {"row_id": ["f.csv:2"], "7": [1], "8": [2]}
 
 
 def test_too_few_column_names_are_refused(tmp_path: Path) -> None:
-    message = refusal(tmp_path, "csv", write_file(tmp_path, "1,2\n3,4\n"), column_names=["a"])
+    message = ingest_error(tmp_path, "csv", write_file(tmp_path, "1,2\n3,4\n"), column_names=["a"])
     assert "f.csv: CSV parse error: Row #1: Expected 1 columns, got 2: 1,2" in message
 
 
 def test_bad_rows_of_a_csv_without_a_header_do_not_shift_row_ids(tmp_path: Path) -> None:
-    columns = done(tmp_path, "csv", write_file(tmp_path, "1,2\n3\n5,6\n"), column_names=["a", "b"], on_bad_row="skip")
+    columns = ingest_and_read(
+        tmp_path, "csv", write_file(tmp_path, "1,2\n3\n5,6\n"), column_names=["a", "b"], on_bad_row="skip"
+    )
     assert columns == {"row_id": ["f.csv:1", "f.csv:3"], "a": [1, 5], "b": [2, 6]}
 
 
 def test_a_column_without_a_name_keeps_the_empty_name(tmp_path: Path) -> None:
-    assert done(tmp_path, "csv", write_file(tmp_path, ",a\n0,5\n1,6\n"))[""] == [0, 1]
+    assert ingest_and_read(tmp_path, "csv", write_file(tmp_path, ",a\n0,5\n1,6\n"))[""] == [0, 1]
 
 
 def test_errors_about_many_columns_name_only_the_wrong_ones(tmp_path: Path) -> None:
     names = [f"c{i}" for i in range(900)]
-    message = refusal(
+    message = ingest_error(
         tmp_path, "csv", write_file(tmp_path, ",".join([*names[:899], "c7"]) + "\n" + ",".join("1" * 900))
     )
     assert "two columns of one name: 'c7' (columns [8, 900])" in message
@@ -145,10 +149,10 @@ def test_errors_about_many_columns_name_only_the_wrong_ones(tmp_path: Path) -> N
     (tmp_path / "in").mkdir()
     for i, header in enumerate((names, [*names[:-1], "other"])):
         (tmp_path / "in" / f"{i}.csv").write_text(",".join(header) + "\n" + ",".join("1" * 900))
-    message = refusal(tmp_path, "csv", tmp_path / "in")
+    message = ingest_error(tmp_path, "csv", tmp_path / "in")
     assert "it lacks ['c899'] and has also ['other']" in message
     assert len(message) < 700
-    assert len(refusal(tmp_path, "csv", tmp_path / "in" / "0.csv", label="missing")) < 1000
+    assert len(ingest_error(tmp_path, "csv", tmp_path / "in" / "0.csv", label="missing")) < 1000
 
 
 @pytest.mark.parametrize(
@@ -166,13 +170,15 @@ def test_a_quote_that_is_not_closed_is_refused(
     tmp_path: Path, content: str, line: int, on_bad_row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raw, "BLOCK_BYTES", 2000)
-    message = refusal(tmp_path, "csv", write_file(tmp_path, content), on_bad_row=on_bad_row)
+    message = ingest_error(tmp_path, "csv", write_file(tmp_path, content), on_bad_row=on_bad_row)
     assert f"f.csv: in line {line} a quote opens a value and is not closed" in message
     assert len(message) < 400
 
 
 def test_quotes_and_line_breaks_within_values_are_kept(tmp_path: Path) -> None:
-    columns = done(tmp_path, "csv", write_file(tmp_path, 'a,b\n1,5" pipe\n2,"he said ""no""\nand left"\n3,"x"'))
+    columns = ingest_and_read(
+        tmp_path, "csv", write_file(tmp_path, 'a,b\n1,5" pipe\n2,"he said ""no""\nand left"\n3,"x"')
+    )
     assert columns["b"] == ['5" pipe', 'he said "no"\nand left', "x"]
 
 
@@ -191,28 +197,36 @@ def test_quotes_and_line_breaks_within_values_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_csv_that_is_not_utf8_is_refused(tmp_path: Path, content: bytes, expected: str, packed: bool) -> None:
     path = write_file(tmp_path, gzip.compress(content), "f.csv.gz") if packed else write_file(tmp_path, content)
-    assert expected.replace("f.csv", path.name) in refusal(tmp_path, "csv", path)
+    assert expected.replace("f.csv", path.name) in ingest_error(tmp_path, "csv", path)
 
 
 def test_a_byte_order_mark_is_not_part_of_a_column_name(tmp_path: Path) -> None:
-    assert list(done(tmp_path, "csv", write_file(tmp_path, b'\xef\xbb\xbf"a";b\n1;2\n'))) == ["row_id", "a", "b"]
+    assert list(ingest_and_read(tmp_path, "csv", write_file(tmp_path, b'\xef\xbb\xbf"a";b\n1;2\n'))) == [
+        "row_id",
+        "a",
+        "b",
+    ]
 
 
 def test_a_missing_integer_in_csv_stays_missing(tmp_path: Path) -> None:
     summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(write_file(tmp_path, "a,b\n1,2\n,3\n"))))
-    assert read(tmp_path / "out")["a"] == [1, None]
+    assert read_columns(tmp_path / "out")["a"] == [1, None]
     assert summary.parts[""].columns["a"] == {"type": "int64", "shape": [], "dtype": "int64", "nulls": 1}
 
 
 @pytest.mark.parametrize("values", [["1.0", "0.0", "2"], ["1e0", "0", "2.00"]])
 def test_labels_of_integral_floats_are_integers(tmp_path: Path, values: list[str]) -> None:
-    assert done(tmp_path, "csv", write_file(tmp_path, "y\n" + "\n".join(values)), label="y")["label"] == [1, 0, 2]
+    assert ingest_and_read(tmp_path, "csv", write_file(tmp_path, "y\n" + "\n".join(values)), label="y")["label"] == [
+        1,
+        0,
+        2,
+    ]
 
 
 def test_a_missing_label_among_integral_floats_is_a_bad_row(tmp_path: Path) -> None:
     path = write_file(tmp_path, "a,y\n1,1.0\n2,\n3,0.0\n")
-    assert "row f.csv:3: no label" in refusal(tmp_path, "csv", path, label="y")
-    assert done(tmp_path, "csv", path, label="y", on_bad_row="skip")["label"] == [1, 0]
+    assert "row f.csv:3: no label" in ingest_error(tmp_path, "csv", path, label="y")
+    assert ingest_and_read(tmp_path, "csv", path, label="y", on_bad_row="skip")["label"] == [1, 0]
 
 
 ROWS = 20
@@ -238,7 +252,7 @@ def test_a_note_names_the_value_that_makes_a_column_text(
     path = write_file(tmp_path, "v,note\n" + "\n".join(f"{value},text" for value in values))
     [note] = ingest_notes(tmp_path, "csv", path, eval_fraction=0.5)[:1]
     assert expected in note
-    assert read(tmp_path / "out" / "train")["v"]
+    assert read_columns(tmp_path / "out" / "train")["v"]
 
 
 def test_a_note_names_the_value_that_makes_a_bool_column_text(tmp_path: Path) -> None:
@@ -279,7 +293,7 @@ def test_numbers_as_text_in_json_lines_are_noted(tmp_path: Path) -> None:
 
 
 def test_tab_separated_files_are_read_under_their_own_suffix(tmp_path: Path) -> None:
-    columns = done(tmp_path, "csv", write_file(tmp_path, "a\tb\n1\t2\n", "f.tsv"))
+    columns = ingest_and_read(tmp_path, "csv", write_file(tmp_path, "a\tb\n1\t2\n", "f.tsv"))
     np.testing.assert_array_equal([columns["a"], columns["b"]], [[1], [2]])
 
 
@@ -294,11 +308,13 @@ def test_tab_separated_files_are_read_under_their_own_suffix(tmp_path: Path) -> 
 def test_a_git_lfs_pointer_or_web_page_in_place_of_a_text_file_is_named(
     tmp_path: Path, content: bytes, expected: str, source: str
 ) -> None:
-    assert f"f.{source}: it is {expected}" in refusal(tmp_path, source, write_file(tmp_path, content, f"f.{source}"))
+    assert f"f.{source}: it is {expected}" in ingest_error(
+        tmp_path, source, write_file(tmp_path, content, f"f.{source}")
+    )
 
 
 def test_a_long_value_in_the_first_rows_does_not_hide_the_header(tmp_path: Path) -> None:
     long_value = "x" * 200_000
     path = write_file(tmp_path, f"text,label\n{long_value},1\nshort,2\n")
-    columns = done(tmp_path, "csv", path, column_names=["text", "label"])
+    columns = ingest_and_read(tmp_path, "csv", path, column_names=["text", "label"])
     assert (columns["text"], columns["label"]) == ([long_value, "short"], [1, 2])

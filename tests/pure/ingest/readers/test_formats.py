@@ -21,13 +21,13 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.readers import base as raw
 from ray_app.task.image import ImageClassification
-from tests.support.ingest_inputs import RNG, read, write_cifar, write_idx, write_images
+from tests.support.ingest_inputs import RNG, read_columns, write_cifar, write_idx, write_images
 
 
 def test_images_keep_their_bytes(tmp_path: Path) -> None:
     files = write_images(tmp_path / "in")
     summary = ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in")))
-    columns = read(tmp_path / "out")
+    columns = read_columns(tmp_path / "out")
     assert sorted(columns["row_id"]) == ["cat/a.jpg", "cat/b.png", "cat/c.gif", "dog/y.jpeg", "dog/z.WEBP"]
     assert dict(zip(columns["row_id"], columns["image"], strict=True)) == files
     assert columns["label"] == [int(row_id.startswith("dog")) for row_id in columns["row_id"]]
@@ -47,8 +47,8 @@ def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(tm
             "images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, split_bytes=100, row_group_rows=3
         )
     )
-    columns = read(tmp_path / "a", as_stored=True)
-    assert columns["row_id"] == read(tmp_path / "b", as_stored=True)["row_id"]
+    columns = read_columns(tmp_path / "a", as_stored=True)
+    assert columns["row_id"] == read_columns(tmp_path / "b", as_stored=True)["row_id"]
     for low in range(0, 200, 40):
         assert min(Counter(columns["label"][low : low + 40])[label] for label in range(4)) >= 3, (
             "40 rows lack a class, as they do where rows are stored in the order of the classes"
@@ -65,7 +65,7 @@ def test_csv_types_fit_every_row_and_classes_are_sorted(tmp_path: Path, monkeypa
     (folder / "a.csv").write_text(head + first)
     (folder / "b.csv.gz").write_bytes(gzip.compress((head + ",bee,NA, 3\n").encode()))
     summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(folder), label="kind", rename={"width": "w"}))
-    columns = read(tmp_path / "out")
+    columns = read_columns(tmp_path / "out")
     assert list(columns) == ["row_id", "w", "label", "note", "count"]
     assert columns["w"] == [float(i) for i in range(100)] + [0.5, None]
     assert columns["label"] == [2] * 100 + [0, 1]
@@ -81,7 +81,7 @@ def test_csv_types_fit_every_row_and_classes_are_sorted(tmp_path: Path, monkeypa
 def test_csv_with_an_integer_label_keeps_its_numbers(tmp_path: Path) -> None:
     (tmp_path / "f.csv").write_text("a,y\n1,5\n2,-1\n")
     summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv"), label="y"))
-    assert read(tmp_path / "out")["label"] == [5, -1]
+    assert read_columns(tmp_path / "out")["label"] == [5, -1]
     assert (summary.parts[""].classes, summary.parts[""].class_counts) == (None, {"-1": 1, "5": 1})
 
 
@@ -95,7 +95,7 @@ def test_csv_integers_wider_than_64_bits_lose_no_digit(tmp_path: Path) -> None:
     rows = "\n".join(",".join(values) for values in zip(*columns.values(), strict=True))
     (tmp_path / "f.csv").write_text(",".join(columns) + "\n" + rows)
     summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
-    output = read(tmp_path / "out")
+    output = read_columns(tmp_path / "out")
     assert output["unsigned"] == [int(value) for value in columns["unsigned"]]
     assert (output["long"], output["mixed"]) == (columns["long"], columns["mixed"])
     assert output["exact"] == [1e20, 0.5, 1e300]
@@ -106,7 +106,7 @@ def test_csv_integers_wider_than_64_bits_lose_no_digit(tmp_path: Path) -> None:
 def test_csv_space_around_a_value_changes_no_type(tmp_path: Path) -> None:
     (tmp_path / "f.csv").write_text("a, b, c\n1, true, 2\nNA , False , NA\n")
     ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
-    columns = read(tmp_path / "out")
+    columns = read_columns(tmp_path / "out")
     assert (columns["a"], columns[" b"], columns[" c"]) == ([1, None], [True, False], [2, None])
 
 
@@ -121,7 +121,7 @@ def test_numpy_arrays_are_stored_unchanged(tmp_path: Path, packed: str, monkeypa
         (np.savez if packed == "npz" else np.savez_compressed)(tmp_path / "d.npz", x=x, y=y)
     source = tmp_path if packed == "npy" else tmp_path / "d.npz"
     ingest(IngestOptions("numpy", str(tmp_path.parent / f"out-{packed}"), str(source)))
-    columns = read(tmp_path.parent / f"out-{packed}")
+    columns = read_columns(tmp_path.parent / f"out-{packed}")
     assert columns["image"].dtype == np.dtype("=f4")
     np.testing.assert_array_equal(columns["image"], x)
     assert columns["label"] == y.tolist()
@@ -132,9 +132,9 @@ def test_numpy_names_follow_shape_and_type_and_can_be_changed(tmp_path: Path) ->
     values = {"x": RNG.random((5, 3)), "y": np.arange(5) / 2, "extra": np.array([True, False, True, True, False])}
     np.savez(tmp_path / "d.npz", **values)
     ingest(IngestOptions("numpy", str(tmp_path / "a"), str(tmp_path / "d.npz")))
-    assert list(read(tmp_path / "a")) == ["row_id", "features", "target", "extra"]
+    assert list(read_columns(tmp_path / "a")) == ["row_id", "features", "target", "extra"]
     ingest(IngestOptions("numpy", str(tmp_path / "b"), str(tmp_path / "d.npz"), rename={"extra": "label"}))
-    columns = read(tmp_path / "b")
+    columns = read_columns(tmp_path / "b")
     assert columns["label"] == [1, 0, 1, 1, 0]
     assert columns["target"] == values["y"].tolist()
     np.testing.assert_array_equal(columns["features"], values["x"])
@@ -149,11 +149,11 @@ def test_idx_pairs_become_train_and_test(tmp_path: Path, packed: bool) -> None:
     )
     assert {name: part.rows for name, part in summary.parts.items()} == {"train": 25, "test": 7}
     data = (tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}").read_bytes()
-    columns = read(tmp_path / "out" / "train")
+    columns = read_columns(tmp_path / "out" / "train")
     assert columns["image"].tobytes() == (gzip.decompress(data) if packed else data)[16:]
     assert (columns["image"].shape, columns["image"].dtype) == ((25, 28, 28), np.uint8)
     assert columns["label"] == [i % 10 for i in range(25)]
-    assert read(tmp_path / "out" / "test")["row_id"] == [f"t10k:{i}" for i in range(7)]
+    assert read_columns(tmp_path / "out" / "test")["row_id"] == [f"t10k:{i}" for i in range(7)]
 
 
 @pytest.mark.parametrize("kind", ["mnist.npz", "folder of .npy", "idx", "cifar"])
@@ -180,7 +180,7 @@ def test_a_tenth_of_the_train_rows_becomes_eval_and_test_rows_stay_test(tmp_path
             np.save(folder / name, values)
     summary = ingest(IngestOptions(source, str(out), str(path)))
     assert list(summary.parts) == ["train", "test", "eval"]
-    train, test, evaluation = (read(out / part) for part in summary.parts)
+    train, test, evaluation = (read_columns(out / part) for part in summary.parts)
     assert 15 < len(evaluation["label"]) < 45, "the evaluation part should have about 30 of 300 rows"
     assert len({*train["row_id"], *evaluation["row_id"]}) == 300 == len(train["row_id"]) + len(evaluation["row_id"])
     assert len(test["label"]) == (60 if kind == "cifar" else 40)
@@ -194,7 +194,7 @@ def test_a_tenth_of_the_train_rows_becomes_eval_and_test_rows_stay_test(tmp_path
 
 def test_digits_are_complete_stratified_and_fixed(tmp_path: Path) -> None:
     ingest(IngestOptions("digits", str(tmp_path / "out")))
-    data, parts = load_digits(), {name: read(tmp_path / "out" / name) for name in ("train", "eval")}
+    data, parts = load_digits(), {name: read_columns(tmp_path / "out" / name) for name in ("train", "eval")}
     assert Counter(parts["train"]["row_id"] + parts["eval"]["row_id"]) == Counter(str(i) for i in range(1797))
     for part in parts.values():
         rows = [int(i) for i in part["row_id"]]
@@ -265,7 +265,7 @@ def test_bad_idx_is_refused(tmp_path: Path, write_options: dict[str, int], chang
     assert_refused(tmp_path, expected, source="idx", input=str(tmp_path / "in"))
 
 
-def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_idx_gzip_is_refused(tmp_path: Path) -> None:
     write_idx(tmp_path / "in", "train", 5, True)
     images = tmp_path / "in" / "train-images-idx3-ubyte.gz"
     images.write_bytes(images.read_bytes()[:-20])

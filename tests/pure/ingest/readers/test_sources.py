@@ -27,8 +27,16 @@ from ray_app.ingest.readers import json_lines as raw_jsonl
 from ray_app.ingest.readers import webdataset as raw_tar
 from ray_app.ingest.readers.base import expand_braces
 from ray_app.ingest.readers.cifar import unpickle
-from tests.support.ingest_inputs import CIFAR_NAMES, RNG, done, read, refusal, write_cifar, write_tar
-from tests.support.places import ROOT, SUPPORT
+from tests.support.ingest_inputs import (
+    CIFAR_NAMES,
+    RNG,
+    ingest_and_read,
+    ingest_error,
+    read_columns,
+    write_cifar,
+    write_tar,
+)
+from tests.support.paths import ROOT, SUPPORT
 
 HF = SUPPORT / "hf"
 
@@ -46,7 +54,7 @@ def test_each_json_key_has_one_type_over_all_files(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, LINES[:1])) + "\n\n")
     (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, LINES[1:])).encode()))
-    columns = done(tmp_path, "jsonl", folder, label="kind", split_bytes=1)
+    columns = ingest_and_read(tmp_path, "jsonl", folder, label="kind", split_bytes=1)
     assert columns["row_id"] == ["a.jsonl:1", "b.jsonl.gz:1", "b.jsonl.gz:2"]
     assert columns["x"] == [1.0, 2.5, None]
     assert (columns["label"], columns["when"], columns["on"]) == (
@@ -80,13 +88,13 @@ def test_each_json_key_has_one_type_over_all_files(tmp_path: Path) -> None:
 )
 def test_bad_json_lines_are_refused(tmp_path: Path, lines: list[str], options: dict[str, Any], expected: str) -> None:
     (tmp_path / "f.jsonl").write_text("\n".join(lines))
-    assert expected in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl", **options)
+    assert expected in ingest_error(tmp_path, "jsonl", tmp_path / "f.jsonl", **options)
 
 
 def test_on_bad_row_skip_leaves_out_bad_json_lines(tmp_path: Path) -> None:
     lines = ['{"a": [1, 2], "y": "u"}', "oops", '{"a": [1], "y": "v"}', '{"a": [3, 4]}', '{"a": [5, 6], "y": "v"}']
     (tmp_path / "f.jsonl").write_text("\n".join(lines))
-    columns = done(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
+    columns = ingest_and_read(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
     assert (columns["row_id"], columns["label"], columns["a"].tolist()) == (
         ["f.jsonl:1", "f.jsonl:5"],
         [0, 1],
@@ -101,17 +109,17 @@ def test_an_empty_list_in_the_first_json_line_is_a_bad_row(tmp_path: Path, empty
     other = "[1, 2]" if empty == "[]" else "[[1, 2], [3, 4]]"
     for name, value in {"a": empty, "b": other}.items():
         (tmp_path / "in" / f"{name}.jsonl").write_text(f'{{"a": {value}}}')
-    assert "row a.jsonl:1: 'a' is no list of shape [2" in refusal(
+    assert "row a.jsonl:1: 'a' is no list of shape [2" in ingest_error(
         tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes
     )
-    columns = done(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip")
+    columns = ingest_and_read(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip")
     assert (columns["row_id"], columns["a"].tolist()) == (["b.jsonl:1"], [json.loads(other)])
 
 
 def test_a_column_that_parquet_rejects_is_not_a_storage_error(tmp_path: Path) -> None:
     """pyarrow raises an OSError for both, so ingest has to distinguish them."""
     write_tar(tmp_path / "in" / "x.tar", {"0.npy": npy(np.ones((2, 0)))})
-    message = refusal(tmp_path, "webdataset", tmp_path / "in")
+    message = ingest_error(tmp_path, "webdataset", tmp_path / "in")
     assert "the columns ['row_id', 'array'] cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0" in message
     assert "Once that is fixed" not in message
 
@@ -121,7 +129,7 @@ def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypat
     monkeypatch.setattr(raw_jsonl, "MAX_LINE_BYTES", 1 << 20)
     line = b'{"a": "' + RNG.bytes(2 << 20).hex().encode()
     (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(line)[:-1_000_000])
-    assert "line 1 has more than 1048576 bytes" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
+    assert "line 1 has more than 1048576 bytes" in ingest_error(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
 
 
 def test_damaged_gzip_of_json_lines_is_refused(tmp_path: Path) -> None:
@@ -129,12 +137,12 @@ def test_damaged_gzip_of_json_lines_is_refused(tmp_path: Path) -> None:
     # The header has 10 bytes; the next one belongs to the first block.
     data[10] = 0xFF
     (tmp_path / "f.jsonl.gz").write_bytes(data)
-    assert "invalid block type" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
+    assert "invalid block type" in ingest_error(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
 
 
 def test_a_json_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "f.jsonl").write_bytes(b'{"a": 1}\n{"a": ' + DEEP + b'\n{"a": 2}\n')
-    assert done(tmp_path, "jsonl", tmp_path / "f.jsonl", on_bad_row="skip")["a"] == [1, 2]
+    assert ingest_and_read(tmp_path, "jsonl", tmp_path / "f.jsonl", on_bad_row="skip")["a"] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +155,7 @@ def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[st
         (tmp_path / "in" / f"{i}.jsonl").write_text(
             "".join(f'{{"a": 1, "day": "{day}"}}\n' for day in (days[i], days[i]))
         )
-    columns = done(tmp_path, "jsonl", tmp_path / "in", label="day", split_bytes=split_bytes)
+    columns = ingest_and_read(tmp_path, "jsonl", tmp_path / "in", label="day", split_bytes=split_bytes)
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["classes"] == sorted(days)
     assert columns["label"] == [sorted(days).index(day) for day in days for _ in range(2)]
 
@@ -169,7 +177,7 @@ def test_integers_in_json_that_would_be_rounded_are_refused(
     files = [[value] for value in values] if split_bytes == 1 else [values]
     for i, lines in enumerate(files):
         (tmp_path / "in" / f"{i}.jsonl").write_text("\n".join(json.dumps({"id": value}) for value in lines))
-    message = refusal(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip")
+    message = ingest_error(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip")
     where = f"{line - 1}.jsonl: line 1" if split_bytes == 1 else f"0.jsonl: line {line}"
     assert f"{where}: key 'id' holds {rounded}, which float64 would round" in message
     assert "Write them as text" in message
@@ -185,7 +193,7 @@ def test_large_json_numbers_without_rounding_are_allowed(tmp_path: Path) -> None
     (tmp_path / "f.jsonl").write_text(
         "\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
     )
-    output = done(tmp_path, "jsonl", tmp_path / "f.jsonl")
+    output = ingest_and_read(tmp_path, "jsonl", tmp_path / "f.jsonl")
     assert {name: output[name] for name in ("id", "x", "text")} == {name: columns[name] for name in ("id", "x", "text")}
     np.testing.assert_array_equal(output["v"], columns["v"])
 
@@ -229,21 +237,21 @@ def test_json_lines_that_crash_the_parser_are_skipped(tmp_path: Path) -> None:
     )
     for number, lines in enumerate(cases):
         out = tmp_path / f"out{number}"
-        assert read(out) == {"row_id": [f"{number}.jsonl:{len(lines) + 1}"], "b": [1]}
+        assert read_columns(out) == {"row_id": [f"{number}.jsonl:{len(lines) + 1}"], "b": [1]}
         assert len((out / "refused.jsonl").read_text().splitlines()) == len(lines)
 
 
 def test_a_json_line_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
     (tmp_path / "f.jsonl").write_text(f'{{"a": 1}}\n{nested_line(33)}\n')
-    assert "row f.jsonl:2: nested more than 32 deep" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl")
+    assert "row f.jsonl:2: nested more than 32 deep" in ingest_error(tmp_path, "jsonl", tmp_path / "f.jsonl")
 
 
 def test_brackets_in_text_and_sibling_lists_do_not_count_as_depth(tmp_path: Path) -> None:
     lines = [{"a": '[{"\\' * 100, "grid": [[i] for i in range(100)]}, {"a": "x", "grid": [[0]] * 100}]
     (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(map(json.dumps, lines)).encode())
-    assert done(tmp_path / "flat", "jsonl", tmp_path / "f.jsonl")["a"] == [line["a"] for line in lines]
+    assert ingest_and_read(tmp_path / "flat", "jsonl", tmp_path / "f.jsonl")["a"] == [line["a"] for line in lines]
     (tmp_path / "g.jsonl").write_text(nested_line(32))
-    assert done(tmp_path / "deep", "jsonl", tmp_path / "g.jsonl")["a"].shape == (1,) * 32
+    assert ingest_and_read(tmp_path / "deep", "jsonl", tmp_path / "g.jsonl")["a"].shape == (1,) * 32
 
 
 def planes_to_images(pixels: np.ndarray) -> np.ndarray:
@@ -256,7 +264,7 @@ def test_cifar_images_and_labels_are_read_unchanged(tmp_path: Path, kind: str) -
     batches = write_cifar(tmp_path / "in", kind)
     summary = ingest(IngestOptions("cifar", str(tmp_path / "out"), str(tmp_path / "in"), eval_fraction=0))
     for part in ("train", "test"):
-        columns = read(tmp_path / "out" / part)
+        columns = read_columns(tmp_path / "out" / part)
         files = [value for name, value in batches.items() if name.startswith("test") == (part == "test")]
         np.testing.assert_array_equal(
             columns["image"], planes_to_images(np.concatenate([pixels for pixels, _ in files]))
@@ -264,7 +272,7 @@ def test_cifar_images_and_labels_are_read_unchanged(tmp_path: Path, kind: str) -
         assert columns["label"] == [label for _, labels in files for label in labels]
         assert columns.get("coarse_label", [9]) == [9] * (len(columns["label"]) if "100" in kind else 1)
     assert summary.parts["train"].classes == list(CIFAR_NAMES)
-    assert read(tmp_path / "out" / "test")["row_id"][0] == {
+    assert read_columns(tmp_path / "out" / "test")["row_id"][0] == {
         "binary10": "test_batch.bin:0",
         "binary100": "test.bin:0",
         "python10": "test_batch:0",
@@ -290,7 +298,7 @@ def test_a_hostile_pickle_is_refused_without_running_its_code(tmp_path: Path) ->
         assert (tmp_path / "ran").exists(), "the pickle does not run its code, so this test would show nothing"
         (tmp_path / "ran").unlink()
         (tmp_path / "in" / "data_batch_3").write_bytes(hostile)
-        message = refusal(tmp_path, "cifar", tmp_path / "in")
+        message = ingest_error(tmp_path, "cifar", tmp_path / "in")
         assert "data_batch_3: not a file of CIFAR's python version" in message
         assert not (tmp_path / "ran").exists()
 
@@ -386,7 +394,7 @@ def test_unpickle_reads_plain_data_as_pickle_does(protocol: int) -> None:
 def test_bad_cifar_is_refused(tmp_path: Path, change: Any, expected: str) -> None:
     write_cifar(tmp_path / "in", "binary10")
     change(tmp_path / "in")
-    assert expected in refusal(tmp_path, "cifar", tmp_path / "in")
+    assert expected in ingest_error(tmp_path, "cifar", tmp_path / "in")
 
 
 @pytest.mark.parametrize(
@@ -410,7 +418,7 @@ def test_cifar_pickles_with_wrong_labels_or_metadata_are_refused(
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
         (tmp_path / "in" / name).write_bytes(pickle.dumps(whole, protocol=2))
     (tmp_path / "in" / "batches.meta").write_bytes(pickle.dumps({"label_names": ["a", "b"]} | meta, protocol=2))
-    assert expected in refusal(tmp_path, "cifar", tmp_path / "in")
+    assert expected in ingest_error(tmp_path, "cifar", tmp_path / "in")
 
 
 def png(value: int) -> bytes:
@@ -442,7 +450,7 @@ def test_webdataset_tars_are_read(tmp_path: Path, pattern: str) -> None:
     write_tar(folder / "train-001.tar.gz", sample(2), "w:gz")
     for name in ("train-001.tar", "train-000.tar.gz") if "{" in pattern else ():
         write_tar(folder / name, sample(3), "w:gz" if name.endswith("gz") else "w")
-    columns = done(tmp_path, "webdataset", f"{folder}/{pattern}", split_bytes=1)
+    columns = ingest_and_read(tmp_path, "webdataset", f"{folder}/{pattern}", split_bytes=1)
     order = [0, 1, 3, 3, 2] if "{" in pattern else [0, 1, 2]
     kinds = [json.loads(value)["kind"] for value in columns["json"]]
     rows = Counter(zip(kinds, columns["image"], columns["label"], columns["text"], strict=True))
@@ -456,7 +464,7 @@ def test_webdataset_label_may_come_from_json(tmp_path: Path) -> None:
         tmp_path / "in" / "x.tar",
         {"0.png": png(0), "0.json": b'{"kind": 4}', "1.png": png(1), "1.json": b'{"kind": 2}'},
     )
-    assert done(tmp_path, "webdataset", tmp_path / "in" / "x.tar", label="kind")["label"] == [4, 2]
+    assert ingest_and_read(tmp_path, "webdataset", tmp_path / "in" / "x.tar", label="kind")["label"] == [4, 2]
 
 
 @pytest.mark.parametrize(
@@ -490,7 +498,7 @@ def test_webdataset_rows_that_cannot_be_used_are_skipped(
         {f"{name}.npy": npy(np.ones(2))} | {f"{name}.{kind}": data for kind, data in other.items()} for name in "ac"
     ]
     write_tar(tmp_path / "in" / "x.tar", good[0] | bad | good[1])
-    columns = done(tmp_path, "webdataset", tmp_path / "in", on_bad_row="skip", **options)
+    columns = ingest_and_read(tmp_path, "webdataset", tmp_path / "in", on_bad_row="skip", **options)
     assert columns["row_id"] == ["x.tar:a", "x.tar:c"]
     [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
     assert json.loads(refused)["row_id"] == "x.tar:b"
@@ -502,7 +510,7 @@ def test_member_names_need_not_be_utf8(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "in" / "x.tar", "w", encoding="latin-1", format=tarfile.GNU_FORMAT) as archive:
         member = tarfile.TarInfo("\xff.txt")
         archive.addfile(member)
-    assert done(tmp_path, "webdataset", tmp_path / "in")["row_id"] == ["x.tar:\\xff"]
+    assert ingest_and_read(tmp_path, "webdataset", tmp_path / "in")["row_id"] == ["x.tar:\\xff"]
 
 
 def test_braces_expand_as_the_shell_does() -> None:
@@ -543,7 +551,7 @@ def test_bad_tars_are_refused(
     tmp_path: Path, members: dict[str, bytes], options: dict[str, Any], expected: str
 ) -> None:
     write_tar(tmp_path / "in" / "x.tar", members)
-    assert expected in refusal(tmp_path, "webdataset", tmp_path / "in", **options)
+    assert expected in ingest_error(tmp_path, "webdataset", tmp_path / "in", **options)
 
 
 @pytest.mark.parametrize("size", [512, 2048, 2600, 0])
@@ -551,7 +559,7 @@ def test_a_tar_that_was_cut_off_is_refused(tmp_path: Path, size: int) -> None:
     write_tar(tmp_path / "in" / "x.tar", sample(0) | sample(1))
     data = (tmp_path / "in" / "x.tar").read_bytes()
     (tmp_path / "in" / "x.tar").write_bytes(data[:size])
-    assert "The file is damaged or no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "The file is damaged or no tar file" in ingest_error(tmp_path, "webdataset", tmp_path / "in")
 
 
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.gz"])
@@ -567,7 +575,7 @@ def test_a_tar_that_is_damaged_between_members_is_refused(tmp_path: Path, name: 
         data[third] ^= 1
     (tmp_path / "in" / "x.tar").unlink()
     (tmp_path / "in" / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    assert "The file is damaged or no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "The file is damaged or no tar file" in ingest_error(tmp_path, "webdataset", tmp_path / "in")
 
 
 @pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz"])
@@ -578,7 +586,7 @@ def test_a_gzipped_tar_is_checked_against_its_checksum(tmp_path: Path, name: str
     data[data.index(b"second")] ^= 1
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(data)
-    assert "CRC check failed" in refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "CRC check failed" in ingest_error(tmp_path, "webdataset", tmp_path / "in")
 
 
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.gz"])
@@ -591,7 +599,7 @@ def test_a_tar_with_rows_after_its_end_marker_is_refused(tmp_path: Path, name: s
         whole = gzip.compress(one) + gzip.compress(one) if "apart" in fault else gzip.compress(whole)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(whole)
-    assert "there is more behind the end of the archive" in refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "there is more behind the end of the archive" in ingest_error(tmp_path, "webdataset", tmp_path / "in")
 
 
 @pytest.mark.parametrize("zeros", [0, 512, 3 << 20])
@@ -599,21 +607,21 @@ def test_a_tar_may_end_in_any_number_of_zeros(tmp_path: Path, zeros: int) -> Non
     write_tar(tmp_path / "in" / "x.tar", {"0.txt": b"row"})
     with (tmp_path / "in" / "x.tar").open("ab") as file:
         file.write(bytes(zeros))
-    assert done(tmp_path, "webdataset", tmp_path / "in")["text"] == ["row"]
+    assert ingest_and_read(tmp_path, "webdataset", tmp_path / "in")["text"] == ["row"]
 
 
 @pytest.mark.parametrize("packing", ["gz", "bz2", "xz"])
 def test_a_compressed_tar_with_the_suffix_of_a_plain_one_is_refused(tmp_path: Path, packing: str) -> None:
     """`tarfile` would decompress it without checking a checksum."""
     write_tar(tmp_path / "in" / "x.tar", {"0.txt": b"row"}, f"w:{packing}")
-    assert "only .tar.gz and .tgz are unpacked" in refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "only .tar.gz and .tgz are unpacked" in ingest_error(tmp_path, "webdataset", tmp_path / "in")
 
 
 @pytest.mark.parametrize("size", [300, 100])
 def test_an_enormous_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(raw_tar, "MAX_ROW_BYTES", 250)
     write_tar(tmp_path / "in" / "x.tar.gz", {f"0.{i}.npy": bytes(size) for i in range(3)}, "w:gz")
-    assert "the row '0' has more than 250 bytes" in refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "the row '0' has more than 250 bytes" in ingest_error(tmp_path, "webdataset", tmp_path / "in")
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
@@ -623,7 +631,7 @@ def test_an_enormous_header_in_a_tar_is_refused_before_it_is_read(tmp_path: Path
     header.type, header.size = kind, (1 << 20) + 1
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT))
-    assert "header of 1048577 bytes; allowed are 1048576" in refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "header of 1048577 bytes; allowed are 1048576" in ingest_error(tmp_path, "webdataset", tmp_path / "in")
 
 
 def test_a_long_chain_of_tar_headers_is_refused(tmp_path: Path) -> None:
@@ -631,7 +639,7 @@ def test_a_long_chain_of_tar_headers_is_refused(tmp_path: Path) -> None:
     header.type = tarfile.GNUTYPE_LONGNAME
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) * 1000)
-    assert "maximum recursion depth exceeded" in refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "maximum recursion depth exceeded" in ingest_error(tmp_path, "webdataset", tmp_path / "in")
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
@@ -640,7 +648,7 @@ def test_long_names_in_a_tar_are_read(tmp_path: Path, form: int) -> None:
     (tmp_path / "in").mkdir()
     with tarfile.open(tmp_path / "in" / "x.tar", "w", format=form) as archive:
         archive.addfile(tarfile.TarInfo(f"{name}.txt"))
-    assert done(tmp_path, "webdataset", tmp_path / "in")["row_id"] == [f"x.tar:{name}"]
+    assert ingest_and_read(tmp_path, "webdataset", tmp_path / "in")["row_id"] == [f"x.tar:{name}"]
 
 
 def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
@@ -649,7 +657,7 @@ def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
         link = tarfile.TarInfo("0.txt")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-    assert "the member '0.txt' is refused" in refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "the member '0.txt' is refused" in ingest_error(tmp_path, "webdataset", tmp_path / "in")
 
 
 @pytest.mark.parametrize("kind", ["saved", "saved/train", "loaded", "parquet", "parquet/train-00000-of-00001.parquet"])
@@ -658,7 +666,7 @@ def test_hugging_face_data_is_read_without_its_library(tmp_path: Path, kind: str
     ingest(IngestOptions("hf", str(tmp_path / "out"), str(HF / kind), split_bytes=1))
     sides = {"": 7} if "train" in kind else {"train": 7, "test": 3}
     for side, rows in sides.items():
-        columns = read(tmp_path / "out" / side)
+        columns = read_columns(tmp_path / "out" / side)
         assert list(columns) == ["row_id", "image", "label", "text", "vector", "grid"]
         assert [np.asarray(Image.open(io.BytesIO(image)))[0, 0, 0] for image in columns["image"]] == [
             10 * i for i in range(rows)
@@ -691,7 +699,7 @@ def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> Non
     folder = write_saved_dataset(
         tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, -1, 0], "more": [{"b": 1}] * 3}), CLASSES
     )
-    columns = done(tmp_path, "hf", folder, label="y", columns=["a"], on_bad_row="skip")
+    columns = ingest_and_read(tmp_path, "hf", folder, label="y", columns=["a"], on_bad_row="skip")
     assert (columns["a"], columns["label"]) == ([1, 3], [1, 0])
     about = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert (about["classes"], about["refused"]) == (["u", "v"], 1)
@@ -713,7 +721,7 @@ def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> Non
 def test_bad_hugging_face_data_is_refused(
     tmp_path: Path, table: dict[str, Any], options: dict[str, Any], expected: str
 ) -> None:
-    assert expected in refusal(
+    assert expected in ingest_error(
         tmp_path, "hf", write_saved_dataset(tmp_path / "in", pa.table(table), CLASSES), **options
     )
 
@@ -723,13 +731,13 @@ def test_incomplete_hugging_face_folders_are_refused(tmp_path: Path) -> None:
     file = folder / "data-00000-of-00001.arrow"
     data = file.read_bytes()
     file.write_bytes(data[:3000])
-    assert "The file is damaged or not of Arrow's stream format" in refusal(tmp_path, "hf", folder)
+    assert "The file is damaged or not of Arrow's stream format" in ingest_error(tmp_path, "hf", folder)
     file.unlink()
-    assert "state.json names 'data-00000-of-00001.arrow', which is not in this folder" in refusal(
+    assert "state.json names 'data-00000-of-00001.arrow', which is not in this folder" in ingest_error(
         tmp_path, "hf", folder
     )
     (folder / "state.json").unlink()
-    assert "nothing of Hugging Face datasets" in refusal(tmp_path, "hf", folder)
+    assert "nothing of Hugging Face datasets" in ingest_error(tmp_path, "hf", folder)
 
 
 @pytest.mark.parametrize("suffix", [".arrow", "-0f1e2d.parquet"])
@@ -742,17 +750,17 @@ def test_missing_and_duplicate_numbered_files_are_refused(tmp_path: Path, suffix
                 writer.write_table(pa.table({"a": [number]}))
         else:
             pq.write_table(pa.table({"a": [number]}), path)
-    assert done(tmp_path / "whole", "hf", tmp_path / "in")["a"] == [0, 1, 2]
+    assert ingest_and_read(tmp_path / "whole", "hf", tmp_path / "in")["a"] == [0, 1, 2]
     duplicate = (
         tmp_path
         / "in"
         / (f"train-00000-of-00001{suffix}" if suffix == ".arrow" else "train-00001-of-00003-ffffff.parquet")
     )
     shutil.copy(tmp_path / "in" / f"train-00001-of-00003{suffix}", duplicate)
-    assert "the files train-... are numbered more than once" in refusal(tmp_path, "hf", tmp_path / "in")
+    assert "the files train-... are numbered more than once" in ingest_error(tmp_path, "hf", tmp_path / "in")
     duplicate.unlink()
     (tmp_path / "in" / f"train-00001-of-00003{suffix}").unlink()
-    assert "train-00001-of-00003 is missing, 2 of 3 are there" in refusal(tmp_path, "hf", tmp_path / "in")
+    assert "train-00001-of-00003 is missing, 2 of 3 are there" in ingest_error(tmp_path, "hf", tmp_path / "in")
 
 
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
@@ -782,7 +790,7 @@ def test_files_of_one_split_with_different_types_are_refused(
         pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
     ragged = ["a"] if pa.types.is_nested(first.type) else None
     for ragged_option in (None, ragged):
-        message = refusal(
+        message = ingest_error(
             tmp_path, "hf", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip", ragged=ragged_option
         )
         assert expected in message
@@ -807,7 +815,7 @@ def test_a_column_without_values_in_a_later_file_has_the_first_files_type(
     (tmp_path / "in").mkdir()
     for number, column in enumerate((first, second)):
         pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
-    columns = done(
+    columns = ingest_and_read(
         tmp_path,
         "hf",
         tmp_path / "in",
@@ -846,12 +854,12 @@ def test_an_arrow_stream_that_points_outside_itself_is_refused(tmp_path: Path, e
     data = file.read_bytes()
     assert data.count(struct.pack("<4i", 0, 3, 6, 9)) == 1
     file.write_bytes(data.replace(struct.pack("<4i", 0, 3, 6, 9), struct.pack("<4i", 0, 3, 6, end)))
-    assert "The file is damaged" in refusal(tmp_path, "hf", folder, check=False)
+    assert "The file is damaged" in ingest_error(tmp_path, "hf", folder, check=False)
 
 
 def test_hugging_face_labels_outside_the_classes_are_bad_rows(tmp_path: Path) -> None:
     folder = write_saved_dataset(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, 7, 0]}), CLASSES)
-    assert done(tmp_path, "hf", folder, label="y", on_bad_row="skip")["label"] == [1, 0]
+    assert ingest_and_read(tmp_path, "hf", folder, label="y", on_bad_row="skip")["label"] == [1, 0]
     [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
     assert json.loads(refused)["reason"] == "label 7; the 2 classes allow 0 to 1"
 
@@ -872,9 +880,9 @@ def test_an_arrow_stream_without_its_end_marker_is_refused(tmp_path: Path, legac
             ends.append(sink.tell())
     path = tmp_path / "data.arrow"
     path.write_bytes(sink.getvalue()[: ends[1]])
-    assert "it was cut off" in refusal(tmp_path, "hf", path)
+    assert "it was cut off" in ingest_error(tmp_path, "hf", path)
     path.write_bytes(sink.getvalue())
-    assert done(tmp_path, "hf", path)["a"] == [1, 2**32 - 1] * 3
+    assert ingest_and_read(tmp_path, "hf", path)["a"] == [1, 2**32 - 1] * 3
 
 
 def test_parquet_is_described_and_not_rewritten(tmp_path: Path) -> None:

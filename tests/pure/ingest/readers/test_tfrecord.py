@@ -16,8 +16,8 @@ from PIL import Image
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
 from ray_app.ingest.readers.tfrecord import _example, _masked
-from tests.support.ingest_inputs import read
-from tests.support.places import SUPPORT
+from tests.support.ingest_inputs import read_columns
+from tests.support.paths import SUPPORT
 
 TENSORFLOW_FILES = SUPPORT / "tfrecord"
 COLUMNS = ["image/encoded", "image/class/label", "image/class/text", "floats", "integers"]
@@ -46,7 +46,7 @@ def test_records_of_tensorflow_are_read_unchanged(tmp_path: Path) -> None:
     )
     assert {name: part.rows for name, part in summary.parts.items()} == {"train": 5, "test": 3}
     for split, rows in (("train", range(5)), ("test", range(5, 8))):
-        columns = read(tmp_path / "out" / split)
+        columns = read_columns(tmp_path / "out" / split)
         assert columns["label"] == [i % 3 for i in rows]
         assert [text.decode() for text in columns["image/class/text"]] == [f"class {i % 3} ä" for i in rows]
         np.testing.assert_array_equal(columns["floats"], np.array([[i, i / 8, -1e30, 0.1] for i in rows], np.float32))
@@ -114,7 +114,7 @@ def test_truncated_and_bit_flipped_records_are_refused_with_their_offset(tmp_pat
             assert f"at byte {second if offset >= second else 0}" in refusal(tmp_path, bad, columns=["floats"])
 
 
-def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_tfrecord_gzip_is_refused(tmp_path: Path) -> None:
     packed = (TENSORFLOW_FILES / "test.tfrecord-00000-of-00001").read_bytes()
     (tmp_path / "cut.tfrecord").write_bytes(packed[:-9])
     assert "cut.tfrecord: " in refusal(tmp_path, tmp_path / "cut.tfrecord", columns=["floats"])
@@ -171,7 +171,7 @@ def test_a_row_with_other_features_can_be_skipped(tmp_path: Path) -> None:
     )
     summary = ingest_tfrecord(tmp_path, file, on_bad_row="skip")
     assert (summary.rows, summary.parts[""].refused) == (2, 1)
-    assert read(tmp_path / "out")["a"] == [1, 3]
+    assert read_columns(tmp_path / "out")["a"] == [1, 3]
 
 
 def test_files_of_an_unclear_split_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ray_app.train.state import transfer
 from ray_app.train.state.transfer import copy_to_host
-from tests.support.fake_cuda import DEVICE, Streams
+from tests.support.fake_cuda import DEVICE, RecordingCuda
 
 CPU = torch.device("cpu")
 
@@ -29,15 +29,17 @@ def test_a_copy_reuses_memory_of_equal_shape_and_has_its_own_otherwise() -> None
 
 
 def test_all_copies_are_enqueued_before_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = Streams(monkeypatch)
+    streams = RecordingCuda(monkeypatch)
     monkeypatch.setattr(transfer, "cuda", streams)
     monkeypatch.setattr(
-        transfer, "page_locked_like", lambda values: [streams.note("page-locked", torch.empty(v.shape)) for v in values]
+        transfer,
+        "page_locked_like",
+        lambda values: [streams.record("page-locked", torch.empty(v.shape)) for v in values],
     )
     monkeypatch.setattr(
         Tensor,
         "copy_",
-        lambda into, value, non_blocking=False: streams.note(f"copy{'' if non_blocking else ' and wait'}", into),
+        lambda into, value, non_blocking=False: streams.record(f"copy{'' if non_blocking else ' and wait'}", into),
     )
     state = {"a": torch.zeros(3, device=DEVICE), "b": [torch.zeros(2, device=DEVICE)]}
     old = {"a": torch.zeros(3)}

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 @pytest.mark.parametrize("strategy", ["central_storage", "fsdp"])
 def test_survivors_continue_from_a_peer_replica_after_a_kill(
-    short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path, strategy: str
+    make_short_config: Callable[..., Config], reference_run: dict[str, Any], tmp_path: Path, strategy: str
 ) -> None:
     fields = {
         "train__strategy": strategy,
@@ -33,9 +33,9 @@ def test_survivors_continue_from_a_peer_replica_after_a_kill(
         "checkpoint__snapshot_every_steps": 4,
     }
     kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
-    result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))
+    result = run_training(make_short_config(**fields), faults=Faults(train=Hooks(after_step=kill)))
     events = read_events(RunPaths(result.path), "formed", "resumed")
-    assert (result.summary["status"], kill.happened) == ("finished", 1)
+    assert (result.summary["status"], kill.num_fired) == ("finished", 1)
     # With fsdp, the survivor waits for another worker, since the state does not fit into its memory.
     workers_after = 2 if strategy == "fsdp" else 1
     assert [e.details["workers"] for e in events if e.kind == "formed"][:2] == [2, workers_after]
@@ -44,12 +44,12 @@ def test_survivors_continue_from_a_peer_replica_after_a_kill(
     assert not resumed, "a worker resumed from a checkpoint instead of the peer replica"
     assert result.summary["redone_steps"] <= 2
     record = record_of(result.path)
-    assert result.summary["params_digest"] == reference["params_digest"]
-    assert record == reference["record"]
+    assert result.summary["params_digest"] == reference_run["params_digest"]
+    assert record == reference_run["record"]
 
 
-def test_recovery_by_restart_restarts_all_workers_like_stock_ray_train(
-    short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path
+def test_recovery_by_restart_resumes_sharded_state_from_a_checkpoint(
+    make_short_config: Callable[..., Config], reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
     fields = {
         "train__strategy": "fsdp",
@@ -58,10 +58,10 @@ def test_recovery_by_restart_restarts_all_workers_like_stock_ray_train(
         "failure__recovery": "restart",
     }
     kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
-    result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))
-    assert (result.summary["status"], kill.happened, kill.gone) == ("finished", 1, True)
+    result = run_training(make_short_config(**fields), faults=Faults(train=Hooks(after_step=kill)))
+    assert (result.summary["status"], kill.num_fired, kill.is_dead) == ("finished", 1, True)
     events = read_events(RunPaths(result.path), "formed", "resumed")
     assert [e.details["workers"] for e in events if e.kind == "formed"] == [2, 2]
     assert [(e.details["source"], e.details["step"]) for e in events if e.kind == "resumed"] == [("checkpoint", 8)]
     record = record_of(result.path)
-    assert record == reference["record"]
+    assert record == reference_run["record"]

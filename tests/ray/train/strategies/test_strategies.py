@@ -23,7 +23,7 @@ from ray_app.train.job import Hooks
 from ray_app.train.membership import SingleProcessMembership
 from tests.support.cluster import record_of
 from tests.support.injector import Kill
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -44,9 +44,11 @@ class NotePids:
 
 
 def test_single_trains_in_the_calling_process_bit_identically(
-    short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path
+    make_short_config: Callable[..., Config], reference_run: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = short_run(train__strategy="single", data__cache="memory", scaling__min_workers=1, scaling__max_workers=1)
+    config = make_short_config(
+        train__strategy="single", data__cache="memory", scaling__min_workers=1, scaling__max_workers=1
+    )
     first_hook, second_hook = NotePids(interrupt_after=11), NotePids()
     first = run_training(config, faults=Faults(train=Hooks(after_step=first_hook)))
     assert (first.status, first.summary["steps"]) == ("interrupted", 12), "the stop flag is reduced with the next step"
@@ -55,23 +57,23 @@ def test_single_trains_in_the_calling_process_bit_identically(
     assert signal.getsignal(signal.SIGINT) is handler
     assert second.status == "finished"
     assert first_hook.pids == second_hook.pids == {os.getpid()}
-    assert second.summary["params_digest"] == reference["params_digest"]
-    assert record_of(tmp_path / "runs" / "run") == reference["record"]
+    assert second.summary["params_digest"] == reference_run["params_digest"]
+    assert record_of(tmp_path / "runs" / "run") == reference_run["record"]
 
 
 def test_workers_continue_a_run_of_the_calling_process(
-    short_run: Callable[..., Config], reference: dict[str, Any]
+    make_short_config: Callable[..., Config], reference_run: dict[str, Any]
 ) -> None:
-    config = short_run(scaling__min_workers=1, scaling__max_workers=1)
+    config = make_short_config(scaling__min_workers=1, scaling__max_workers=1)
     first_hook = NotePids(interrupt_after=5)
     assert (
         run_training(config.replace(train__strategy="single"), faults=Faults(train=Hooks(after_step=first_hook))).status
         == "interrupted"
     )
-    assert run_training(config).summary["params_digest"] == reference["params_digest"]
+    assert run_training(config).summary["params_digest"] == reference_run["params_digest"]
 
 
-def test_a_kill_in_a_local_sgd_round_keeps_the_result(short_run: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_kill_in_a_local_sgd_round_keeps_the_result(make_short_config: Callable[..., Config], tmp_path: Path) -> None:
     """The survivor returns to the last average, even before a window that it left, and takes over the logical workers;
     the result is bit-identical to a run in one process.
     """
@@ -82,13 +84,13 @@ def test_a_kill_in_a_local_sgd_round_keeps_the_result(short_run: Callable[..., C
         "scaling__max_workers": 2,
     }
     fields |= {"data__cache": "none", "data__shuffle_window_rows": 16}
-    alone = claim(prepare(short_run(run__name="undisturbed", **fields)), 1).job
+    alone = claim(prepare(make_short_config(run__name="undisturbed", **fields)), 1).job
     assert 12 // alone.plan.steps_per_window < 13 // alone.plan.steps_per_window
     train_in_process(alone, SingleProcessMembership(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
     kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
-    result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))
-    assert (kill.happened, kill.gone) == (1, True)
+    result = run_training(make_short_config(**fields), faults=Faults(train=Hooks(after_step=kill)))
+    assert (kill.num_fired, kill.is_dead) == (1, True)
     events = read_events(RunPaths(result.path), "formed", "failed", "resumed")
     assert [(e.details["workers"], e.details["step"]) for e in events if e.kind == "formed"][:2] == [(2, 0), (1, 12)]
     resumed = [e.details["step"] for e in events if e.kind == "resumed"]
@@ -115,6 +117,6 @@ def test_local_sgd_learns_the_digits_although_a_worker_dies(
     )
     kill = Kill(str(tmp_path / "killed"), step=310, rank=1)
     result = run_training(config, faults=Faults(train=Hooks(after_step=kill)))
-    assert kill.happened == 1
+    assert kill.num_fired == 1
     assert result.summary["metrics"]["accuracy"] >= 0.97
     assert result.summary["rows"] == 30 * 1438

@@ -33,7 +33,7 @@ from ray_app.train.strategies.parameter_server.actors import CoordinatorActor, R
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator, UnitScheduler
 from ray_app.train.strategies.parameter_server.server import _NO_GRADIENTS
 from tests.support.local_world import CLASSES, TinyImages, make_job, write_images
-from tests.support.server_world import World
+from tests.support.server_world import ServerWorld
 
 ROWS = [[50, 1], [46]]
 CLIPPED = {"train__grad_clip_norm": 0.5}
@@ -59,7 +59,7 @@ def make_server_job(folder: Path, data: Path, **fields: Any) -> Job:
 
 
 def train_on_servers(job: Job, workers: int) -> TrainedRun:
-    World(job, workers).run()
+    ServerWorld(job, workers).run()
     return read_trained_run(job)
 
 
@@ -90,12 +90,12 @@ def read_planned_rows(data: Path, folder: Path, pool: WorkerPool) -> list[tuple[
     ids=["adam", "sgd with momentum, clipped, scheduled", "average, given, frozen and unused parameters"],
 )
 def test_synchronous_training_is_bit_identical_to_ddp(
-    pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     if "train__freeze" in fields:
         save_file(fields["task"].build_model().state_dict(), tmp_path / "begin.safetensors")
         fields = {**fields, "train__init_from": str(tmp_path / "begin.safetensors")}
-    plain = pool.train_new_run(
+    plain = worker_pool.train_new_run(
         make_server_job(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cache_windows
     )
     for workers, servers in ((1, 1), (3, 2)):
@@ -122,14 +122,14 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("clipped", [{}, {"train__grad_clip_norm": 0.01}])
 def test_training_with_split_variables_is_bit_identical_to_ddp(
-    pool: WorkerPool, data: Path, tmp_path: Path, small_parts: None, clipped: dict[str, Any]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, small_parts: None, clipped: dict[str, Any]
 ) -> None:
     fields = {"task": WideLayer(), "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}, **clipped}
-    plain = pool.train_new_run(
+    plain = worker_pool.train_new_run(
         make_server_job(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cache_windows
     )
     whole = train_on_servers(make_server_job(tmp_path / "one", data, train__servers=1, **fields), 1)
-    split = World(make_server_job(tmp_path / "three", data, train__servers=3, **fields), 2)
+    split = ServerWorld(make_server_job(tmp_path / "three", data, train__servers=3, **fields), 2)
     assert any(split.coordinator._served.layout.incomplete()), "nothing was split"
     split.run()
     assert read_trained_run(split.job).digests == whole.digests == plain.digests
@@ -137,7 +137,7 @@ def test_training_with_split_variables_is_bit_identical_to_ddp(
 
 def test_the_summary_reports_the_variables_of_each_server(data: Path, tmp_path: Path, small_parts: None) -> None:
     job = make_server_job(tmp_path / "run", data, train__servers=3, train__max_steps=1, task=WideLayer())
-    World(job, 1).run()
+    ServerWorld(job, 1).run()
     servers = summarize(job, "finished")["parameter_servers"]
     shapes = {name: tuple(p.shape) for name, p in job.task.build_model().named_parameters()}
     spans_by_name = {
@@ -161,11 +161,11 @@ def test_the_summary_reports_the_variables_of_each_server(data: Path, tmp_path: 
 def test_a_resume_on_other_workers_and_servers_is_bit_identical(data: Path, tmp_path: Path) -> None:
     fields = {"train__ema_decay": 0.9, "schedule": ONE_CYCLE}
     undisturbed = train_on_servers(make_server_job(tmp_path / "undisturbed", data, **fields), 2)
-    first = World(make_server_job(tmp_path / "run", data, train__servers=1, **fields), 2)
+    first = ServerWorld(make_server_job(tmp_path / "run", data, train__servers=1, **fields), 2)
     while first.coordinator._units.complete < 8:
         first.run(turns=1)
     first.coordinator._step_log.close()
-    resumed = World(
+    resumed = ServerWorld(
         dataclasses.replace(make_server_job(tmp_path / "run", data, train__servers=3, **fields), fence=2), 3
     )
     resumed.run()
@@ -175,10 +175,10 @@ def test_a_resume_on_other_workers_and_servers_is_bit_identical(data: Path, tmp_
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_lost_worker_and_a_joining_worker_leave_the_rows_as_planned(
-    pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
 ) -> None:
     """The worker is lost after its gradient is applied and before it reports: its unit runs again and counts once."""
-    world = World(make_server_job(tmp_path / "run", data, train__staleness=staleness), 3)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=staleness), 3)
     world.run(turns=6)
     while world.workers["1"]._result is None:
         world.run(turns=1)
@@ -192,7 +192,7 @@ def test_a_lost_worker_and_a_joining_worker_leave_the_rows_as_planned(
     assert world.workers[name]._result is not None, "the joining worker gets no unit"
     world.run()
     job = world.job
-    assert read_consumed_rows(job) == read_planned_rows(data, tmp_path / "plan", pool)
+    assert read_consumed_rows(job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
     assert [e.details["workers"] for e in read_events(job.paths, "formed")][-3:] == [3, 2, 3]
     if not staleness:
         assert (
@@ -202,7 +202,7 @@ def test_a_lost_worker_and_a_joining_worker_leave_the_rows_as_planned(
 
 
 def test_a_leaving_worker_finishes_its_unit_and_takes_no_other(data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data), 2)
     call, pushed_units = world.servers.call, []
 
     def record_pushes(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
@@ -227,7 +227,7 @@ def test_a_gradient_that_arrives_twice_is_applied_once(data: Path, tmp_path: Pat
     job = make_server_job(
         tmp_path / "run", data, train__staleness=2, train__max_steps=4, optimizer={"class_path": "torch.optim.Adam"}
     )
-    world = World(job, 2)
+    world = ServerWorld(job, 2)
     call = world.servers.call
 
     def push_twice(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
@@ -241,16 +241,16 @@ def test_a_gradient_that_arrives_twice_is_applied_once(data: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_lost_server_rolls_all_servers_back_to_the_last_checkpoint(
-    pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
 ) -> None:
-    world = World(make_server_job(tmp_path / "run", data, train__staleness=staleness), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=staleness), 2)
     while world.coordinator._units.complete < 8:
         world.run(turns=1)
     world.servers.lose(1)
     world.run()
     [lost] = read_events(world.job.paths, "server_lost")
     assert lost.details["back_to"] == 5
-    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", pool)
+    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
     store = CheckpointStore(world.job.paths)
     assert [c.step for c in store.commits()] == [5, 10, 15, world.job.total_steps]
     rows = [rows for _, rows, _ in read_consumed_rows(world.job)]
@@ -274,7 +274,7 @@ def test_prefetching_large_rows_is_bit_identical_after_a_rollback(
     undisturbed = train_on_servers(make_server_job(tmp_path / "undisturbed", data, **fields), 1)
     monkeypatch.setattr("ray_app.data.feed._MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
-    world = World(make_server_job(tmp_path / "run", data, **fields), 2, stream_windows)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, **fields), 2, stream_windows)
     assert world.job.plan.steps_per_window > 1
     while world.coordinator._units.complete < 7:
         world.run(turns=1)
@@ -286,7 +286,7 @@ def test_prefetching_large_rows_is_bit_identical_after_a_rollback(
 
 def test_a_coordinator_that_starts_without_servers_waits_for_them(data: Path, tmp_path: Path) -> None:
     """The former coordinator had a higher era, and a server is lost before the new coordinator starts."""
-    world = World(make_server_job(tmp_path / "run", data), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data), 2)
     world.servers.lose(0)
     while world.coordinator._units.complete < 8:
         world.run(turns=1)
@@ -311,7 +311,7 @@ def test_a_coordinator_that_starts_without_servers_waits_for_them(data: Path, tm
 def test_a_coordinator_that_starts_without_storage_retries(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
 ) -> None:
-    world = World(make_server_job(tmp_path / "run", data), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data), 2)
     load, raised_errors = CheckpointStore.load_newest, []
     while world.coordinator._units.complete < 8:
         world.run(turns=1)
@@ -365,7 +365,7 @@ class FakeRendezvous:
 def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
 ) -> None:
-    world, killed = World(make_server_job(tmp_path / "run", data), 1), list[Any]()
+    world, killed = ServerWorld(make_server_job(tmp_path / "run", data), 1), list[Any]()
     monkeypatch.setattr(CoordinatorActor, "_repeat", lambda self, monitor: None)
     actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)} | {
         world.job.rendezvous: Handle(None)
@@ -402,7 +402,7 @@ def test_the_coordinator_pauses_the_watchdog_while_it_waits_for_the_storage(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
 ) -> None:
     """A checkpoint is written only after the pause, so the next checkpoint waits, and all workers with it."""
-    world, rendezvous = World(make_server_job(tmp_path / "run", data), 1), FakeRendezvous()
+    world, rendezvous = ServerWorld(make_server_job(tmp_path / "run", data), 1), FakeRendezvous()
     actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)} | {
         world.job.rendezvous: Handle(rendezvous)
     }
@@ -437,7 +437,7 @@ def test_a_coordinator_that_cannot_start_raises_its_error_in_each_worker(
         raise CheckpointError("not one is intact")
 
     monkeypatch.setattr(CheckpointStore, "load_newest", fail)
-    world = World(make_server_job(tmp_path / "run", data), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data), 2)
     for name in world.workers:
         with pytest.raises(CheckpointError, match="not one is intact"):
             world.turn(name)
@@ -445,10 +445,10 @@ def test_a_coordinator_that_cannot_start_raises_its_error_in_each_worker(
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_results_for_a_coordinator_that_died_with_all_servers_are_dropped(
-    pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
 ) -> None:
     """Ray sends a worker's result for the former coordinator to the new one; its gradient is lost with the servers."""
-    world = World(make_server_job(tmp_path / "run", data, train__staleness=staleness), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=staleness), 2)
     while world.coordinator._units.complete < 5 or not all(worker._result for worker in world.workers.values()):
         world.run(turns=1)
     former, results = world.coordinator, {name: worker._result for name, worker in world.workers.items()}
@@ -465,7 +465,7 @@ def test_results_for_a_coordinator_that_died_with_all_servers_are_dropped(
     assert world.coordinator._units._next == [5, 5, 5, 5]
     world.workers = {name: world.worker(name) for name in world.workers}
     world.run()
-    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", pool)
+    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
     if not staleness:
         assert (
             read_trained_run(world.job).digests
@@ -474,7 +474,7 @@ def test_results_for_a_coordinator_that_died_with_all_servers_are_dropped(
 
 
 def test_steps_that_a_new_coordinator_repeats_are_counted(data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data), 2)
     while world.coordinator._units.complete < 8:
         world.run(turns=1)
     world.coordinator._step_log.close()
@@ -487,7 +487,7 @@ def test_steps_that_a_new_coordinator_repeats_are_counted(data: Path, tmp_path: 
 
 
 def test_a_step_with_missing_gradients_is_refused(data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data), 1)
+    world = ServerWorld(make_server_job(tmp_path / "run", data), 1)
     while len(world.servers.servers[0]._sums.get(0, _NO_GRADIENTS).received) < 2:
         world.run(turns=1)
     with pytest.raises(DataError, match=r"Step 0 is to end with the gradients of \[\(0, 2\)\] only"):
@@ -497,7 +497,7 @@ def test_a_step_with_missing_gradients_is_refused(data: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_call_for_another_era_changes_no_state(data: Path, tmp_path: Path, staleness: int) -> None:
     """A worker that pulled before a server was lost sends its gradient after all servers have rolled back."""
-    world = World(make_server_job(tmp_path / "run", data, train__staleness=staleness), 1)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=staleness), 1)
     world.run(turns=2)
     server, era = world.servers.servers[0], world.coordinator._served.era
     pulled, received = server.pull(era), {step: set(sums.received) for step, sums in server._sums.items()}
@@ -523,7 +523,7 @@ def test_a_call_for_another_era_changes_no_state(data: Path, tmp_path: Path, sta
 def test_a_step_that_is_applied_twice_counts_once(data: Path, tmp_path: Path) -> None:
     """A coordinator that got no answer calls again."""
     undisturbed = train_on_servers(make_server_job(tmp_path / "undisturbed", data), 1)
-    world = World(make_server_job(tmp_path / "run", data), 1)
+    world = ServerWorld(make_server_job(tmp_path / "run", data), 1)
     call = world.servers.call
 
     def apply_twice(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
@@ -535,7 +535,7 @@ def test_a_step_that_is_applied_twice_counts_once(data: Path, tmp_path: Path) ->
 
 
 def test_a_gradient_sum_that_is_not_finite_changes_no_state(data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data), 1)
+    world = ServerWorld(make_server_job(tmp_path / "run", data), 1)
     call = world.servers.call
 
     def overflow(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
@@ -549,7 +549,7 @@ def test_a_gradient_sum_that_is_not_finite_changes_no_state(data: Path, tmp_path
 
 
 def test_a_step_with_missing_rows_ends_the_run(data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data), 1)
+    world = ServerWorld(make_server_job(tmp_path / "run", data), 1)
     while (done := world.workers["0"]._result) is None:
         world.run(turns=1)
     world.workers["0"]._result = dataclasses.replace(done, stats=done.stats._replace(rows=done.stats.rows - 1))
@@ -560,7 +560,7 @@ def test_a_step_with_missing_rows_ends_the_run(data: Path, tmp_path: Path) -> No
 def test_a_worker_that_waits_for_servers_is_in_the_phase_reduction(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
 ) -> None:
-    world = World(make_server_job(tmp_path / "run", data, train__max_steps=1), 1)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, train__max_steps=1), 1)
     phases, calls = ["starting"], []
     monkeypatch.setattr(world.workers["0"]._membership, "enter", phases.append)
     call = world.servers.call
@@ -596,7 +596,7 @@ def test_any_error_of_ray_that_ends_a_server_marks_it_lost(monkeypatch: pytest.M
 
 def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Path) -> None:
     """A server is out of reach for a moment; the coordinator does not know whether the call arrived."""
-    world = World(make_server_job(tmp_path / "run", data), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data), 2)
     call, lost_answers = world.servers.call, []
 
     def fail_once(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
@@ -615,7 +615,7 @@ def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Pa
 
 
 def test_a_lost_server_rolls_back_to_the_last_snapshot(data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data, checkpoint__snapshot_every_steps=2), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, checkpoint__snapshot_every_steps=2), 2)
     while world.coordinator._units.complete < 9:
         world.run(turns=1)
     world.servers.lose(0)
@@ -624,8 +624,10 @@ def test_a_lost_server_rolls_back_to_the_last_snapshot(data: Path, tmp_path: Pat
     assert lost.details["back_to"] == 8
 
 
-def test_a_stop_commits_a_checkpoint_at_the_next_common_step(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data, train__staleness=3, checkpoint__every_steps=None), 2)
+def test_a_stop_commits_a_checkpoint_at_the_next_common_step(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=3, checkpoint__every_steps=None), 2)
     while world.coordinator._units.begun < 7:
         world.turn("0")
         if world.coordinator._units.complete < 4:
@@ -635,13 +637,13 @@ def test_a_stop_commits_a_checkpoint_at_the_next_common_step(pool: WorkerPool, d
     world.run()
     [commit] = CheckpointStore(world.job.paths).commits()
     assert (commit.step, commit.why) == (begun, "extra")
-    World(dataclasses.replace(world.job, fence=2), 1).run()
-    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", pool)
+    ServerWorld(dataclasses.replace(world.job, fence=2), 1).run()
+    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
     assert read_trained_run(world.job).commit.step == world.job.total_steps
 
 
 def test_a_stop_ends_a_run_that_waits_for_more_workers(data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data, checkpoint__every_steps=None), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, checkpoint__every_steps=None), 2)
     world.run(turns=3)
     half_done = world.coordinator._units.begun
     world.kill("1")
@@ -654,7 +656,7 @@ def test_a_stop_ends_a_run_that_waits_for_more_workers(data: Path, tmp_path: Pat
 
 
 def test_the_coordinator_delays_its_answer_while_the_run_waits(data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data), 1)
+    world = ServerWorld(make_server_job(tmp_path / "run", data), 1)
     world.coordinator.update_workers(set(world.workers), True, False)
     began_s = time.monotonic()
     assert world.coordinator.ask("0", None, None, 0.2).waiting
@@ -662,7 +664,7 @@ def test_the_coordinator_delays_its_answer_while_the_run_waits(data: Path, tmp_p
 
 
 def test_a_stop_after_a_lost_worker_counts_the_gradients_it_sent(data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data, train__staleness=2, checkpoint__every_steps=None), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=2, checkpoint__every_steps=None), 2)
     # Each worker has two logical workers after this turn.
     world.run(turns=1)
     while (units := world.coordinator._units).begun < 3 or units.complete < 1:
@@ -680,7 +682,7 @@ def test_a_stop_after_a_lost_worker_counts_the_gradients_it_sent(data: Path, tmp
 
 
 def test_a_worker_that_runs_ahead_waits_at_the_staleness_bound(data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data, train__staleness=2, checkpoint__every_steps=None), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=2, checkpoint__every_steps=None), 2)
     # Each worker has two logical workers after this turn.
     world.run(turns=1)
     for _ in range(20):
@@ -691,7 +693,7 @@ def test_a_worker_that_runs_ahead_waits_at_the_staleness_bound(data: Path, tmp_p
 
 def test_a_worker_pulls_only_when_its_parameters_lack_required_gradients(data: Path, tmp_path: Path) -> None:
     """One worker runs ahead to the bound; its next unit needs gradients that are not in its last answer."""
-    world = World(make_server_job(tmp_path / "run", data, train__staleness=2), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=2), 2)
     call, methods = world.servers.call, list[str]()
 
     def record_method(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
@@ -718,7 +720,7 @@ def test_a_worker_pulls_only_when_its_parameters_lack_required_gradients(data: P
 def test_a_unit_with_a_lost_gradient_starts_from_pulled_parameters(data: Path, tmp_path: Path) -> None:
     """Only the connection was lost: the era of the servers stays, but the model of the worker has run a forward."""
     task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
-    world = World(make_server_job(tmp_path / "run", data, train__staleness=2, task=task), 1)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=2, task=task), 1)
     call, methods = world.servers.call, list[str]()
 
     def lose_second_push(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
@@ -731,12 +733,12 @@ def test_a_unit_with_a_lost_gradient_starts_from_pulled_parameters(data: Path, t
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(data: Path, tmp_path: Path) -> None:
-    world = World(make_server_job(tmp_path / "run", data, task=TinyImages(bad=(17,))), 2)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, task=TinyImages(bad_rows=(17,))), 2)
     with pytest.raises(NonFiniteError, match=r"manifest positions \[.*17"):
         world.run()
 
 
-def test_incompatible_settings_are_refused(data: Path, tmp_path: Path) -> None:
+def test_settings_that_parameter_servers_cannot_have_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.staleness is set, but only train.strategy: parameter_server"):
         make_server_job(tmp_path / "run", data, train__strategy="ddp", train__servers=1, train__staleness=1)
     with pytest.raises(ConfigError, match=r"data.on_bad_row is skip with train.strategy parameter_server"):
@@ -744,10 +746,14 @@ def test_incompatible_settings_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fp16"):
         make_server_job(tmp_path / "run", data, train__precision="fp16")
     with pytest.raises(ConfigError, match=r"train.servers is 40, but the model has no more than \d+ parts"):
-        World(make_server_job(tmp_path / "run", data, train__servers=40), 1)
+        ServerWorld(make_server_job(tmp_path / "run", data, train__servers=40), 1)
 
 
-@given(st.integers(1, 6), st.integers(0, 3), st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200))
+REQUESTS = st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200)
+"""Workers that ask for a unit after they have done their last one, and whether they are lost instead."""
+
+
+@given(st.integers(1, 6), st.integers(0, 3), REQUESTS)
 def test_units_run_in_order_within_the_bound_and_never_on_two_workers(
     logical_workers: int, staleness: int, requests: list[tuple[str, bool]]
 ) -> None:
@@ -773,10 +779,38 @@ def test_units_run_in_order_within_the_bound_and_never_on_two_workers(
     assert units.complete == min(done)
 
 
+@given(st.integers(1, 6), st.integers(0, 3), REQUESTS)
+def test_logical_workers_are_spread_evenly_after_each_worker_has_asked(
+    logical_workers: int, staleness: int, requests: list[tuple[str, bool]]
+) -> None:
+    units, running = UnitScheduler(logical_workers, 3, staleness), dict[str, tuple[int, int]]()
+
+    def ask(worker: str) -> None:
+        if worker in running:
+            units.finish(*running.pop(worker))
+        unit = units.take(worker, 9)
+        if unit is not None:
+            running[worker] = unit
+
+    for worker, dies in requests:
+        if dies:
+            units.lose(worker)
+            running.pop(worker, None)
+        else:
+            ask(worker)
+    ask("a")
+    for worker in units.workers:
+        ask(worker)
+    assigned = [units.assigned_to(worker) for worker in units.workers]
+    assert sorted(itertools.chain(*assigned)) == list(range(logical_workers))
+    counts = [len(of_worker) for of_worker in assigned]
+    assert max(counts) - min(counts) <= 1
+
+
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
 def test_the_servers_update_their_parameters_with_a_fused_optimizer(data: Path, tmp_path: Path, name: str) -> None:
     optimizer = {"class_path": f"torch.optim.{name}", "init_args": {"lr": 0.01}}
-    world = World(make_server_job(tmp_path / "run", data, optimizer=optimizer, train__max_steps=1), 1)
+    world = ServerWorld(make_server_job(tmp_path / "run", data, optimizer=optimizer, train__max_steps=1), 1)
     world.run()
     used_optimizers = [server._state.optimizer for server in world.servers.servers]
     assert [type(used_optimizer).__name__ for used_optimizer in used_optimizers] == [name, name]

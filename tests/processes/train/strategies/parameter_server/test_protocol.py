@@ -10,6 +10,7 @@ import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from ray_app.train.job import Job
 from ray_app.train.strategies.parameter_server.actors import RayServers, ServerActor
 from ray_app.train.strategies.parameter_server.protocol import receive, send, start_server
 from tests.support.local_world import make_job, write_images
-from tests.support.waiting import until
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -110,7 +111,7 @@ def test_unauthenticated_clients_do_not_keep_workers_out(
     monkeypatch.setattr(channel, "_MAX_UNAUTHENTICATED", 2)
     listener, address = echo
     clients = [socket.create_connection(address, timeout=WAIT_S) for _ in range(4)]
-    until(lambda: any(is_closed(client) for client in clients), "no client was disconnected", WAIT_S)
+    wait_until(lambda: any(is_closed(client) for client in clients), "no client was disconnected", WAIT_S)
     attempts: list[int] = []
 
     def are_disconnected() -> bool:
@@ -120,7 +121,7 @@ def test_unauthenticated_clients_do_not_keep_workers_out(
                 client.send(b"0")
         return not listener._handshakes
 
-    until(are_disconnected, "the clients stay connected", WAIT_S)
+    wait_until(are_disconnected, "the clients stay connected", WAIT_S)
     assert len(attempts) < 32, "the clients stayed connected until they had sent as many bytes as the secret has"
     monkeypatch.setattr(channel, "_HANDSHAKE_S", WAIT_S)
     with connect(address, listener.secret, WAIT_S) as connection:
@@ -161,12 +162,15 @@ def test_a_listener_survives_a_lack_of_threads(
     assert refused_threads == ["connection"]
 
 
-def test_a_full_socket_buffer_is_not_taken_for_a_lost_connection(echo: tuple[Listener, tuple[str, int]]) -> None:
+def test_a_full_socket_buffer_is_not_taken_for_a_lost_connection() -> None:
     """The kernel has no limit on how long the buffer of either end of a connection may be full."""
-    listener, address = echo
-    with connect(address, listener.secret, WAIT_S) as connection:
-        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    accepted: Queue[socket.socket] = Queue()
+    listener = Listener(accepted.put)
+    with connect(listener.listen("127.0.0.1"), listener.secret, WAIT_S) as client, accepted.get(timeout=WAIT_S) as end:
+        for connection in (client, end):
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    listener.close()
 
 
 def test_a_client_that_sends_another_format_is_disconnected_alone(echo: tuple[Listener, tuple[str, int]]) -> None:

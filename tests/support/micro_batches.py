@@ -11,15 +11,15 @@ from ray_app.plan.assignment import logical_workers_of
 from ray_app.plan.order import Cursor, Plan
 from tests.support.local_world import feed_of
 
-Place = tuple[int, int, int]
+BatchPosition = tuple[int, int, int]
 """Epoch, step of the epoch, logical worker."""
 
 
-def delivered(
+def collect_batches(
     plan: Plan, epochs: int, size: int, start: Cursor, windows: Callable[[range], Windows]
-) -> dict[Place, MicroBatch]:
+) -> dict[BatchPosition, MicroBatch]:
     """Returns all micro-batches from a cursor to the end of the run; `windows` opens the rows of logical workers."""
-    batches: dict[Place, MicroBatch] = {}
+    batches: dict[BatchPosition, MicroBatch] = {}
     for rank in range(size):
         assigned = logical_workers_of(rank, size, plan.logical_workers)
         feed, cursor = feed_of(plan, start, assigned, windows(assigned)), start
@@ -31,7 +31,7 @@ def delivered(
     return batches
 
 
-def assert_same(some: dict[Place, MicroBatch], others: dict[Place, MicroBatch]) -> None:
+def assert_equal_batches(some: dict[BatchPosition, MicroBatch], others: dict[BatchPosition, MicroBatch]) -> None:
     """Asserts that rows, keys and fields of all micro-batches are equal."""
     assert some.keys() == others.keys()
     for key, batch in some.items():

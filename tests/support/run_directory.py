@@ -19,22 +19,22 @@ from ray_app.runlog.lease import LeaseHolder, LeaseRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json
 
-BEGAN_S = 1_790_000_000.0
+START_S = 1_790_000_000.0
 
 
-class MadeRun:
+class RunDirectory:
     """One run directory; times are seconds since the run's first start.
 
     Args:
         folder: The folder of runs.
         name: The name of the run.
-        began_s: The time of its first start.
+        start_s: The time of its first start.
         fields: Fields of its configuration, as for `Config.replace`.
     """
 
-    def __init__(self, folder: Path, name: str = "run", began_s: float = BEGAN_S, **fields: Any) -> None:
+    def __init__(self, folder: Path, name: str = "run", start_s: float = START_S, **fields: Any) -> None:
         self.paths = RunPaths(folder / name)
-        self.began_s = began_s
+        self.start_s = start_s
         self._events = 0
         defaults = {
             "task__class_path": "made.Task",
@@ -48,7 +48,7 @@ class MadeRun:
 
     def event(self, kind: str, at_s: float, fence: int = 1, **details: Any) -> None:
         """Records an event."""
-        time_s = self.began_s + at_s
+        time_s = self.start_s + at_s
         self._events += 1
         name = f"{int(time_s * 1e9):020d}-{kind}-{self._events}.json"
         put_json(self.paths.events / name, {"kind": kind, "time_s": time_s, "fence": fence, "details": details})
@@ -73,16 +73,16 @@ class MadeRun:
         generation: str = "1.1",
         **fields: Any,
     ) -> float:
-        """Records consecutive steps; returns the time of the last. `losses` replaces the loss of some steps."""
-        losses, record_fields = (
-            fields.pop("losses", {}),
-            {name: fields.pop(name) for name in ("weight", "metrics") if name in fields},
-        )
+        """Records consecutive steps; returns the time of the last.
+
+        `losses` replaces the loss of some steps; the other fields are fields of each record.
+        """
+        losses = fields.pop("losses", {})
         records = [
             StepRecord(
                 step,
                 (step - 1) // 100,
-                self.began_s + at_s + (step - first + 1) * each_s,
+                self.start_s + at_s + (step - first + 1) * each_s,
                 losses.get(step, 2.3 * math.exp(-step / 120) + 0.02),
                 1e-3 * step / 400,
                 1.0,
@@ -92,17 +92,17 @@ class MadeRun:
                 [16, 16],
                 [step, step + 1],
                 generation,
-                **record_fields,
+                **fields,
             )
             for step in range(first, last + 1)
         ]
         columns = {name: [asdict(record)[name] for record in records] for name in asdict(records[0])}
-        put_json(self.paths.metrics / f"{first:010d}-0001-{int((self.began_s + at_s) * 1e9)}.json", columns)
+        put_json(self.paths.metrics / f"{first:010d}-0001-{int((self.start_s + at_s) * 1e9)}.json", columns)
         return at_s + (last - first + 1) * each_s
 
     def checkpoint(self, step: int, at_s: float, why: str = "cadence") -> None:
         """Writes a committed checkpoint and its event."""
-        commit = Commit(step, 1, 0, step, why, "c", "m", 4, f"{step:064x}", {"torch": "2"}, self.began_s + at_s)  # type: ignore[arg-type]
+        commit = Commit(step, 1, 0, step, why, "c", "m", 4, f"{step:064x}", {"torch": "2"}, self.start_s + at_s)  # type: ignore[arg-type]
         CheckpointStore(self.paths).write({}, commit)
         self.event("checkpointed", at_s, step=step, why=why, duration_s=0.2)
 
@@ -110,7 +110,7 @@ class MadeRun:
         self, step: int, at_s: float, metrics: dict[str, float], name: str | None = None, **fields: Any
     ) -> None:
         """Writes an evaluation of the evaluator `name`."""
-        put_evaluation(self.paths, Evaluation(step, 0, "", metrics, 500, 0.3, self.began_s + at_s, **fields), name)
+        put_evaluation(self.paths, Evaluation(step, 0, "", metrics, 500, 0.3, self.start_s + at_s, **fields), name)
 
     def end(self, at_s: float, status: str = "finished", value: float | None = None, reason: str | None = None) -> None:
         """Records the end of a start, and writes the summary."""
@@ -120,16 +120,16 @@ class MadeRun:
         summary = {
             "status": status,
             "best": best,
-            "ended_s": self.began_s + at_s,
+            "ended_s": self.start_s + at_s,
             "params_digest": "e" * 64,
             "steps": 400,
             "timing": timing,
         }
         put_json(self.paths.summary, summary | {"rows": 12800, "goodput": 0.9, "world_sizes": [[0, 2]]})
 
-    def hold(self) -> None:
+    def write_live_lease(self) -> None:
         """Writes the lease of a driver that is alive."""
-        now_s = self.began_s
+        now_s = self.start_s
         put_json(self.paths.fence(1), asdict(LeaseRecord(LeaseHolder.here(), now_s, now_s, 1e9)))
 
 
@@ -149,7 +149,9 @@ def png(shade: int = 128) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-def full_run(folder: Path, name: str = "run", classes: int = 10, text: str = "class", **fields: Any) -> MadeRun:
+def make_full_run(
+    folder: Path, name: str = "run", classes: int = 10, text: str = "class", **fields: Any
+) -> RunDirectory:
     """Writes a run with a failure, a preemption, a resize, a second start, evaluations with tables and examples, next
     to an earlier run.
 
@@ -160,14 +162,14 @@ def full_run(folder: Path, name: str = "run", classes: int = 10, text: str = "cl
         text: The text of class names, reasons and other strings.
         fields: Fields of its configuration, as for `Config.replace`.
     """
-    earlier = MadeRun(folder, "before", BEGAN_S - 1000, optimizer__init_args={"lr": 0.5})
+    earlier = RunDirectory(folder, "before", START_S - 1000, optimizer__init_args={"lr": 0.5})
     earlier.end(100, value=0.91)
-    run = MadeRun(folder, name, **fields)
+    run = RunDirectory(folder, name, **fields)
     run.start()
     done_s = run.steps(1, 100, 3.0)
     run.checkpoint(100, done_s)
     run.event("failed", done_s + 0.05, number=1, errors={"1": text}, step=100, left=1, final=False)
-    run.event("formed", done_s + 0.2, generation=2, workers=1, step=100, lost_s=run.began_s + done_s + 0.02)
+    run.event("formed", done_s + 0.2, generation=2, workers=1, step=100, lost_s=run.start_s + done_s + 0.02)
     done_s = run.steps(101, 150, done_s + 0.2, each_s=0.2, workers=1, generation="1.2")
     run.event("replaced", done_s, before=1, after=2, step=150, reason=text)
     done_s = run.steps(151, 200, done_s, generation="1.3")

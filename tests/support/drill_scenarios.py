@@ -16,12 +16,12 @@ from ray_app.drill.scenario import ScenarioContext, ScenarioResult
 from ray_app.runlog.journal import MetricsWriter, StepRecord
 from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
-from tests.support.places import ROOT
+from tests.support.paths import ROOT
 
 SUMMARY: dict[str, Any] = {"status": "finished", "params_digest": "d", "rows": 8, "redone_steps": 0, "recovery_s": []}
 
 
-def record(step: int, **fields: Any) -> StepRecord:
+def make_step_record(step: int, **fields: Any) -> StepRecord:
     values = {
         "step": step,
         "epoch": 0,
@@ -40,7 +40,7 @@ def record(step: int, **fields: Any) -> StepRecord:
     )
 
 
-def ended(root: Path, evidence: dict[str, Any], records: list[StepRecord], **summary: Any) -> ScenarioResult:
+def make_result(root: Path, evidence: dict[str, Any], records: list[StepRecord], **summary: Any) -> ScenarioResult:
     writer = MetricsWriter(RunPaths(root), 1)
     for step_record in records:
         writer.add(step_record)
@@ -48,7 +48,7 @@ def ended(root: Path, evidence: dict[str, Any], records: list[StepRecord], **sum
     return ScenarioResult(RunPaths(root), SUMMARY | {"world_sizes": [[0, 2]]} | summary, evidence)
 
 
-def ground(folder: Path, workers: int = 2, **fields: Any) -> ScenarioContext:
+def scenario_context(folder: Path, workers: int = 2, **fields: Any) -> ScenarioContext:
     """Returns a context on a cluster that the drill does not own."""
     config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(folder), run__name="run", **fields)
     return ScenarioContext(
@@ -60,7 +60,7 @@ def _runs_nothing(*_: Any) -> Any:
     raise AssertionError("it runs nothing")
 
 
-def ended_process() -> dict[str, Any]:
+def evidence_of_dead_process() -> dict[str, Any]:
     """Returns the evidence about a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         evidence = asdict(LeaseHolder.of(process.pid))
@@ -69,7 +69,7 @@ def ended_process() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Forever:
+class BlockForever:
     """A hook after a step that never ends."""
 
     def __call__(self, rank: int, step: int) -> None:
