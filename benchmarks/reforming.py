@@ -89,9 +89,13 @@ def reconfigured(rank: int, store: Path, size: int, port: int) -> float:
 
 
 def _reconfigure(store_client: Any, number: int, rank: int, size: int) -> None:
-    store_client.set(f"{number}/{rank}", dist._get_reconfigure_handle())  # type: ignore[attr-defined]
+    # These functions of torch are new in 2.15.
+    get_handle, reconfigure = getattr(dist, "_get_reconfigure_handle", None), getattr(dist, "_reconfigure", None)
+    assert get_handle is not None, "it needs torch 2.15"
+    assert reconfigure is not None, "it needs torch 2.15"
+    store_client.set(f"{number}/{rank}", get_handle())
     handles = [store_client.get(f"{number}/{other_rank}").decode() for other_rank in range(size)]
-    dist._reconfigure(uuid=number, handles=handles, timeout=_TIMEOUT).wait()  # type: ignore[attr-defined]
+    reconfigure(uuid=number, handles=handles, timeout=_TIMEOUT).wait()
 
 
 def measure(pool: WorkerPool, side: Any, size: int) -> float:

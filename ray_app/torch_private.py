@@ -1,7 +1,7 @@
 """All private names of PyTorch that the package uses, each with its reason and with what happens without it.
 
-They are those of torch 2.15; `pyproject.toml` gives the versions that are allowed. A test keeps private names out of
-all other modules, so this module is what has to be compared with a new version of torch.
+They are those of torch 2.13 to 2.15; `pyproject.toml` gives the versions that are allowed. A test keeps private names
+out of all other modules, so this module is what has to be compared with a new version of torch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import ErrorType
+from torch._C._distributed_c10d import ErrorType, ProcessGroup
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -41,6 +43,12 @@ __all__ = [
     # The tensors in the nested arguments and results of an operator, for the same purpose.
     "tree_leaves",
 ]
+
+# The limit of the next collectives of a group, public from torch 2.15 on. Without it collectives would have the limit
+# that a group has while it forms.
+set_timeout: Callable[[timedelta, ProcessGroup], None] = getattr(distributed_c10d, "set_timeout", None) or (
+    distributed_c10d._set_pg_timeout
+)
 
 BatchNorm = _BatchNorm
 """The base of all batch-norm layers. Without it the public classes have to be listed, and a new one is missed."""

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from ray_app.errors import PeerLostError
 from ray_app.reduction import group_state
 from ray_app.reduction.base import World, collective, stage_groups
-from ray_app.torch_private import ErrorType, backend_error, is_group_open, reset_group_count
+from ray_app.torch_private import ErrorType, backend_error, is_group_open, reset_group_count, set_timeout
 from ray_app.train.membership import GenerationInfo, SingleProcessMembership
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class ProcessGroup:
             generation.rank, generation.hosts, _FORM_TIMEOUT, self.has_device_collectives or device.type != "cpu"
         )
         for group in {None, *self.groups}:
-            dist.set_timeout(_COLLECTIVE_TIMEOUT, group)
+            set_timeout(_COLLECTIVE_TIMEOUT, group)
         if not self.is_aborted:
             self._sockets = self._find_group_sockets(
                 PrefixStore(f"generation-{generation.number}/listens", store), generation
