@@ -98,9 +98,9 @@ def environment(row: Row) -> Path:
     folder = ENVIRONMENTS / row.name
     python = folder / "bin" / "python"
     files = [ROOT / name for name in ("pyproject.toml", "requirements.txt", "requirements-dev.txt")]
-    wanted = "\n".join([repr(row), *(file.read_text() for file in files)])
-    made = folder / "made-from.txt"
-    if made.exists() and made.read_text() == wanted:
+    requirements = "\n".join([repr(row), *(file.read_text() for file in files)])
+    marker_file = folder / "made-from.txt"
+    if marker_file.exists() and marker_file.read_text() == requirements:
         return folder
     uv = [str(Path(sys.executable).parent / "uv")]
     subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", _interpreter(row.python), str(folder)], check=True)
@@ -115,7 +115,7 @@ def environment(row: Row) -> Path:
         overrides.write_text("\n".join(row.overrides))
         options = ["--resolution", row.resolution, "--override", str(overrides), "--editable", f"{ROOT}[all]"]
         subprocess.run([*install, *options, *row.pins, *tools], check=True)
-    made.write_text(wanted)
+    marker_file.write_text(requirements)
     return folder
 
 
@@ -127,18 +127,18 @@ def _interpreter(minor: str) -> str:
 
 def try_here() -> dict[str, str]:
     """Runs what a row runs with this Python; returns the versions and the results, by column."""
-    found = {name: version(name) for name in ("ray", "torch")} | {"python": platform.python_version()}
+    results = {name: version(name) for name in ("ray", "torch")} | {"python": platform.python_version()}
     with tempfile.TemporaryDirectory(prefix="versions") as name:
         folder = Path(name)
         subprocess.run(_command("ingest", "--source=digits", f"--out={folder / 'digits'}"), check=True, timeout=LIMIT_S)
         for column, attempt in (("kill", _kill), ("job", _job), ("drill", _drill)):
             try:
-                found[column] = attempt(folder)
+                results[column] = attempt(folder)
             # A failure is a result, too.
             except Exception as error:
                 print(f"{column}: {error!r}", file=sys.stderr)
-                found[column] = f"**failed**: {type(error).__name__}"
-    return found
+                results[column] = f"**failed**: {type(error).__name__}"
+    return results
 
 
 def _command(name: str, *options: str) -> list[str]:
@@ -226,17 +226,17 @@ def _drill(folder: Path) -> str:
 
 def table(names: list[str]) -> None:
     """Runs the rows with these names, or all, and writes the page."""
-    known = dict(re.findall(r"^\| (\S+) \|(.*)\|$", _page(), re.MULTILINE))
+    previous_cells = dict(re.findall(r"^\| (\S+) \|(.*)\|$", _page(), re.MULTILINE))
     lines = []
     for row in ROWS:
-        cells = known.get(row.name)
+        cells = previous_cells.get(row.name)
         if not names or row.name in names:
             python = environment(row) / "bin" / "python"
             done = subprocess.run(
                 [python, __file__, "try"], cwd=ROOT, env=_clean(), stdout=subprocess.PIPE, text=True, check=True
             )
-            found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-            values = [found[name] for name in ("ray", "torch", "python", "kill", "job", "drill")]
+            results: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+            values = [results[name] for name in ("ray", "torch", "python", "kill", "job", "drill")]
             cells = f" {' | '.join([*values, time.strftime('%Y-%m-%d')])} "
         if cells is not None:
             lines.append(f"| {row.name} |{cells}|")

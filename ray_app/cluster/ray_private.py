@@ -266,15 +266,16 @@ def files_to_upload(folder: Path, excludes: Sequence[str]) -> list[Path] | None:
         folder: The folder.
         excludes: Patterns of files that are not uploaded, as in `.gitignore`, besides those that Ray leaves out.
     """
-    list_folder, parse, defaults = LIST_FOLDER.find(), PARSE_EXCLUDES.find(), DEFAULT_EXCLUDES.find()
-    if list_folder is None or parse is None or defaults is None:
+    list_folder, parse_excludes = LIST_FOLDER.find(), PARSE_EXCLUDES.find()
+    default_excludes = DEFAULT_EXCLUDES.find()
+    if list_folder is None or parse_excludes is None or default_excludes is None:
         return None
     paths: list[Path] = []
     quiet = logging.getLogger(f"{__name__}.ignored")
     quiet.setLevel(logging.WARNING)
     follows_git = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
-    parsed = [parse(folder, [*defaults(), *excludes])]
-    list_folder(folder, parsed, paths.append, include_gitignore=follows_git, logger=quiet)
+    is_excluded = [parse_excludes(folder, [*default_excludes(), *excludes])]
+    list_folder(folder, is_excluded, paths.append, include_gitignore=follows_git, logger=quiet)
     return [path for path in paths if path.is_file()]
 
 

@@ -140,7 +140,6 @@ def test_pins_are_within_the_ranges_of_the_project_file() -> None:
         assert exact.operator == "=="
         assert ranges[name].specifier.contains(exact.version), name
         assert ranges[name].extras == pin.extras
-    assert not ranges["torch"].specifier.contains("2.16.0")
     everything = set(Requirement(PROJECT["optional-dependencies"]["all"][0]).extras)
     assert everything == set(PROJECT["optional-dependencies"]) - {"all"}
 

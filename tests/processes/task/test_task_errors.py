@@ -48,7 +48,7 @@ def test_an_error_in_a_step_reports_rank_logical_worker_step_and_rows(
 ) -> None:
     data = write_images(tmp_path / "data", [[20, 12], [16]])
     job = make_job(
-        tmp_path / "run", data, logical_workers=4, batch=16, task=Raising(bad=(25,)), train__strategy=strategy
+        tmp_path / "run", data, logical_workers=4, batch=16, task=Raising(bad_rows=(25,)), train__strategy=strategy
     )
     message = str(run_until_error(worker_pool, job))
     assert "ValueError: not this one (test_task_errors.py, line " in message.splitlines()[0]

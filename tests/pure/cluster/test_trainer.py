@@ -81,11 +81,11 @@ class Attempts:
 
 @pytest.fixture
 def attempts(monkeypatch: pytest.MonkeyPatch) -> Attempts:
-    made = Attempts(None)
-    monkeypatch.setattr(trainer, "_fit_in_place", made.fit_in_place)
-    monkeypatch.setattr(trainer, "_fit_with_restarts", made.fit_with_restarts)
-    monkeypatch.setattr(trainer, "RendezvousHandle", lambda actor: made)
-    return made
+    noted_attempts = Attempts(None)
+    monkeypatch.setattr(trainer, "_fit_in_place", noted_attempts.fit_in_place)
+    monkeypatch.setattr(trainer, "_fit_with_restarts", noted_attempts.fit_with_restarts)
+    monkeypatch.setattr(trainer, "RendezvousHandle", lambda actor: noted_attempts)
+    return noted_attempts
 
 
 def job() -> Any:

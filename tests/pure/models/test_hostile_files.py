@@ -27,7 +27,7 @@ from torch import nn
 from ray_app import load_config, load_for_training, load_model
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore, Fallback
-from ray_app.cluster.ray_private import require_token, restore_auth_mode
+from ray_app.cluster.ray_private import TOKEN_LOADER, require_token, restore_auth_mode
 from ray_app.config.config import Config
 from ray_app.errors import CheckpointError, ConfigError, DataError, RegistryError
 from ray_app.ingest.ingest import IngestOptions, ingest
@@ -484,6 +484,7 @@ def test_a_local_cluster_requires_a_token_unless_the_environment_says_otherwise(
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
+    TOKEN_LOADER.find().instance().reset_cache()
     with restore_auth_mode():
         if before is not None:
             monkeypatch.setenv("RAY_AUTH_MODE", before)

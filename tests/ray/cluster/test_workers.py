@@ -354,7 +354,7 @@ def test_a_run_with_an_untested_version_of_ray_recovers_by_restart_without_priva
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It imitates a newer Ray whose private parts have moved."""
+    """It imitates a newer version of Ray that has none of the private names."""
     monkeypatch.setattr(ray, "__version__", "2.99.0")
     monkeypatch.setattr(PrivateName, "find", lambda name: None)
     config = make_short_config(scaling__min_workers=2, scaling__max_workers=2)

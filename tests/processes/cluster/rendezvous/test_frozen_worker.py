@@ -35,7 +35,7 @@ def _run_worker(address_and_secret: tuple[Any, str], root: Path) -> None:
     util = SimpleNamespace(get_node_ip_address=lambda: LOCALHOST)
     client.ray = SimpleNamespace(get=lambda value, **_: value, get_runtime_context=lambda: context, util=util)  # type: ignore[attr-defined]
     rendezvous = SimpleNamespace(address_and_secret=SimpleNamespace(remote=lambda: address_and_secret))
-    rendezvous_client = client.RendezvousClient(rendezvous, 4, torch.device("cpu"), "gloo", RunPaths(root), 1, True)
+    rendezvous_client = client.RendezvousClient(rendezvous, 4, torch.device("cpu"), "gloo", RunPaths(root), 1)
     rendezvous_client._closed.wait()
 
 

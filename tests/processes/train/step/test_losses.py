@@ -49,9 +49,9 @@ class Tokens(TinyImages):
     """
 
     def __init__(
-        self, weighs: str = "by id", odd: tuple[int, ...] = (), plainly: bool = False, bad: tuple[int, ...] = ()
+        self, weighs: str = "by id", odd: tuple[int, ...] = (), plainly: bool = False, bad_rows: tuple[int, ...] = ()
     ) -> None:
-        super().__init__(bad=bad)
+        super().__init__(bad_rows=bad_rows)
         self.weighs = weighs
         self.odd = odd
         self.plainly = plainly
@@ -244,7 +244,7 @@ def test_rows_that_give_nan_are_named(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data)
     bad = next(int(row) for row in job.plan.epoch(0).rows_at(2, 0) if row % 7)
     with pytest.raises(NonFiniteError, match=r"from logical worker 2, rows"):
-        run_steps(job_of(tmp_path / "run", data, task=Tokens(bad=(bad,))), 1)
+        run_steps(job_of(tmp_path / "run", data, task=Tokens(bad_rows=(bad,))), 1)
 
 
 class InvalidLosses(TinyImages):
