@@ -182,7 +182,7 @@ def _kill(folder: Path) -> str:
     if process.wait() or not killed or summary["restarts"]["failures"] != 1:
         raise RuntimeError(text)
     kind = "in place" if "replaced" in _events(folder / "runs" / "kill") else "all restarted"
-    return f"{kind}, `{summary['parameters_sha256'][:8]}`"
+    return f"{kind}, `{summary['params_digest'][:8]}`"
 
 
 def _events(run: Path) -> set[str]:
