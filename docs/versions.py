@@ -225,7 +225,7 @@ def _drill(folder: Path) -> str:
 
 
 def table(names: list[str]) -> None:
-    """Runs the rows with these names, or all, and writes the page."""
+    """Runs the rows with these names, or all, and writes the page; exits with an error if a cell failed."""
     previous_cells = dict(re.findall(r"^\| (\S+) \|(.*)\|$", _page(), re.MULTILINE))
     lines = []
     for row in ROWS:
@@ -242,6 +242,9 @@ def table(names: list[str]) -> None:
             lines.append(f"| {row.name} |{cells}|")
             print(lines[-1], flush=True)
     PAGE.write_text(_HEADER + "\n".join(lines) + "\n" + _AFTER)
+    digests = {digest for line in lines for digest in re.findall(r"`(\w+)`", line)}
+    if len(digests) > 1 or any("**failed**" in line for line in lines):
+        sys.exit(f"A cell failed, or not all digests are equal: {', '.join(sorted(digests))}")
 
 
 def _page() -> str:

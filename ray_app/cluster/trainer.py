@@ -172,9 +172,10 @@ class ElasticTrainer(TorchTrainer):
         abandoned: threading.Event,
         **options: Any,
     ) -> None:
+        # Without this method Ray's own controller would run, with a configuration that is made for the other one.
+        if not hasattr(TorchTrainer, "_initialize_and_run_controller"):
+            raise AttributeError("TorchTrainer has no method _initialize_and_run_controller")
         super().__init__(train_loop_per_worker, **options)
-        # Without it Ray's own controller would run, with a configuration that is made for the other one.
-        assert super()._initialize_and_run_controller
         self._budget, self._worker_args = budget, worker_args
         self._prepare, self._abandoned = prepare, abandoned
 
@@ -229,7 +230,7 @@ def _can_recover_in_place(config: Config) -> bool:
         oldest, newest = (".".join(map(str, version)) for version in TESTED_RAY)
         logger.warning(
             "Recovery in place has been tested with Ray %s to %s, and this is Ray %s: all workers restart after a"
-            " failure.",
+            " failure, and there are neither standby workers nor evictions of stragglers.",
             *(oldest, newest, ray.__version__),
         )
     return is_tested()
@@ -238,12 +239,12 @@ def _can_recover_in_place(config: Config) -> bool:
 def _is_controller_error(error: Exception) -> bool:
     """Returns whether an error that ended the run comes from the code of the controller.
 
-    The budget ends a run with an error of the application after failures of workers, and a lost cluster with one of
-    Ray.
+    The budget ends a run with an error of the application after failures of workers, a lost cluster ends it with one of
+    Ray, and storage with an `OSError`.
     """
     cause = getattr(error, "controller_failure", error)
     inner = unwrap_app_error(error)
-    return not isinstance(inner, RayAppError) and not isinstance(cause, ray.exceptions.RayError)
+    return not isinstance(inner, RayAppError) and not isinstance(cause, ray.exceptions.RayError | OSError)
 
 
 def _fit_in_place(args: WorkerArgs, budget: FailureBudget, abandoned: threading.Event) -> None:
@@ -339,10 +340,10 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     membership = RendezvousClient(
         args.rendezvous, job.plan.logical_workers, device, _choose_backend(job.config), job.paths, job.fence, group_size
     )
-    if group_size is not None and ray.train.get_context().get_world_rank() == 0:
-        put_event(job.paths, "workers", job.fence, workers=group_size)
     is_run_over = False
     try:
+        if group_size is not None and ray.train.get_context().get_world_rank() == 0:
+            put_event(job.paths, "workers", job.fence, workers=group_size)
         evaluation = args.evaluation
         load = (lambda: evaluation.read().arrays) if evaluation is not None else None
         output = copied_output(job.paths, job.fence, membership.process_name, lambda: membership.progress)

@@ -62,7 +62,7 @@ class Kernel:
 
     def wait_until(self, condition: Callable[[], Any], limit_s: float) -> None:
         """Waits until a condition holds while the cell is executed."""
-        assert self._listen(limit_s, condition), f"the cell ended before the condition held: {self.output}"
+        assert self._listen(limit_s, condition), f"the cell ended while the condition was still false: {self.output}"
 
     def interrupt(self) -> None:
         """Interrupts the cell, as the stop button does."""

@@ -113,8 +113,9 @@ def test_a_controller_that_fails_before_the_first_step_is_replaced_by_that_of_ra
         (ControllerError(BudgetSpentError("spent")), None),
         (ControllerError(ray.exceptions.RaySystemError("the cluster is gone")), None),
         (ray.exceptions.RaySystemError("the cluster is gone"), None),
+        (ControllerError(OSError(28, "No space left on device")), None),
     ],
-    ids=["after the first step", "budget", "cluster in the controller", "cluster"],
+    ids=["after the first step", "budget", "cluster in the controller", "cluster", "storage"],
 )
 def test_other_errors_end_the_run(attempts: Attempts, error: Exception, record: object) -> None:
     attempts.in_place, attempts.record = error, record
@@ -133,6 +134,14 @@ class Budget:
     def charge_failure(self, errors: dict[int, Exception], step: int, left: int) -> None:
         assert (step, left) == (7, 0)
         self.charged.append(set(errors))
+
+
+def test_a_trainer_of_ray_without_the_overridden_method_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for base in TorchTrainer.__mro__:
+        if "_initialize_and_run_controller" in vars(base):
+            monkeypatch.delattr(base, "_initialize_and_run_controller")
+    with pytest.raises(AttributeError, match="no method _initialize_and_run_controller"):
+        ElasticTrainer(lambda config: None, budget=None, worker_args=None, prepare=None, abandoned=None)  # type: ignore[arg-type]
 
 
 def death(actor: int) -> Exception:
