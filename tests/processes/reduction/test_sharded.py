@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.data.feed import Feed
+from ray_app.drill.faults import HookChain
 from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.plan.order import Cursor
 from ray_app.reduction import group_state
@@ -31,6 +32,7 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
+from tests.support.injector import DelayUntilEvent
 from tests.support.local_world import CPU, CustomTrainingStep, LocalMembership, TinyImages, feed_of
 from tests.support.sharded import ONE_CYCLE, Units, assert_bit_identical, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
@@ -145,7 +147,10 @@ def test_a_restart_after_a_killed_worker_is_bit_identical(worker_pool: WorkerPoo
     """As with `failure.recovery: restart`, all workers end and restart from the checkpoint, here on fewer workers."""
     job = fsdp_job(tmp_path / "run", data)
     plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
-    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(8, killed=0)), cache_windows)
+    # The checkpoint is written while the next steps run.
+    committed = DelayUntilEvent(job.run_root, "checkpointed", {"step": 6}, after=8, each_s=60.0)
+    kill = HookChain((committed, DieAfter(8, killed=0)))
+    outcomes = worker_pool.train(job, 3, Hooks(after_step=kill), cache_windows)
     assert isinstance(outcomes[0].error, KilledError)
     assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
     assert read_trained_run(job).commit.step == 6
