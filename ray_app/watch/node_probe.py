@@ -35,7 +35,7 @@ class Probe:
 def _open_gpus() -> list[tuple[Any, Any]]:
     """Returns the library and a handle for each GPU; empty without NVIDIA's library or driver."""
     try:
-        import pynvml  # type: ignore[import-not-found, unused-ignore]
+        import pynvml
     except ImportError:
         return []
     try:
