@@ -77,9 +77,9 @@ def ingest_rows(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> None:
     ingest(IngestOptions(source="numpy", input=str(folder / "rows.npz"), out=str(folder / "rows")))
 
 
-def run_side(command: Sequence[str]) -> Sample:
-    """Runs a side in another process; its last line of output is `wall_ms cpu_ms`."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def run_side(command: Sequence[str], root: Path = ROOT) -> Sample:
+    """Runs a side of the checkout `root` in another process; its last line of output is `wall_ms cpu_ms`."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
