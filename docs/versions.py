@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -97,18 +98,19 @@ def environment(row: Row) -> Path:
     """Makes the environment of a row, unless it exists with the present requirements, and returns its folder."""
     folder = ENVIRONMENTS / row.name
     python = folder / "bin" / "python"
-    files = [ROOT / name for name in ("pyproject.toml", "requirements.txt", "requirements-dev.txt")]
-    requirements = "\n".join([repr(row), *(file.read_text() for file in files)])
+    files = [ROOT / name for name in ("requirements.txt", "requirements-dev.txt")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = "\n".join([repr(row), json.dumps(project), *(file.read_text() for file in files)])
     marker_file = folder / "made-from.txt"
     if marker_file.exists() and marker_file.read_text() == requirements:
         return folder
     uv = [str(Path(sys.executable).parent / "uv")]
     subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", _interpreter(row.python), str(folder)], check=True)
     install = [*uv, "pip", "install", "--quiet", "--python", str(python)]
-    lines = (line for file in files[1:] for line in file.read_text().splitlines())
+    lines = (line for file in files for line in file.read_text().splitlines())
     tools = [line for line in lines if re.split("[=>]", line)[0] in _TEST_TOOLS]
     if row.resolution is None:
-        subprocess.run([*install, "-r", str(files[1]), *tools], check=True)
+        subprocess.run([*install, "-r", str(files[0]), *tools], check=True)
         subprocess.run([*install, "--no-deps", "--editable", str(ROOT)], check=True)
     else:
         overrides = folder / "overrides.txt"
