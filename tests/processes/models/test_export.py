@@ -122,6 +122,7 @@ def test_an_in_process_run_starts_no_ray_and_begins_from_an_export(
     assert max(printed["losses"]) < printed["first"], "the second run did not begin with the exported parameters"
 
 
+@pytest.mark.rest
 def test_an_export_predicts_and_trains_without_ray_and_mlflow(
     trained: tuple[Path, dict[str, Any]], digits: Path, tmp_path: Path
 ) -> None:

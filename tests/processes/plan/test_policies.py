@@ -266,6 +266,7 @@ def test_a_policy_is_bit_identical_on_any_workers_and_after_a_resume(
     assert summary["rows_by_logical_worker"] == [2 * job.plan.stream_rows(v) for v in range(4)]
 
 
+@pytest.mark.rest
 def test_a_bad_row_that_is_repeated_is_skipped_each_time(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     dataset = open_dataset(str(data))
     rare = np.flatnonzero(read_labels(dataset.root, dataset.manifest, "label")[1] == 2)[1:].tolist()

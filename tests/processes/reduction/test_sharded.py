@@ -109,6 +109,7 @@ def test_fsdp_with_adam_is_bit_identical_to_ddp_and_close_in_half_precision(
     assert half.commit.params_digest != plain.commit.params_digest
 
 
+@pytest.mark.rest
 def test_fsdp_with_a_custom_training_step_is_bit_identical_to_ddp(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:

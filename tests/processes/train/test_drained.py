@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import PreemptedError
 from ray_app.reduction.base import World
@@ -31,6 +33,7 @@ def _train(rank: int, store: Path, job: Job) -> None:
     train(job, DrainedMembership(World(rank, 2, job.plan.logical_workers), store), cache_windows, CPU)
 
 
+@pytest.mark.rest
 def test_draining_workers_leave_a_checkpoint_and_new_workers_resume_from_it(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:

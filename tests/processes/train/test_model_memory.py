@@ -83,6 +83,7 @@ def test_a_transposed_weight_is_bit_identical_to_a_contiguous_one(
     assert run("resumed", True, 3) == plain
 
 
+@pytest.mark.rest
 def test_a_model_that_replaces_a_buffer_in_training_is_refused(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ def with_schedules() -> dict[str, Any]:
     }
 
 
+@pytest.mark.rest
 def test_the_code_of_the_documentation_trains_a_gan(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     assert len([line for line in ON_PAGE["python"].split("class Gan")[1].splitlines() if line.strip()]) <= 35
     job = job_of(tmp_path / "run", data)

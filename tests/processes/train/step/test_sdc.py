@@ -146,8 +146,8 @@ def test_a_task_that_is_not_reproducible_names_no_corrupt_rank(worker_pool: Work
         {},
         {"train__strategy": "central_storage"},
         pytest.param({"train__precision": "bf16"}, marks=pytest.mark.rest),
-        {"train__precision": "fp16"},
-        {"data__shuffle_window_rows": 72, "train__grad_clip_norm": 0.1},
+        pytest.param({"train__precision": "fp16"}, marks=pytest.mark.rest),
+        pytest.param({"data__shuffle_window_rows": 72, "train__grad_clip_norm": 0.1}, marks=pytest.mark.rest),
     ],
     ids=str,
 )
