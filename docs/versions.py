@@ -8,6 +8,7 @@ is submitted to a head node, and a drill of five scenarios.
     versions.py test NAME          run the tests that are to pass with every version, in the environment of a row
     versions.py table [NAME ...]   run these rows, or all, and write the table; rows that are not run keep their result
     versions.py try                run what a row runs with this Python, and print the results as JSON
+    versions.py extra NAME ...     try these extras of the package, or all, each in an environment that has no other
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Row:
             versions of requirements.txt.
         pins: Requirements that are added.
         overrides: Requirements that are installed although a library asks for another version.
+        extra: The extra of the package that is installed.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Row:
     resolution: str | None = "highest"
     pins: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
+    extra: str = "all"
 
 
 ROWS = (
@@ -65,6 +68,17 @@ ROWS = (
     Row("pyarrow26", "3.12", overrides=("pyarrow==26.0.1",)),
     Row("requirements", "3.11", None),
 )
+EXTRAS = {
+    "tracking": ("tests/processes/track/test_mlflow_client.py", "tests/processes/models/test_registry.py"),
+    "vision": ("tests/pure/task/test_configured_arguments.py", "tests/ray/task/test_random_crops.py"),
+    "detection": ("tests/processes/task/test_detection.py",),
+    "s3": ("tests/processes/storage/test_object_stores.py",),
+    "tfrecord": ("tests/pure/ingest/readers/test_tfrecord.py",),
+    "text": ("tests/processes/task/test_text.py",),
+    "lora": ("tests/processes/task/test_pretrained.py",),
+    "gpu": ("tests/pure/watch/test_node_sampler.py",),
+}
+"""The tests of what each extra is for."""
 _TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "moto[server]", "jsonschema", "psutil")
 _TESTS = (
     *("tests/pure", "tests/processes/train", "tests/ray/cluster/test_workers.py"),
@@ -115,7 +129,9 @@ def environment(row: Row) -> Path:
     else:
         overrides = folder / "overrides.txt"
         overrides.write_text("\n".join(row.overrides))
-        options = ["--resolution", row.resolution, "--override", str(overrides), "--editable", f"{ROOT}[all]"]
+        options = ["--resolution", row.resolution, "--override", str(overrides), "--editable", f"{ROOT}[{row.extra}]"]
+        # moto brings what the extra s3 should bring.
+        tools = [line for line in tools if row.extra in ("all", "s3") or not line.startswith("moto")]
         subprocess.run([*install, *options, *row.pins, *tools], check=True)
     marker_file.write_text(requirements)
     return folder
@@ -249,6 +265,18 @@ def table(names: list[str]) -> None:
         sys.exit(f"A cell failed, or not all digests are equal: {', '.join(sorted(digests))}")
 
 
+def try_extras(names: list[str]) -> None:
+    """Runs the tests of each extra where no other extra is installed; exits with an error if one fails."""
+    failed = []
+    for extra in names or EXTRAS:
+        python = environment(Row(f"extra-{extra}", "3.12", extra=extra)) / "bin" / "python"
+        command = [python, "-m", "pytest", *EXTRAS[extra], "-m", "not campaign and not search"]
+        if subprocess.run(command, cwd=ROOT, env=_clean(), check=False).returncode:
+            failed.append(extra)
+    if failed:
+        sys.exit(f"Tests fail with these extras: {', '.join(failed)}")
+
+
 def _page() -> str:
     return PAGE.read_text() if PAGE.exists() else ""
 
@@ -267,6 +295,7 @@ def main() -> None:
         commands.add_parser(command).add_argument("name", choices=names)
     commands.add_parser("table").add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     commands.add_parser("try")
+    commands.add_parser("extra").add_argument("names", nargs="*", choices=[*EXTRAS, []], metavar="NAME")
     options: Any = parser.parse_args()
     match options.command:
         case "environment":
@@ -276,6 +305,8 @@ def main() -> None:
             sys.exit(subprocess.run([python, "-m", "pytest", *_TESTS], cwd=ROOT, env=_clean(), check=False).returncode)
         case "table":
             table(options.names)
+        case "extra":
+            try_extras(options.names)
         case _:
             print(json.dumps(try_here()))
 
