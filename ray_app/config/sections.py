@@ -73,6 +73,8 @@ class ScalingSection:
         threads_per_worker: CPU threads with which each worker computes. The number is part of the arithmetic.
         cpus_per_worker: Logical CPUs that each worker reserves.
         gpus_per_worker: GPUs that each worker reserves: 0 (the worker trains on the CPU), a fraction of one GPU, or 1.
+            `auto`: 1 if the cluster has the GPUs for `min_workers` workers at the first start (without workers: if this
+            machine has one), otherwise 0. A run keeps the resolved number.
         label_selector: Labels of the nodes on which workers may run (`ray start --labels zone=a`). Each label has a
             value or one of Ray's conditions, such as `in(a,b)` and `!a`. Default: any node. Tasks that read data run
             on any node; the evaluator and the parameter servers have their own selectors.
@@ -93,7 +95,7 @@ class ScalingSection:
     logical_workers: int | None = result_field(None)
     threads_per_worker: int = result_field(1)
     cpus_per_worker: float = 1
-    gpus_per_worker: float = result_field(0)
+    gpus_per_worker: float | Literal["auto"] = result_field("auto")
     label_selector: dict[str, str] | None = None
     resize_interval_s: float = 10.0
     standby_workers: int = 0
@@ -104,6 +106,11 @@ class ScalingSection:
     def worker_limit(self) -> int:
         """Returns `max_workers`, or `min_workers` as long as `all` is not yet resolved to a number."""
         return self.max_workers if isinstance(self.max_workers, int) else self.min_workers
+
+    @property
+    def worker_gpus(self) -> float:
+        """Returns `gpus_per_worker`, or 0 as long as `auto` is not yet resolved to a number."""
+        return 0 if isinstance(self.gpus_per_worker, str) else self.gpus_per_worker
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,8 @@ class CheckpointSection:
     Args:
         every_steps: Optimizer steps between two checkpoints. Default: none by steps.
         every_epochs: Epochs between two checkpoints. Default: none by epochs. The end of training always writes one.
-        keep_last: Number of newest checkpoints to keep, at least 2.
+        keep_last: Number of newest checkpoints to keep. With 1 there is none to return to where it is damaged; the
+            start says so.
         keep_best: Number of best checkpoints by `evaluate.metric` to keep in addition.
         snapshot_every_steps: Optimizer steps between two snapshots: copies of the state in memory outside the workers.
             A run that loses all workers at once resumes from the newest snapshot. Default: no snapshots; such a run

@@ -98,7 +98,7 @@ def test_a_valid_configuration_is_accepted() -> None:
         ({"train__grad_clip_norm": math.nan}, "train.grad_clip_norm is nan; it must be greater than 0."),
         ({"checkpoint__every_steps": 0}, "checkpoint.every_steps is 0; it must be at least 1."),
         ({"checkpoint__every_epochs": -1}, "checkpoint.every_epochs is -1; it must be at least 1."),
-        ({"checkpoint__keep_last": 1}, "checkpoint.keep_last is 1; it must be at least 2."),
+        ({"checkpoint__keep_last": 0}, "checkpoint.keep_last is 0; it must be at least 1."),
         ({"checkpoint__keep_best": -1}, "checkpoint.keep_best is -1; it must be at least 0."),
         ({"failure__max_failures": -2}, "failure.max_failures is -2; it must be at least -1."),
         ({"failure__max_preemptions": -2}, "failure.max_preemptions is -2; it must be at least -1."),
@@ -111,7 +111,7 @@ def test_a_valid_configuration_is_accepted() -> None:
             "scaling.min_workers is 3, above scaling.max_workers = 2; lower the one or raise the other.",
         ),
         (
-            {"scaling__cpus_per_worker": 0.0},
+            {"scaling__cpus_per_worker": 0.0, "scaling__gpus_per_worker": 0},
             "scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one"
             " above 0.",
         ),
@@ -198,7 +198,7 @@ def test_an_error_has_the_value_the_allowed_values_and_the_remedy(fields: dict[s
         ),
         ({"train__strategy": "single"}, {"scaling__min_workers": 2}, "scaling.min_workers is 2"),
         (
-            {"train__strategy": "single", "scaling__cpus_per_worker": 0.0},
+            {"train__strategy": "single", "scaling__cpus_per_worker": 0.0, "scaling__gpus_per_worker": 0},
             {"train__strategy": "ddp"},
             "a worker needs some of either",
         ),
