@@ -132,6 +132,7 @@ MIN_VALUES: dict[str, float] = {
     "evaluate.patience": 1,
     "evaluate.min_delta": 0,
     "evaluate.batch_size": 1,
+    "evaluate.max_rows": 1,
     "evaluate.num_cpus": 0,
     "evaluate.num_gpus": 0,
     "evaluate.drain_timeout_s": 0,

@@ -222,7 +222,7 @@ def open_evaluation_data(context: PreflightContext) -> list[str]:
     names = f"data.eval_path {config.data.eval_path}", f"data.path {config.data.path}"
     refuse_other_schema(task.data_schema, dataset.facts, *names)
     context.eval_dataset, context.eval_task = dataset, task.prepare(dataset.facts)
-    source = inputs.open_source(task, dataset, config.data.read_task_mb)
+    source = inputs.open_source(task, dataset, config.data.read_task_mb, config.evaluate.max_rows)
     if source.fields != context.fields:
         raise DataError(
             f"A decoded row of {names[0]} is {source.fields}, of {names[1]} it is {context.fields}; both must be alike."
