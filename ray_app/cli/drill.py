@@ -18,7 +18,7 @@ import ray
 from rich.console import Console
 
 from ray_app.cli.main import exit_code
-from ray_app.cluster.resources import cluster, reconnect
+from ray_app.cluster.resources import cluster, reconnect, resolve_scaling
 from ray_app.config.config import Config
 from ray_app.drill.cluster import DrillCluster, open_drill_cluster
 from ray_app.drill.session import SCENARIOS, Drill
@@ -110,7 +110,7 @@ def make_drill_config(config: Config, section: DrillSection, starts_cluster: boo
         changed |= {"scaling__min_workers": min(config.scaling.min_workers, max_workers)}
         # The nodes of a local cluster have no labels.
         changed |= dict.fromkeys(_SELECTORS)
-    if starts_cluster and not config.scaling.gpus_per_worker:
+    if starts_cluster and not config.scaling.worker_gpus:
         changed |= {"scaling__cpus_per_worker": 1, "evaluate__num_cpus": 1}
     drill_config = config.replace(**changed)
     steps = prepare(drill_config).job.total_steps
@@ -142,7 +142,7 @@ def _output_folder(config: Config, section: DrillSection) -> Location:
 @contextmanager
 def _connected(config: Config, starts_cluster: bool) -> Iterator[DrillCluster | None]:
     """Connects to the cluster of the drill in the block, and yields its nodes if the drill may end them."""
-    if starts_cluster and not config.scaling.gpus_per_worker:
+    if starts_cluster and not config.scaling.worker_gpus:
         with open_drill_cluster(config.scaling.worker_limit, config.data.eval_path is not None) as nodes:
             yield nodes
     else:
@@ -163,6 +163,8 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int
         section: DrillSection = sections["drill"]
         names = choose_scenarios(section)
         starts_cluster = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
+        if config.scaling.max_workers != "all":
+            config = resolve_scaling(config)
         drill_config = make_drill_config(config, section, starts_cluster)
         with redirect_stdout(StringIO()), _connected(drill_config, starts_cluster) as nodes:
             renew = nodes.restart if nodes is not None else partial(reconnect, drill_config)

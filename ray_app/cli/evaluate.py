@@ -50,6 +50,7 @@ class EvaluateOptions:
         data: Folder (or file) of Parquet to evaluate on; needs a name. Default: the run's `data.eval_path`.
         follow: Continues until the run has ended; otherwise it ends after the checkpoints that are committed now.
         batch_size: Rows of one forward pass. Default: the value of the run.
+        max_rows: Largest number of rows to evaluate on; needs a name. Default: the value of the run.
         num_cpus: Logical CPUs to reserve, and threads to compute with. Default: the value of the run.
         num_gpus: GPUs to reserve. Default: the value of the run.
         ray_address: Address of the Ray cluster to connect to. Default: see `run.ray_address`.
@@ -60,6 +61,7 @@ class EvaluateOptions:
     data: str | None = None
     follow: bool = False
     batch_size: int | None = None
+    max_rows: int | None = None
     num_cpus: float | None = None
     num_gpus: float | None = None
     ray_address: str | None = None
@@ -99,15 +101,16 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
     config = read_config(paths)
     if options.name is not None and (not options.name or set(options.name) - set(_NAME_CHARS)):
         raise ConfigError(f"--name is {options.name!r}; use letters, digits, '_' and '-'.")
-    if (options.data is not None or task is not None) and options.name is None:
+    if (options.data, options.max_rows, task) != (None, None, None) and options.name is None:
         raise ConfigError(
-            "--data and --task make other evaluations than the run's own; give them a --name, such as --name fresh."
+            "--data, --max_rows and --task make other evaluations than the run's own; give them a --name, such as"
+            " --name fresh."
         )
     if options.data is None and config.data.eval_path is None:
         raise ConfigError(
             f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on."
         )
-    overrides = {name: getattr(options, name) for name in ("batch_size", "num_cpus", "num_gpus")}
+    overrides = {name: getattr(options, name) for name in ("batch_size", "max_rows", "num_cpus", "num_gpus")}
     section = replace(config.evaluate, **{name: value for name, value in overrides.items() if value is not None})
     config = replace(config, evaluate=section, task=task or config.task)
     if options.data is not None:
@@ -121,7 +124,7 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
 def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
     """Returns the job of the evaluator."""
     task = prepare_task(make_task(config), open_training_data(paths, config).facts)
-    data = open_evaluation_source(task, str(config.data.eval_path), config.data.read_task_mb)
+    data = open_evaluation_source(task, str(config.data.eval_path), config.data.read_task_mb, config.evaluate.max_rows)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)
     exact = config.train.reduction == "exact"

@@ -15,7 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import psutil
@@ -258,7 +258,7 @@ def workers_in(resources: dict[str, float], scaling: ScalingSection) -> float:
         count(resources.get(name, 0.0), per_worker)
         for name, per_worker, count in (
             ("CPU", scaling.cpus_per_worker, count_fitting),
-            ("GPU", scaling.gpus_per_worker, count_fitting_on_gpus),
+            ("GPU", scaling.worker_gpus, count_fitting_on_gpus),
         )
         if per_worker
     ]
@@ -318,10 +318,10 @@ def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
         has = "has" if max_resources is None else "grows to at most"
         raise ConfigError(
             f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g}"
-            f" CPU and {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU,"
+            f" CPU and {scaling.worker_gpus:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU,"
             f" {evaluator_gpus(config):g} GPU), parameter servers ({_server_cpus(config):g} CPU) and {_READING_CPUS}"
             f" CPU for reading need {wanted_cpus(config, scaling.min_workers):g} CPU and"
-            f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus(config):g} GPU; the cluster {has}"
+            f" {scaling.min_workers * scaling.worker_gpus + evaluator_gpus(config):g} GPU; the cluster {has}"
             f" {cpus:g} CPU and {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or"
             " what evaluate.num_cpus and evaluate.num_gpus reserve."
         )
@@ -371,17 +371,17 @@ def _workers_on_labeled(config: Config, nodes: Sequence[Node]) -> float:
         raise ConfigError(
             f"The run does not fit: the nodes labeled {scaling.label_selector} (scaling.label_selector) have"
             f" capacity for {workers:g} workers of {scaling.cpus_per_worker:g} CPU and"
-            f" {scaling.gpus_per_worker:g} GPU, below scaling.min_workers = {scaling.min_workers}. Label more"
+            f" {scaling.worker_gpus:g} GPU, below scaling.min_workers = {scaling.min_workers}. Label more"
             " nodes, or lower scaling.min_workers."
         )
     return workers
 
 
-def resolve_max_workers(config: Config, before: Config | None = None) -> Config:
-    """Returns the configuration with a number in place of `scaling.max_workers: all`.
+def resolve_scaling(config: Config, before: Config | None = None) -> Config:
+    """Returns the configuration with numbers in place of `scaling.max_workers: all` and `gpus_per_worker: auto`.
 
-    It is the number of the existing run if there is one. Otherwise it is the number of workers that fit into the
-    cluster to join, or to which it may grow. For a local cluster it follows from the cores or GPUs of this machine.
+    They are the numbers of the existing run if there is one. Otherwise they follow from the cluster to join and how far
+    it may grow, or, for a local cluster and without one, from the cores and GPUs of this machine.
 
     Args:
         config: The configuration of the user.
@@ -390,28 +390,59 @@ def resolve_max_workers(config: Config, before: Config | None = None) -> Config:
     Raises:
         ConfigError: Not even `min_workers` fit, or it is not known how far the cluster may grow.
     """
+    asked = {"scaling__max_workers": "all", "scaling__gpus_per_worker": "auto"}
+    names = [name for name, word in asked.items() if getattr(config.scaling, name.removeprefix("scaling__")) == word]
+    if before is not None:
+        return config.replace(**{name: getattr(before.scaling, name.removeprefix("scaling__")) for name in names})
+    joins = ray.is_initialized() or _address(config) is not None
+    # A run without workers knows its GPUs without a cluster.
+    if names and joins and (config.train.strategy_traits.has_workers or config.scaling.max_workers == "all"):
+        with cluster(config):
+            return _resolve(config, cluster_capacity())
+    return _resolve(config, None) if names else config
+
+
+def _resolve(config: Config, capacity: ClusterCapacity | None) -> Config:
+    """Returns the configuration with the numbers for a cluster of this capacity, or for this machine alone (None)."""
+    if config.scaling.gpus_per_worker == "auto":
+        on_gpus = config.replace(scaling__gpus_per_worker=1)
+        config = on_gpus if _has_gpus(on_gpus, capacity) else config.replace(scaling__gpus_per_worker=0)
     scaling = config.scaling
     if scaling.max_workers != "all":
         return config
-    if before is not None:
-        return config.replace(scaling__max_workers=before.scaling.max_workers)
     largest = config.replace(scaling__max_workers=scaling.logical_workers or _UNLIMITED_WORKERS)
-    if not config.train.strategy_traits.has_workers or ray.is_initialized() or _address(config):
-        with cluster(config):
-            workers = workers_that_fit(largest, cluster_capacity())
-            if workers == _UNLIMITED_WORKERS:
-                raise ConfigError(
-                    "scaling.max_workers is all, and the cluster's autoscaler does not tell how many nodes it may"
-                    " start; give a number."
-                )
-            return largest.replace(scaling__max_workers=workers)
-    if scaling.gpus_per_worker:
-        fitting = count_fitting_on_gpus(torch.cuda.device_count() - evaluator_gpus(config), scaling.gpus_per_worker)
+    if capacity is not None:
+        workers = workers_that_fit(largest, capacity)
+        if workers == _UNLIMITED_WORKERS:
+            raise ConfigError(
+                "scaling.max_workers is all, and the cluster's autoscaler does not tell how many nodes it may"
+                " start; give a number."
+            )
+    elif not config.train.strategy_traits.has_workers:
+        workers = 1
     else:
-        fitting = count_fitting(os.cpu_count() or 1, scaling.cpus_per_worker)
-    return largest.replace(
-        scaling__max_workers=max(scaling.min_workers, min(int(fitting), largest.scaling.worker_limit))
-    )
+        if scaling.worker_gpus:
+            fitting = count_fitting_on_gpus(torch.cuda.device_count() - evaluator_gpus(config), scaling.worker_gpus)
+        else:
+            fitting = count_fitting(os.cpu_count() or 1, scaling.cpus_per_worker)
+        workers = max(scaling.min_workers, min(int(fitting), largest.scaling.worker_limit))
+    return largest.replace(scaling__max_workers=workers)
+
+
+def _has_gpus(config: Config, capacity: ClusterCapacity | None) -> bool:
+    """Returns whether `min_workers` workers with GPUs fit into the cluster, or onto this machine (None)."""
+    if capacity is None or not config.train.strategy_traits.has_workers:
+        return torch.cuda.device_count() >= config.scaling.min_workers * config.scaling.worker_gpus + evaluator_gpus(
+            config
+        )
+    # An autoscaler that does not tell its limits may have no node with a GPU at all.
+    if capacity.max_resources is not None and math.isinf(capacity.max_resources.get("GPU", 0.0)):
+        capacity = replace(capacity, max_resources=capacity.max_resources | {"GPU": 0.0})
+    try:
+        workers_that_fit(config.replace(scaling__max_workers=config.scaling.min_workers), capacity)
+    except ConfigError:
+        return False
+    return True
 
 
 def shared_bytes(job: Job) -> int:

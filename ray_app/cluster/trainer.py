@@ -280,7 +280,7 @@ def _trainer_options(
 ) -> dict[str, Any]:
     """Returns the keyword arguments of `TorchTrainer` for a number of workers, or the least and the largest number."""
     job, scaling = args.job, args.job.config.scaling
-    resources = {"CPU": scaling.cpus_per_worker, "GPU": scaling.gpus_per_worker}
+    resources = {"CPU": scaling.cpus_per_worker, "GPU": scaling.worker_gpus}
     # The budget counts failures. Preemptions have a limit of their own from Ray 2.58 on.
     limits = {"max_failures", "max_preemption_failures"} & {field.name for field in fields(FailureConfig)}
     return {
@@ -288,7 +288,7 @@ def _trainer_options(
         "torch_config": RendezvousTorchConfig(recovers_in_place=args.recovers_in_place),
         "scaling_config": ScalingConfig(
             num_workers=num_workers,
-            use_gpu=scaling.gpus_per_worker > 0,
+            use_gpu=scaling.worker_gpus > 0,
             resources_per_worker={name: amount for name, amount in resources.items() if amount},
             label_selector=scaling.label_selector,
             **elastic,
@@ -306,7 +306,7 @@ def _prepare(worker_config: dict[str, Any]) -> None:
     """Prepares a pending worker: imports the user's code, which comes with the job, and opens the device."""
     try:
         args: WorkerArgs = ray.get(worker_config["args"])
-        torch.zeros(1, device=_gpu() if args.job.config.scaling.gpus_per_worker else "cpu")
+        torch.zeros(1, device=_gpu() if args.job.config.scaling.worker_gpus else "cpu")
     # The error occurs again when the worker trains, where it is charged and reported.
     except Exception as error:
         logger.warning("Preparing to train failed: %r", error)
@@ -323,7 +323,7 @@ def _gpu() -> torch.device:
 
 def _choose_backend(config: Config) -> Literal["auto", "gloo"]:
     """Returns `train.backend`, or gloo for workers that share a GPU, which NCCL refuses."""
-    return "gloo" if 0 < config.scaling.gpus_per_worker < 1 else config.train.backend
+    return "gloo" if 0 < config.scaling.worker_gpus < 1 else config.train.backend
 
 
 def _run_worker(worker_config: dict[str, Any]) -> None:
@@ -334,7 +334,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     args: WorkerArgs = ray.get(worker_config["args"])
     job = args.job
     register_secrets(job.config.to_dict())
-    device = _gpu() if job.config.scaling.gpus_per_worker else torch.device("cpu")
+    device = _gpu() if job.config.scaling.worker_gpus else torch.device("cpu")
     # Ray Train starts all workers together, and none joins them later.
     group_size = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(

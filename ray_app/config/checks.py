@@ -122,7 +122,7 @@ MIN_VALUES: dict[str, float] = {
     "train.ema_decay": 0,
     "checkpoint.every_steps": 1,
     "checkpoint.every_epochs": 1,
-    "checkpoint.keep_last": 2,
+    "checkpoint.keep_last": 1,
     "checkpoint.snapshot_every_steps": 1,
     "checkpoint.keep_best": 0,
     "failure.compare_params_every_steps": 1,
@@ -132,6 +132,7 @@ MIN_VALUES: dict[str, float] = {
     "evaluate.patience": 1,
     "evaluate.min_delta": 0,
     "evaluate.batch_size": 1,
+    "evaluate.max_rows": 1,
     "evaluate.num_cpus": 0,
     "evaluate.num_gpus": 0,
     "evaluate.drain_timeout_s": 0,
@@ -176,9 +177,10 @@ def check_ranges(config: Config) -> list[str]:
             literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
             allowed = [choice for literal in literals for choice in get_args(literal)]
             value = getattr(getattr(config, section), name)
-            is_number = int in get_args(hint) and isinstance(value, int)
+            takes_numbers = bool({int, float} & set(get_args(hint)))
+            is_number = takes_numbers and isinstance(value, int | float)
             if allowed and value is not None and not is_number and value not in allowed:
-                number = "a number or " if int in get_args(hint) else ""
+                number = "a number or " if takes_numbers else ""
                 problems.append(f"{section}.{name} is {value!r}; it must be {number}one of {', '.join(allowed)}.")
     for name, min_value in MIN_VALUES.items():
         # `not >=` refuses NaN, too.
@@ -219,14 +221,14 @@ def _check_scaling(config: Config) -> list[str]:
             f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower"
             " the one or raise the other."
         )
-    if not scaling.cpus_per_worker and not scaling.gpus_per_worker and traits.has_workers:
+    if not scaling.cpus_per_worker and scaling.gpus_per_worker == 0 and traits.has_workers:
         problems.append(
             "scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one"
             " above 0."
         )
-    if scaling.gpus_per_worker > 1:
+    if scaling.worker_gpus > 1:
         problems.append(
-            f"scaling.gpus_per_worker is {scaling.gpus_per_worker:g}, but a worker computes on one GPU and would leave"
+            f"scaling.gpus_per_worker is {scaling.worker_gpus:g}, but a worker computes on one GPU and would leave"
             " the others idle. Set it to 1, and scaling.max_workers to the number of GPUs."
         )
     if not traits.has_workers or config.failure.recovery == "restart":
@@ -327,10 +329,10 @@ def _check_train_fields(train: TrainSection) -> list[str]:
 def _check_reduction(config: Config) -> list[str]:
     """Returns the problems of the gradient reduction: shared GPUs and compression."""
     train, problems = config.train, []
-    is_gpu_shared = 0 < config.scaling.gpus_per_worker < 1 and config.scaling.max_workers != 1
+    is_gpu_shared = 0 < config.scaling.worker_gpus < 1 and config.scaling.max_workers != 1
     if is_gpu_shared and not train.strategy_traits.can_share_gpus:
         problems.append(
-            f"scaling.gpus_per_worker is {config.scaling.gpus_per_worker:g} with train.strategy {train.strategy}:"
+            f"scaling.gpus_per_worker is {config.scaling.worker_gpus:g} with train.strategy {train.strategy}:"
             f" workers that share a GPU communicate through gloo, which {train.strategy} cannot use. Give each worker a"
             " GPU."
         )
@@ -349,7 +351,7 @@ def _check_capture(config: Config) -> list[str]:
     if not train.capture:
         return []
     obstacles = [
-        (not config.scaling.gpus_per_worker, "scaling.gpus_per_worker is 0: CPUs have no CUDA graphs"),
+        (config.scaling.gpus_per_worker == 0, "scaling.gpus_per_worker is 0: CPUs have no CUDA graphs"),
         (
             not train.strategy_traits.can_capture_steps,
             f"train.strategy is {train.strategy}: only steps of {list_strategies(lambda t: t.can_capture_steps)} are"
@@ -379,7 +381,7 @@ def _check_sharded_parameters(config: Config) -> list[str]:
     if not train.strategy_traits.shards_parameters:
         return []
     problems = []
-    if train.cpu_offload and not config.scaling.gpus_per_worker:
+    if train.cpu_offload and config.scaling.gpus_per_worker == 0:
         problems.append(
             "train.cpu_offload is set, but scaling.gpus_per_worker is 0: the shards are in host memory already; leave"
             " it out."

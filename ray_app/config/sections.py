@@ -73,6 +73,8 @@ class ScalingSection:
         threads_per_worker: CPU threads with which each worker computes. The number is part of the arithmetic.
         cpus_per_worker: Logical CPUs that each worker reserves.
         gpus_per_worker: GPUs that each worker reserves: 0 (the worker trains on the CPU), a fraction of one GPU, or 1.
+            `auto`: 1 if the cluster has the GPUs for `min_workers` workers at the first start (without workers: if this
+            machine has one), otherwise 0. A run keeps the resolved number.
         label_selector: Labels of the nodes on which workers may run (`ray start --labels zone=a`). Each label has a
             value or one of Ray's conditions, such as `in(a,b)` and `!a`. Default: any node. Tasks that read data run
             on any node; the evaluator and the parameter servers have their own selectors.
@@ -93,7 +95,7 @@ class ScalingSection:
     logical_workers: int | None = result_field(None)
     threads_per_worker: int = result_field(1)
     cpus_per_worker: float = 1
-    gpus_per_worker: float = result_field(0)
+    gpus_per_worker: float | Literal["auto"] = result_field("auto")
     label_selector: dict[str, str] | None = None
     resize_interval_s: float = 10.0
     standby_workers: int = 0
@@ -104,6 +106,11 @@ class ScalingSection:
     def worker_limit(self) -> int:
         """Returns `max_workers`, or `min_workers` as long as `all` is not yet resolved to a number."""
         return self.max_workers if isinstance(self.max_workers, int) else self.min_workers
+
+    @property
+    def worker_gpus(self) -> float:
+        """Returns `gpus_per_worker`, or 0 as long as `auto` is not yet resolved to a number."""
+        return 0 if isinstance(self.gpus_per_worker, str) else self.gpus_per_worker
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,8 @@ class CheckpointSection:
     Args:
         every_steps: Optimizer steps between two checkpoints. Default: none by steps.
         every_epochs: Epochs between two checkpoints. Default: none by epochs. The end of training always writes one.
-        keep_last: Number of newest checkpoints to keep, at least 2.
+        keep_last: Number of newest checkpoints to keep. With 1 there is none to return to where it is damaged; the
+            start says so.
         keep_best: Number of best checkpoints by `evaluate.metric` to keep in addition.
         snapshot_every_steps: Optimizer steps between two snapshots: copies of the state in memory outside the workers.
             A run that loses all workers at once resumes from the newest snapshot. Default: no snapshots; such a run
@@ -231,6 +239,8 @@ class EvaluateSection:
         metric: Metric that selects the best checkpoint. Default: the one that the task declares.
         mode: Whether a higher (`max`) or a lower (`min`) value of `metric` is better. Default: as the task declares.
         batch_size: Rows of one forward pass.
+        max_rows: Largest number of rows to evaluate on. Of more rows in `data.eval_path` an equal share of each row
+            group is used, always the same one. Default: all rows.
         drain_timeout_s: Seconds that the end of a run waits for the evaluator to finish pending checkpoints.
         num_cpus: Logical CPUs that the evaluator reserves. It computes with as many CPU threads, at least one.
         num_gpus: GPUs that the evaluator reserves: 0, a fraction of one GPU, or 1.
@@ -245,6 +255,7 @@ class EvaluateSection:
     metric: str | None = None
     mode: Literal["max", "min"] | None = None
     batch_size: int = 256
+    max_rows: int | None = None
     drain_timeout_s: float = 600.0
     num_cpus: float = 1
     num_gpus: float = 0

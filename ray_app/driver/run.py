@@ -520,24 +520,25 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
 
 def _workers_text(config: Config, max_workers: int) -> str:
     """Returns where the run trains, such as `up to 4 workers and 1 standby`."""
-    if not config.train.strategy_traits.has_workers:
-        return "in this process"
     scaling = config.scaling
+    each = "a GPU" if scaling.worker_gpus == 1 else f"{scaling.worker_gpus:g} GPU" if scaling.worker_gpus else ""
+    if not config.train.strategy_traits.has_workers:
+        return f"in this process{' on a GPU' if each else ''}"
     capped = ""
     if max_workers < scaling.worker_limit:
         capped = f" (of {scaling.max_workers} asked for, as many as fit now)"
     standbys = f" and {scaling.standby_workers} standby" if scaling.standby_workers else ""
-    return f"up to {max_workers} workers{capped}{standbys}"
+    return f"up to {max_workers} workers{capped}{standbys}{f', each with {each}' if each else ''}"
 
 
 def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
     """Returns a message about GPUs that neither workers, standbys nor the evaluator use; None if there are none."""
     scaling = config.scaling
     gpus = sum(node["Resources"].get("GPU", 0.0) for node in nodes_with_labels(nodes, scaling.label_selector))
-    idle = int(gpus - (workers + scaling.standby_workers) * scaling.gpus_per_worker - evaluator_gpus(config))
+    idle = int(gpus - (workers + scaling.standby_workers) * scaling.worker_gpus - evaluator_gpus(config))
     if idle < 1:
         return None
     advice = "Raise scaling.max_workers (all: as many as fit), or leave them to others."
-    if not scaling.gpus_per_worker:
+    if not scaling.worker_gpus:
         advice = "This run computes on CPUs; set scaling.gpus_per_worker to 1 to train on GPUs."
     return f"{idle} of the {gpus:g} GPUs of the cluster are not used by this run. {advice}"

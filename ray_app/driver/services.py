@@ -78,7 +78,7 @@ def make_sampler(job: Job) -> NodeSampler | None:
     tracking = job.config.tracking
     if not (tracking.enabled or tracking.tensorboard) or tracking.system_metrics_s is None or not ray.is_initialized():
         return None
-    if job.config.scaling.gpus_per_worker and importlib.util.find_spec("pynvml") is None:
+    if job.config.scaling.worker_gpus and importlib.util.find_spec("pynvml") is None:
         logger.warning("The system metrics lack the GPUs, since pynvml is %s.", explain_extra("pynvml"))
     commit = newest_commit(job)
     return NodeSampler(job.paths, job.fence, tracking.system_metrics_s, commit.step if commit else 0)

@@ -15,7 +15,7 @@ import operator
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import PurePosixPath
@@ -206,6 +206,13 @@ class Manifest:
     def first_row(self) -> Int64:
         """For each row group, the manifest position of its first row, shape (row groups,)."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.rows)[:-1]]) if len(self.rows) else self.rows
+
+    def thin_out(self, max_rows: int | None) -> Manifest:
+        """Returns the manifest of at most `max_rows` rows: of each row group the first ones, in equal proportion."""
+        if max_rows is None or max_rows >= self.num_rows:
+            return self
+        ends = [end * max_rows // self.num_rows for end in np.cumsum(self.rows).tolist()]
+        return replace(self, rows=np.diff(np.array([0, *ends], dtype=np.int64)))
 
     def locate(self, position: int) -> tuple[str, int, int]:
         """Returns the file path, the index of the row group and the row in it of a manifest position."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from ray_app.cluster.resources import resolve_max_workers
+from ray_app.cluster.resources import resolve_scaling
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, digest
 from ray_app.config.import_paths import TASK_OPTIMIZER
@@ -84,21 +84,27 @@ class Check:
         return result if isinstance(result, CheckResult) else CheckResult(warnings=result or ())
 
 
-def complete_config(context: PreflightContext) -> None:
-    """Completes the configuration by the name of the run and the numbers of workers."""
+def complete_config(context: PreflightContext) -> list[str]:
+    """Completes the configuration by the name of the run, the number of workers and their GPUs."""
     config = context.config
     register_secrets(config.to_dict())
     check_config(config)
     config = config if config.run.name else config.replace(run__name=inputs.make_run_name())
     context.paths = RunPaths(to_location(config.run.storage_path) / str(config.run.name))
     context.before = before = stored_config(context.paths)
-    if config.scaling.max_workers == "all":
-        config = resolve_max_workers(config, before)
+    if (resolved := resolve_scaling(config, before)) != config:
+        config = resolved
         check_config(config)
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
         check_config(config)
     context.config, context.initial = config, InitialParameters(config)
+    if config.checkpoint.keep_last > 1:
+        return []
+    return [
+        "checkpoint.keep_last is 1: where the only checkpoint is damaged, the run starts from its first step again. 2"
+        " keeps one to return to."
+    ]
 
 
 def read_initial_parameters(context: PreflightContext) -> list[str]:
@@ -216,7 +222,7 @@ def open_evaluation_data(context: PreflightContext) -> list[str]:
     names = f"data.eval_path {config.data.eval_path}", f"data.path {config.data.path}"
     refuse_other_schema(task.data_schema, dataset.facts, *names)
     context.eval_dataset, context.eval_task = dataset, task.prepare(dataset.facts)
-    source = inputs.open_source(task, dataset, config.data.read_task_mb)
+    source = inputs.open_source(task, dataset, config.data.read_task_mb, config.evaluate.max_rows)
     if source.fields != context.fields:
         raise DataError(
             f"A decoded row of {names[0]} is {source.fields}, of {names[1]} it is {context.fields}; both must be alike."
@@ -389,7 +395,7 @@ CHECKS = (
           applies=lambda context: context.config.checkpoint.snapshot_every_steps is not None),
     Check("page-locked memory", 0, "This machine has enough.", dry_run.check_page_locked_memory, ("model",),
           applies=lambda context: (
-              context.config.scaling.gpus_per_worker > 0 and not context.config.train.strategy_traits.has_servers)),
+              context.config.scaling.worker_gpus > 0 and not context.config.train.strategy_traits.has_servers)),
     Check("parameter servers", 0, "They can have parts of the model.", dry_run.check_server_parts, ("model",),
           applies=lambda context: context.config.train.strategy_traits.has_servers),
     Check("parameter groups", 0, "They are configured.", dry_run.check_parameter_groups, ("model",),
@@ -412,7 +418,7 @@ CHECKS = (
           applies=has_comparable_scores, at_start=False),
     Check("export", 0, "The model can be exported.", try_export, at_start=False),
     Check("GPU", 0, "It was not tried: a check computes on the CPU.", lambda context: CheckResult(level="warning"),
-          applies=lambda context: context.config.scaling.gpus_per_worker > 0, at_start=False),
+          applies=lambda context: context.config.scaling.worker_gpus > 0, at_start=False),
 )
 # fmt: on
 """All checks before a run. One that needs what was refused is not made."""

@@ -135,13 +135,14 @@ def read_training_row(config: Config, dataset: Dataset, task: Task) -> tuple[Row
     return undecoded[-1], decoded
 
 
-def open_evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
+def open_evaluation_source(task: Task, path: str, read_task_mb: float, max_rows: int | None = None) -> RowSource:
     """Opens a data set for evaluation and returns the source of its rows.
 
     Args:
         task: The task, prepared with the training data.
         path: Folder (or file) of Parquet.
         read_task_mb: Largest size of the decoded rows of one read task in megabytes.
+        max_rows: Largest number of rows, `evaluate.max_rows`.
 
     Raises:
         DataError: The task cannot be evaluated on the data.
@@ -149,14 +150,14 @@ def open_evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSou
     dataset = open_dataset(path)
     refuse_other_schema(task.data_schema, dataset.facts, path, "what the task was trained on")
     task.prepare(dataset.facts)
-    return open_source(task, dataset, read_task_mb)
+    return open_source(task, dataset, read_task_mb, max_rows)
 
 
-def open_source(task: Task, dataset: Dataset, read_task_mb: float) -> RowSource:
-    """Returns the source of all rows of a data set, decoded by the task."""
+def open_source(task: Task, dataset: Dataset, read_task_mb: float, max_rows: int | None = None) -> RowSource:
+    """Returns the source of all rows of a data set, or of `max_rows` of them, decoded by the task."""
     fields = probe(dataset, task.columns(), task.decode)
     reader = Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions)
-    return RowSource(reader, dataset.manifest, rows_per_task(fields, read_task_mb))
+    return RowSource(reader, dataset.manifest.thin_out(max_rows), rows_per_task(fields, read_task_mb))
 
 
 def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:

@@ -31,7 +31,7 @@ from ray_app.cluster.resources import (
     cluster,
     cluster_capacity,
     megabytes,
-    resolve_max_workers,
+    resolve_scaling,
     shared_bytes,
     workers_that_fit,
 )
@@ -294,7 +294,7 @@ def inspect(config: Config) -> Report:
     run = config.run
     try:
         stored = stored_config(RunPaths(to_location(run.storage_path) / run.name)) if run.name else None
-        config = resolve_max_workers(config, stored)
+        config = resolve_scaling(config, stored)
     except ConfigError as error:
         return Report([Finding("refused", "resources", str(error))], versions(), None)
 
@@ -352,7 +352,7 @@ def _check_node_sizes(scaling: ScalingSection) -> None:
     """Raises `ConfigError` if no single node has the resources of one worker."""
     for name, field, amount in (
         ("CPU", "cpus_per_worker", scaling.cpus_per_worker),
-        ("GPU", "gpus_per_worker", scaling.gpus_per_worker),
+        ("GPU", "gpus_per_worker", scaling.worker_gpus),
     ):
         largest = max(node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"])
         if amount > largest:

@@ -221,7 +221,7 @@ class ElasticPolicy(ElasticScalingPolicy):
         evaluator need, since Ray's request has bundles of one size only. None are added if workers need GPUs or labels:
         each would make the autoscaler start a node with a GPU or with the labels, where a CPU of any node is enough.
         """
-        needs_special_nodes = self._scaling.gpus_per_worker or self._scaling.label_selector
+        needs_special_nodes = self._scaling.worker_gpus or self._scaling.label_selector
         if needs_special_nodes or not self._scaling.cpus_per_worker:
             return self.scaling_config.max_workers
         return self.scaling_config.max_workers + ceil(self._reading_cpus / self._scaling.cpus_per_worker)

@@ -17,7 +17,7 @@ from ray.train import ScalingConfig
 from ray_app import load_config
 from ray_app.cluster import resources as resources_module
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy
-from ray_app.cluster.resources import ClusterCapacity, count_fitting_on_gpus, resolve_max_workers, workers_that_fit
+from ray_app.cluster.resources import ClusterCapacity, count_fitting_on_gpus, resolve_scaling, workers_that_fit
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, from_yaml
 from ray_app.driver.run import idle_gpus
@@ -35,7 +35,12 @@ def node(name: str, cpus: float, gpus: float = 0, **labels: str) -> dict[str, An
 
 NODES = [node("1", 16, 4, zone="a"), node("2", 16, 4, zone="b")]
 ALL = Config().replace(
-    task__class_path="x", data__path="x", data__eval_path="x", scaling__max_workers="all", data__global_batch_size=60
+    task__class_path="x",
+    data__path="x",
+    data__eval_path="x",
+    scaling__max_workers="all",
+    scaling__gpus_per_worker=0,
+    data__global_batch_size=60,
 )
 
 
@@ -53,6 +58,7 @@ def two_node_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, 30),
         ({"scaling__cpus_per_worker": 4}, 7),
+        ({"scaling__gpus_per_worker": "auto"}, 8),
         ({"scaling__gpus_per_worker": 1}, 8),
         ({"scaling__gpus_per_worker": 1, "evaluate__num_gpus": 1}, 7),
         ({"scaling__logical_workers": 6}, 6),
@@ -63,15 +69,63 @@ def two_node_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_resolves_to_the_number_of_workers_that_fit_into_the_cluster(fields: dict[str, Any], expected: int) -> None:
     config = ALL.replace(**fields)
     check_config(config)
-    assert resolve_max_workers(config).scaling.max_workers == expected
-    assert resolve_max_workers(config).replace(scaling__max_workers="all") == config
+    resolved = resolve_scaling(config)
+    assert resolved.scaling.max_workers == expected
+    assert resolved.replace(scaling=config.to_dict()["scaling"]) == config
+
+
+AUTO = Config().replace(task__class_path="x", data__path="x", data__eval_path="x", scaling__gpus_per_worker="auto")
+
+
+@pytest.mark.usefixtures("two_node_cluster")
+@pytest.mark.parametrize(
+    ("fields", "limits", "expected"),
+    [
+        ({}, None, 1),
+        ({"scaling__min_workers": 9, "scaling__max_workers": 9}, None, 0),
+        ({"scaling__min_workers": 8, "scaling__max_workers": 8, "evaluate__num_gpus": 1}, None, 0),
+        ({"scaling__cpus_per_worker": 16, "scaling__min_workers": 2, "scaling__max_workers": 2}, None, 0),
+        ({"scaling__min_workers": 9, "scaling__max_workers": 9}, {"CPU": 64.0, "GPU": 16.0}, 1),
+        ({"scaling__min_workers": 9, "scaling__max_workers": 9}, {"CPU": math.inf, "GPU": math.inf}, 0),
+        ({}, {"CPU": math.inf, "GPU": math.inf}, 1),
+    ],
+)
+def test_auto_resolves_to_one_gpu_where_the_workers_fit_onto_gpus(
+    fields: dict[str, Any], limits: dict[str, float] | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources_module, "max_resources", lambda: limits)
+    config = AUTO.replace(**fields)
+    assert resolve_scaling(config) == config.replace(scaling__gpus_per_worker=expected)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "expected"), [("single", 1, 1), ("ddp", 1, 1), ("ddp", 0, 0), ("single", 0, 0)]
+)
+def test_auto_resolves_to_the_gpus_of_a_single_machine(
+    strategy: str, gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = AUTO.replace(train__strategy=strategy)
+    assert resolve_scaling(config) == config.replace(scaling__gpus_per_worker=expected)
+
+
+def test_auto_resolves_to_the_stored_number_when_a_run_resumes(two_node_cluster: None) -> None:
+    assert resolve_scaling(AUTO, AUTO.replace(scaling__gpus_per_worker=0)).scaling.gpus_per_worker == 0
+
+
+def test_a_word_other_than_auto_is_refused_for_the_gpus_of_a_worker() -> None:
+    with pytest.raises(ConfigError, match=r"scaling.gpus_per_worker is 'all'; it must be a number or one of auto"):
+        check_config(AUTO.replace(scaling__gpus_per_worker="all"))
+    check_config(AUTO.replace(scaling__gpus_per_worker=0.5))
 
 
 def test_all_resolves_to_the_largest_size_that_the_autoscaler_allows(
     two_node_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resources_module, "max_resources", lambda: {"CPU": 102.0})
-    assert resolve_max_workers(ALL).scaling.max_workers == 100
+    assert resolve_scaling(ALL).scaling.max_workers == 100
 
 
 def test_all_is_refused_on_a_cluster_whose_autoscaler_has_no_known_limit(
@@ -79,8 +133,8 @@ def test_all_is_refused_on_a_cluster_whose_autoscaler_has_no_known_limit(
 ) -> None:
     monkeypatch.setattr(resources_module, "max_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
     with pytest.raises(ConfigError, match=r"does not tell how many nodes it may start; give a number"):
-        resolve_max_workers(ALL)
-    assert resolve_max_workers(ALL.replace(scaling__logical_workers=6)).scaling.max_workers == 6
+        resolve_scaling(ALL)
+    assert resolve_scaling(ALL.replace(scaling__logical_workers=6)).scaling.max_workers == 6
     assert (
         workers_that_fit(
             ALL.replace(scaling__max_workers=4, scaling__min_workers=4),
@@ -128,8 +182,7 @@ def test_a_worker_that_needs_more_than_half_a_gpu_occupies_a_whole_one(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert (
-        resolve_max_workers(config.replace(scaling__max_workers="all", data__global_batch_size=60)).scaling.max_workers
-        == 4
+        resolve_scaling(config.replace(scaling__max_workers="all", data__global_batch_size=60)).scaling.max_workers == 4
     )
 
 
@@ -171,7 +224,7 @@ def test_several_gpus_for_a_worker_are_refused_since_it_uses_one() -> None:
 
 
 def test_all_resolves_to_the_stored_number_when_a_run_resumes(two_node_cluster: None) -> None:
-    assert resolve_max_workers(ALL, ALL.replace(scaling__max_workers=4)).scaling.max_workers == 4
+    assert resolve_scaling(ALL, ALL.replace(scaling__max_workers=4)).scaling.max_workers == 4
 
 
 def test_a_submission_reports_why_all_cannot_be_resolved(
@@ -188,9 +241,9 @@ def test_all_resolves_to_the_cores_or_gpus_of_a_single_machine(monkeypatch: pyte
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert resolve_max_workers(ALL).scaling.max_workers == 12
-    assert resolve_max_workers(ALL.replace(scaling__gpus_per_worker=1, evaluate__num_gpus=1)).scaling.max_workers == 3
-    assert resolve_max_workers(ALL.replace(scaling__cpus_per_worker=24)).scaling.max_workers == 1
+    assert resolve_scaling(ALL).scaling.max_workers == 12
+    assert resolve_scaling(ALL.replace(scaling__gpus_per_worker=1, evaluate__num_gpus=1)).scaling.max_workers == 3
+    assert resolve_scaling(ALL.replace(scaling__cpus_per_worker=24)).scaling.max_workers == 1
 
 
 def test_a_resumed_run_keeps_the_number_of_workers_of_its_first_start(

@@ -98,12 +98,13 @@ def test_a_valid_configuration_is_accepted() -> None:
         ({"train__grad_clip_norm": math.nan}, "train.grad_clip_norm is nan; it must be greater than 0."),
         ({"checkpoint__every_steps": 0}, "checkpoint.every_steps is 0; it must be at least 1."),
         ({"checkpoint__every_epochs": -1}, "checkpoint.every_epochs is -1; it must be at least 1."),
-        ({"checkpoint__keep_last": 1}, "checkpoint.keep_last is 1; it must be at least 2."),
+        ({"checkpoint__keep_last": 0}, "checkpoint.keep_last is 0; it must be at least 1."),
         ({"checkpoint__keep_best": -1}, "checkpoint.keep_best is -1; it must be at least 0."),
         ({"failure__max_failures": -2}, "failure.max_failures is -2; it must be at least -1."),
         ({"failure__max_preemptions": -2}, "failure.max_preemptions is -2; it must be at least -1."),
         ({"failure__step_timeout_s": 0.0}, "failure.step_timeout_s is 0.0; it must be greater than 0."),
         ({"evaluate__batch_size": 0}, "evaluate.batch_size is 0; it must be at least 1."),
+        ({"evaluate__max_rows": 0}, "evaluate.max_rows is 0; it must be at least 1."),
         ({"evaluate__drain_timeout_s": -1.0}, "evaluate.drain_timeout_s is -1.0; it must be at least 0."),
         ({"evaluate__drain_timeout_s": math.nan}, "evaluate.drain_timeout_s is nan; it must be at least 0."),
         (
@@ -111,7 +112,7 @@ def test_a_valid_configuration_is_accepted() -> None:
             "scaling.min_workers is 3, above scaling.max_workers = 2; lower the one or raise the other.",
         ),
         (
-            {"scaling__cpus_per_worker": 0.0},
+            {"scaling__cpus_per_worker": 0.0, "scaling__gpus_per_worker": 0},
             "scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one"
             " above 0.",
         ),
@@ -198,7 +199,7 @@ def test_an_error_has_the_value_the_allowed_values_and_the_remedy(fields: dict[s
         ),
         ({"train__strategy": "single"}, {"scaling__min_workers": 2}, "scaling.min_workers is 2"),
         (
-            {"train__strategy": "single", "scaling__cpus_per_worker": 0.0},
+            {"train__strategy": "single", "scaling__cpus_per_worker": 0.0, "scaling__gpus_per_worker": 0},
             {"train__strategy": "ddp"},
             "a worker needs some of either",
         ),
@@ -412,7 +413,7 @@ def changes_digest(**fields: Any) -> bool:
         },
         {"failure__max_failures": 1, "failure__max_preemptions": 1, "failure__step_timeout_s": 1.0},
         {"failure__heartbeat_timeout_s": 1.0, "failure__recovery": "restart", "checkpoint__snapshot_every_steps": 1},
-        {"evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1},
+        {"evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1, "evaluate__max_rows": 9},
         {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1},
         {
             "tracking__enabled": False,

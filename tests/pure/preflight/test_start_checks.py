@@ -398,3 +398,17 @@ def test_a_missing_value_in_prediction_data_is_named(tmp_path: Path) -> None:
         DataError, match=r"part-0\.parquet, row 2: column 'x' of predict\.data .* has no value there, and 1 missing"
     ):
         _refuse_missing(dataset, ["x"])
+
+
+@pytest.mark.parametrize(("kept", "is_warned"), [(1, True), (2, False)])
+def test_a_run_with_one_checkpoint_starts_with_a_warning(tmp_path: Path, kept: int, is_warned: bool) -> None:
+    data = write_labelled(tmp_path / "data", [0, 1] * 8)
+    prepared = prepare(config_of(data, TABULAR, {}, checkpoint__keep_last=kept))
+    assert any(text.startswith("checkpoint.keep_last is 1") for text in prepared.warnings) == is_warned
+
+
+def test_a_prepared_run_has_numbers_for_all_and_auto(tmp_path: Path) -> None:
+    data = write_labelled(tmp_path / "data", [0, 1] * 8)
+    config = config_of(data, TABULAR, {}, scaling__max_workers="all", scaling__gpus_per_worker="auto")
+    scaling = prepare(config).job.config.scaling
+    assert (scaling.max_workers, scaling.gpus_per_worker) == (1, 0)
