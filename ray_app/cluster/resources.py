@@ -20,7 +20,6 @@ from functools import partial
 
 import psutil
 import ray
-import torch
 from ray.exceptions import AuthenticationError
 from ray.util.client import ray as client
 
@@ -38,6 +37,7 @@ from ray_app.cluster.ray_private import (
 from ray_app.config.config import Config
 from ray_app.config.sections import ScalingSection
 from ray_app.data.reader import RowSource
+from ray_app.devices import accelerator
 from ray_app.errors import ConfigError
 from ray_app.plan.assignment import count_passes
 from ray_app.process import defer_interrupts, restore_handler, set_variables, without_gc
@@ -406,7 +406,7 @@ def resolve_max_workers(config: Config, before: Config | None = None) -> Config:
                 )
             return largest.replace(scaling__max_workers=workers)
     if scaling.gpus_per_worker:
-        fitting = count_fitting_on_gpus(torch.cuda.device_count() - evaluator_gpus(config), scaling.gpus_per_worker)
+        fitting = count_fitting_on_gpus(accelerator().count() - evaluator_gpus(config), scaling.gpus_per_worker)
     else:
         fitting = count_fitting(os.cpu_count() or 1, scaling.cpus_per_worker)
     return largest.replace(
