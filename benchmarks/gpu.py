@@ -34,7 +34,7 @@ from benchmarks import gpu_cluster, gpu_digests, gpu_speed, gpu_start
 from benchmarks.gpu_lines import HEAD, Line, Result, as_json, look_at
 from benchmarks.gpu_workers import Bench
 from benchmarks.harness import ROOT
-from ray_app.task import device as environment
+from ray_app.task import environment
 
 TOTAL_S, GRACE_S = 500.0, 25.0
 ORDER = (

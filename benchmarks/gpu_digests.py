@@ -18,7 +18,7 @@ from benchmarks.harness import ROOT
 from ray_app import load_config
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.runlog.evaluations import read_evaluations
-from ray_app.task import device
+from ray_app.task import environment
 from ray_app.task.base import Task
 from ray_app.task.detection import ObjectDetection
 from ray_app.testing import DieAfter, KilledError
@@ -143,7 +143,7 @@ def served(bench: Bench) -> Outcome:
     digests = {}
     for workers in (1, 2):
         job = bench.job(transformer(bench), bench.small, logical_workers=L, batch=bench.sizes.digest_batch, **fields)
-        device.set_up_torch(job.config, bench.first)
+        environment.set_up_torch(job.config, bench.first)
         ServerWorld(job, workers, device=bench.first).run()
         digests[workers] = CheckpointStore(job.paths).commits()[-1].params_digest
     same = len(set(digests.values())) == 1

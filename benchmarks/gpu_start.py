@@ -15,12 +15,13 @@ from benchmarks.gpu_digests import L, format_losses, network
 from benchmarks.gpu_lines import Line, Outcome
 from benchmarks.gpu_workers import LOCALHOST, Bench, device_of
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.devices import kind_of
 from ray_app.driver.single import train_in_process
 from ray_app.errors import PeerLostError
 from ray_app.reduction import group_state
 from ray_app.reduction.base import collective
 from ray_app.runlog.evaluations import read_evaluations
-from ray_app.task import device as environment
+from ray_app.task import environment
 from ray_app.testing import DieAfter, KilledError
 from ray_app.train.job import Hooks
 from ray_app.train.membership import GenerationInfo, SingleProcessMembership
@@ -102,7 +103,7 @@ def open_group_twice(rank: int, store: Path, port: int, device: str, variables: 
     del store
     os.environ |= variables
     torch_device, raised = device_of(device, 0), None
-    environment.use_device(torch_device)
+    kind_of(torch_device).use(torch_device)
     for number in (1, 2):
         group = ProcessGroup()
         with collective():

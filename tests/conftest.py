@@ -141,7 +141,7 @@ def az_folder(az_server: AzureServer) -> ObjectPath:
 @pytest.fixture(autouse=True)
 def _same_threads() -> Iterator[None]:
     """Restores the settings of this process, which a worker's code may change."""
-    from ray_app.task.device import restore_process_state
+    from ray_app.task.environment import restore_process_state
 
     with restore_process_state():
         yield

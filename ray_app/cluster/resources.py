@@ -20,7 +20,6 @@ from functools import partial
 
 import psutil
 import ray
-import torch
 from ray.exceptions import AuthenticationError
 from ray.util.client import ray as client
 
@@ -38,6 +37,7 @@ from ray_app.cluster.ray_private import (
 from ray_app.config.config import Config
 from ray_app.config.sections import ScalingSection
 from ray_app.data.reader import RowSource
+from ray_app.devices import accelerator
 from ray_app.errors import ConfigError
 from ray_app.plan.assignment import count_passes
 from ray_app.process import defer_interrupts, restore_handler, set_variables, without_gc
@@ -422,7 +422,7 @@ def _resolve(config: Config, capacity: ClusterCapacity | None) -> Config:
         workers = 1
     else:
         if scaling.worker_gpus:
-            fitting = count_fitting_on_gpus(torch.cuda.device_count() - evaluator_gpus(config), scaling.worker_gpus)
+            fitting = count_fitting_on_gpus(accelerator().count() - evaluator_gpus(config), scaling.worker_gpus)
         else:
             fitting = count_fitting(os.cpu_count() or 1, scaling.cpus_per_worker)
         workers = max(scaling.min_workers, min(int(fitting), largest.scaling.worker_limit))
@@ -432,9 +432,7 @@ def _resolve(config: Config, capacity: ClusterCapacity | None) -> Config:
 def _has_gpus(config: Config, capacity: ClusterCapacity | None) -> bool:
     """Returns whether `min_workers` workers with GPUs fit into the cluster, or onto this machine (None)."""
     if capacity is None or not config.train.strategy_traits.has_workers:
-        return torch.cuda.device_count() >= config.scaling.min_workers * config.scaling.worker_gpus + evaluator_gpus(
-            config
-        )
+        return accelerator().count() >= config.scaling.min_workers * config.scaling.worker_gpus + evaluator_gpus(config)
     # An autoscaler that does not tell its limits may have no node with a GPU at all.
     if capacity.max_resources is not None and math.isinf(capacity.max_resources.get("GPU", 0.0)):
         capacity = replace(capacity, max_resources=capacity.max_resources | {"GPU": 0.0})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -36,13 +35,13 @@ from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Fetch
 from ray_app.data.windows import CachedWindows, Windows
+from ray_app.devices import HOST, assigned_device
 from ray_app.errors import PreemptedError, RayAppError, unwrap_app_error
 from ray_app.plan.order import Cursor
 from ray_app.process import keep_freed_memory, log_to_stderr
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.output import copied_output
 from ray_app.runlog.redaction import register_secrets
-from ray_app.task.device import gpu_of
 from ray_app.task.user_code import user_code
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job, OpenWindows
@@ -306,7 +305,7 @@ def _prepare(worker_config: dict[str, Any]) -> None:
     """Prepares a pending worker: imports the user's code, which comes with the job, and opens the device."""
     try:
         args: WorkerArgs = ray.get(worker_config["args"])
-        torch.zeros(1, device=_gpu() if args.job.config.scaling.worker_gpus else "cpu")
+        torch.zeros(1, device=_gpu() if args.job.config.scaling.worker_gpus else HOST)
     # The error occurs again when the worker trains, where it is charged and reported.
     except Exception as error:
         logger.warning("Preparing to train failed: %r", error)
@@ -318,7 +317,7 @@ def _gpu() -> torch.device:
 
     It is cached, because Ray Train may make more GPUs visible later, which CUDA does not notice once it is initialized.
     """
-    return gpu_of(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return assigned_device(ray.get_gpu_ids())
 
 
 def _choose_backend(config: Config) -> Literal["auto", "gloo"]:
@@ -334,7 +333,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     args: WorkerArgs = ray.get(worker_config["args"])
     job = args.job
     register_secrets(job.config.to_dict())
-    device = _gpu() if job.config.scaling.worker_gpus else torch.device("cpu")
+    device = _gpu() if job.config.scaling.worker_gpus else HOST
     # Ray Train starts all workers together, and none joins them later.
     group_size = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(

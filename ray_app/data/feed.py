@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ray_app.data.windows import BLOCK_BYTES, MicroBatch, Window, Windows
+from ray_app.devices import kind_of, to_device
 from ray_app.plan.order import Cursor, Plan
 from ray_app.reduction.overlap import SideStream
 
@@ -51,13 +52,12 @@ class Feed:
 
     def __init__(self, plan: Plan, open_windows: Callable[[Cursor, range], Windows], device: torch.device) -> None:
         self._plan, self._open_windows = plan, open_windows
-        self._upload = Upload(device) if device.type != "cpu" else None
+        kind = kind_of(device)
+        self._upload = Upload(device) if not kind.is_host else None
         self._cursor, self._logical_workers = Cursor(0, 0), range(0)
         self._streams: list[_Stream] = []
         self._current: dict[int, tuple[WindowKey, Window]] = {}
-        self._gather_thread = ThreadPoolExecutor(
-            1, "gatherer", partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        )
+        self._gather_thread = ThreadPoolExecutor(1, "gatherer", partial(kind.use, device))
         self._gathered: deque[list[MicroBatch]] = deque()
         self._pending: Future[list[list[MicroBatch]]] | None = None
         self._block_steps = 1
@@ -220,4 +220,4 @@ class Upload:
         self._side.hand_over([values for batch in batches for values in batch.fields.values()], batches.mark)
 
     def _copy_fields(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        return {name: values.pin_memory().to(self._device, non_blocking=True) for name, values in batch.fields.items()}
+        return {name: to_device(values, self._device) for name, values in batch.fields.items()}

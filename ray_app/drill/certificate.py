@@ -18,6 +18,7 @@ import ray
 import torch
 from rich.table import Table
 
+from ray_app.devices import accelerator
 from ray_app.drill.scenario import Scenario, ScenarioResult, is_gone
 from ray_app.runlog.history import goodput
 from ray_app.runlog.journal import StepRecord, read_records
@@ -209,7 +210,7 @@ def _correct_clock(record: StepRecord, evidence: dict[str, dict[str, Any]]) -> S
 
 def describe_environment() -> dict[str, Any]:
     """Returns the environment for which the results hold: versions, this machine, the nodes of the cluster."""
-    names = ("CPU", "GPU", "memory")
+    names, kind = ("CPU", "GPU", "memory"), accelerator()
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "versions": {
@@ -224,7 +225,7 @@ def describe_environment() -> dict[str, Any]:
             "cpu": _cpu_model(),
             "cores": os.cpu_count(),
             "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
-            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "gpus": [kind.device_name(kind.device(i)) for i in range(kind.count())],
         },
         "nodes": [
             {

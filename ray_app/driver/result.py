@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from ray_app.devices import HOST
 from ray_app.driver.finalize import stored_job
 from ray_app.driver.model_export import ExportOptions, export_run
 from ray_app.driver.trained_run import choose_checkpoint, load_model
@@ -115,9 +116,7 @@ class Result:
             DataError: The data set does not exist, or cannot be decoded.
         """
         rows, batch_size = read_decoded(self.task, path), self._job.config.evaluate.batch_size
-        return combine(
-            self.task, score(self.task, self.load_model(checkpoint), rows, batch_size, torch.device("cpu"))
-        ).values
+        return combine(self.task, score(self.task, self.load_model(checkpoint), rows, batch_size, HOST)).values
 
     def predict(self, data: str | npt.ArrayLike | dict[str, Any], checkpoint: str = "best") -> dict[str, Field]:
         """Predicts rows in this process, without Ray; the rows need no targets.

@@ -10,18 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-
 from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
 from ray_app.data.local_readers import choose_fetch, load_all
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import CachedWindows, Windows
+from ray_app.devices import HOST, accelerator
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
 from ray_app.storage.files import poll_interval_s
-from ray_app.task.device import restore_process_state
+from ray_app.task.environment import restore_process_state
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
@@ -32,7 +31,7 @@ from ray_app.watch.terminal import RunConsole, SafeConsole
 
 def train_in_process(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> None:
     """Trains in this process; blocks until the run ends or is to stop. An error ends the run, without a retry."""
-    device = torch.device("cuda", 0) if job.config.scaling.worker_gpus else torch.device("cpu")
+    device = accelerator().device(0) if job.config.scaling.worker_gpus else HOST
     evaluation = job.evaluation
     load = (
         (lambda: load_all(fetch_in_process, evaluation).arrays)

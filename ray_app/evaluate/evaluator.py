@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-import torch
 from ray.actor import ActorHandle
 
 from ray_app.checkpoint.format import unpack_model
@@ -25,6 +24,7 @@ from ray_app.data.local_readers import load_all
 from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
 from ray_app.data.reader import Fetch
+from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, unwrap_app_error
 from ray_app.evaluate.job import EvaluationJob, last_evaluated, pending_commits
 from ray_app.process import keep_freed_memory
@@ -34,7 +34,7 @@ from ray_app.runlog.lease import LIFE_S, LeaseWatch, is_taken_over
 from ray_app.runlog.output import Output
 from ray_app.runlog.redaction import register_run_secrets
 from ray_app.storage.files import poll_interval_s
-from ray_app.task import device
+from ray_app.task import environment
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Arrays
 
@@ -84,10 +84,9 @@ class Evaluator:
         if self._actor is not None:
             self._output = Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name)
             keep_freed_memory()
-        device.set_threads_and_kernels(job.section.threads, job.deterministic)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self._device = device.gpu_of(ray.get_gpu_ids(), visible) if job.section.num_gpus else torch.device("cpu")
-        device.use_device(self._device)
+        environment.set_threads_and_kernels(job.section.threads, job.deterministic)
+        self._device = assigned_device(ray.get_gpu_ids()) if job.section.num_gpus else HOST
+        kind_of(self._device).use(self._device)
         self._model = job.task.build_model().to(self._device)
         self._arrays: Arrays | None = None
         self._done_step = last_evaluated(evaluated_steps(job.paths, job.name))
@@ -144,7 +143,7 @@ class Evaluator:
 
     def _follow(self) -> None:
         # A new thread uses the first GPU by default.
-        device.use_device(self._device)
+        kind_of(self._device).use(self._device)
         poll_s = wait_s = poll_interval_s(self._job.paths.root)
         while not self._stopped.is_set():
             try:

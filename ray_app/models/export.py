@@ -31,6 +31,7 @@ from ray_app.data.dataset import open_dataset
 from ray_app.data.local_readers import load_all
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, RowSource, fetch_in_process, rows_per_task
+from ray_app.devices import kind_of
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
 from ray_app.models.package import write_files
@@ -318,4 +319,4 @@ def exported_module(exported: torch.export.ExportedProgram, device: torch.device
     """
     from torch.export.passes import move_to_device_pass
 
-    return (move_to_device_pass(exported, device) if device.type != "cpu" else exported).module()
+    return (move_to_device_pass(exported, device) if not kind_of(device).is_host else exported).module()

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -25,12 +24,13 @@ from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
 from ray_app.data.arrays import ArraySpec, fixed_array, from_column, to_column, to_list_array
 from ray_app.data.parquet_files import DataFile, Partitions
 from ray_app.data.reader import POSITION, ReadSpec, check_positions, read_span
+from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
 from ray_app.models.export import exported_module
 from ray_app.process import keep_freed_memory
 from ray_app.storage.files import put_atomic, to_location
-from ray_app.task import device as environment
+from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.ragged import Field, Ragged, concat_fields, to_batch
 from ray_app.task.roi_align import use_eager_roi_align
@@ -88,7 +88,7 @@ class Model:
         model.load_state_dict(unpack_model({MODEL: self.weights}))
         state = {name: values.cpu() for name, values in model.state_dict().items()}
         model = model.to(device).eval()
-        if device.type == "cuda":
+        if not kind_of(device).is_host:
             use_eager_roi_align()
         return state, lambda batch: self.task.forward(model, batch)
 
@@ -122,17 +122,14 @@ class PredictActor:
         self._job: PredictJob = ray.get(job)
         keep_freed_memory()
         environment.set_threads_and_kernels(self._job.threads, True, refuses=False)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self._device = (
-            environment.gpu_of(ray.get_gpu_ids(), visible) if self._job.device == "cuda" else torch.device("cpu")
-        )
-        environment.use_device(self._device)
+        self._device = HOST if self._job.device == HOST.type else assigned_device(ray.get_gpu_ids())
+        kind_of(self._device).use(self._device)
         self._predict = self._job.model.load(self._device)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Predicts the decoded rows of a part and writes it; returns one row with its name and facts."""
         # Ray Data may call from another thread than that of the constructor.
-        environment.use_device(self._device)
+        kind_of(self._device).use(self._device)
         position = int(fixed_array(table.column(POSITION), ArraySpec("<i8", ()))[0])
         name, spec = self._job.parts[position]
         rows = sum(span.rows for span in spec)

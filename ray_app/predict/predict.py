@@ -13,8 +13,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, default_tracking_uri
@@ -23,6 +21,7 @@ from ray_app.data.dataset import Dataset, hash_files, open_dataset, sha256
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, ReadSpec, cut_reads, rows_per_task
+from ray_app.devices import HOST, accelerator
 from ray_app.driver.trained_run import choose_checkpoint, load_trained_job
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.export import fetch_package, is_export, read_export
@@ -123,7 +122,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     model, source, inputs = (
         model_of_run(config, section.run) if section.run else model_of_package(config, section.model)
     )
-    model.load(torch.device("cpu"))
+    model.load(HOST)
     refuse_other_schema(
         model.task.data_schema, dataset.facts, f"predict.data {section.data}", "what the model was trained on"
     )
@@ -135,7 +134,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
                 f"A decoded row of predict.data {section.data} has {actual} as {expected['name']!r}; the model was"
                 f" trained on {expected}."
             )
-    device = "cuda" if section.num_gpus else "cpu"
+    device = accelerator().name if section.num_gpus else HOST.type
     manifest = dataset.manifest
     cut = cut_parts(manifest, min(_MAX_PART_ROWS, rows_per_task(reader.fields, config.data.read_task_mb)))
     parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(cut)}

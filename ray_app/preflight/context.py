@@ -22,6 +22,7 @@ from ray_app.config.config import Config
 from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import Dataset
 from ray_app.data.reader import RowSource
+from ray_app.devices import HOST
 from ray_app.errors import ConfigError, TaskError
 from ray_app.plan.order import Plan
 from ray_app.preflight.changes import CodeVersions, DataVersions
@@ -29,7 +30,7 @@ from ray_app.preflight.inputs import InitialParameters
 from ray_app.preflight.short_trainings import ShortTrainings
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.base import Batch, Rows, Task
-from ray_app.task.device import restore_process_state, set_threads_and_kernels
+from ray_app.task.environment import restore_process_state, set_threads_and_kernels
 from ray_app.task.metrics import score
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.user_code import user_code
@@ -122,7 +123,7 @@ class PreflightContext:
         try:
             with restore_process_state(), user_code(lambda: "making model, optimizer and schedule"):
                 set_threads_and_kernels(torch.get_num_threads(), config.train.reduction == "exact")
-                seed_init(config.seed, torch.device("cpu"))
+                seed_init(config.seed, HOST)
                 yield
         except TaskError as error:
             raise ConfigError(
@@ -174,7 +175,7 @@ class RowProbe:
         count, model = len(next(iter(rows.values()))), self.state.model
         with torch.no_grad(), user_code(lambda: f"{'evaluating' if evaluates else 'training'} on {description}"):
             if evaluates:
-                list(score(self.task, model, rows, count, torch.device("cpu")))
+                list(score(self.task, model, rows, count, HOST))
                 return
             self.state.train()
             list(self.losses(self.task.augment(to_batch(rows), torch.arange(count))))

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 from ray_app.config.config import Config
 from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
 from ray_app.config.strategies import list_strategies
+from ray_app.devices import HOST, accelerator
 from ray_app.errors import ConfigError, TaskError
 from ray_app.preflight.context import (
     SHORT_LENGTH,
@@ -63,7 +64,7 @@ _UNSUPPORTED_STEP = re.compile("closure|dense")
 
 def make_state(context: PreflightContext) -> None:
     """Makes model, optimizer and schedule with the initial parameters."""
-    state = TrainingState(context.config, context.task, torch.device("cpu"), context.job.total_steps)
+    state = TrainingState(context.config, context.task, HOST, context.job.total_steps)
     context.row_probe = RowProbe(context.task, state)
     context.exit_stack.callback(_finish_task, context)
     state.initialize(context.initial.params)
@@ -140,7 +141,7 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
     if config.data.eval_path is None:
         return unused
     with _recording_kernels(config, config.scaling.worker_gpus if job.workers_evaluate else config.evaluate.num_gpus):
-        chunks = list(score(task, state.model, rows, count, torch.device("cpu")))
+        chunks = list(score(task, state.model, rows, count, HOST))
         _check_metric_names(job, chunks)
     with user_code(lambda: "predicting two rows"), torch.inference_mode():
         batch = to_batch(rows)
@@ -221,7 +222,7 @@ def try_optimizers(context: PreflightContext) -> None:
 def check_page_locked_memory(context: PreflightContext) -> list[str]:
     """Warns of the page-locked memory of the workers that this machine has GPUs for."""
     config, scaling = context.config, context.config.scaling
-    workers = max(1, min(scaling.worker_limit, int(torch.cuda.device_count() / scaling.worker_gpus)))
+    workers = max(1, min(scaling.worker_limit, int(accelerator().count() / scaling.worker_gpus)))
     total_bytes = psutil.virtual_memory().total
     return page_locked_memory_warnings(context.model, config.train, workers, total_bytes)
 
@@ -255,7 +256,7 @@ def _check_optimizer_step(config: Config, spec: OptimizerSpec, model: nn.Module)
     """
     smallest = min((p for p in model.parameters() if p.requires_grad), key=Tensor.numel)
     on_gpus = config.scaling.worker_gpus > 0
-    parameter = nn.Parameter(torch.zeros_like(smallest, device="cpu"))
+    parameter = nn.Parameter(torch.zeros_like(smallest, device=HOST))
     parameter.grad = torch.zeros_like(parameter)
     try:
         optimizer = load_class(spec)([parameter], **spec.init_args)

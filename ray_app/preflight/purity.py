@@ -25,6 +25,7 @@ from torch import nn
 from ray_app.config.import_paths import load_class
 from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
+from ray_app.devices import HOST
 from ray_app.plan.hashing import hash_array
 from ray_app.preflight.changes import iter_import_paths
 from ray_app.task.base import Batch, Losses, Rows, Task
@@ -214,7 +215,7 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other) if isinstance(one, bool | int | float | str | bytes) else True
 
 
-_CPU = torch.device("cpu")
+_CPU = HOST
 _DRAWN = (
     "Draw from the keys that it gets: with drawing(key): for what draws from torch, numpy.random.default_rng(key) for"
     " the rest"

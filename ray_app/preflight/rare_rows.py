@@ -19,7 +19,7 @@ from ray_app.data.probes import find_longest_row
 from ray_app.data.reader import POSITION, Reader, table_to_rows
 from ray_app.errors import ConfigError, DataError, TaskError
 from ray_app.preflight.context import MAX_NUMBERS, PreflightContext, RowProbe, count_numbers, explain_cost, longest_of
-from ray_app.task.device import restore_process_state
+from ray_app.task.environment import restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Arrays, Ragged, repeat_rows

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from ray_app.checkpoint.store import CheckpointStore
@@ -25,6 +24,7 @@ from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import decode_first_rows
 from ray_app.data.reader import RowSource, fetch_in_process
 from ray_app.data.windows import CachedWindows, Windows
+from ray_app.devices import HOST
 from ray_app.errors import PeerLostError, RayAppError
 from ray_app.models.package import write_files
 from ray_app.plan.manifest import Manifest
@@ -102,7 +102,7 @@ def train_rank(
     evaluation = job.evaluation if job.workers_evaluate else None
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     world = World(rank, size, job.plan.logical_workers)
-    train(job, membership(world, store), windows, torch.device("cpu"), hooks, load_evaluation=load)
+    train(job, membership(world, store), windows, HOST, hooks, load_evaluation=load)
 
 
 def make_short_job(job: Job, initial: dict[str, Tensor] | None, folder: Path) -> Job:
@@ -243,7 +243,7 @@ def _copy_from_middle(job: Job, name: str) -> Job:
 
 def export_untrained(job: Job) -> tuple[str, tuple[str, ...]]:
     """Exports the untrained model and compares it; returns the format, and why it is not a `torch.export` program."""
-    seed_init(job.config.seed, torch.device("cpu"))
+    seed_init(job.config.seed, HOST)
     source = job.evaluation or job.source
     with tempfile.TemporaryDirectory() as folder:
         export = write_files(

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ray_app.config.sections import TrainSection
+from ray_app.devices import kind_of
 from ray_app.reduction.base import (
     GradientReducer,
     Stage,
@@ -93,7 +94,7 @@ class Bucket:
         self._free_memory: list[Tensor] = []
         pool = BufferPool(first.device)
         self.get_buffer = pool.get
-        self.is_direct = not world.has_device_collectives and first.device.type == "cpu"
+        self.is_direct = not world.has_device_collectives and kind_of(first.device).is_host
         self._transport: Transport
         if self.is_direct:
             self._transport = DirectTransport(pool, world.rank, number)

@@ -13,28 +13,11 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor, cuda
+from torch import Tensor
+
+from ray_app.devices import KINDS, get_stream, kind_of
 
 _NO_CONTEXT = nullcontext()
-_streams: dict[tuple[torch.device, str], Any] = {}
-
-
-def get_stream(device: torch.device, purpose: str, priority: int = 0) -> Any:
-    """Returns the stream of this process for a purpose, the same stream at each call.
-
-    PyTorch has a pool of a few dozen streams and hands them out in turn, so a stream that is made anew at each call may
-    be one that is in use for another purpose.
-
-    Args:
-        device: The device of the stream.
-        purpose: Any name.
-        priority: The priority of the stream, used by the first call for a purpose. PyTorch has a separate pool for the
-            high priority, -1. NCCL takes another stream of normal priority in each generation, so it never gets one of
-            high priority.
-    """
-    if (device, purpose) not in _streams:
-        _streams[device, purpose] = cuda.Stream(device, priority)
-    return _streams[device, purpose]
 
 
 def record_on_current_stream(tensors: Iterable[Tensor]) -> None:
@@ -43,43 +26,44 @@ def record_on_current_stream(tensors: Iterable[Tensor]) -> None:
     Without this call the memory can be allocated again as soon as the stream that allocated it is done with them.
     """
     for tensor in tensors:
-        if tensor.device.type != "cpu":
-            tensor.record_stream(cuda.current_stream(tensor.device))
+        kind = KINDS[tensor.device.type]
+        if kind.has_streams:
+            tensor.record_stream(kind.current_stream(tensor.device))
 
 
 class SideStream:
-    """A stream of a device besides the stream that computes. On a CPU, where no work is queued, its calls do nothing.
+    """A stream of a device besides the stream that computes. On a device without streams its calls do nothing.
 
     Inside `with stream.entered():` work is queued on this stream, and only this stream waits for collectives.
 
     Args:
         device: The device.
-        purpose: See `get_stream`.
-        priority: See `get_stream`.
+        purpose: See `devices.get_stream`.
+        priority: See `devices.get_stream`.
     """
 
     def __init__(self, device: torch.device, purpose: str, priority: int = 0) -> None:
-        self._device = device
-        self._stream: Any = get_stream(device, purpose, priority) if device.type != "cpu" else None
+        self._device, self._kind = device, kind_of(device)
+        self._stream: Any = get_stream(device, purpose, priority) if self._kind.has_streams else None
 
     def entered(self) -> AbstractContextManager[Any]:
         """Returns a context manager in which this stream is the current one.
 
         Each context manager is entered once, by one thread; several threads may each enter one at the same time.
         """
-        return _NO_CONTEXT if self._stream is None else cuda.stream(self._stream)
+        return _NO_CONTEXT if self._stream is None else self._kind.enter(self._stream)
 
     def join(self) -> None:
         """Makes the computing stream wait for the work that is queued on this stream."""
         if self._stream is not None:
-            cuda.current_stream(self._device).wait_stream(self._stream)
+            self._kind.current_stream(self._device).wait_stream(self._stream)
 
     def mark(self) -> Any:
-        """Returns an event for `hand_over` that follows all work queued on this stream so far; None on a CPU."""
+        """Returns an event for `hand_over` that follows all work queued on this stream so far; None without streams."""
         return self._stream.record_event() if self._stream is not None else None
 
     def hand_over(self, tensors: Iterable[Tensor], mark: Any) -> None:
-        """Makes the computing stream wait for tensors that this stream has written; not to be called on a CPU.
+        """Makes the computing stream wait for tensors that this stream has written.
 
         The memory of the tensors is not reused until the computing stream is done with them.
 
@@ -87,7 +71,9 @@ class SideStream:
             tensors: The tensors.
             mark: The event that `mark` returned after the tensors were written.
         """
-        computing = cuda.current_stream(self._device)
+        if self._stream is None:
+            return
+        computing = self._kind.current_stream(self._device)
         computing.wait_event(mark)
         for tensor in tensors:
             tensor.record_stream(computing)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ray_app.config.sections import TrainSection
+from ray_app.devices import kind_of
 from ray_app.errors import ConfigError
 from ray_app.reduction.base import (
     GradientReducer,
@@ -65,7 +66,7 @@ def shard_model(
         world: The workers; torch's default process group has to consist of them.
     """
     mesh = init_device_mesh(device.type, (world.size,))
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if train.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=not kind_of(device).is_host) if train.cpu_offload else OffloadPolicy()
     half = torch.bfloat16 if train.precision == "bf16" else None
     inner = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     outer = MixedPrecisionPolicy(

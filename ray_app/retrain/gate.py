@@ -40,6 +40,7 @@ from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.process_deaths import RetriedTask
 from ray_app.data.reader import RowSource, plan_reads
+from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import ConfigError
 from ray_app.ingest.shards import Shards
 from ray_app.models import loader
@@ -49,7 +50,7 @@ from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.retrain.options import RetrainSection
 from ray_app.storage.files import remove_tree, to_json
-from ray_app.task import device as environment
+from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.metrics import Chunk, combine, resample, score
 from ray_app.task.ragged import Arrays
@@ -297,9 +298,8 @@ def _score_all(
 ) -> list[dict[str, list[Chunk]]]:
     """Scores the models of all requests; runs in the Ray task."""
     environment.set_threads_and_kernels(section.threads, True, refuses=False)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    device = environment.gpu_of(ray.get_gpu_ids(), visible) if section.num_gpus else torch.device("cpu")
-    environment.use_device(device)
+    device = assigned_device(ray.get_gpu_ids()) if section.num_gpus else HOST
+    kind_of(device).use(device)
     results = []
     for request in requests:
         arrays = _read_arrays(request)

@@ -38,6 +38,7 @@ from ray_app.cluster.resources import (
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.sections import ScalingSection
 from ray_app.data.dataset import open_dataset
+from ray_app.devices import HOST
 from ray_app.driver.finalize import newest_commit
 from ray_app.driver.parsing import parse
 from ray_app.errors import ConfigError, DataError
@@ -222,7 +223,7 @@ def figures(prepared: Prepared, workers: int) -> Figures:
     """Returns the figures of a prepared run on this number of workers."""
     job, config = prepared.job, prepared.job.config
     with torch.random.fork_rng(devices=[]):
-        model = TrainingState(config, job.task, torch.device("cpu"), job.total_steps).model
+        model = TrainingState(config, job.task, HOST, job.total_steps).model
     parameters = sum(value.numel() * value.element_size() for value in model.parameters())
     buffers = sum(value.numel() * value.element_size() for value in model.buffers())
     newest = newest_commit(job) if prepared.resumes else None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ray_app.devices import KINDS
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
@@ -171,13 +172,13 @@ def read_sums(
 
 def _read_values(tensors: list[Tensor]) -> list[float]:
     """Returns all values of some tensors, read from a device in one transfer."""
-    if len(tensors) <= (_MAX_SEPARATE_READS if _are_on_cpu(tensors) else 1):
+    if len(tensors) <= (_MAX_SEPARATE_READS if _are_on_host(tensors) else 1):
         return [value for tensor in tensors for value in (tensor.tolist() if tensor.ndim else (tensor.item(),))]
     return (torch.stack if {tensor.ndim for tensor in tensors} == {0} else torch.hstack)(tensors).tolist()
 
 
-def _are_on_cpu(tensors: list[Tensor]) -> bool:
-    return not tensors or tensors[0].is_cpu
+def _are_on_host(tensors: list[Tensor]) -> bool:
+    return not tensors or KINDS[tensors[0].device.type].is_host
 
 
 def sum_losses(task: object, losses: Losses) -> LossSums:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ray_app.devices import constant_tensor, to_device
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Losses, Mistake, Task, class_names, count_classes, uniform
-from ray_app.task.device import constant_tensor, to_device
 
 ClassWeights = list[float] | Literal["balanced"] | None
 """The weight of a row of each class in the training loss.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.config.import_paths import load_class
+from ray_app.devices import HOST
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.base import Losses
@@ -229,7 +230,7 @@ def reduction_of(spec: Spec) -> str:
 @lru_cache(64)
 def activation_of(spec: str) -> Activation:
     """Returns what turns outputs that a loss takes into probabilities; `none` for an unknown loss."""
-    loss = make_loss(spec, "cpu")
+    loss = make_loss(spec, str(HOST))
     kinds = [loss.func] if isinstance(loss, partial) else [kind for kind in type(loss).__mro__ if kind is not object]
     names = {kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] in ("torch", "torchvision")}
     return next((activation for activation, losses in _LOSSES_OF_SCORES.items() if names & set(losses)), "none")
@@ -343,7 +344,7 @@ def target_range(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
     It is None for a loss that takes any value or is unknown, such as a class that overrides `forward`. Outputs that are
     scores of classes have the shape (rows, classes, ...), the target (rows, ...).
     """
-    loss = make_loss(json.dumps(spec), "cpu")
+    loss = make_loss(json.dumps(spec), str(HOST))
     kinds = (kind for kind in (*_CLASS_INDEX_LOSSES, *_BINARY_LOSSES) if isinstance(loss, kind))
     kind = next((kind for kind in kinds if type(loss).forward is kind.forward), None)
     if kind is None or not isinstance(outputs, Tensor):

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ray_app.config.import_paths import require
+from ray_app.devices import to_device
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.base import Batch, Rows, need_column, uniform
 from ray_app.task.classification import Classification, ClassWeights, add_class_weights, mix_images, smooth_targets
-from ray_app.task.device import normalize_images, to_device
-from ray_app.task.images import decode_image
+from ray_app.task.images import decode_image, normalize_images
 
 # Salts of `uniform`: the flip and the two offsets of the crop of a row are independent of each other.
 _FLIP = 1

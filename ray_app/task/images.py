@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ray_app.devices import constant_tensor
 from ray_app.errors import remove_addresses
 from ray_app.plan.manifest import ColumnFacts
 from ray_app.storage.data_files import HEAD_BYTES, has_image_signature, name_other_format
@@ -406,3 +407,12 @@ def _load_mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int
 
     mask = decode_mask(stored, exif_orientation).numpy() if isinstance(stored, bytes) else _convert_array(stored, MASK)
     return tv_tensors.Mask(torch.from_numpy(map_mask_classes(mask, pairs)))
+
+
+def normalize_images(images: Tensor, pixel_max: float, mean: list[float], std: list[float]) -> Tensor:
+    """Returns images, (rows, channels, height, width), as float32 from 0 to 1, less the mean, divided by std."""
+    images = images.to(torch.float32) / pixel_max
+    if mean == [0.0] and std == [1.0]:
+        return images
+    means, stds = (constant_tensor(values, images.device)[:, None, None] for values in (mean, std))
+    return (images - means) / stds

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ray_app.devices import kind_of
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.task.annotations import Metric, MetricCollection
@@ -104,7 +105,7 @@ def score(
     model.eval()
     metrics = make_metrics(task).to(device)
     use_direct_bincount()
-    if device.type == "cuda":
+    if not kind_of(device).is_host:
         use_eager_roi_align()
     rows, worst = len(next(iter(arrays.values()))), list[float]()
     ragged = any(isinstance(values, Ragged) for values in arrays.values())

@@ -34,9 +34,8 @@ from ray_app.task.configured_arguments import (
     resolve_best_mode,
     target_range,
 )
-from ray_app.task.device import normalize_images
 from ray_app.task.fields import convert_column, need_as_long, need_finite, strip_padding, too_many_classes
-from ray_app.task.images import IMAGE, MASK, decode_columns, is_image_column, is_mask
+from ray_app.task.images import IMAGE, MASK, decode_columns, is_image_column, is_mask, normalize_images
 from ray_app.task.metric_states import is_classification
 from ray_app.task.metrics import Mode
 from ray_app.task.ragged import LENGTHS, Arrays, Field, Ragged

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ray_app.devices import HOST
+
 LENGTHS = "_lengths"
 """Suffix of the field of a batch that has the lengths of the rows of a ragged field."""
 
@@ -141,7 +143,7 @@ class Ragged:
         lengths = self.lengths_of(index)
         longest = -(-int(lengths.max(initial=1)) // self.multiple) * self.multiple
         shape, dtype = (len(index), longest, *self.values.shape[1:]), self.values.dtype
-        memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=HOST)
         into = memory.numpy().view(dtype).reshape(shape)
         into[...] = self.fill
         if not len(index):

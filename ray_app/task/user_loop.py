@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
 from ray_app.config.strategies import list_strategies
+from ray_app.devices import HOST, kind_of
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch, Losses
 from ray_app.task.metrics import Mode
@@ -161,8 +162,8 @@ class Running:
         device = next((p.device for p in self._loop.model.parameters()), None)
         try:
             # The current device belongs to a thread.
-            if device is not None and device.type == "cuda":
-                torch.cuda.set_device(device)
+            if device is not None:
+                kind_of(device).use(device)
             train(self._loop)
             self._loop._replies.put(_Signal.RETURNED)
         except BaseException as error:
@@ -213,8 +214,8 @@ class Running:
 
     def _request(self, request: Any) -> Any:
         """Sends a request to the script, with the autocast state of this thread, and returns its reply."""
-        kind = next((p.device.type for p in self._loop.model.parameters()), "cpu")
-        autocast = {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in {"cpu", kind}}
+        kinds = {HOST.type, *(p.device.type for p in self._loop.model.parameters())}
+        autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
         self._loop._requests.put((request, autocast))
         return self._wait_for_reply()
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from ray_app.config.config import Config
+from ray_app.devices import HOST
 from ray_app.reduction.base import World
 from ray_app.reduction.bucketed import BucketedReducer, build_bucketed_reducer, build_reducer
 from ray_app.task.base import Task
@@ -39,7 +40,7 @@ def build_state(config: Config, task: Task, device: torch.device, total_steps: i
         from ray_app.train.strategies.fully_sharded import ShardedPlacement
 
         placement = ShardedPlacement(task.shard_units, config.train, device)
-        return TrainingState(config, task, torch.device("cpu"), total_steps, placement)
+        return TrainingState(config, task, HOST, total_steps, placement)
     if config.train.strategy == "central_storage":
         updates_buffers = type(task).apply_gradients is not Task.apply_gradients
         return TrainingState(config, task, device, total_steps, CentralPlacement(device, config.train, updates_buffers))

@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 
 from ray_app.data.feed import Feed
+from ray_app.devices import kind_of
 from ray_app.errors import PeerLostError, PreemptedError, TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, translate_peer_errors
 from ray_app.runlog.journal import put_event
 from ray_app.storage.files import put_atomic
-from ray_app.task import device as environment
+from ray_app.task import environment
 from ray_app.task.ragged import Arrays
 from ray_app.task.user_code import user_code
 from ray_app.train.build import build_state, build_step
@@ -385,10 +386,7 @@ class StepProfile:
         self._job = job
         # The first and the last step to trace, from 1.
         self._first, self._last = job.config.train.profile_steps or (0, 0)
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._activities = activities
+        self._activities = [torch.profiler.ProfilerActivity.CPU, *kind_of(device).profiler_activities]
         self._running: torch.profiler.profile | None = None
 
     def before(self, rank: int, step: int) -> None:

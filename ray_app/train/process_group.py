@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from ray_app.devices import HOST, HOST_GROUP, kind_of
 from ray_app.errors import PeerLostError
 from ray_app.reduction import group_state
 from ray_app.reduction.base import World, collective, stage_groups
@@ -40,19 +41,6 @@ It is twice `_FORM_TIMEOUT`, after which gloo and the store have raised an error
 """
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Time-out of collectives; the step watchdog of the rendezvous ends a stalled generation long before."""
-_NCCL_SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
-"""Environment variables for NCCL that are set unless the user has set them.
-
-With them torch's own threads neither end the process nor abort the group, and do not wait for dumps, which would add a
-minute or more to a recovery. Instead the rendezvous decides when to abort, and `check_device_errors` reads the error.
-"""
-_NCCL = "cpu:gloo,cuda:nccl"
-"""torch's name for NCCL on the device and gloo in host memory."""
 _LAUNCH_S = 2.0
 """Maximum time that an abort waits for a launch to end; a launch that waits for a lost peer ends only by the abort."""
 
@@ -66,7 +54,7 @@ class ProcessGroup:
         self._sockets: list[tuple[int, str]] | None = None
         self.has_device_collectives = False
         """See `World.has_device_collectives`: waits only order streams, so errors are read from the backend (NCCL)."""
-        self._device = torch.device("cpu")
+        self._device = HOST
         self.is_aborted = False
         self._abort_lock = threading.Lock()
         self._abort_threads = dict[Any, threading.Thread]()
@@ -93,7 +81,7 @@ class ProcessGroup:
             self._is_forming = False
 
     def _open(self, generation: GenerationInfo, device: torch.device, name: str) -> None:
-        self.has_device_collectives, self._device = name != "gloo", device
+        self.has_device_collectives, self._device = name != HOST_GROUP, device
         self._sockets_before, self._store_address = set(_list_sockets()), (generation.host, generation.port)
         group_state.set_group(self)
         reset_group_count()
@@ -105,7 +93,7 @@ class ProcessGroup:
             name, device, PrefixStore(f"generation-{generation.number}", store), generation.rank, generation.size
         )
         self.groups = open_stage_groups(
-            generation.rank, generation.hosts, _FORM_TIMEOUT, self.has_device_collectives or device.type != "cpu"
+            generation.rank, generation.hosts, _FORM_TIMEOUT, self.has_device_collectives or not kind_of(device).is_host
         )
         for group in {None, *self.groups}:
             set_timeout(_COLLECTIVE_TIMEOUT, group)
@@ -151,7 +139,7 @@ class ProcessGroup:
 
         Uploads of data for later steps may still be in progress afterwards.
         """
-        torch.cuda.current_stream(self._device).synchronize()
+        kind_of(self._device).synchronize_stream(self._device)
 
     def _error(self) -> str | None:
         """Returns the name of the error of the first backend that reports one.
@@ -235,10 +223,10 @@ class ProcessGroup:
             threads = list(self._abort_threads.values())
         for thread in threads:
             thread.join()
-        if broken and self._device.type == "cuda":
+        if broken:
             # An error of the device itself is ignored here, because the next call that uses the device raises it again.
             with suppress(RuntimeError):
-                torch.cuda.synchronize(self._device)
+                kind_of(self._device).synchronize(self._device)
         with group_state.launch_lock:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -256,10 +244,10 @@ def init_default_group(name: str, device: torch.device, store: Any, rank: int, s
         rank: This rank.
         size: Number of ranks.
     """
-    if name == _NCCL:
-        for variable, value in _NCCL_SETTINGS.items():
-            os.environ.setdefault(variable, value)
-    device_id = device if name == _NCCL else None
+    is_of_device = name != HOST_GROUP
+    for variable, value in kind_of(device).group_settings.items() if is_of_device else ():
+        os.environ.setdefault(variable, value)
+    device_id = device if is_of_device else None
     dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=_FORM_TIMEOUT, device_id=device_id)
 
 
@@ -286,7 +274,7 @@ def backend_name(device: torch.device, backend: str) -> str:
     Collectives in host memory use gloo in any case.
     """
     if backend == "auto":
-        return _NCCL if device.type == "cuda" else "gloo"
+        return kind_of(device).group_backend
     return backend
 
 

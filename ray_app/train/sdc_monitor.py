@@ -16,7 +16,7 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.errors import PeerLostError
 from ray_app.reduction.base import World, gather
 from ray_app.runlog.journal import put_event
-from ray_app.task.device import describe
+from ray_app.task.environment import describe
 from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState

@@ -24,14 +24,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import cuda
 
 from ray_app.data.windows import MicroBatch
+from ray_app.devices import kind_of
 from ray_app.plan.assignment import blocks_by_speed
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, gather
 from ray_app.runlog.journal import put_event
-from ray_app.task.device import describe
+from ray_app.task.environment import describe
 from ray_app.train.job import Job
 from ray_app.train.step.step import StepHook
 from ray_app.train.step.step_stats import TimeBreakdown, TimeValues
@@ -106,7 +106,7 @@ class StepTimer(StepHook):
     """Measures the `TimeBreakdown` of each step.
 
     Args:
-        device: Device that computes; a CUDA device is timed by its events.
+        device: Device that computes; a device with streams is timed by its events.
 
     Attributes:
         data_wait_s: Seconds that this rank waited for the data of the step; set by the caller before the step.
@@ -114,7 +114,7 @@ class StepTimer(StepHook):
 
     def __init__(self, device: torch.device) -> None:
         self.data_wait_s = 0.0
-        self._events: Any = [cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._events = kind_of(device).make_timers(2)
         self._began_s = self._computed_s = self._reduced_s = 0.0
         self._previous_began_s = self._previous_reduced_s = 0.0
         self._num_logical_workers = 1

@@ -33,7 +33,7 @@ _OPTIMIZER = """
 import json, sys, torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ray_app.torch_private import remove_compiler_hooks
-from ray_app.task.device import use_deterministic_algorithms
+from ray_app.task.environment import use_deterministic_algorithms
 
 def trained(kind, hooks="none", steps=3):
     torch.manual_seed(0)

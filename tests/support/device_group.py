@@ -116,8 +116,8 @@ class DeviceGroup(dist.ProcessGroup):
 
     def _call(self, name: str, outputs: Any, *args: Any, **options: Any) -> Any:
         """Calls the collective of gloo with this name."""
-        tensors = list(_tensors(outputs))
-        is_of_device = name == "broadcast" or any(tensor.is_floating_point() for tensor in tensors)
+        tensors = list(tensors_in(outputs))
+        is_of_device = self._is_of_device(name, tensors)
         self.num_collectives += is_of_device or name == "allreduce"
         if self.killed_at is not None and self.num_collectives == self.killed_at[0]:
             self.killed_at[1].write_text(name)
@@ -129,13 +129,25 @@ class DeviceGroup(dist.ProcessGroup):
         if self.failed is not None:
             raise self._refusal(self.failed)
         try:
-            work = getattr(self._host, name)(outputs, *args, **options)
+            work = self._launch(name, outputs, *args, **options)
             if self.num_collectives == self.link_lost_at:
                 work.wait()
                 raise RuntimeError("a link was lost")
             return _Work(self, work, tensors)
         except RuntimeError as error:
             return _Work(self, error, tensors)
+
+    def _is_of_device(self, name: str, outputs: list[Tensor]) -> bool:
+        """Returns whether the device runs a collective."""
+        return name == "broadcast" or any(tensor.is_floating_point() for tensor in outputs)
+
+    def _launch(self, name: str, *args: Any, **options: Any) -> Any:
+        """Starts a collective of the device, and returns its `Work`."""
+        return getattr(self._host, name)(*args, **options)
+
+    def fill_with_garbage(self, output: Tensor) -> None:
+        """Fills the output of a failed collective."""
+        output.detach().fill_(GARBAGE if output.is_floating_point() else 1)
 
 
 for _name in (
@@ -278,17 +290,18 @@ class _Work(dist.Work):
         except RuntimeError as error:
             self._group.failed = str(error)
             for tensor in self._outputs:
-                tensor.detach().fill_(GARBAGE if tensor.is_floating_point() else 1)
+                self._group.fill_with_garbage(tensor)
         self._group.on_waited()
         return True
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_in(part)
 
 
 for _class in (DeviceGroup, DeviceGroup2):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ray_app.reduction import overlap
+from ray_app import devices
 
 DEVICE = torch.device("meta")
 """The device in place of a GPU; tensors on it have no values."""
@@ -25,8 +25,8 @@ class RecordingCuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self._threads = threading.local()
-        patch.setattr(overlap, "cuda", self)
-        patch.setattr(overlap, "_streams", {})
+        patch.setitem(devices.KINDS, DEVICE.type, _RecordingKind(self))
+        patch.setattr(devices, "_streams", {})
         patch.setattr(Tensor, "pin_memory", lambda tensor: self.record("pin_memory", tensor))
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.record(f"used by {stream.name}", tensor))
         to = Tensor.to
@@ -63,6 +63,14 @@ class RecordingCuda:
     def stream(self, stream: Any) -> Any:
         """See `torch.cuda.stream`."""
         return stream
+
+
+class _RecordingKind(devices.DeviceKind):
+    """The kind of `DEVICE`; a `RecordingCuda` takes the place of torch's module."""
+
+    def __init__(self, module: RecordingCuda) -> None:
+        super().__init__(DEVICE.type)
+        self.module = module
 
 
 class _Stream:

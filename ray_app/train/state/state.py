@@ -28,6 +28,7 @@ from ray_app.checkpoint.format import Snapshot, params_digest
 from ray_app.config.config import Config
 from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
 from ray_app.config.sections import ClassSpec, TrainSection
+from ray_app.devices import KINDS
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.plan.hashing import key
 from ray_app.reduction.base import World, gather
@@ -498,19 +499,13 @@ _INIT_SALT, _STEP_SALT = 21, 22
 
 def seed_init(seed: int, device: torch.device) -> None:
     """Seeds torch's generators for building the model."""
-    _seed_generators(key(_INIT_SALT, seed), device)
+    KINDS[device.type].seed(key(_INIT_SALT, seed) >> 1)
 
 
 def seed_step(seed: int, epoch: int, step: int, logical_worker: int, device: torch.device) -> None:
     """Seeds torch's generators for one logical worker's share of one step."""
-    _seed_generators(key(step, logical_worker, after=_epoch_key(seed, epoch)), device)
-
-
-def _seed_generators(value: int, device: torch.device) -> None:
-    """Seeds torch's generators of the CPU and of the device by the upper 63 bits of a 64-bit key."""
-    torch.default_generator.manual_seed(value >> 1)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(value >> 1)
+    # torch takes 63 bits of a key.
+    KINDS[device.type].seed(key(step, logical_worker, after=_epoch_key(seed, epoch)) >> 1)
 
 
 @lru_cache(1)

@@ -26,16 +26,16 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, cuda
+from torch import Tensor
 
 from ray_app.checkpoint.format import Snapshot
+from ray_app.devices import HOST, accelerator, kind_of
 from ray_app.reduction.base import collective
 from ray_app.reduction.transport import P2PWork, receive, start_send
 
@@ -208,14 +208,14 @@ def copy_to_host(
     memory = iter(page_locked_like(list(_tensors_without_memory(value, into))))
     copy: dict[str, Any] = _start_copy(value, into, whole, devices, memory)
     for device in devices:
-        cuda.current_stream(device).synchronize()
+        kind_of(device).synchronize_stream(device)
     return copy
 
 
 def _tensors_without_memory(value: Any, into: Any) -> Iterator[Tensor]:
     """Yields the tensors on a device for which the older copy has no memory, in the order of `_start_copy`."""
     if isinstance(value, Tensor):
-        if value.device.type != "cpu" and not _is_alike(value, into):
+        if not kind_of(value.device).is_host and not _is_alike(value, into):
             yield value
     elif isinstance(value, dict):
         old_values = into if isinstance(into, dict) else {}
@@ -244,10 +244,10 @@ def _start_copy(
         memory: Page-locked targets for the tensors of `_tensors_without_memory`, in the same order.
     """
     if isinstance(value, Tensor):
-        target = next(memory) if value.device.type != "cpu" and not _is_alike(value, into) else into
+        target = next(memory) if not kind_of(value.device).is_host and not _is_alike(value, into) else into
         value = whole(value)
-        if value.device.type == "cpu":
-            return into.copy_(value) if _is_alike(value, into) else value.to("cpu", copy=True).contiguous()
+        if kind_of(value.device).is_host:
+            return into.copy_(value) if _is_alike(value, into) else value.to(HOST, copy=True).contiguous()
         devices.add(value.device)
         # `whole` may have returned a tensor of another shape or dtype than the one that the target was made for.
         if not _is_alike(value, target):
@@ -273,7 +273,7 @@ It is reentrant, because the garbage collector may release another block while a
 _free_blocks: list[mmap.mmap] = []
 """Page-locked blocks that no tensor uses."""
 _is_refused = False
-"""Whether the GPU driver has refused to lock memory; then it is not asked again."""
+"""Whether the driver has refused to lock memory; then it is not asked again."""
 
 
 def aligned_bytes(tensor: Tensor) -> int:
@@ -311,7 +311,7 @@ def _take_block(size: int) -> NDArray[np.uint8]:
         if memory is not None:
             _free_blocks.remove(memory)
         while _free_blocks:
-            cuda.cudart().cudaHostUnregister(_address(_free_blocks.pop()))
+            accelerator().unlock_pages(_address(_free_blocks.pop()))
         if memory is None:
             memory = mmap.mmap(-1, size)
             # A pageable block is not kept for reuse.
@@ -333,21 +333,16 @@ def _release_block(memory: mmap.mmap) -> None:
 
 
 def _lock_pages(memory: mmap.mmap) -> bool:
-    """Asks the GPU driver to page-lock a block; returns whether it did."""
+    """Asks the driver of the devices to page-lock a block; returns whether it did."""
     global _is_refused
     if not _is_refused:
-        error = int(cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0))
-        if not error:
+        reason = accelerator().lock_pages(_address(memory), len(memory))
+        if reason is None:
             return True
         _is_refused = True
         logger.warning(
-            "The driver locks no %d bytes of host memory (CUDA error %d); copies of the state take longer",
-            len(memory),
-            error,
+            "The driver locks no %d bytes of host memory (%s); copies of the state take longer", len(memory), reason
         )
-        # The CUDA runtime reports the error once more, at the next kernel, so a kernel is started here.
-        with suppress(RuntimeError):
-            torch.ones(1, device="cuda")
     return False
 
 

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ray_app.data.windows import MicroBatch
+from ray_app.devices import GraphBackend, kind_of
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer
-from ray_app.reduction.overlap import get_stream
 from ray_app.task.base import Batch, DeviceSums, sum_on_device
 from ray_app.torch_private import TorchDispatchMode, foreach_copy_, run_backward, tree_leaves
 from ray_app.train.step.micro_batch import Passes, TensorGroup
@@ -40,53 +40,19 @@ _CAPTURE_ERRORS = range(900, 909)
 """The values of `cudaError_t` for errors of a capture, in `torch.AcceleratorError.error_code`."""
 
 
-class GraphBackend(Protocol):
-    """Captures work of a device in graphs."""
-
-    def warm_up(self, work: Callable[[], object]) -> None:
-        """Runs work on the stream on which it will be captured, and waits for it."""
-
-    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Captures what `work` launches on the device, without running it; returns a function that replays it."""
-
-
 def make_graph_backend(device: torch.device) -> GraphBackend:
     """Returns the graph backend of a device.
 
     Raises:
-        ConfigError: The device is a CPU, which has no launches to save.
+        ConfigError: The device has no graphs; a CPU has no launches to save.
     """
-    if device.type != "cuda":
+    kind = kind_of(device)
+    if not kind.has_graphs:
         raise ConfigError(
-            f"train.capture is set, and a worker computes on its {device.type.upper()}, which has no CUDA graphs. Give"
+            f"train.capture is set, and a worker computes on its {kind.name.upper()}, which has no CUDA graphs. Give"
             " the workers GPUs (scaling.gpus_per_worker), or leave it out: the bits are the same without."
         )
-    return CudaGraphBackend(device)
-
-
-class CudaGraphBackend:
-    """CUDA graphs that share one memory pool; one of them is replayed at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        # The "nccl" backend of torch 2.15 registers each segment of this pool with its communicator when the segment is
-        # allocated, and so during a capture, too. Whether that matters is not tested, since it takes two GPUs. Memory
-        # can be allocated before a capture only by private functions of torch. TORCH_DIST_USE_NCCL2=0 in the workers'
-        # environment chooses the older backend class, which registers nothing.
-        self._stream, self._pool = get_stream(device, "capture"), torch.cuda.graph_pool_handle()
-
-    def warm_up(self, work: Callable[[], object]) -> None:
-        """Runs work on the capture stream, see `GraphBackend.warm_up`."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            work()
-        self._stream.synchronize()
-
-    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Captures work, see `GraphBackend.capture`; other threads may use the device meanwhile."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            work()
-        return graph.replay
+    return kind.make_graph_backend(device)
 
 
 @dataclass
@@ -121,7 +87,7 @@ class CudaGraphs:
 
     def __init__(self, passes: Passes, device: torch.device, backend: GraphBackend) -> None:
         self._passes = passes
-        self._device = device
+        self._device, self._kind = device, kind_of(device)
         self._backend = backend
         self._buffers = TensorGroup(list(passes.model.buffers()))
         self._graphs: dict[tuple[object, ...], _CapturedGraph] = {}
@@ -185,7 +151,7 @@ class CudaGraphs:
         generators = self._generator_states()
         inputs = _InputRecorder()
         self._backend.warm_up(work)
-        if self._device.type != "cpu" and not torch.equal(torch.default_generator.get_state(), generators[0]):
+        if not self._kind.is_host and not torch.equal(torch.default_generator.get_state(), generators[0]):
             raise _capture_error(
                 "it draws random numbers on the host, which each replay would repeat; draw them on the device"
             )
@@ -260,14 +226,11 @@ class CudaGraphs:
 
     def _generator_states(self) -> list[Tensor]:
         """Returns the states of the random generators, the host's first."""
-        host = torch.default_generator.get_state()
-        return [host] if self._device.type == "cpu" else [host, torch.cuda.get_rng_state(self._device)]
+        return self._kind.generator_states(self._device)
 
     def _restore(self, buffers: TensorGroup, generators: list[Tensor]) -> None:
         self._buffers.copy(buffers)
-        torch.default_generator.set_state(generators[0])
-        for state in generators[1:]:
-            torch.cuda.set_rng_state(state, self._device)
+        self._kind.set_generator_states(generators, self._device)
 
 
 class _InputRecorder(TorchDispatchMode):

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
+from ray_app.devices import kind_of
 from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, checksum, gather, launch_guard
-from ray_app.task import device as environment
+from ray_app.task import environment
 from ray_app.task.base import Batch, DeviceSums, Losses, Task, check_losses, sum_on_device
 from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.task.user_code import user_code
@@ -268,7 +269,7 @@ class Passes:
         self._channels_last = train.channels_last
         if train.compile:
             environment.check_compiler(device)
-        if device.type == "cuda":
+        if not kind_of(device).is_host:
             use_eager_roi_align()
         # A kernel for several shapes (`dynamic`) would depend on the shapes that came first, which differ between
         # workers, and so would its results.

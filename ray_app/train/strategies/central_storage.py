@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.sections import TrainSection
+from ray_app.devices import kind_of
 from ray_app.reduction.base import World, launch_guard
 from ray_app.train.state.parameters import ordered_parameters
 from ray_app.train.state.state import NO_STATE, Placement, StateSync, TrainingState
@@ -90,14 +91,13 @@ class CentralPlacement(Placement):
 
     def _fetch_gradients(self) -> None:
         """Sets the gradients of the master to those of the model; from a GPU they are copied, and the host waits."""
-        on_gpu = self._device.type == "cuda"
+        kind = kind_of(self._device)
         for m, p in zip(self._state.master.parameters(), self._state.model.parameters(), strict=True):
-            if not on_gpu or p.grad is None:
+            if kind.is_host or p.grad is None:
                 m.grad = p.grad
                 continue
             m.grad = self._gradients[m].copy_(p.grad, non_blocking=True) if m in self._gradients else p.grad.cpu()
-        if on_gpu:
-            torch.cuda.current_stream(self._device).synchronize()
+        kind.synchronize_stream(self._device)
 
     def _lock_pages(self) -> None:
         """Moves the master's parameters and gradients to page-locked memory, so that a GPU copies them concurrently.
@@ -105,7 +105,7 @@ class CentralPlacement(Placement):
         Only rank 0 makes such copies, so only its memory is page-locked, and only once.
         """
         parameters = list(self._state.master.parameters())
-        if self._device.type == "cpu" or self._gradients or not self._has_master:
+        if kind_of(self._device).is_host or self._gradients or not self._has_master:
             return
         for p, memory in zip(parameters, page_locked_like(parameters), strict=True):
             p.data = memory.copy_(p.data)

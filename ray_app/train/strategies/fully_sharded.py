@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.sections import TrainSection
 from ray_app.data.windows import MicroBatch
+from ray_app.devices import kind_of
 from ray_app.plan.assignment import count_passes
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, collective
@@ -245,7 +246,7 @@ class PiecewiseKernels(TorchFunctionMode):
         self._pieces = pieces
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in FUSED_KERNELS or args[0][0].device.type != "cpu":
+        if func not in FUSED_KERNELS or not kind_of(args[0][0].device).rounds_by_position:
             return func(*args, **(kwargs or {}))
         piece_args: list[list[Tensor]] = [[] for _ in args]
         copies_back: list[tuple[Tensor, Tensor]] = []

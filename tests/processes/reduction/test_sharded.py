@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.data.feed import Feed
+from ray_app.devices import KINDS
 from ray_app.drill.faults import HookChain
 from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.plan.order import Cursor
 from ray_app.reduction import group_state
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import MetricsReader, read_events
-from ray_app.task.device import set_up_torch
+from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification
 from ray_app.testing import DieAfter, KilledError, TrainedRun, WorkerPool, cache_windows, read_trained_run
-from ray_app.train import process_group
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
@@ -302,7 +302,7 @@ def test_the_group_of_a_single_worker_is_bound_to_its_device(
 ) -> None:
     """Without a device, NCCL would take the first one that it sees."""
     job, groups = fsdp_job(tmp_path / "run", data), list[tuple[Any, ...]]()
-    for name in process_group._NCCL_SETTINGS:
+    for name in KINDS["cuda"].group_settings:
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(dist, "init_process_group", lambda name, **options: groups.append((name, options["device_id"])))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)

@@ -19,7 +19,7 @@ from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.task.base import Batch
 from ray_app.task.classification import _draw_beta, mix_images, smooth_targets
-from ray_app.task.device import set_up_torch
+from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.build import build_step

@@ -12,8 +12,9 @@ import torch
 from ray_app.data.feed import Feed, Upload
 from ray_app.data.local_readers import Decoded
 from ray_app.data.windows import CachedWindows, MicroBatch
+from ray_app.devices import get_stream
 from ray_app.plan.order import Cursor
-from ray_app.reduction.overlap import SideStream, get_stream
+from ray_app.reduction.overlap import SideStream
 from tests.support.fake_cuda import DEVICE, RecordingCuda
 from tests.support.local_world import TinyImages, make_job, write_images
 

@@ -21,6 +21,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
+from ray_app.devices import HOST, KINDS
 from ray_app.errors import RunHeldError
 from ray_app.evaluate import evaluator as actor
 from ray_app.evaluate.evaluator import Evaluator, count_deaths_in_a_row
@@ -30,7 +31,6 @@ from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.lease import acquire_lease
 from ray_app.storage.files import put_json
-from ray_app.task import device as environment
 from ray_app.task.metrics import combine, score
 from tests.support.local_world import make_job, write_images
 
@@ -185,8 +185,7 @@ def test_an_evaluation_is_retried_while_storage_fails(job: EvaluationJob) -> Non
 def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> None:
     arrays = load_all(fetch_in_process, job.data).arrays
     model = job.task.build_model()
-    cpu = actor.torch.device("cpu")
-    results = [combine(job.task, score(job.task, model, arrays, size, cpu)).values for size in (1, 7, 31, 1000)]
+    results = [combine(job.task, score(job.task, model, arrays, size, HOST)).values for size in (1, 7, 31, 1000)]
     assert {values["accuracy"] for values in results} == {results[0]["accuracy"]}
     assert all(values["loss"] == pytest.approx(results[0]["loss"], rel=1e-5) for values in results)
 
@@ -194,7 +193,7 @@ def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> Non
 def test_outputs_that_are_not_a_tensor_are_computed_once_per_row(job: EvaluationJob) -> None:
     """Each row goes through the model once, at most 7 at a time, and the metrics are those of tensor outputs."""
     arrays = load_all(fetch_in_process, job.data).arrays
-    model, cpu = job.task.build_model(), actor.torch.device("cpu")
+    model = job.task.build_model()
     rows = len(arrays["label"])
     tensor_task = copy.copy(job.task)
     batch_sizes = list[int]()
@@ -211,7 +210,7 @@ def test_outputs_that_are_not_a_tensor_are_computed_once_per_row(job: Evaluation
         mistakes=lambda outputs, batch, max_mistakes: tensor_task.mistakes(outputs["scores"], batch, max_mistakes),
     )
     expected, result = (
-        combine(tensor_task, score(task, model, arrays, 7, cpu, chunk_rows=21)) for task in (tensor_task, dict_task)
+        combine(tensor_task, score(task, model, arrays, 7, HOST, chunk_rows=21)) for task in (tensor_task, dict_task)
     )
     assert batch_sizes == [*[7] * (rows // 7), *([rows % 7] if rows % 7 else [])]
     assert result.values["accuracy"] == expected.values["accuracy"]
@@ -379,7 +378,7 @@ def test_the_device_is_set_in_the_thread_that_builds_and_the_one_that_evaluates(
 ) -> None:
     """The current GPU is a property of a thread, and a new thread begins with GPU 0."""
     threads = list[str]()
-    monkeypatch.setattr(environment, "use_device", lambda device: threads.append(threading.current_thread().name))
+    monkeypatch.setattr(KINDS[HOST.type], "use", lambda device: threads.append(threading.current_thread().name))
     write_checkpoint(job, 1)
     with evaluating(job):
         wait_until(lambda: not pending_commits(job), "evaluated")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ray_app.task import device as task_device
+from ray_app import devices
+from ray_app.devices import constant_tensor, to_device
 from ray_app.task.base import Batch, Task
-from ray_app.task.device import constant_tensor, to_device
 from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification
 from tests.support.fake_cuda import DEVICE
@@ -92,7 +92,7 @@ def test_a_step_waits_for_no_copy_to_the_device(
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     # The host waits for this copy, too, and `CopyLog` does not record it.
     monkeypatch.setattr(torch, "tensor", create_and_record)
-    task_device._constant.cache_clear()
+    devices._constant.cache_clear()
     task, copy_log = make(), CopyLog()
     run_step(task, DEVICE)
     assert len(constants) == num_constants

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_app.errors import TaskError
 from ray_app.task.base import Batch
-from ray_app.task.device import use_deterministic_algorithms
+from ray_app.task.environment import use_deterministic_algorithms
 from ray_app.task.image import ImageClassification
 from ray_app.task.metrics import MAX_MISTAKES, combine, score
 from ray_app.task.ragged import Ragged

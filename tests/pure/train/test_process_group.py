@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ray_app.devices import kind_of
 from ray_app.reduction.overlap import SideStream
 from ray_app.reduction.sharded import DeterministicShardedReducer
 from ray_app.reduction.tree import TreeSum, tree_parents
-from ray_app.train import process_group
 from ray_app.train.process_group import ProcessGroup, backend_name, init_default_group
 from tests.support.fake_cuda import DEVICE, RecordingCuda
 
@@ -26,7 +26,7 @@ class RecordedInit:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.options: dict[str, Any] = {}
         self.environment: dict[str, str] = {}
-        for name in process_group._NCCL_SETTINGS:
+        for name in kind_of(GPU).group_settings:
             patch.delenv(name, raising=False)
         patch.setattr(dist, "init_process_group", self)
 
@@ -65,7 +65,6 @@ def test_gloo_is_bound_to_no_device_and_sets_no_nccl_variables(
 
 def test_check_device_errors_waits_for_the_computing_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     streams, group = RecordingCuda(monkeypatch), ProcessGroup()
-    monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
     group.has_device_collectives, group._device = True, DEVICE
     group.check_device_errors()
     assert streams.calls == ["computing: wait for all"]

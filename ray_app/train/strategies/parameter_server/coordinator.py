@@ -23,14 +23,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from ray_app.checkpoint.format import pack, unpack
+from ray_app.devices import HOST
 from ray_app.errors import NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, total_norm
 from ray_app.runlog.journal import put_event
-from ray_app.task import device
+from ray_app.task import environment
 from ray_app.train.checkpointing.restore import restore_state
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.checkpointing.step_log import StepLog
@@ -50,7 +50,6 @@ from ray_app.train.strategies.parameter_server.protocol import (
 
 logger = logging.getLogger(__name__)
 
-CPU = torch.device("cpu")
 _PAUSE_S = 0.5
 """Pause between two checks whether lost servers are back."""
 
@@ -71,16 +70,16 @@ class Coordinator:
     def __init__(
         self, job: Job, servers: Servers, sender: SnapshotSender | None = None, hooks: Hooks = Hooks()
     ) -> None:
-        device.set_up_torch(job.config, CPU)
+        environment.set_up_torch(job.config, HOST)
         self._job = job
         self._plan = job.plan
         self._synchronous = job.config.train.staleness == 0
-        self._state = TrainingState(job.config, job.task, CPU, job.total_steps)
+        self._state = TrainingState(job.config, job.task, HOST, job.total_steps)
         self._served = ServedState(job, servers, self._state)
         put_event(job.paths, "partitioned", job.fence, servers=self._served.layout.describe())
         self._membership = _Membership(self._plan.logical_workers, lambda: False)
         self._sender = sender or SnapshotSender([])
-        self._make_step_log = partial(StepLog, job, self._state, self._membership, self._sender, CPU, hooks)
+        self._make_step_log = partial(StepLog, job, self._state, self._membership, self._sender, HOST, hooks)
         self._step_log = self._make_step_log()
         self._lock = threading.Condition()
         self._error: Exception | None = None
@@ -264,7 +263,7 @@ class Coordinator:
         """
         try:
             with self._waiting():
-                restore_state(self._job, self._state, self._step_log, self._sender, CPU)
+                restore_state(self._job, self._state, self._step_log, self._sender, HOST)
         except OSError as error:
             logger.warning("The state to go on from cannot be read, will try again: %s", error)
             raise NotReadyError from error

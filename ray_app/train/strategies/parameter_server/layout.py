@@ -101,7 +101,7 @@ Bytes = npt.NDArray[np.uint8]
 
 def to_bytes(tensors: list[Tensor]) -> Bytes:
     """Returns tensors of any types and devices as one array."""
-    parts = [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    parts = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
     return torch.cat(parts).numpy() if parts else np.empty(0, np.uint8)
 
 

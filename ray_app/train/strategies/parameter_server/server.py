@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import pack, unpack
 from ray_app.config.config import Config
+from ray_app.devices import HOST
 from ray_app.errors import DataError
 from ray_app.reduction.base import gradient_norms, scale_and_clip
 from ray_app.reduction.tree import TreeSum, tree_parents
 from ray_app.train.state.state import Placement, TrainingState
 from ray_app.train.strategies.parameter_server.layout import Bytes, from_bytes, to_bytes
 from ray_app.train.strategies.parameter_server.protocol import Pulled, Pushed
-
-CPU = torch.device("cpu")
 
 
 class ParameterServer:
@@ -62,7 +61,7 @@ class ParameterServer:
         trained = snapshot.extra_state.get("parameters", snapshot.model)
         task = _ServerTask([trained[str(i)] for i in range(len(trained))])
         placement = _ServerPlacement([group["params"] for group in snapshot.optimizer["param_groups"]])
-        self._state = TrainingState(self._config, task, CPU, self._total_steps, placement)
+        self._state = TrainingState(self._config, task, HOST, self._total_steps, placement)
         self._state.load(snapshot)
         self._parameters: list[Tensor] = list(self._state.model.parameters())
         self._buffers = buffers

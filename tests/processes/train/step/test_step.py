@@ -24,7 +24,7 @@ from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.task.base import Batch
-from ray_app.task.device import set_up_torch
+from ray_app.task.environment import set_up_torch
 from ray_app.testing import RankResult, WorkerPool, cache_windows
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Job

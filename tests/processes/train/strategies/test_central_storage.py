@@ -19,7 +19,7 @@ from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import read_events
 from ray_app.task.base import Batch
-from ray_app.task.device import set_up_torch
+from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.build import build_state, build_step

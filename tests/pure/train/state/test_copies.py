@@ -30,7 +30,6 @@ def test_a_copy_reuses_memory_of_equal_shape_and_has_its_own_otherwise() -> None
 
 def test_all_copies_are_enqueued_before_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = RecordingCuda(monkeypatch)
-    monkeypatch.setattr(transfer, "cuda", streams)
     monkeypatch.setattr(
         transfer,
         "page_locked_like",

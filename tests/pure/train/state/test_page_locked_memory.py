@@ -13,7 +13,7 @@ from ray_app.train.state.transfer import aligned_bytes, page_locked_like
 
 
 class FakeCuda:
-    """Replaces `torch.cuda`, and records which memory it has locked.
+    """Replaces `torch.cuda.cudart()`, and records which memory it has locked.
 
     Attributes:
         locked: Bytes by address.
@@ -23,13 +23,9 @@ class FakeCuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.locked: dict[int, int] = {}
         self.error = 0
-        patch.setattr(transfer, "cuda", self)
+        patch.setattr(torch.cuda, "cudart", lambda: self)
         patch.setattr(transfer, "_free_blocks", [])
         patch.setattr(transfer, "_is_refused", False)
-
-    def cudart(self) -> FakeCuda:
-        """See `torch.cuda.cudart`."""
-        return self
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         """See CUDA's runtime."""

@@ -1,7 +1,8 @@
-"""The device of a process, its kernels and its description."""
+"""The kinds of devices: no other module names one; the device of a process, its kernels and its description."""
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import shutil
 import subprocess
@@ -13,12 +14,17 @@ from typing import Any
 import pytest
 import torch
 
+from ray_app import devices
 from ray_app.cluster.resources import cluster
 from ray_app.config.config import Config
+from ray_app.devices import HOST, KINDS, DeviceKind, accelerator, assigned_device, kind_of
 from ray_app.errors import ConfigError
-from ray_app.task import device as environment
-from ray_app.task.device import gpu_of, set_threads_and_kernels
+from ray_app.task import environment
+from ray_app.task.environment import set_threads_and_kernels
+from tests.support.library_names import Names
 from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "ray_app"
 
 
 @pytest.mark.parametrize(
@@ -40,8 +46,13 @@ from tests.support.paths import ROOT
         ([], None, 0),
     ],
 )
-def test_a_worker_computes_on_the_gpu_that_ray_gave_it(ids: list[int | str], visible: str | None, index: int) -> None:
-    assert gpu_of(ids, visible) == torch.device("cuda", index)
+def test_a_worker_computes_on_the_gpu_that_ray_gave_it(
+    monkeypatch: pytest.MonkeyPatch, ids: list[int | str], visible: str | None, index: int
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert assigned_device(ids) == torch.device("cuda", index)
 
 
 def test_ray_client_is_refused() -> None:
@@ -76,10 +87,10 @@ def test_a_process_that_set_the_cublas_workspace_too_late_is_refused(
     def refuse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(error_text)
 
-    environment._check_cublas_workspace(torch.device("cpu"))
+    devices._check_cublas_workspace(HOST)
     monkeypatch.setattr(torch, "mm", refuse)
     with pytest.raises(kind, match=message):
-        environment._check_cublas_workspace(torch.device("cpu"))
+        devices._check_cublas_workspace(HOST)
 
 
 _NEWER = """
@@ -90,8 +101,8 @@ try:
     print(torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())
 except RuntimeError:
     print("refused")
-from ray_app.task.device import _ROUNDING
-print({name: kernels.fp32_precision for name, kernels in _ROUNDING.items()})
+from ray_app.devices import TF32_SETTINGS
+print({name: kernels.fp32_precision for name, kernels in TF32_SETTINGS.items()})
 """
 
 
@@ -136,7 +147,7 @@ def test_the_cuda_version_is_read_from_the_driver(
     monkeypatch: pytest.MonkeyPatch, version: int | None, expected: str
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": _Driver(version)}[name])
-    assert environment.driver_version() == expected
+    assert devices.driver_version() == expected
 
 
 def test_the_version_of_a_missing_driver_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +155,7 @@ def test_the_version_of_a_missing_driver_is_unknown(monkeypatch: pytest.MonkeyPa
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    assert environment.driver_version() == "unknown"
+    assert devices.driver_version() == "unknown"
 
 
 def test_a_gpu_is_described_without_private_functions_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +182,7 @@ def test_a_device_is_made_current_where_it_is_a_gpu(monkeypatch: pytest.MonkeyPa
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     for device in (torch.device("cpu"), torch.device("cuda", 1)):
-        environment.use_device(device)
+        kind_of(device).use(device)
     assert current == [torch.device("cuda", 1)]
 
 
@@ -202,3 +213,65 @@ def test_the_compiler_that_triton_needs_is_checked_on_a_gpu(
         return
     with pytest.raises(ConfigError, match=missing):
         environment.check_compiler(torch.device("cuda", 0))
+
+
+KIND_NAMES = {"cpu", "cuda", "xpu", "mps", "hpu", "npu", "tpu", "privateuseone"}
+
+
+def device_kinds(code: str) -> list[str]:
+    """Returns where code names a kind of device: a string that is one, or a part of torch for one kind.
+
+    Keys of dictionaries are names of records, and `Tensor.cpu` copies to the host from any kind.
+    """
+    tree = ast.parse(code)
+    keys = {key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
+    named = [
+        f"line {node.lineno}: {node.value!r}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.partition(":")[0] in KIND_NAMES
+        and node not in keys
+    ]
+    for name, line in Names(tree).first_lines.items():
+        parts = name.split(".")
+        is_of_a_kind = KIND_NAMES & {*parts} - {"cpu"} or parts[-1] in ("is_cuda", "cudnn") or "cudnn" in parts
+        if parts[0] == "torch" and is_of_a_kind:
+            named.append(f"line {line}: {name}")
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return named + [f"line {node.lineno}: .{node.attr}" for node in attributes if node.attr in ("is_cuda", "is_cpu")]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ('x = device.type == "cuda"', ["line 1: 'cuda'"]),
+        ('torch.zeros(1, device="cuda:1")', ["line 1: 'cuda:1'"]),
+        ("import torch\ntorch.cuda.synchronize()", ["line 2: torch.cuda.synchronize"]),
+        ("from torch import cuda\ncuda.Stream()", ["line 1: torch.cuda", "line 2: torch.cuda.Stream"]),
+        ("import torch\ntorch.backends.cudnn.benchmark = False", ["line 2: torch.backends.cudnn.benchmark"]),
+        ("loss.is_cuda", ["line 1: .is_cuda"]),
+        ("import torch\ntorch.backends.cpu.get_cpu_capability()\nvalues.cpu()\nrecord = {'cpu': 1}", []),
+    ],
+)
+def test_names_of_kinds_are_recognized(code: str, expected: list[str]) -> None:
+    assert device_kinds(code) == expected
+
+
+def test_only_the_table_names_kinds_of_devices() -> None:
+    """So a new kind is an entry of the table, and no branch elsewhere waits for hardware to be tried."""
+    files = {file.relative_to(ROOT).as_posix(): device_kinds(file.read_text()) for file in PACKAGE.rglob("*.py")}
+    assert {file for file, kinds in files.items() if kinds} == {"ray_app/devices.py"}, files
+
+
+def test_a_kind_without_an_entry_is_an_accelerator_with_a_module_of_torch() -> None:
+    kind = kind_of(torch.device("mtia", 0))
+    assert (type(kind), kind.name, kind.is_host) == (DeviceKind, "mtia", False)
+    assert kind.module is torch.mtia
+    assert kind_of(torch.device("mtia", 1)) is kind
+
+
+def test_the_accelerator_of_workers_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for current, name in ((torch.device("mtia"), "mtia"), (torch.device("cuda"), "cuda"), (None, "cuda")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda current=current: current)
+        assert accelerator() is KINDS[name]

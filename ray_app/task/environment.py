@@ -1,0 +1,112 @@
+"""Settings of a process that decide whether results are bit-identical.
+
+Besides configuration and data, results depend on the number of threads, the kernels, the instruction set and the
+device. `set_up_torch` fixes threads, kernels and device; `describe` returns all of them, which checkpoints record.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ray_app.config.config import Config
+from ray_app.devices import DETERMINISTIC_VARIABLES, accelerator, kind_of, query
+from ray_app.errors import ConfigError
+from ray_app.process import set_variables
+from ray_app.torch_private import is_compiler_imported, lift_recompile_limit
+
+# torch needs an integer here and has no value for "no limit".
+_NO_RECOMPILE_LIMIT = 2**30
+
+
+def set_up_torch(config: Config, device: torch.device) -> None:
+    """Sets the threads, the kernels and the current device of a worker's process.
+
+    Raises:
+        ConfigError: The process has multiplied matrices on its GPU before, and cuBLAS cannot become deterministic any
+            more.
+    """
+    set_threads_and_kernels(config.scaling.threads_per_worker, config.train.reduction == "exact")
+    if config.train.compile:
+        # Above the limit torch would run a new input size uncompiled, with results that differ in their last bits.
+        # Which size that is would depend on the logical workers that the process ran before.
+        lift_recompile_limit(_NO_RECOMPILE_LIMIT)
+    kind = kind_of(device)
+    kind.use(device)
+    kind.set_up_kernels(device, config.train.reduction == "exact")
+
+
+def set_threads_and_kernels(threads: int, deterministic: bool, refuses: bool = True) -> None:
+    """Sets the number of threads of torch in this process, and may enable deterministic kernels.
+
+    With `deterministic` an operation without a deterministic kernel raises if `refuses` is set; otherwise PyTorch
+    warns.
+    """
+    torch.set_num_threads(threads)
+    if deterministic:
+        for name, value in DETERMINISTIC_VARIABLES.items():
+            os.environ.setdefault(name, value)
+        use_deterministic_algorithms(True, refuses)
+        # Deterministic algorithms also fill uninitialized memory, which costs time and matters only to code that reads
+        # such memory.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
+    """Does what `torch.use_deterministic_algorithms` does, without importing the compiler, which takes two seconds.
+
+    An operation that has no deterministic algorithm raises if `refuses` is set; otherwise PyTorch warns.
+    """
+    if is_compiler_imported():
+        torch.use_deterministic_algorithms(mode, warn_only=not refuses)
+    else:
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(mode))
+        torch.set_deterministic_debug_mode(("error" if refuses else "warn") if mode else "default")
+
+
+@contextmanager
+def restore_process_state() -> Iterator[None]:
+    """Restores threads, kernels, GPU and generators at the end of the block, as in a notebook or a test."""
+    memory: Any = torch.utils.deterministic
+    # The debug mode is 0 if deterministic algorithms are off, 1 if PyTorch warns of operations without one, 2 if these
+    # raise.
+    threads, debug_mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    fills_memory = memory.fill_uninitialized_memory
+    variables = set_variables(**dict.fromkeys(DETERMINISTIC_VARIABLES), TORCHINDUCTOR_DETERMINISTIC=None)
+    with accelerator().restored(), variables:
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            memory.fill_uninitialized_memory = fills_memory
+            use_deterministic_algorithms(debug_mode > 0, refuses=debug_mode > 1)
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Returns the environment that a checkpoint records: what results depend on besides configuration and data.
+
+    The results of two runs with equal environments can be compared bit for bit. The function never raises: a value that
+    a build of PyTorch or a driver does not provide is "unknown".
+    """
+    kind = kind_of(device)
+    return {
+        "torch": torch.__version__,
+        "device": f"{kind.name} {query(kind.device_name, device)}",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        **kind.versions(),
+    }
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises ConfigError if this machine lacks a compiler or header that `train.compile` needs for a device."""
+    if (missing := kind_of(device).missing_for_compilation()) is not None:
+        raise ConfigError(
+            f"train.compile needs {missing} on every node, and {platform.node()} has none. Install it, or set"
+            " train.compile to false."
+        )

@@ -1,0 +1,107 @@
+"""The simulated devices with their process group: a process that imports this module has them as torch's accelerator.
+
+`SimulatedGroup` is to the simulated devices what NCCL is to GPUs. Collectives run on a stream of the group, which waits
+for the stream that launches them; `wait()` lets the current stream wait for that stream, and the host for nothing that
+it could see. Tensors of the host go through gloo.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ray_app.devices import KINDS, DeviceKind
+from tests.device.simulated import NAME, load
+from tests.support.device_group import GARBAGE, DeviceGroup2, tensors_in
+
+SIM = load()
+DEVICE = torch.device(NAME, 0)
+BACKEND = "simulated"
+
+
+class SimulatedKind(DeviceKind):
+    """The kind of the simulated devices: their driver can page-lock memory of the host."""
+
+    def lock_pages(self, address: int, size: int) -> str | None:
+        SIM.lock_pages(address, size)
+        return None
+
+    def unlock_pages(self, address: int) -> None:
+        SIM.unlock_pages(address)
+
+
+KINDS[NAME] = SimulatedKind(NAME)
+
+
+class SimulatedGroup(DeviceGroup2):
+    """A group as the module's docstring describes it, with the error messages of NCCL, see `DeviceGroup2`."""
+
+    name = BACKEND
+    supports_splitting = False
+
+    def _is_of_device(self, name: str, outputs: list[Tensor]) -> bool:
+        del name
+        return any(tensor.device.type == NAME for tensor in outputs)
+
+    def _launch(self, name: str, *args: Any, **options: Any) -> Any:
+        outputs = {id(tensor) for tensor in tensors_in(args[0])}
+        tensors = list(tensors_in(args))
+        device = next(tensor.device for tensor in tensors)
+        assert {tensor.device for tensor in tensors} == {device}, "NCCL takes tensors of one device"
+        stream = _group_stream(device)
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
+            for tensor in tensors:
+                SIM.access(tensor, id(tensor) in outputs or name in _IN_PLACE, f"the collective {name}")
+        work = getattr(self._host, name)(*_on_host(args), **options)
+        return _StreamWork(work, stream.record_event(), tensors)
+
+    def fill_with_garbage(self, output: Tensor) -> None:
+        SIM.host_view(output.detach()).fill_(GARBAGE if output.is_floating_point() else 1)
+
+    def synchronize(self) -> None:
+        """See `DeviceGroup.synchronize`."""
+        super().synchronize()
+        torch.accelerator.current_stream().synchronize()
+
+
+class _StreamWork:
+    """A collective on the stream of the group; it keeps the tensors alive until a stream waits for it."""
+
+    def __init__(self, work: Any, done: torch.Event, tensors: list[Tensor]) -> None:
+        self._work, self._done = work, done
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        finally:
+            torch.accelerator.current_stream(self._tensors[0].device).wait_event(self._done)
+
+
+_IN_PLACE = ("allreduce", "broadcast", "send", "recv")
+_streams: dict[torch.device, torch.Stream] = {}
+
+
+def _group_stream(device: torch.device) -> torch.Stream:
+    return _streams.setdefault(device, torch.Stream(device))
+
+
+def _on_host(value: Any) -> Any:
+    """Returns arguments of a collective with each tensor of a device as a tensor of the host with the same memory."""
+    if isinstance(value, Tensor):
+        return SIM.host_view(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(part) for part in value)
+    return value
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
+    return SimulatedGroup(store, rank, size, timeout)
+
+
+dist.Backend.register_backend(BACKEND, _create, devices=[NAME])
