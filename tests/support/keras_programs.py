@@ -130,6 +130,10 @@ def get_measured(merged: bool = True) -> Any:
     return model
 
 
+def get_unmerged() -> Any:
+    return get_measured(merged=False)
+
+
 def get_binary() -> Any:
     inputs = keras.Input((8, 8, 1))
     outputs = layers.Dense(1, activation="sigmoid")(layers.Flatten()(layers.Rescaling(1 / 255)(inputs)))
@@ -200,3 +204,49 @@ def get_summed() -> Any:
 def get_uncompiled() -> Any:
     inputs = keras.Input((8, 8, 1))
     return keras.Model(inputs, layers.Dense(5)(layers.Flatten()(inputs)))
+
+
+def get_two_inputs() -> Any:
+    """Two inputs and two outputs by their names, with losses of different weights."""
+    image = keras.Input((8, 8, 1), name="picture")
+    number = keras.Input((1,), name="number")
+    x = layers.Concatenate()([layers.Flatten()(layers.Rescaling(1 / 255)(image)), number])
+    x = layers.Dense(6, activation="relu")(x)
+    outputs = {
+        "kind": layers.Dense(5, activation="softmax", name="kind")(x),
+        "size": layers.Dense(1, name="size")(x),
+    }
+    model = keras.Model({"picture": image, "number": number}, outputs)
+    model.compile(
+        "adam",
+        loss={"kind": "sparse_categorical_crossentropy", "size": "mse"},
+        loss_weights={"kind": 1.0, "size": 0.01},
+        metrics={"kind": ["accuracy"], "size": ["mae"]},
+    )
+    return model
+
+
+def get_plain() -> Any:
+    """A classification without random numbers."""
+    inputs = keras.Input((8, 8, 1))
+    outputs = layers.Dense(5, activation="softmax")(layers.Flatten()(layers.Rescaling(1 / 255)(inputs)))
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def get_autoencoder() -> Any:
+    """A model that has its loss from add_loss alone."""
+
+    class Reconstruction(layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            image, decoded = inputs
+            self.add_loss(ops.mean(ops.square(image - decoded)))
+            return decoded
+
+    image = layers.Rescaling(1 / 255)(inputs := keras.Input((8, 8, 1)))
+    code = layers.Dense(4, activation="relu")(layers.Flatten()(image))
+    decoded = layers.Reshape((8, 8, 1))(layers.Dense(64)(code))
+    model = keras.Model(inputs, Reconstruction()([image, decoded]))
+    model.compile("adam")
+    return model

@@ -7,7 +7,7 @@ torchmetrics metric here, so that an evaluation combines, shares and resamples t
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class KerasMetric(Metric):
 
     def __init__(self, metric: Any) -> None:
         super().__init__()
-        # torchmetrics would copy and move what it finds among its attributes.
-        self._keras = [metric]
+        # torchmetrics and the preflight copy and compare the values of attributes, but not what a function returns.
+        self._metric: Callable[[], Any] = lambda: metric
         # torchmetrics makes this attribute of a class constant, and Keras has it of an object.
         vars(self)["higher_is_better"] = library.is_higher_better(metric)
         self._is_merged = merges_itself(metric)
@@ -68,7 +68,7 @@ class KerasMetric(Metric):
 
     def compute(self) -> Any:
         """Returns the value of all rows; a dictionary if the metric has several."""
-        (metric,) = self._keras
+        metric = self._metric()
         with library.device_scope(torch.device("cpu")):
             if self._is_merged:
                 self._merge(metric)

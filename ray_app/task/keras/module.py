@@ -37,11 +37,26 @@ class KerasPass(NamedTuple):
     targets: Any
 
 
-class _Slot(NamedTuple):
-    """A tensor of a model, by its name here, and the function by which the model gets another in its place."""
+class _Slot:
+    """A place in a model for a tensor that is registered under a name.
 
-    name: str
-    bind: Callable[[Tensor], None]
+    Args:
+        name: The name.
+        tensor: The tensor that the model has there.
+        set_tensor: Gives the model another one.
+    """
+
+    def __init__(self, name: str, tensor: Tensor, set_tensor: Callable[[Tensor], None]) -> None:
+        self.name = name
+        self._tensor = tensor
+        self._set_tensor = set_tensor
+        set_tensor(tensor)
+
+    def bind(self, tensor: Tensor | None) -> None:
+        """Gives the model a tensor unless it has it."""
+        if tensor is not self._tensor and tensor is not None:
+            self._set_tensor(tensor)
+            self._tensor = tensor
 
 
 class KerasModule(nn.Module):
@@ -66,7 +81,6 @@ class KerasModule(nn.Module):
         vars(self)["program"] = program
         self._variables: dict[str, Any] = {}
         self._slots: list[_Slot] = []
-        self._bound: list[Tensor | None] = []
         for variable, is_parameter in library.weights_of(program):
             self._register(variable, is_parameter)
         for path, module in library.wrapped_modules(program):
@@ -89,7 +103,7 @@ class KerasModule(nn.Module):
         if is_parameter:
             self._variables[name] = variable
 
-    def _add_slot(self, path: str, tensor: Tensor, bind: Callable[[Tensor], None], is_parameter: bool) -> str:
+    def _add_slot(self, path: str, tensor: Tensor, set_tensor: Callable[[Tensor], None], is_parameter: bool) -> str:
         """Registers a tensor under its path, with a number if an earlier tensor has that path; returns the name."""
         base = path.replace(".", "_")
         name, number = base, 0
@@ -101,19 +115,14 @@ class KerasModule(nn.Module):
             self.register_parameter(name, tensor)
         else:
             self.register_buffer(name, tensor)
-        bind(tensor)
-        self._slots.append(_Slot(name, bind))
-        self._bound.append(tensor)
+        self._slots.append(_Slot(name, tensor, set_tensor))
         return name
 
     def _bind(self) -> None:
         """Gives the model the tensors that are registered now: a move to a device, or a strategy, replaces them."""
         tensors = {**self._parameters, **registered_buffers(self)}
-        for i, (slot, bound) in enumerate(zip(self._slots, self._bound, strict=True)):
-            tensor = tensors[slot.name]
-            if tensor is not bound and tensor is not None:
-                slot.bind(tensor)
-                self._bound[i] = tensor
+        for slot in self._slots:
+            slot.bind(tensors[slot.name])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KerasModule:
         """Returns a copy, for which Keras writes and reads the model; the tensors are copied by PyTorch."""

@@ -22,6 +22,7 @@ from ray_app.train.job import Job
 from ray_app.train.state.state import seed_init
 from tests.support import keras_programs
 from tests.support.local_world import CPU, write_images
+from tests.support.server_world import ServerWorld
 
 PROGRAMS = "tests.support.keras_programs."
 keras = import_keras()
@@ -166,3 +167,30 @@ def test_a_program_trains_bit_identically_on_any_workers_after_a_kill_and_a_resu
     worker_pool.train_to_end(replace(killed, fence=2), 3)
     assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
     assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "local_sgd": {"train__strategy": "local_sgd", "train__local_steps": 2, "checkpoint__every_epochs": None},
+    "central_storage": {"train__strategy": "central_storage"},
+    "fsdp": {"train__strategy": "fsdp"},
+    "parameter_server": {"train__strategy": "parameter_server", "train__servers": 2},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_program_is_bit_identical_on_any_workers_with_each_strategy(
+    worker_pool: WorkerPool, images: Path, tmp_path: Path, strategy: str
+) -> None:
+    runs = []
+    for workers in (1, 2):
+        job = job_of(tmp_path / f"{workers}", images, "get_convolutional", train__max_steps=6, **STRATEGIES[strategy])
+        if strategy == "parameter_server":
+            ServerWorld(job, workers).run()
+            runs.append(read_trained_run(job))
+        else:
+            runs.append(worker_pool.train_new_run(job, workers, cache_windows))
+    assert (runs[1].digests, runs[1].steps) == (runs[0].digests, runs[0].steps)
+    assert all({"step", "momentum", "velocity"} == set(state) for state in runs[0].snapshot.optimizer["state"].values())
+    ddp = worker_pool.train_new_run(job_of(tmp_path / "ddp", images, "get_convolutional", train__max_steps=6), 2)
+    if strategy != "local_sgd":
+        assert runs[0].digests == ddp.digests, "the result is that of ddp"
