@@ -80,6 +80,7 @@ EXTRAS = {
     "tokenizers": "text",
     "transformers": "text",
     "peft": "lora",
+    "keras": "keras",
     "pynvml": "gpu",
 }
 """The extra that installs an optional library, by the import name of the library."""

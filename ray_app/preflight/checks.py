@@ -18,7 +18,6 @@ import psutil
 from ray_app.cluster.resources import resolve_scaling
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, digest
-from ray_app.config.import_paths import TASK_OPTIMIZER
 from ray_app.data.arrays import spec_of_values
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import sample_ragged_rows, sample_rows
@@ -128,8 +127,11 @@ def fit_task(context: PreflightContext) -> CheckResult:
     refuse_other_names(context.initial.classes, task.data_schema["classes"], where, of)
     if problems := task.validate_config(config):
         raise ConfigError(f"{type(task).__name__} does not go with the configuration: {' '.join(problems)}")
-    if config.optimizer == Config.optimizer and config.optimizers is None and task.has_own_optimizer:
-        config = config.replace(optimizer={"class_path": TASK_OPTIMIZER})
+    if config.optimizer == Config.optimizer and config.optimizers is None and (fields := task.optimizer_fields()):
+        # A schedule of the configuration counts more than that of the task.
+        if config.schedule is not None:
+            fields = {name: value for name, value in fields.items() if name != "schedule"}
+        config = config.replace(**fields)
         check_config(config)
     mode = resolve_mode(task, config.evaluate.metric, config.evaluate.mode)
     context.config = config.replace(evaluate__mode=mode)

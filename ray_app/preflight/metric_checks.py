@@ -70,7 +70,10 @@ def try_metrics(context: PreflightContext) -> list[str]:
     with user_code(lambda: "evaluating some rows"), torch.no_grad():
         messages = list[str]()
         if isinstance(task, BatchTask):
-            messages = _check_means(task, context.model, cycle_rows(rows, max(count, MIN_ROWS)))
+            cycled = cycle_rows(rows, max(count, MIN_ROWS))
+            messages = _check_means(task, context.model, cycled)
+            if type(task).metrics is not BatchTask.metrics:
+                _check_batches(task, context.model, cycled)
         outputs = _forward_rows(task, context.model, rows)
         _check_states(task, outputs)
         messages += _check_computed(task, outputs, has_all and len(outputs) == count)
@@ -169,6 +172,23 @@ def _split_states(task: Task, outputs: Outputs, cuts: Sequence[int]) -> list[dic
         if time.monotonic() - start_s > _MAX_SECONDS:
             return None
     return parts if all(low < high for low, high in pairwise(cuts)) else None
+
+
+def _check_batches(task: BatchTask, model: nn.Module, rows: Arrays) -> None:
+    """Refuses metrics of a batch that differ from those put together from two parts of it.
+
+    If the metrics of a task get states and not outputs of rows, a batch has other states than its rows.
+    """
+    count = len(next(iter(rows.values())))
+    cut = max(1, count // _FIRST_PART)
+
+    def outputs_of(part: slice) -> Outputs:
+        batch = to_batch({name: values[part] for name, values in rows.items()})
+        return [(task.eval_outputs(model, batch), batch)]
+
+    whole = _compute_values(_update_metrics(task, outputs_of(slice(count))))
+    parts = [_part_states(task, outputs_of(part)) for part in (slice(cut), slice(cut, count))]
+    _check_equal(task, whole, _combine_states(task, parts), "two parts of them")
 
 
 def _check_wrappers(metrics: MetricCollection) -> None:

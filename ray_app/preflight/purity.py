@@ -255,7 +255,8 @@ def _iter_impurities(job: Job) -> Iterator[str]:
     yield from _check_repeatable(
         task, "augment", lambda: task.augment({k: v.clone() for k, v in batch.items()}, keys), _KEYED, (TORCH,)
     )
-    yield from _check_repeatable(task, "build_model", lambda: _build_model(task).state_dict(), _KEYED, (TORCH,))
+    allowed = tuple(_GLOBAL_STATES) if task.seeds_all_generators else (TORCH,)
+    yield from _check_repeatable(task, "build_model", lambda: _build_model(task).state_dict(), _KEYED, allowed)
     model, fields = _build_model(task).train(), task.augment(dict(batch), keys)
     for turn in job.config.optimizers or [""]:
         name = f"loss_for_optimizer of {turn}" if turn else "training_loss"

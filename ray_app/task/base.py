@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ray_app.config.import_paths import TASK_OPTIMIZER
 from ray_app.devices import KINDS
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import DataFacts
@@ -199,6 +200,8 @@ class Task(ABC):
     """The metric that decides which checkpoint is best, unless `evaluate.metric` names another."""
     best_mode: ClassVar[str] = "min"
     """Whether a lower (`min`) or a higher (`max`) value of `best_metric` is better."""
+    seeds_all_generators: ClassVar[bool] = False
+    """Whether user code in `build_model` may draw from Python's and NumPy's generators, seeded from torch's."""
     classes: list[str] = []  # noqa: RUF012 - replaced, never changed
     """Names of the classes in the order of their indices; set by `prepare` of a classification."""
     data_schema: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
@@ -375,6 +378,14 @@ class Task(ABC):
     def has_own_optimizer(self) -> bool:
         """Whether the task makes an optimizer where the configuration has none: it overrides `configure_optimizers`."""
         return type(self).configure_optimizers is not Task.configure_optimizers
+
+    def optimizer_fields(self) -> dict[str, Any]:
+        """Returns fields of the configuration for the optimizer that the task defines, if the configuration has none.
+
+        They are `optimizer`, and `schedule` if it has one. Not overridden: the optimizer that `configure_optimizers`
+        makes in the workers, if the task has one.
+        """
+        return {"optimizer": {"class_path": TASK_OPTIMIZER}} if self.has_own_optimizer else {}
 
     def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
         """Makes the optimizer, and a schedule or None; called if the configuration has no optimizer.

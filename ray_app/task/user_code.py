@@ -19,7 +19,10 @@ _APPLICATION = Path(__file__).parents[1]
 _TASKS = Path(__file__).parent
 # Modules of `task` that only call user code; the others are tasks, which count as user code.
 _MACHINERY_MODULES = ("base", "user_code", "metrics", "metric_classes", "whole_batches", "lightning", "user_loop")
-_MACHINERY = tuple(_TASKS / f"{name}.py" for name in _MACHINERY_MODULES)
+_MACHINERY = (
+    *(_TASKS / f"{name}.py" for name in _MACHINERY_MODULES),
+    *sorted((_TASKS / "keras").glob("*.py")),
+)
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _MAX_CALLS = 30
 _ON_DEVICE = "CUDA error"

@@ -1,4 +1,4 @@
-"""Base of tasks with user code that computes means over whole batches: Lightning modules and loops of scripts.
+"""Base of tasks with user code that computes means over whole batches: Lightning, loops of scripts, Keras.
 
 `OwnOptimizer` is the optimizer of a configuration where the task makes the optimizer.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from ray_app.task.metrics import Mode
 from ray_app.task.module import ModuleTask
 from ray_app.task.transforms import Spec
 
-if TYPE_CHECKING:
-    from ray_app.task.metric_classes import LoggedMetric
-
 
 class Evaluated(NamedTuple):
     """The results of user code for an evaluated batch.
@@ -31,14 +28,15 @@ class Evaluated(NamedTuple):
     Args:
         loss: The mean over its rows, shape ().
         logged: Other means over its rows, each of shape ().
-        metrics: The torchmetrics objects that were updated with it, which are combined over all rows.
+        metrics: What the metrics of the task are updated with, by name: the torchmetrics objects that were updated with
+            the batch (`LoggedMetric`), or their states.
         weight: The weight of the batch in the mean loss of all batches, shape (), such as its number of tokens; None:
             its number of rows.
     """
 
     loss: Tensor
     logged: dict[str, Tensor]
-    metrics: Mapping[str, LoggedMetric] = MappingProxyType({})
+    metrics: Mapping[str, Any] = MappingProxyType({})
     weight: Tensor | None = None
 
 

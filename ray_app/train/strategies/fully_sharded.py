@@ -319,7 +319,7 @@ class ShardedPlacement(Placement):
         Any other optimizer gets the sharded parameters (`DTensor`); its operators compute as with whole parameters, and
         may communicate for that.
         """
-        is_elementwise = optimizer_class in ELEMENTWISE_OPTIMIZERS
+        is_elementwise = optimizer_class in ELEMENTWISE_OPTIMIZERS or getattr(optimizer_class, "is_elementwise", False)
         self._shards = StateShards([p for p in named.values() if isinstance(p, DTensor)] if is_elementwise else [])
         shards = {name: self._shards.plain_parameters.get(p, p) for name, p in named.items()}
         optimizer = build(make_groups(shards), is_elementwise)

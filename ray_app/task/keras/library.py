@@ -1,0 +1,252 @@
+"""Keras on PyTorch: its import with the backend torch, and all private names of it that the package uses.
+
+Keras fixes its backend when it is imported. `choose_backend` therefore sets the backend before anything imports the
+user's program, and `import_keras` refuses a process in which Keras runs on another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ray_app.config.import_paths import require
+from ray_app.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "torch"
+_VARIABLE = "KERAS_BACKEND"
+_NAME_COUNTERS = "object_name_uids"
+"""Keras' global attribute that counts the names of layers of this thread: dense, dense_1, ..."""
+_GLOBAL_GENERATOR = "global_seed_generator"
+"""Keras' global attribute with the generator of random numbers that get no seed."""
+_MAX_SEED = 2**31
+
+
+def choose_backend() -> None:
+    """Makes PyTorch the backend of a Keras that is imported later in this process."""
+    if "keras" in sys.modules:
+        return
+    other = os.environ.get(_VARIABLE, BACKEND)
+    if other != BACKEND:
+        logger.info("%s is %s; workers train on PyTorch, so it is set to %s here.", _VARIABLE, other, BACKEND)
+    os.environ[_VARIABLE] = BACKEND
+
+
+def import_keras() -> Any:
+    """Returns the module Keras.
+
+    Raises:
+        ConfigError: Keras is not installed, or runs on another backend in this process.
+    """
+    require("keras", "A Keras program")
+    choose_backend()
+    import keras
+
+    if keras.backend.backend() != BACKEND:
+        raise ConfigError(
+            f"Keras runs on the backend {keras.backend.backend()} in this process, and programs train on PyTorch here."
+            f" Keras cannot change its backend once it is imported: set {_VARIABLE}={BACKEND} in the environment before"
+            " Python starts, or import ray_app.keras before keras."
+        )
+    return keras
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a program has set for all of Keras.
+
+    Args:
+        dtype_policy: The policy that layers get, which Keras keeps for each thread.
+        floatx: The type of floats.
+        image_data_format: Whether channels are last or first.
+    """
+
+    dtype_policy: str
+    floatx: str
+    image_data_format: str
+
+    @classmethod
+    def read(cls) -> Settings:
+        """Returns the settings of this thread."""
+        config = import_keras().config
+        return cls(config.dtype_policy().name, config.floatx(), config.image_data_format())
+
+    def apply(self) -> None:
+        """Sets these settings in this thread."""
+        config = import_keras().config
+        config.set_floatx(self.floatx)
+        config.set_image_data_format(self.image_data_format)
+        config.set_dtype_policy(self.dtype_policy)
+
+
+def _global_state() -> Any:
+    """Returns Keras' module of the attributes that belong to a thread."""
+    import_keras()
+    from keras.src.backend.common import global_state
+
+    return global_state
+
+
+@contextmanager
+def program_session(settings: Settings | None) -> Iterator[None]:
+    """Lets a block make a program as in a new process, with random numbers that only torch's generator determines.
+
+    Keras draws the seeds of initializers from Python's generator. The names of layers are counted from the beginning,
+    since parameters have names that are made of them. Afterwards the generators of Python and NumPy, the settings of
+    the thread and the counted names are those of before.
+
+    Args:
+        settings: The settings that the program has made when it was imported; None: those of this thread.
+    """
+    state = _global_state()
+    before = Settings.read()
+    names = {name: state.get_global_attribute(name) for name in (_NAME_COUNTERS, _GLOBAL_GENERATOR)}
+    python, numpy = random.getstate(), np.random.get_state()
+    seeds = torch.randint(_MAX_SEED, (2,)).tolist()
+    random.seed(seeds[0])
+    np.random.seed(seeds[1])
+    for name in names:
+        state.set_global_attribute(name, None)
+    try:
+        (settings or before).apply()
+        with device_scope(torch.device("cpu")):
+            yield
+    finally:
+        before.apply()
+        for name, value in names.items():
+            state.set_global_attribute(name, value)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def device_scope(device: torch.device) -> Any:
+    """Returns a context in which Keras makes tensors on a device."""
+    return import_keras().device(str(device))
+
+
+def weights_of(program: Any) -> list[tuple[Any, bool]]:
+    """Returns the variables of a model in its order, each once, and whether an optimizer may train it.
+
+    A variable of a frozen layer may be trained; moving statistics and counters may not. The states of generators of
+    random numbers and of metrics are no weights.
+    """
+    trainable = {id(v) for layer in program._flatten_layers() for v in layer._trainable_variables}
+    return [(variable, id(variable) in trainable) for variable in program.weights]
+
+
+def tensor_of(variable: Any) -> torch.Tensor:
+    """Returns the tensor of a variable itself, also where the variable would give a copy of another type."""
+    return variable._value
+
+
+def bind_tensor(variable: Any, tensor: torch.Tensor) -> None:
+    """Makes a tensor the value of a variable, without copying it."""
+    variable._value = tensor
+
+
+def freeze_layers(program: Any, variables: list[Any]) -> None:
+    """Freezes the layers of a model of which all variables that they train are among these."""
+    frozen = {id(v) for v in variables}
+    for layer in program._flatten_layers():
+        weights = layer._trainable_variables
+        if weights and not layer._layers and all(id(v) in frozen for v in weights):
+            layer.trainable = False
+
+
+def wrapped_modules(program: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yields the PyTorch modules that are layers of a model, with the paths of the layers."""
+    keras = import_keras()
+    for layer in program._flatten_layers():
+        if isinstance(layer, keras.layers.TorchModuleWrapper):
+            yield layer.path, layer.module
+
+
+def seed_generators(program: Any) -> list[Any]:
+    """Returns the generators of random numbers that the layers of a model have, in their order."""
+    generators = {id(g): g for layer in program._flatten_layers() for g in layer._seed_generators}
+    return list(generators.values())
+
+
+def global_seed_generator() -> Any:
+    """Returns the generator of this thread for random numbers that get no seed."""
+    state = _global_state()
+    if (generator := state.get_global_attribute(_GLOBAL_GENERATOR)) is None:
+        # Keras itself would draw its first seed from Python's generator.
+        generator = import_keras().random.SeedGenerator(0)
+        state.set_global_attribute(_GLOBAL_GENERATOR, generator)
+    return generator
+
+
+def has_training_argument(program: Any) -> bool:
+    """Returns whether a model takes the argument `training`."""
+    return bool(program._call_has_training_arg)
+
+
+def compute_loss(program: Any, x: Any, y: Any, outputs: Any, weights: Any, is_training: bool) -> torch.Tensor:
+    """Returns the loss that a compiled model computes of a batch, with all that layers add, of shape ()."""
+    loss = program._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights, training=is_training)
+    program._clear_losses()
+    return loss
+
+
+def summed_losses(program: Any) -> list[str]:
+    """Returns the names of the losses of a model that are sums over a batch, once a batch has gone through it."""
+    losses = [] if program._compile_loss is None else program._compile_loss._flat_losses or []
+    return [one.name for one in losses if getattr(one.loss, "reduction", None) == "sum"]
+
+
+def compiled_metrics(program: Any) -> list[tuple[str, Any]]:
+    """Returns the metrics of a model by the names under which Keras reports them, without the mean of the loss.
+
+    Metrics of `compile` exist once a batch has gone through the model.
+    """
+    named: dict[str, Any] = {}
+    for metric in program.metrics:
+        if metric is program._compile_metrics:
+            _add_metrics(named, metric._flat_metrics or [], "")
+            _add_metrics(named, metric._flat_weighted_metrics or [], "weighted_")
+        elif metric is not program._loss_tracker:
+            named[metric.name] = metric
+    return list(named.items())
+
+
+def is_higher_better(metric: Any) -> bool | None:
+    """Returns whether more of a metric is better, None if its class does not define it."""
+    return {"up": True, "down": False}.get(getattr(metric, "_direction", ""))
+
+
+def is_mean(metric: Any) -> bool:
+    """Returns whether a metric is the mean of one number per row, which the result of a batch then is, too."""
+    return isinstance(metric, import_keras().metrics.Mean)
+
+
+def _add_metrics(named: dict[str, Any], parts: list[Any], prefix: str) -> None:
+    """Adds metrics of outputs by their names, with a prefix or a number where a name exists, as Keras does."""
+    for part in parts:
+        for metric in part.metrics if part is not None else []:
+            output = f"{part.output_name}_" if part.output_name else ""
+            name = f"{output}{metric.name}"
+            if name in named and prefix:
+                name = f"{output}{prefix}{metric.name}"
+            number = 0
+            while name in named:
+                number += 1
+                name = f"{output}{metric.name}_{number}"
+            named[name] = metric
+
+
+def overridden_steps(program: Any) -> list[str]:
+    """Returns the methods of Keras' loop that the class of a model writes itself."""
+    keras = import_keras()
+    names = ("train_step", "test_step", "predict_step", "fit", "make_train_function", "make_test_function")
+    return [name for name in names if getattr(type(program), name) is not getattr(keras.Model, name)]

@@ -1,0 +1,290 @@
+"""A compiled Keras model as an `nn.Module`: the model's variables are its parameters and buffers.
+
+Keras on PyTorch keeps every variable as a frozen or trained `nn.Parameter`, also moving statistics and the states of
+random generators. `KerasModule` registers variables that an optimizer may train as parameters, and all others as
+buffers: every logical worker then starts a step with the same moving statistics, and all workers end it with those of
+logical worker 0, as with batch normalization of PyTorch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ray_app.errors import ConfigError
+from ray_app.task.keras import library
+from ray_app.torch_private import registered_buffers
+
+_MAX_SEED = 2**31
+
+
+class KerasPass(NamedTuple):
+    """The result of a batch that went through a model.
+
+    Args:
+        loss: Its mean loss, shape ().
+        outputs: What the model gave.
+        targets: The targets in the shapes of the outputs.
+    """
+
+    loss: Tensor
+    outputs: Any
+    targets: Any
+
+
+class _Slot:
+    """A place in a model for a tensor that is registered under a name.
+
+    Args:
+        name: The name.
+        tensor: The tensor that the model has there.
+        set_tensor: Gives the model another one.
+    """
+
+    def __init__(self, name: str, tensor: Tensor, set_tensor: Callable[[Tensor], None]) -> None:
+        self.name = name
+        self._tensor = tensor
+        self._set_tensor = set_tensor
+        set_tensor(tensor)
+
+    def bind(self, tensor: Tensor | None) -> None:
+        """Gives the model a tensor unless it has it."""
+        if tensor is not self._tensor and tensor is not None:
+            self._set_tensor(tensor)
+            self._tensor = tensor
+
+
+class KerasModule(nn.Module):
+    """A compiled Keras model with its variables as parameters and buffers, named by their paths (`dense/kernel`).
+
+    The model is no submodule, since its layers would register every variable again.
+
+    Args:
+        program: The compiled model, built.
+        settings: What the program has set for all of Keras.
+
+    Attributes:
+        program: The model.
+    """
+
+    program: Any
+
+    def __init__(self, program: Any, settings: library.Settings) -> None:
+        super().__init__()
+        self._settings = settings
+        # `nn.Module` would make it a submodule.
+        vars(self)["program"] = program
+        self._variables: dict[str, Any] = {}
+        self._slots: list[_Slot] = []
+        for variable, is_parameter in library.weights_of(program):
+            self._register(variable, is_parameter)
+        for path, module in library.wrapped_modules(program):
+            for name, owner, key in _buffers_of(module):
+                self._add_slot(f"{path}/{name}", owner[key], _setter_of(owner, key), is_parameter=False)
+        self._generators = library.seed_generators(program)
+
+    def _register(self, variable: Any, is_parameter: bool) -> None:
+        """Registers a variable; one that no optimizer trains gets a plain tensor of the same memory."""
+
+        def bind(tensor: Tensor) -> None:
+            library.bind_tensor(variable, tensor)
+
+        tensor = library.tensor_of(variable)
+        if is_parameter and not isinstance(tensor, nn.Parameter):
+            tensor = nn.Parameter(tensor.detach(), requires_grad=variable.trainable)
+        elif not is_parameter:
+            tensor = tensor.detach()
+        name = self._add_slot(variable.path, tensor, bind, is_parameter)
+        if is_parameter:
+            self._variables[name] = variable
+
+    def _add_slot(self, path: str, tensor: Tensor, set_tensor: Callable[[Tensor], None], is_parameter: bool) -> str:
+        """Registers a tensor under its path, with a number if an earlier tensor has that path; returns the name."""
+        base = path.replace(".", "_")
+        name, number = base, 0
+        while name in self._parameters or name in registered_buffers(self):
+            number += 1
+            name = f"{base}_{number}"
+        if is_parameter:
+            assert isinstance(tensor, nn.Parameter)
+            self.register_parameter(name, tensor)
+        else:
+            self.register_buffer(name, tensor)
+        self._slots.append(_Slot(name, tensor, set_tensor))
+        return name
+
+    def _bind(self) -> None:
+        """Gives the model the tensors that are registered now: a move to a device, or a strategy, replaces them."""
+        tensors = {**self._parameters, **registered_buffers(self)}
+        for slot in self._slots:
+            slot.bind(tensors[slot.name])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KerasModule:
+        """Returns a copy, for which Keras writes and reads the model; the tensors are copied by PyTorch."""
+        with library.program_session(self._settings), torch.random.fork_rng(devices=[]):
+            copied = KerasModule(copy.deepcopy(self.program, memo), self._settings)
+        copied.load_state_dict(self.state_dict())
+        for (name, p), other in zip(self.named_parameters(), copied.parameters(), strict=True):
+            assert name in copied._parameters
+            other.requires_grad_(p.requires_grad)
+        return copied.to(self.device).train(self.training)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's tensors; the CPU for a model without any."""
+        tensor = next(iter([*self.parameters(), *self.buffers()]), None)
+        return torch.device("cpu") if tensor is None else tensor.device
+
+    def train(self, mode: bool = True) -> KerasModule:
+        """Sets the mode of the model, and freezes layers of which `train.freeze` has left no weight to train.
+
+        Keras lets a frozen layer of batch normalization use its moving statistics and keep them as they are.
+        """
+        super().train(mode)
+        for _, module in library.wrapped_modules(self.program):
+            module.train(mode)
+        frozen = [
+            v for name, v in self._variables.items() if v.trainable and not self.get_parameter(name).requires_grad
+        ]
+        if frozen:
+            library.freeze_layers(self.program, frozen)
+        return self
+
+    def forward(self, x: Any, y: Any = None, weights: Any = None, with_loss: bool = False) -> Any:
+        """Runs a batch through the model.
+
+        Args:
+            x: The inputs: a tensor, or tensors as the model takes them.
+            y: The targets; None if the model has its losses from `add_loss` alone.
+            weights: The weight of each row, shape (rows,); None for equal weights.
+            with_loss: Whether to compute the loss, too.
+
+        Returns:
+            What the model gives; with the loss a `KerasPass`.
+        """
+        self._bind()
+        program = self.program
+        with library.device_scope(self.device):
+            self._seed()
+            x = fit_inputs(program, x)
+            outputs = program(x, training=self.training) if library.has_training_argument(program) else program(x)
+            if not with_loss:
+                return outputs
+            program.reset_metrics()
+            y = fit_targets(y, outputs)
+            return KerasPass(library.compute_loss(program, x, y, outputs, weights, self.training), outputs, y)
+
+    def _seed(self) -> None:
+        """Sets the states of all generators of random numbers.
+
+        In training they are drawn from torch's generator, which is seeded by seed, epoch, step and logical worker. An
+        evaluation has the same in every batch, so that it does not depend on the process that evaluates.
+        """
+        generators = [*self._generators, library.global_seed_generator()]
+        if self.training:
+            seeds = torch.randint(_MAX_SEED, (len(generators), 2), dtype=torch.int64)
+        else:
+            seeds = torch.tensor([[number, 0] for number in range(len(generators))])
+        for generator, seed in zip(generators, seeds, strict=True):
+            generator.state.assign(seed)
+
+    def metric_states(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, list[Tensor]]:
+        """Returns the states of the model's metrics after a batch that has just gone through it, by their names."""
+        with library.device_scope(self.device):
+            self.program.compute_metrics(x, y, outputs, weights)
+            return {
+                name: [library.tensor_of(v).detach().clone() for v in metric.variables]
+                for name, metric in library.compiled_metrics(self.program)
+            }
+
+    def metric_means(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, Tensor]:
+        """Returns the metrics that are means, of a batch that has just gone through the model, each of shape ()."""
+        with library.device_scope(self.device), torch.no_grad():
+            self.program.compute_metrics(x, y, outputs, weights)
+            return {
+                name: metric.result().detach()
+                for name, metric in library.compiled_metrics(self.program)
+                if library.is_mean(metric)
+            }
+
+    def trained_variables(self) -> dict[str, Any]:
+        """Returns the variables that an optimizer trains, by the names of their parameters."""
+        return {name: variable for name, variable in self._variables.items() if self.get_parameter(name).requires_grad}
+
+
+def fit_inputs(program: Any, x: Any) -> Any:
+    """Returns inputs in the shapes that a model declares, where only the division into axes differs.
+
+    An image of 28 by 28 pixels becomes 784 numbers or gets an axis of channels, and several columns become one input
+    side by side if the model has one.
+    """
+    declared = getattr(program, "inputs", None)
+    if not declared:
+        return x
+    if isinstance(x, list) and len(declared) == 1:
+        x = torch.cat([values.reshape(len(values), -1) for values in x], 1) if len(x) > 1 else x[0]
+    if isinstance(x, Tensor):
+        return _fit_shape(x, declared[0].shape)
+    if isinstance(x, dict):
+        shapes = {tensor.name: tensor.shape for tensor in declared}
+        return {name: _fit_shape(v, shapes[name]) if name in shapes else v for name, v in x.items()}
+    return [_fit_shape(values, tensor.shape) for values, tensor in zip(x, declared, strict=False)]
+
+
+def fit_targets(y: Any, outputs: Any) -> Any:
+    """Returns targets with an axis of one number where the outputs have it, which a column of numbers lacks.
+
+    Losses of Keras add it by themselves, but not all metrics do.
+    """
+    if isinstance(y, Tensor) and isinstance(outputs, Tensor):
+        return y[:, None] if y.ndim == 1 and outputs.ndim == 2 and outputs.shape[1] == 1 else y
+    if isinstance(y, dict) and isinstance(outputs, dict):
+        return {name: fit_targets(one, outputs.get(name)) for name, one in y.items()}
+    if isinstance(y, list) and isinstance(outputs, list | tuple):
+        return [fit_targets(one, output) for one, output in zip(y, outputs, strict=False)]
+    return y
+
+
+def _fit_shape(values: Tensor, declared: tuple[int | None, ...]) -> Tensor:
+    """Returns values of shape (rows, ...) in a declared shape, if a row has as many values."""
+    shape = [size for size in declared[1:] if size is not None]
+    is_known = len(shape) == len(declared) - 1
+    if list(values.shape[1:]) == shape or not is_known or math.prod(shape) != math.prod(values.shape[1:]):
+        return values
+    return values.reshape(len(values), *shape)
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yields the buffers of a PyTorch module: the name, and the dictionary that has the tensor with its key."""
+    for path, part in module.named_modules():
+        for key, tensor in registered_buffers(part).items():
+            if tensor is not None:
+                yield f"{path}/{key}".lstrip("/"), registered_buffers(part), key
+
+
+def _setter_of(owner: dict[str, Any], key: str) -> Callable[[Tensor], None]:
+    def set_tensor(tensor: Tensor) -> None:
+        owner[key] = tensor
+
+    return set_tensor
+
+
+def refuse_steps(program: Any) -> None:
+    """Raises ConfigError for a model that is not compiled, or writes parts of Keras' loop itself."""
+    if not program.compiled:
+        raise ConfigError(
+            f"The model {program.name!r} is not compiled, so it has no loss and no optimizer. Call"
+            " model.compile(optimizer=..., loss=...) in the function that task.init_args.model names."
+        )
+    if steps := library.overridden_steps(program):
+        raise ConfigError(
+            f"{type(program).__name__} has {', '.join(steps)} of its own, which moves the weights itself and would not"
+            " wait for the gradients of the other workers. Write compute_loss(x, y, y_pred, sample_weight, training)"
+            " for another loss and compute_metrics for other metrics, which are called for each micro-batch; for"
+            " another loop write a Task (docs/own-task.md)."
+        )

@@ -1,0 +1,310 @@
+"""The optimizers and learning-rate schedules of Keras as those of PyTorch.
+
+`KerasOptimizer` calls Keras' own update on the tensors of PyTorch's parameters, so its arithmetic is that of Keras. The
+state is in `state[p]` of each parameter, as PyTorch's optimizers have it: every strategy, checkpoint and resume works.
+Numbers that Keras keeps once for all parameters, such as the number of steps, are in the state of each.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ray_app.errors import ConfigError
+from ray_app.task.keras import library
+from ray_app.torch_private import foreach_copy_
+
+_MODULE = "ray_app.task.keras.optimizer"
+OPTIMIZER, SCHEDULE = f"{_MODULE}.KerasOptimizer", f"{_MODULE}.KerasSchedule"
+"""Import paths for the configuration."""
+_ELEMENTWISE = (
+    "SGD",
+    "RMSprop",
+    "Adam",
+    "AdamW",
+    "Adadelta",
+    "Adagrad",
+    "Adamax",
+    "Nadam",
+    "Ftrl",
+    "Lion",
+    "ScheduleFreeAdamW",
+)
+"""Optimizers of Keras that update each value of a parameter independently."""
+_PARAMETER = re.compile(r".*parameter(\d+)(?:_(\w+))?$")
+"""The end of the name of a variable that Keras keeps for a parameter, which begins with the name of the latter."""
+
+
+def serialize_optimizer(optimizer: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields `optimizer` and `schedule` of a configuration for an optimizer of Keras.
+
+    Args:
+        optimizer: The optimizer that a model was compiled with.
+        named: The variables of the model by the names of the parameters.
+
+    Raises:
+        ConfigError: The optimizer does what has another place here, or cannot be written into a configuration.
+    """
+    keras = library.import_keras()
+    _refuse_features(optimizer)
+    serialized = keras.optimizers.serialize(optimizer)
+    config = serialized["config"]
+    schedule, config["learning_rate"] = config["learning_rate"], None
+    # The class that PyTorch's backend has in its place is private.
+    if serialized["module"].startswith("keras."):
+        serialized |= {"module": "keras.optimizers", "registered_name": None}
+    # A loss that is scaled by a number gives gradients that are divided by it again.
+    config["loss_scale_factor"] = None
+    try:
+        serialized = json.loads(json.dumps(serialized))
+    except TypeError as error:
+        raise ConfigError(
+            f"The optimizer {type(optimizer).__name__} has values that no configuration holds: {error}. Let its"
+            " get_config return numbers, text, lists and dictionaries."
+        ) from error
+    rate = float(optimizer.learning_rate)
+    fields: dict[str, Any] = {
+        "optimizer": {
+            "class_path": OPTIMIZER,
+            "init_args": {"lr": rate, "serialized": serialized},
+            "groups": _make_groups(optimizer, named) or None,
+        }
+    }
+    if isinstance(schedule, dict):
+        fields["schedule"] = {"class_path": SCHEDULE, "init_args": {"serialized": json.loads(json.dumps(schedule))}}
+    return fields
+
+
+def _refuse_features(optimizer: Any) -> None:
+    """Raises ConfigError for what an optimizer of Keras does, and another part of a run does here."""
+    keras = library.import_keras()
+    name = type(optimizer).__name__
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ConfigError(
+            "The model is compiled for mixed_float16 with a LossScaleOptimizer, whose scale would be no part of a"
+            " checkpoint. Set the policy mixed_bfloat16, which needs no scale, or float32 with train.precision: fp16."
+        )
+    if not isinstance(optimizer.get_config()["learning_rate"], float) and not isinstance(
+        optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule
+    ):
+        raise ConfigError(
+            f"The learning rate of {name} is a function, which no configuration holds. Write a"
+            " keras.optimizers.schedules.LearningRateSchedule, which is called with the number of the step."
+        )
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise ConfigError(
+            "The model is compiled with a MultiOptimizer, whose optimizers a run cannot keep apart. Compile it with one"
+            " optimizer, or give groups of parameters other learning rates by optimizer.groups in the configuration."
+        )
+    if optimizer.use_ema:
+        raise ConfigError(
+            f"The optimizer {name} has use_ema, by which Keras' fit averages the weights. Leave it out and set"
+            f" train.ema_decay: {optimizer.ema_momentum:g}, whose average is evaluated and saved, too."
+        )
+
+
+def _make_groups(optimizer: Any, named: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns a group for each parameter if the optimizer treats one by its name or its constraint, else no group.
+
+    All have one, since parameters without a group come first, and a norm of all gradients is a sum in the order of the
+    parameters.
+    """
+    groups = []
+    by_name = hasattr(optimizer, "exclude_layers") or getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    excludes = bool(getattr(optimizer, "_exclude_from_weight_decay", None) or by_name)
+    for name, variable in named.items():
+        group: dict[str, Any] = {}
+        if excludes:
+            group |= {"path": variable.path, "decays": bool(optimizer._use_weight_decay(variable))}
+        if variable.constraint is not None:
+            keras = library.import_keras()
+            group["constraint"] = json.dumps(keras.constraints.serialize(variable.constraint))
+        groups.append({"names": [name], **group})
+    return groups if any(len(group) > 1 for group in groups) else []
+
+
+def refuse_sharding(fields: dict[str, Any]) -> str | None:
+    """Returns why an optimizer cannot update parts of parameters, None if it can."""
+    optimizer = fields["optimizer"]
+    name, config = optimizer["init_args"]["serialized"]["class_name"], optimizer["init_args"]["serialized"]["config"]
+    reasons = {
+        f"{name} computes with whole weights": name not in _ELEMENTWISE,
+        "clipnorm is the norm of a whole weight": bool(config.get("clipnorm")),
+        "global_clipnorm is the norm of all weights; train.grad_clip_norm does the same": bool(
+            config.get("global_clipnorm")
+        ),
+        "a constraint looks at a whole weight": any("constraint" in group for group in optimizer["groups"] or []),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+class KerasOptimizer(Optimizer):
+    """An optimizer of Keras, which updates PyTorch's parameters by its own arithmetic.
+
+    Args:
+        params: The parameters, or groups of them. All groups have the same learning rate. A group may say that weight
+            decay leaves its parameters alone (`decays`), and may have the `path` of its variable in the model and its
+            `constraint` as JSON.
+        lr: The learning rate, which a schedule may change.
+        serialized: What `keras.optimizers.serialize` gives for the optimizer.
+
+    Raises:
+        ConfigError: The groups have several learning rates.
+    """
+
+    is_elementwise: ClassVar[bool] = True
+    """Whether it can update a part of a parameter; `refuse_sharding` refuses optimizers that cannot."""
+
+    def __init__(self, params: Iterable[Any], lr: float, serialized: dict[str, Any]) -> None:
+        super().__init__(params, {"lr": lr, "decays": True, "path": "", "constraint": ""})
+        self._serialized = serialized
+        # Keras' optimizer, made in the first step, and for each of its variables the parameter and the name there; a
+        # variable of all parameters has no parameter.
+        self._keras: Any = None
+        self._variables: dict[Tensor, Any] = {}
+        self._slots: list[tuple[Any, Tensor | None, str]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Updates the parameters that have a gradient."""
+        assert closure is None, "a step here has gradients and no closure"
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        moved = [p for p in parameters if p.grad is not None]
+        if not moved:
+            return
+        rates = {group["lr"] for group in self.param_groups}
+        if len(rates) > 1:
+            raise ConfigError(
+                f"The groups of {self._serialized['class_name']} have the learning rates {sorted(rates)}; an optimizer"
+                " of Keras has one. Leave lr out of optimizer.groups, or name an optimizer of torch.optim."
+            )
+        with library.device_scope(moved[0].device):
+            if self._keras is None or not _are_same(self._variables, parameters):
+                self._build(parameters)
+            self._bind(parameters)
+            self._keras.learning_rate = rates.pop()
+            self._keras.apply([p.grad for p in moved], [self._variables[p] for p in moved])
+        self._store_shared(parameters)
+
+    def _build(self, parameters: list[Tensor]) -> None:
+        """Makes Keras' optimizer for parameters."""
+        keras = library.import_keras()
+        serialized = copy.deepcopy(self._serialized)
+        serialized["config"]["learning_rate"] = 0.0
+        optimizer = keras.saving.deserialize_keras_object(serialized)
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        self._variables = {}
+        for number, (p, group) in enumerate(zip(parameters, groups, strict=True)):
+            self._variables[p] = _make_variable(p, number, group)
+        fixed = [v for p, v in self._variables.items() if not self._group_of(p)["decays"]]
+        if fixed:
+            optimizer.exclude_from_weight_decay(var_list=fixed)
+        optimizer.build(list(self._variables.values()))
+        self._keras = optimizer
+        self._slots = _find_slots(optimizer, parameters)
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
+
+    def _bind(self, parameters: list[Tensor]) -> None:
+        """Gives Keras' variables the tensors of the state, and makes the state of parameters without one."""
+        for p in parameters:
+            if library.tensor_of(self._variables[p]) is not p:
+                library.bind_tensor(self._variables[p], p)
+        first = parameters[0]
+        for variable, parameter, name in self._slots:
+            state = self.state[first if parameter is None else parameter]
+            if name not in state:
+                state[name] = library.tensor_of(variable).detach().clone()
+            if library.tensor_of(variable) is not state[name]:
+                library.bind_tensor(variable, state[name])
+
+    def _store_shared(self, parameters: list[Tensor]) -> None:
+        """Copies what Keras keeps once for all parameters into the state of each."""
+        for variable, parameter, name in self._slots:
+            if parameter is not None:
+                continue
+            value = library.tensor_of(variable)
+            others = [p for p in parameters[1:] if name in self.state[p]]
+            if others:
+                foreach_copy_([self.state[p][name] for p in others], [value] * len(others))
+            for p in parameters[1:]:
+                if name not in self.state[p]:
+                    self.state[p][name] = value.clone()
+
+
+def _are_same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    return [id(p) for p in one] == [id(p) for p in other]
+
+
+def _make_variable(parameter: Tensor, number: int, group: dict[str, Any]) -> Any:
+    """Returns a variable of Keras for a parameter, with the path of the model's variable before its own name."""
+    keras = library.import_keras()
+    *scopes, path_end = group["path"].split("/")
+    name = f"{path_end}_parameter{number}" if path_end else f"parameter{number}"
+    with ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(scope))
+        variable = keras.Variable(parameter, name=name, trainable=True)
+    library.bind_tensor(variable, parameter)
+    if group["constraint"]:
+        variable.constraint = keras.constraints.deserialize(json.loads(group["constraint"]))
+    return variable
+
+
+def _find_slots(optimizer: Any, parameters: list[Tensor]) -> list[tuple[Any, Tensor | None, str]]:
+    """Returns the variables of a built optimizer, each with its parameter and its name in the state."""
+    slots: list[tuple[Any, Tensor | None, str]] = []
+    names: dict[Tensor | None, set[str]] = {}
+    for variable in optimizer.variables:
+        if variable is optimizer._learning_rate:
+            continue
+        match = _PARAMETER.match(variable.name)
+        parameter = parameters[int(match[1])] if match else None
+        base = (match[2] or "slot") if match else "step" if variable is optimizer._iterations else "shared"
+        if parameter is None and len(variable.shape):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {variable.name} of shape {tuple(variable.shape)} for all weights"
+                " together; the state here belongs to weights. Make it by add_variable_from_reference for each."
+            )
+        name, number = base, 0
+        while name in names.setdefault(parameter, set()):
+            number += 1
+            name = f"{base}_{number}"
+        names[parameter].add(name)
+        slots.append((variable, parameter, name))
+    return slots
+
+
+class KerasSchedule(LRScheduler):
+    """A learning-rate schedule of Keras, which is a function of the number of finished steps.
+
+    Args:
+        optimizer: The optimizer.
+        serialized: What `keras.optimizers.schedules.serialize` gives for the schedule.
+        last_epoch: The number of finished steps minus one, see `LRScheduler`.
+    """
+
+    def __init__(self, optimizer: Optimizer, serialized: dict[str, Any], last_epoch: int = -1) -> None:
+        keras = library.import_keras()
+        self._schedule = keras.saving.deserialize_keras_object(copy.deepcopy(serialized))
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Returns the learning rate of the next step for each group."""
+        with library.device_scope(torch.device("cpu")), torch.no_grad():
+            rate = float(self._schedule(self.last_epoch))
+        return [rate for _ in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the schedule without the schedule of Keras, which has none."""
+        return {name: value for name, value in super().state_dict().items() if name != "_schedule"}

@@ -1,0 +1,95 @@
+"""Programs of users: how a compiled model is made, and what is known of it before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ray_app.config.import_paths import load_class
+from ray_app.errors import ConfigError
+from ray_app.task.keras import library
+from ray_app.task.keras.module import KerasModule, fit_inputs, fit_targets, refuse_steps
+from ray_app.task.transforms import Spec, instantiate
+
+_FIELD = "task.init_args.model"
+Inputs = tuple[Any, Any, Any]
+"""A batch as Keras takes it: inputs, targets and weights of rows; the last two may be None."""
+
+
+def spec_of_program(model: str | Spec) -> Spec:
+    """Returns the specification of a program that is named by its import path, or that has arguments.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    spec = {"class_path": model} if isinstance(model, str) else model
+    if not isinstance(spec, dict) or not isinstance(spec.get("class_path"), str) or "." not in spec["class_path"]:
+        raise ConfigError(
+            f"{_FIELD} is {model!r}; it must be the import path of a function that returns a compiled keras.Model, such"
+            " as my_program.get_compiled_model, or such a path as class_path with init_args."
+        )
+    return spec
+
+
+def load_json(path: str) -> Any:
+    """Returns the model that a file holds as JSON, with new weights; its `to_json` has what it was compiled with."""
+    keras = library.import_keras()
+    with open(path, encoding="utf-8") as file:
+        return keras.models.model_from_json(file.read())
+
+
+def read_settings(spec: Spec) -> library.Settings:
+    """Imports the program, and returns what it has set for all of Keras in this thread.
+
+    Raises:
+        ConfigError: The program cannot be imported.
+    """
+    library.import_keras()
+    try:
+        load_class(spec["class_path"])
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{_FIELD} {spec['class_path']!r} cannot be imported: {error}.") from error
+    return library.Settings.read()
+
+
+def build_program(spec: Spec, settings: library.Settings, sample: Callable[[], list[Inputs]]) -> KerasModule:
+    """Makes the model of a program, compiled and built, with random numbers from torch's generator.
+
+    Args:
+        spec: The function that makes it.
+        settings: What the program has set for all of Keras.
+        sample: Returns batches of zeros; the model is built with the first one that it takes.
+
+    Raises:
+        ConfigError: It is no compiled model, or writes Keras' loop itself.
+    """
+    keras = library.import_keras()
+    with library.program_session(settings):
+        program = instantiate(spec, _FIELD)
+        if not isinstance(program, keras.Model):
+            raise ConfigError(
+                f"{_FIELD} {spec['class_path']} makes a {type(program).__name__}; it must return a compiled"
+                " keras.Model."
+            )
+        refuse_steps(program)
+        _build(program, sample())
+        return KerasModule(program, settings)
+
+
+def _build(program: Any, samples: list[Inputs]) -> None:
+    """Lets a batch of zeros go through a model, by which Keras makes its weights, losses and metrics."""
+    for number, (inputs, y, weights) in enumerate(samples):
+        try:
+            with torch.no_grad():
+                x = fit_inputs(program, inputs)
+                outputs = program(x, training=False) if library.has_training_argument(program) else program(x)
+                targets = fit_targets(y, outputs)
+                library.compute_loss(program, x, targets, outputs, weights, False)
+                program.compute_metrics(x, targets, outputs, weights)
+            break
+        except Exception:
+            if number == len(samples) - 1:
+                raise
+    program.reset_metrics()

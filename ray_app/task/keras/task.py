@@ -1,0 +1,370 @@
+"""A compiled Keras model as a task: its loss, metrics and optimizer are those that it was compiled with."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ray_app.config.import_paths import load_class
+from ray_app.errors import ConfigError
+from ray_app.plan.manifest import ColumnFacts, DataFacts
+from ray_app.task.annotations import MetricCollection
+from ray_app.task.base import Batch, Losses, Rows
+from ray_app.task.images import IMAGE
+from ray_app.task.keras import library, program
+from ray_app.task.keras.module import KerasModule, KerasPass
+from ray_app.task.keras.optimizer import OPTIMIZER, refuse_sharding, serialize_optimizer
+from ray_app.task.metrics import Mode
+from ray_app.task.ragged import Arrays, Ragged, to_batch
+from ray_app.task.transforms import Spec
+from ray_app.task.user_code import user_code
+from ray_app.task.whole_batches import BatchTask, Evaluated, count_rows
+
+if TYPE_CHECKING:
+    from ray_app.config.config import Config
+
+logger = logging.getLogger(__name__)
+
+Columns = str | list[str] | dict[str, str]
+"""Columns as Keras takes them: one, several in an order, or several by the names of inputs or outputs."""
+_SAMPLE_ROWS = 2
+_SAMPLE_LENGTHS = (16, 64, 256, 4, 1)
+"""Lengths of lists with which a model is built that declares no shape, one after the other until it takes them."""
+_PICTURE_SIZE = 64
+
+
+class KerasTask(BatchTask):
+    """A task of a program that returns a compiled `keras.Model`::
+
+        task:
+          class_path: ray_app.task.keras.KerasTask
+          init_args:
+            model: my_program.get_compiled_model
+            inputs: image
+            target: label
+
+    Optimizer, learning-rate schedule, loss, loss weights and metrics are those of `compile`. An `optimizer` in the
+    configuration counts more.
+
+    The model gets columns as they are stored: numbers as float32, integers, arrays, lists padded to the longest of a
+    micro-batch. Encoded images, and arrays of uint8 with two or three axes, are float32 from 0 to 255, channels last
+    unless the program has set `channels_first`. Where the model declares the shape of an input, a row of as many values
+    gets it.
+
+    Args:
+        model: Import path of the function, with arguments as `{class_path: ..., init_args: {...}}`. The class path
+            `keras.saving.load_model` with `filepath` loads a compiled model of a `.keras` file, and
+            `ray_app.task.keras.program.load_json` with `path` makes one of a file with its `to_json`.
+        inputs: The column of the input; a list of columns for several inputs in their order, which become one side by
+            side if the model has one input; or columns by the names of inputs.
+        target: The column of the target; a list for several outputs, or columns by the names of outputs. Null if the
+            model has its loss from `add_loss`.
+        sample_weight: Column with the weight of each row, as `fit` takes it.
+        class_weight: The weight of each class in training, as `fit` takes it.
+        scale: Inputs are divided by it; 255 makes pixels numbers from 0 to 1.
+        transforms: See `ModuleTask`.
+        evaluate_transforms: See `ModuleTask`.
+        pad_with: See `ModuleTask`.
+        pad_to: See `ModuleTask`.
+        max_length: See `ModuleTask`.
+        best_metric: The metric that decides which checkpoint is best.
+        best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: `min` for a loss.
+        exif_orientation: See `ModuleTask`.
+    """
+
+    functions: ClassVar[tuple[str, ...]] = ("model",)
+    """Arguments that are import paths of functions; the result depends on the files of these."""
+    seeds_all_generators: ClassVar[bool] = True
+    """Initializers of Keras get their seeds from Python's generator, see `library.program_session`."""
+
+    def __init__(
+        self,
+        model: str | Spec,
+        inputs: Columns,
+        target: Columns | None = None,
+        sample_weight: str | None = None,
+        class_weight: dict[int, float] | None = None,
+        scale: float = 1,
+        transforms: list[Spec] | None = None,
+        evaluate_transforms: list[Spec] | None = None,
+        pad_with: float = 0,
+        pad_to: int = 1,
+        max_length: int | None = None,
+        best_metric: str = "loss",
+        best_mode: Mode | None = None,
+        exif_orientation: bool = True,
+    ) -> None:
+        columns, targets = _names_in(inputs), _names_in(target)
+        super().__init__(
+            program.spec_of_program(model),
+            list(dict.fromkeys([*columns, *targets])),
+            None,
+            transforms=transforms,
+            evaluate_transforms=evaluate_transforms,
+            pad_with=pad_with,
+            pad_to=pad_to,
+            max_length=max_length,
+            best_metric=best_metric,
+            best_mode=best_mode,
+            exif_orientation=exif_orientation,
+        )
+        _need_columns(inputs, columns, class_weight, sample_weight, scale)
+        self.model_inputs = inputs
+        self.model_target = target
+        self.inputs = columns
+        self.target = targets[0] if targets else columns[0]
+        self.sample_weight = sample_weight
+        # Pairs, since JSON makes text of the keys of a dictionary.
+        self.class_weight = [[int(number), float(weight)] for number, weight in (class_weight or {}).items()]
+        self.scale = scale
+        # Set by `prepare`: the settings of Keras that the program has made, for each column its kind, type and shape,
+        # and what the model was compiled with.
+        self.keras_settings: dict[str, str] = {}
+        self.column_types: dict[str, list[Any]] = {}
+        self.compiled: dict[str, Any] = {}
+
+    def prepare(self, data: DataFacts) -> KerasTask:
+        """Imports the program, checks the columns, makes the model, and returns the task with what is known of them."""
+        settings = program.read_settings(self.model)
+        prepared = super().prepare(data)
+        assert isinstance(prepared, KerasTask)
+        prepared.keras_settings = asdict(settings)
+        prepared.column_types = {name: _type_of(data.columns[name]) for name in self.columns()}
+        if not prepared.compiled:
+            with torch.random.fork_rng(devices=[]), user_code(lambda: "making the model of the program"):
+                module = prepared._build()
+            prepared.compiled = {
+                "fields": serialize_optimizer(module.program.optimizer, module.trained_variables()),
+                "summed": library.summed_losses(module.program),
+            }
+        return prepared
+
+    def validate_config(self, config: Config) -> list[str]:
+        """Returns a problem for each setting that a Keras program cannot be trained with."""
+        traits, fields = config.train.strategy_traits, self.compiled["fields"]
+        is_own = config.optimizer == type(config).optimizer or config.optimizer.class_path == OPTIMIZER
+        if not is_own:
+            name = fields["optimizer"]["init_args"]["serialized"]["class_name"]
+            logger.info("optimizer of the configuration counts, not %s that the model is compiled with.", name)
+        reason = refuse_sharding(fields) if is_own and (traits.shards_parameters or traits.has_servers) else None
+        problems = {
+            "optimizers take turns, and a program is compiled with one; leave optimizers out.": bool(config.optimizers),
+            "train.capture needs each step to do the same; Keras draws seeds on the host in each. Leave it out.": (
+                config.train.capture
+            ),
+            f"The loss of {', '.join(self.compiled['summed'])} is a sum over a batch, and a step is the mean of"
+            f" {config.logical_workers} logical workers: it would depend on their number. Compile the model with"
+            " reduction='sum_over_batch_size', and multiply the learning rate by the rows that were summed.": (
+                bool(self.compiled["summed"]) and config.logical_workers > 1
+            ),
+            f"train.strategy is {config.train.strategy}, which updates parts of weights, and {reason}. Use ddp, compile"
+            " the model with another optimizer, or name one of torch.optim in optimizer.": reason is not None,
+        }
+        return [problem for problem, applies in problems.items() if applies]
+
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether the task makes an optimizer in the workers; it does not, see `optimizer_fields`."""
+        return False
+
+    def optimizer_fields(self) -> dict[str, Any]:
+        """Returns `optimizer` and `schedule` of the configuration as the program was compiled, see `Task`."""
+        fields: dict[str, Any] = self.compiled["fields"]
+        return fields
+
+    def columns(self) -> list[str]:
+        """Returns the columns to read, see `Task.columns`."""
+        weights = [self.sample_weight] if self.sample_weight is not None else []
+        return list(dict.fromkeys([*self._columns_of_model(), *_names_in(self.model_target), *weights]))
+
+    def targets(self) -> list[str]:
+        """Returns the columns that a prediction does not read, see `Task.targets`."""
+        return [name for name in self.columns() if name not in self._columns_of_model()]
+
+    def build_model(self) -> nn.Module:
+        """Calls the function of the program, and returns its model as a module."""
+        return self._build()
+
+    @property
+    def _settings(self) -> library.Settings:
+        return library.Settings(**self.keras_settings)
+
+    def _build(self) -> KerasModule:
+        return program.build_program(self.model, self._settings, self._samples)
+
+    def _samples(self) -> list[program.Inputs]:
+        """Returns batches of zeros, of which lists have several lengths."""
+        has_lists = any(kind == "list" for kind, _, _ in self.column_types.values())
+        lengths = _SAMPLE_LENGTHS if has_lists else _SAMPLE_LENGTHS[:1]
+        return [self._keras_batch(to_batch(self.decode(self._zero_rows(length))), False) for length in lengths]
+
+    def _zero_rows(self, length: int) -> Rows:
+        """Returns rows of zeros as read, with lists of a length."""
+        return {
+            name: _zeros(kind, dtype, tuple(shape), length) for name, (kind, dtype, shape) in self.column_types.items()
+        }
+
+    def _input(self, batch: Batch, name: str) -> Tensor:
+        """Returns a column of a batch as the model gets it."""
+        if self.kinds.get(name) != IMAGE:
+            return super()._input(batch, name)
+        values = batch[name]
+        values = values.float()
+        return values if self.keras_settings["image_data_format"] == "channels_first" else values.movedim(1, -1)
+
+    def _keras_batch(self, batch: Batch, is_training: bool) -> program.Inputs:
+        """Returns a batch as Keras takes it."""
+
+        def scaled(name: str) -> Tensor:
+            values = self._input(batch, name)
+            return values if self.scale == 1 else values / self.scale
+
+        x = _map_columns(self.model_inputs, scaled)
+        targets = {name: self._input(batch, name) for name in _names_in(self.model_target) if name in batch}
+        has_targets = self.model_target is not None and len(targets) == len(_names_in(self.model_target))
+        y = _map_columns(self.model_target, targets.__getitem__) if has_targets else None
+        return x, y, self._weights(batch, y, is_training)
+
+    def _weights(self, batch: Batch, y: Any, is_training: bool) -> Tensor | None:
+        """Returns the weights of rows, None for equal weights."""
+        if self.sample_weight is not None:
+            return batch[self.sample_weight].float()
+        if not self.class_weight or not is_training or not isinstance(y, Tensor):
+            return None
+        # Classes are integers, or the place of the highest number of a row.
+        classes = y.argmax(-1) if y.ndim > 1 and y.shape[-1] > 1 else y.reshape(len(y))
+        weights = torch.ones(len(y), device=y.device)
+        for number, weight in self.class_weight:
+            weights = torch.where(classes == number, weight, weights)
+        return weights
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """Returns what the model gives for a batch."""
+        return model(self._keras_batch(batch, False)[0])
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
+        """Returns the mean loss of a micro-batch for each of its rows, with the metrics that are means."""
+        x, y, weights = self._keras_batch(batch, True)
+        result: KerasPass = model(x, y, weights, with_loss=True)
+        rows = count_rows(batch)
+        means = _module_of(model).metric_means(x, result.targets, weights, result.outputs)
+        metrics = {name: value.float().expand(rows) for name, value in means.items()}
+        return Losses(result.loss.expand(rows), metrics=metrics)
+
+    def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
+        """Returns the loss of an evaluated batch, and the states of the metrics after it."""
+        x, y, weights = self._keras_batch(batch, False)
+        result: KerasPass = model(x, y, weights, with_loss=True)
+        return Evaluated(result.loss, {}, _module_of(model).metric_states(x, result.targets, weights, result.outputs))
+
+    def metrics(self) -> MetricCollection:
+        """Makes the metrics that the model was compiled with."""
+        from torchmetrics import MetricCollection
+
+        from ray_app.task.keras.metrics import KerasMetric
+
+        metrics = _make_metrics(type(self), json.dumps(vars(self)), load_class(self.model["class_path"]))
+        return MetricCollection({name: KerasMetric(metric) for name, metric in metrics}, compute_groups=False)
+
+    def update(self, metrics: MetricCollection, outputs: Evaluated, batch: Batch) -> None:
+        """Updates the metrics with the states that they have after a batch."""
+        del batch
+        for name, metric in metrics.items(keep_base=True, copy_state=False):
+            metric.update(outputs.metrics[str(name)])
+
+    def predictions(self, outputs: Any, batch: Batch) -> Arrays:
+        """Returns what the model gives, as `Model.predict` does; several outputs by their names."""
+        del batch
+        if isinstance(outputs, Mapping):
+            return {str(name): values.numpy() for name, values in outputs.items()}
+        if isinstance(outputs, list | tuple):
+            return {f"predicted_{number}": values.numpy() for number, values in enumerate(outputs)}
+        return {"predicted": outputs.numpy()}
+
+
+@lru_cache(4)
+def _make_metrics(kind: type[KerasTask], settings: str, factory: Any) -> list[tuple[str, Any]]:
+    """Returns the metrics of a task's program by their names; a process makes them once for a function `factory`."""
+    del factory
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        torch.manual_seed(0)
+        module = kind.from_settings(json.loads(settings))._build()
+    return library.compiled_metrics(module.program)
+
+
+def _module_of(model: nn.Module) -> KerasModule:
+    """Returns the model itself where PyTorch's compiler has wrapped it."""
+    module = getattr(model, "_orig_mod", model)
+    assert isinstance(module, KerasModule)
+    return module
+
+
+def _names_in(columns: Columns | None) -> list[str]:
+    """Returns the names of columns in their order, each once."""
+    if columns is None:
+        return []
+    names = [columns] if isinstance(columns, str) else columns.values() if isinstance(columns, dict) else columns
+    return list(dict.fromkeys(names))
+
+
+def _map_columns(columns: Columns | None, value_of: Callable[[str], Tensor]) -> Any:
+    """Returns the values of columns in the structure in which they are named."""
+    if isinstance(columns, dict):
+        return {key: value_of(name) for key, name in columns.items()}
+    if isinstance(columns, str):
+        return value_of(columns)
+    return [value_of(name) for name in columns or []]
+
+
+def _need_columns(
+    inputs: Columns,
+    columns: list[str],
+    class_weight: dict[int, float] | None,
+    sample_weight: str | None,
+    scale: float,
+) -> None:
+    """Raises ConfigError for arguments that no batch can be made of."""
+    if not columns or not all(isinstance(name, str) for name in columns):
+        raise ConfigError(
+            f"task.init_args.inputs is {inputs!r}; name the column that the model takes, or several in a list."
+        )
+    if class_weight and sample_weight is not None:
+        raise ConfigError(
+            "task.init_args has class_weight and sample_weight, and fit of Keras takes one of them. Leave one out, or"
+            " multiply the weights in the column."
+        )
+    if not scale:
+        raise ConfigError("task.init_args.scale is 0; inputs are divided by it. Leave it out, or give 255 for pixels.")
+
+
+def _type_of(column: ColumnFacts) -> list[Any]:
+    """Returns kind, type and shape of a column, from which rows of zeros can be made."""
+    dtype = column.dtype
+    if column.kind == "list":
+        try:
+            dtype = np.dtype(dtype).name
+        except TypeError:
+            # Lists may have a type of Arrow, such as list<item: int64>.
+            dtype = "float32" if "double" in dtype or "float" in dtype else "int64"
+    return [column.kind, dtype, list(column.shape)]
+
+
+def _zeros(kind: str, dtype: str, shape: tuple[int, ...], length: int) -> Any:
+    """Returns rows of zeros of a column as read."""
+    if kind == "bytes":
+        image = io.BytesIO()
+        Image.new("RGB", (_PICTURE_SIZE, _PICTURE_SIZE)).save(image, "PNG")
+        return [image.getvalue()] * _SAMPLE_ROWS
+    if kind == "list":
+        return Ragged.of([np.zeros((length, *shape), dtype)] * _SAMPLE_ROWS, dtype, row_shape=shape)
+    return np.zeros((_SAMPLE_ROWS, *shape), dtype or ("float32" if kind == "number" else "int64"))
