@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -73,7 +74,10 @@ def main() -> None:
         os.environ.pop(name, None)
     for figure in options.only or FIGURES:
         code = FIGURES[figure]
-        sides = {"other": partial(measure, options.other.resolve(), code), "this": partial(measure, ROOT, code)}
+        sides: dict[str, Callable[[], Sample]] = {
+            "other": partial(measure, options.other.resolve(), code),
+            "this": partial(measure, ROOT, code),
+        }
         report(f"Milliseconds {figure}", alternate(sides, options.rounds), {})
 
 

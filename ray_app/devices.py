@@ -145,7 +145,7 @@ class DeviceKind:
 
     def enter(self, stream: Any) -> AbstractContextManager[Any]:
         """Returns a context in which a stream is the current one."""
-        return self.module.stream(stream)  # type: ignore[no-any-return]
+        return self.module.stream(stream)
 
     def make_timers(self, count: int) -> list[Any] | None:
         """Returns events that record the time at which the device reaches them; None if the host's clock does that."""

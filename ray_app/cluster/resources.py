@@ -390,13 +390,13 @@ def resolve_scaling(config: Config, before: Config | None = None) -> Config:
     Raises:
         ConfigError: Not even `min_workers` fit, or it is not known how far the cluster may grow.
     """
-    asked = {"scaling__max_workers": "all", "scaling__gpus_per_worker": "auto"}
-    names = [name for name, word in asked.items() if getattr(config.scaling, name.removeprefix("scaling__")) == word]
+    words = {"max_workers": "all", "gpus_per_worker": "auto"}
+    names = [name for name, word in words.items() if getattr(config.scaling, name) == word]
     if before is not None:
-        return config.replace(**{name: getattr(before.scaling, name.removeprefix("scaling__")) for name in names})
-    joins = ray.is_initialized() or _address(config) is not None
+        return config.replace(**{f"scaling__{name}": getattr(before.scaling, name) for name in names})
+    joins_cluster = ray.is_initialized() or _address(config) is not None
     # A run without workers knows its GPUs without a cluster.
-    if names and joins and (config.train.strategy_traits.has_workers or config.scaling.max_workers == "all"):
+    if names and joins_cluster and (config.train.strategy_traits.has_workers or config.scaling.max_workers == "all"):
         with cluster(config):
             return _resolve(config, cluster_capacity())
     return _resolve(config, None) if names else config

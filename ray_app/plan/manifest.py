@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import PurePosixPath
 from typing import Literal
 from urllib.parse import unquote
@@ -211,8 +211,8 @@ class Manifest:
         """Returns the manifest of at most `max_rows` rows: of each row group the first ones, in equal proportion."""
         if max_rows is None or max_rows >= self.num_rows:
             return self
-        ends = [end * max_rows // self.num_rows for end in np.cumsum(self.rows).tolist()]
-        return replace(self, rows=np.diff(np.array([0, *ends], dtype=np.int64)))
+        ends = [0, *(end * max_rows // self.num_rows for end in np.cumsum(self.rows).tolist())]
+        return replace(self, rows=np.array([end - start for start, end in pairwise(ends)], dtype=np.int64))
 
     def locate(self, position: int) -> tuple[str, int, int]:
         """Returns the file path, the index of the row group and the row in it of a manifest position."""

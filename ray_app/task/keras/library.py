@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ray_app.config.import_paths import require
+from ray_app.devices import HOST
 from ray_app.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def program_session(settings: Settings | None) -> Iterator[None]:
         state.set_global_attribute(name, None)
     try:
         (settings or before).apply()
-        with device_scope(torch.device("cpu")):
+        with device_scope(HOST):
             yield
     finally:
         before.apply()

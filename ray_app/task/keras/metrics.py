@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from ray_app.devices import HOST
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
 
@@ -69,7 +70,7 @@ class KerasMetric(Metric):
     def compute(self) -> Any:
         """Returns the value of all rows; a dictionary if the metric has several."""
         metric = self._metric()
-        with library.device_scope(torch.device("cpu")):
+        with library.device_scope(HOST):
             if self._is_merged:
                 self._merge(metric)
             else:

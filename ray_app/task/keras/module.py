@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ray_app.devices import HOST
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
 from ray_app.torch_private import registered_buffers
@@ -138,7 +139,7 @@ class KerasModule(nn.Module):
     def device(self) -> torch.device:
         """The device of the model's tensors; the CPU for a model without any."""
         tensor = next(iter([*self.parameters(), *self.buffers()]), None)
-        return torch.device("cpu") if tensor is None else tensor.device
+        return HOST if tensor is None else tensor.device
 
     def train(self, mode: bool = True) -> KerasModule:
         """Sets the mode of the model, and freezes layers of which `train.freeze` has left no weight to train.

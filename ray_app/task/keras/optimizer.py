@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ray_app.devices import HOST
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
 from ray_app.torch_private import foreach_copy_
@@ -301,7 +302,7 @@ class KerasSchedule(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Returns the learning rate of the next step for each group."""
-        with library.device_scope(torch.device("cpu")), torch.no_grad():
+        with library.device_scope(HOST), torch.no_grad():
             rate = float(self._schedule(self.last_epoch))
         return [rate for _ in self.optimizer.param_groups]
 
