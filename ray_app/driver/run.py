@@ -521,14 +521,14 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
 def _workers_text(config: Config, max_workers: int) -> str:
     """Returns where the run trains, such as `up to 4 workers and 1 standby`."""
     scaling = config.scaling
-    each = "a GPU" if scaling.worker_gpus == 1 else f"{scaling.worker_gpus:g} GPU" if scaling.worker_gpus else ""
+    gpus = "a GPU" if scaling.worker_gpus == 1 else f"{scaling.worker_gpus:g} GPU"
     if not config.train.strategy_traits.has_workers:
-        return f"in this process{' on a GPU' if each else ''}"
+        return f"in this process{' on a GPU' if scaling.worker_gpus else ''}"
     capped = ""
     if max_workers < scaling.worker_limit:
         capped = f" (of {scaling.max_workers} asked for, as many as fit now)"
     standbys = f" and {scaling.standby_workers} standby" if scaling.standby_workers else ""
-    return f"up to {max_workers} workers{capped}{standbys}{f', each with {each}' if each else ''}"
+    return f"up to {max_workers} workers{capped}{standbys}{f', each with {gpus}' if scaling.worker_gpus else ''}"
 
 
 def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
