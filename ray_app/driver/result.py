@@ -80,6 +80,25 @@ class Result:
         """
         return load_model(self._job, choose_checkpoint(self._job, checkpoint))
 
+    def keras_model(self, checkpoint: str = "best") -> Any:
+        """Returns the trained `keras.Model` of a Keras program, compiled as the program does, with a new optimizer.
+
+        Args:
+            checkpoint: See `ExportOptions.checkpoint`.
+
+        Raises:
+            ConfigError: The run trained something else than a Keras program.
+        """
+        from ray_app.task.keras.module import KerasModule
+
+        model = self.load_model(checkpoint)
+        if not isinstance(model, KerasModule):
+            raise ConfigError(
+                f"The run in {self.path} trained a {type(model).__name__}, which is no Keras program; its load_model"
+                " returns it."
+            )
+        return model.saved_program()
+
     def export(self, folder: str, checkpoint: str = "best", overwrite: bool = False) -> dict[str, Any]:
         """Writes a model to a folder, as `ray-app export` does; returns the content of `export.json`. See `export_run`.
 

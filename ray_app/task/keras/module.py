@@ -213,6 +213,11 @@ class KerasModule(nn.Module):
                 if library.is_mean(metric)
             }
 
+    def saved_program(self) -> Any:
+        """Returns the model with the tensors that are registered now, as its own methods take it."""
+        self._bind()
+        return self.program
+
     def trained_variables(self) -> dict[str, Any]:
         """Returns the variables that an optimizer trains, by the names of their parameters."""
         return {name: variable for name, variable in self._variables.items() if self.get_parameter(name).requires_grad}
@@ -228,7 +233,7 @@ def fit_inputs(program: Any, x: Any) -> Any:
     if not declared:
         return x
     if isinstance(x, list) and len(declared) == 1:
-        x = torch.cat([values.reshape(len(values), -1) for values in x], 1) if len(x) > 1 else x[0]
+        x = torch.cat([v[:, None] if v.ndim == 1 else v.flatten(1) for v in x], 1) if len(x) > 1 else x[0]
     if isinstance(x, Tensor):
         return _fit_shape(x, declared[0].shape)
     if isinstance(x, dict):
@@ -257,7 +262,8 @@ def _fit_shape(values: Tensor, declared: tuple[int | None, ...]) -> Tensor:
     is_known = len(shape) == len(declared) - 1
     if list(values.shape[1:]) == shape or not is_known or math.prod(shape) != math.prod(values.shape[1:]):
         return values
-    return values.reshape(len(values), *shape)
+    # `len` would fix the number of rows in an exported program.
+    return values.reshape(-1, *shape)
 
 
 def _buffers_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 Columns = str | list[str] | dict[str, str]
 """Columns as Keras takes them: one, several in an order, or several by the names of inputs or outputs."""
+MODEL_FILE = "model.keras"
+"""The file of an export that has the model as Keras saves it."""
 _SAMPLE_ROWS = 2
 _SAMPLE_LENGTHS = (16, 64, 256, 4, 1)
 """Lengths of lists with which a model is built that declares no shape, one after the other until it takes them."""
@@ -220,20 +223,26 @@ class KerasTask(BatchTask):
             return super()._input(batch, name)
         values = batch[name]
         values = values.float()
+        if self.column_types[name][0] == "array" and len(self.column_types[name][2]) == 2:
+            # Arrays of two axes stay as they are; `fit_inputs` adds an axis of channels where the model has it.
+            return values.squeeze(1)
         return values if self.keras_settings["image_data_format"] == "channels_first" else values.movedim(1, -1)
 
-    def _keras_batch(self, batch: Batch, is_training: bool) -> program.Inputs:
-        """Returns a batch as Keras takes it."""
+    def _keras_inputs(self, batch: Batch) -> Any:
+        """Returns the inputs of a batch as Keras takes them; no other columns are read."""
 
         def scaled(name: str) -> Tensor:
             values = self._input(batch, name)
             return values if self.scale == 1 else values / self.scale
 
-        x = _map_columns(self.model_inputs, scaled)
-        targets = {name: self._input(batch, name) for name in _names_in(self.model_target) if name in batch}
-        has_targets = self.model_target is not None and len(targets) == len(_names_in(self.model_target))
-        y = _map_columns(self.model_target, targets.__getitem__) if has_targets else None
-        return x, y, self._weights(batch, y, is_training)
+        return _map_columns(self.model_inputs, scaled)
+
+    def _keras_batch(self, batch: Batch, is_training: bool) -> program.Inputs:
+        """Returns a batch as Keras takes it."""
+        y = None
+        if self.model_target is not None:
+            y = _map_columns(self.model_target, lambda name: self._input(batch, name))
+        return self._keras_inputs(batch), y, self._weights(batch, y, is_training)
 
     def _weights(self, batch: Batch, y: Any, is_training: bool) -> Tensor | None:
         """Returns the weights of rows, None for equal weights."""
@@ -250,7 +259,7 @@ class KerasTask(BatchTask):
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Returns what the model gives for a batch."""
-        return model(self._keras_batch(batch, False)[0])
+        return model(self._keras_inputs(batch))
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
         """Returns the mean loss of a micro-batch for each of its rows, with the metrics that are means."""
@@ -281,6 +290,10 @@ class KerasTask(BatchTask):
         del batch
         for name, metric in metrics.items(keep_base=True, copy_state=False):
             metric.update(outputs.metrics[str(name)])
+
+    def export_files(self, model: nn.Module, folder: Path) -> None:
+        """Writes `model.keras` into an export, which Keras loads with any backend and without ray_app."""
+        _module_of(model).saved_program().save(folder / MODEL_FILE)
 
     def predictions(self, outputs: Any, batch: Batch) -> Arrays:
         """Returns what the model gives, as `Model.predict` does; several outputs by their names."""
