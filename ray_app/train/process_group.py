@@ -244,7 +244,7 @@ def init_default_group(name: str, device: torch.device, store: Any, rank: int, s
         rank: This rank.
         size: Number of ranks.
     """
-    is_of_device = name != HOST_GROUP
+    is_of_device = name != HOST_GROUP and not kind_of(device).is_host
     for variable, value in kind_of(device).group_settings.items() if is_of_device else ():
         os.environ.setdefault(variable, value)
     device_id = device if is_of_device else None

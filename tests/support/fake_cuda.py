@@ -38,6 +38,10 @@ class RecordingCuda:
 
         patch.setattr(Tensor, "to", copied)
 
+    def set_device(self, device: torch.device) -> None:
+        """Accepts the only device."""
+        assert device == DEVICE
+
     @property
     def active_streams(self) -> list[str]:
         """The streams that this thread has entered, outermost first."""

@@ -272,7 +272,7 @@ def test_unused_and_frozen_parameters_are_bit_identical_to_ddp(
         ),
         ({"train__compile": True}, "train.compile"),
         ({"evaluate__where": "workers"}, "use actor"),
-        ({"train__cpu_offload": True}, "host memory already"),
+        ({"train__cpu_offload": True, "scaling__gpus_per_worker": 0}, "host memory already"),
     ],
 )
 def test_incompatible_fsdp_settings_are_refused(
