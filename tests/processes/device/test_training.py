@@ -56,7 +56,7 @@ def check_races(outcomes: list[RankResult]) -> None:
     assert [outcome.value for outcome in outcomes] == [[]] * len(outcomes)
 
 
-@pytest.mark.parametrize("reduction", ["exact", "overlapped"])
+@pytest.mark.parametrize("reduction", ["exact", pytest.param("overlapped", marks=pytest.mark.rest)])
 def test_the_digits_have_the_digest_of_the_cpu_on_any_number_of_devices(
     worker_pool: WorkerPool, device_pool: WorkerPool, digits: Path, tmp_path: Path, reduction: str
 ) -> None:
@@ -70,6 +70,7 @@ def test_the_digits_have_the_digest_of_the_cpu_on_any_number_of_devices(
         assert run.commit.environment["device"] == "sim simulated"
 
 
+@pytest.mark.rest
 def test_dropout_and_streamed_rows_do_not_depend_on_the_number_of_devices(
     device_pool: WorkerPool, digits: Path, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ def mnist(rows: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, 256, (rows, 28, 28), dtype=np.uint8), (np.arange(rows) % 10).astype(np.int64)
 
 
+@pytest.mark.rest
 def test_the_dense_network_of_the_guide_takes_the_steps_of_fit(worker_pool: WorkerPool, tmp_path: Path) -> None:
     image, label = mnist(640)
     data = write_arrays(tmp_path / "data", image=image, label=label)
@@ -151,7 +152,16 @@ def test_batch_normalization_moves_its_statistics_as_in_fit(
     check_equal(worker_pool, job, keras_programs.get_without_dropout, image, label)
 
 
-@pytest.mark.parametrize("function", ["get_convolutional", "get_mixed", "get_clipped", "get_subclassed", "get_frozen"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        "get_convolutional",
+        *(
+            pytest.param(name, marks=pytest.mark.rest)
+            for name in ("get_mixed", "get_clipped", "get_subclassed", "get_frozen")
+        ),
+    ],
+)
 def test_a_program_trains_bit_identically_on_any_workers_after_a_kill_and_a_resume(
     worker_pool: WorkerPool, images: Path, tmp_path: Path, function: str
 ) -> None:
@@ -177,6 +187,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_program_is_bit_identical_on_any_workers_with_each_strategy(
     worker_pool: WorkerPool, images: Path, tmp_path: Path, strategy: str
