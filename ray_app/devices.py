@@ -80,7 +80,7 @@ class DeviceKind:
         """torch's module of these devices."""
         return torch.get_device_module(self.name)
 
-    # --- which devices there are
+    # --- devices of this process
 
     def device(self, index: int) -> torch.device:
         """Returns the device with an index among those that this process sees."""
@@ -154,7 +154,7 @@ class DeviceKind:
     def synchronize_stream(self, device: torch.device) -> None:
         """Waits for the work on the current stream, and raises the errors of the device.
 
-        Other streams, such as those of uploads for later steps, may still have work afterwards.
+        Other streams may still have work afterwards, for example uploads for later steps.
         """
         self.current_stream(device).synchronize()
 
@@ -194,7 +194,7 @@ class DeviceKind:
 
     @property
     def group_backend(self) -> str:
-        """torch's name of the backend that carries tensors of these devices directly, and those of the host by gloo."""
+        """torch's name of the backend that sends tensors of these devices directly, and tensors of the host by gloo."""
         return f"{HOST.type}:{HOST_GROUP},{self.name}:{dist.get_default_backend_for_device(self.name)}"
 
 
@@ -211,7 +211,7 @@ class HostKind(DeviceKind):
         return platform.machine()
 
     def use(self, device: torch.device) -> None:
-        """Does nothing: there is one CPU."""
+        """Does nothing: a process has one CPU device."""
 
     def seed(self, value: int) -> None:
         """Seeds torch's generator."""
@@ -328,7 +328,7 @@ KINDS: dict[str, DeviceKind] = _Kinds({kind.name: kind for kind in (HostKind(HOS
 DETERMINISTIC_VARIABLES = {_WORKSPACE: ":4096:8"}
 """Environment variables without which a library of a device is not deterministic, with their values.
 
-A library reads its variable once in a process, so they are set before the kind of the device is known.
+A library reads its variable once in a process, so the process sets all of them before it chooses a device.
 """
 
 
@@ -346,8 +346,8 @@ def accelerator() -> DeviceKind:
 def assigned_device(ids: Sequence[int | str]) -> torch.device:
     """Returns the first accelerator that Ray assigned to this process, by its index among the visible ones.
 
-    By default only the GPUs of the process are visible. With `RAY_TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES` those of all
-    workers of the node are, and with `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` Ray does not change which are.
+    By default a process sees only its own GPUs. With `RAY_TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES` it sees the GPUs of
+    all workers of the node, and with `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` Ray does not change which are.
 
     Args:
         ids: The result of `ray.get_gpu_ids`.
@@ -379,7 +379,7 @@ def constant_tensor(values: Sequence[float], device: torch.device, dtype: torch.
 
 
 # The cache has no limit, because CUDA graphs read the tensors, which have to stay alive. Inference mode is off, because
-# an evaluation may be the first caller, and training cannot use tensors that are made in that mode.
+# an evaluation may call this function first, and autograd refuses tensors of inference mode in training.
 @cache
 @torch.inference_mode(False)
 def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -380,8 +380,8 @@ def _workers_on_labeled(config: Config, nodes: Sequence[Node]) -> float:
 def resolve_scaling(config: Config, before: Config | None = None) -> Config:
     """Returns the configuration with numbers in place of `scaling.max_workers: all` and `gpus_per_worker: auto`.
 
-    They are the numbers of the existing run if there is one. Otherwise they follow from the cluster to join and how far
-    it may grow, or, for a local cluster and without one, from the cores and GPUs of this machine.
+    An existing run keeps its numbers. For a new run they follow from the cluster that it joins, with the nodes that an
+    autoscaler may add. Without such a cluster they follow from the cores and GPUs of this machine.
 
     Args:
         config: The configuration of the user.

@@ -177,8 +177,8 @@ class CheckpointSection:
     Args:
         every_steps: Optimizer steps between two checkpoints. Default: none by steps.
         every_epochs: Epochs between two checkpoints. Default: none by epochs. The end of training always writes one.
-        keep_last: Number of newest checkpoints to keep. With 1 there is none to return to where it is damaged; the
-            start says so.
+        keep_last: Number of newest checkpoints to keep. With 1, a run starts from its first step if that
+            checkpoint is damaged; a warning says so at the start.
         keep_best: Number of best checkpoints by `evaluate.metric` to keep in addition.
         snapshot_every_steps: Optimizer steps between two snapshots: copies of the state in memory outside the workers.
             A run that loses all workers at once resumes from the newest snapshot. Default: no snapshots; such a run

@@ -101,8 +101,8 @@ def complete_config(context: PreflightContext) -> list[str]:
     if config.checkpoint.keep_last > 1:
         return []
     return [
-        "checkpoint.keep_last is 1: where the only checkpoint is damaged, the run starts from its first step again. 2"
-        " keeps one to return to."
+        "checkpoint.keep_last is 1: if that checkpoint is damaged, the run starts from its first step again. Set it"
+        " to 2 to keep an older one."
     ]
 
 

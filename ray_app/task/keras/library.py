@@ -64,7 +64,7 @@ def import_keras() -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a program has set for all of Keras.
+    """The settings that a program changes for all of Keras.
 
     Args:
         dtype_policy: The policy that layers get, which Keras keeps for each thread.
@@ -103,11 +103,11 @@ def program_session(settings: Settings | None) -> Iterator[None]:
     """Lets a block make a program as in a new process, with random numbers that only torch's generator determines.
 
     Keras draws the seeds of initializers from Python's generator. The names of layers are counted from the beginning,
-    since parameters have names that are made of them. Afterwards the generators of Python and NumPy, the settings of
-    the thread and the counted names are those of before.
+    since the names of parameters contain them. At the end the block restores the generators of Python and NumPy, the
+    settings of the thread and the counters of names.
 
     Args:
-        settings: The settings that the program has made when it was imported; None: those of this thread.
+        settings: The settings of the program, read after its import; None: the present settings of this thread.
     """
     state = _global_state()
     before = Settings.read()

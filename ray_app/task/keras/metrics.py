@@ -1,4 +1,4 @@
-"""The metrics of Keras as those of torchmetrics, put together from the states of parts of the rows.
+"""Metrics of Keras as metrics of torchmetrics, which combine the states of parts of the rows.
 
 A metric of Keras keeps variables, most of which are sums over rows. Their states after a chunk of rows are those of a
 torchmetrics metric here, so that an evaluation combines, shares and resamples them like any other metric's.

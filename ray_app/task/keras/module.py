@@ -2,8 +2,8 @@
 
 Keras on PyTorch keeps every variable as a frozen or trained `nn.Parameter`, also moving statistics and the states of
 random generators. `KerasModule` registers variables that an optimizer may train as parameters, and all others as
-buffers: every logical worker then starts a step with the same moving statistics, and all workers end it with those of
-logical worker 0, as with batch normalization of PyTorch.
+buffers: every logical worker then starts a step with the same moving statistics, and at its end all workers take the
+statistics of logical worker 0, as with batch normalization of PyTorch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Slot:
 
     Args:
         name: The name.
-        tensor: The tensor that the model has there.
+        tensor: The tensor of the model at this place.
         set_tensor: Gives the model another one.
     """
 
@@ -67,7 +67,7 @@ class KerasModule(nn.Module):
 
     Args:
         program: The compiled model, built.
-        settings: What the program has set for all of Keras.
+        settings: The settings of Keras that the program expects.
 
     Attributes:
         program: The model.

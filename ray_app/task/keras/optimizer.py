@@ -1,4 +1,4 @@
-"""The optimizers and learning-rate schedules of Keras as those of PyTorch.
+"""Optimizers and learning-rate schedules of Keras with the interfaces of PyTorch.
 
 `KerasOptimizer` calls Keras' own update on the tensors of PyTorch's parameters, so its arithmetic is that of Keras. The
 state is in `state[p]` of each parameter, as PyTorch's optimizers have it: every strategy, checkpoint and resume works.
@@ -168,8 +168,8 @@ class KerasOptimizer(Optimizer):
     def __init__(self, params: Iterable[Any], lr: float, serialized: dict[str, Any]) -> None:
         super().__init__(params, {"lr": lr, "decays": True, "path": "", "constraint": ""})
         self._serialized = serialized
-        # Keras' optimizer, made in the first step, and for each of its variables the parameter and the name there; a
-        # variable of all parameters has no parameter.
+        # The first step creates Keras' optimizer. `_slots` maps each of its variables to a parameter and to a name in
+        # that parameter's state; the parameter is None for a variable that all parameters share.
         self._keras: Any = None
         self._variables: dict[Tensor, Any] = {}
         self._slots: list[tuple[Any, Tensor | None, str]] = []

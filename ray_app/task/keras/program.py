@@ -1,4 +1,4 @@
-"""Programs of users: how a compiled model is made, and what is known of it before it trains."""
+"""Calls the user's function, and returns its compiled model as a module that can be trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ray_app.task.transforms import Spec, instantiate
 
 _FIELD = "task.init_args.model"
 Inputs = tuple[Any, Any, Any]
-"""A batch as Keras takes it: inputs, targets and weights of rows; the last two may be None."""
+"""A batch in the form that Keras takes: inputs, targets and weights of rows; the last two may be None."""
 
 
 def spec_of_program(model: str | Spec) -> Spec:
@@ -41,7 +41,7 @@ def load_json(path: str) -> Any:
 
 
 def read_settings(spec: Spec) -> library.Settings:
-    """Imports the program, and returns what it has set for all of Keras in this thread.
+    """Imports the program, and returns the settings of Keras in this thread after the import.
 
     Raises:
         ConfigError: The program cannot be imported.
@@ -59,11 +59,11 @@ def build_program(spec: Spec, settings: library.Settings, sample: Callable[[], l
 
     Args:
         spec: The function that makes it.
-        settings: What the program has set for all of Keras.
+        settings: The settings of Keras that the program expects.
         sample: Returns batches of zeros; the model is built with the first one that it takes.
 
     Raises:
-        ConfigError: It is no compiled model, or writes Keras' loop itself.
+        ConfigError: The result is not a compiled model, or it overrides a method of Keras' training loop.
     """
     keras = library.import_keras()
     with library.program_session(settings):

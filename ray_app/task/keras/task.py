@@ -1,4 +1,4 @@
-"""A compiled Keras model as a task: its loss, metrics and optimizer are those that it was compiled with."""
+"""A compiled Keras model as a task, with the loss, the metrics and the optimizer of its `compile`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MODEL_FILE = "model.keras"
 """The file of an export that has the model as Keras saves it."""
 _SAMPLE_ROWS = 2
 _SAMPLE_LENGTHS = (16, 64, 256, 4, 1)
-"""Lengths of lists with which a model is built that declares no shape, one after the other until it takes them."""
+"""Lengths of lists with which `prepare` tries in turn to build a model that declares no shape."""
 _PICTURE_SIZE = 64
 
 
@@ -56,8 +56,8 @@ class KerasTask(BatchTask):
             inputs: image
             target: label
 
-    Optimizer, learning-rate schedule, loss, loss weights and metrics are those of `compile`. An `optimizer` in the
-    configuration counts more.
+    The task uses the optimizer, learning-rate schedule, loss, loss weights and metrics of `compile`. An `optimizer` in
+    the configuration replaces the one of `compile`.
 
     The model gets columns as they are stored: numbers as float32, integers, arrays, lists padded to the longest of a
     micro-batch. Encoded images, and arrays of uint8 with two or three axes, are float32 from 0 to 255, channels last
@@ -130,14 +130,14 @@ class KerasTask(BatchTask):
         # Pairs, since JSON makes text of the keys of a dictionary.
         self.class_weight = [[int(number), float(weight)] for number, weight in (class_weight or {}).items()]
         self.scale = scale
-        # Set by `prepare`: the settings of Keras that the program has made, for each column its kind, type and shape,
-        # and what the model was compiled with.
+        # `prepare` sets these: the settings of Keras that the program expects; kind, type and shape of each column; and
+        # the optimizer and the summed losses of `compile`.
         self.keras_settings: dict[str, str] = {}
         self.column_types: dict[str, list[Any]] = {}
         self.compiled: dict[str, Any] = {}
 
     def prepare(self, data: DataFacts) -> KerasTask:
-        """Imports the program, checks the columns, makes the model, and returns the task with what is known of them."""
+        """Imports the program, checks the columns and builds the model; returns a task that keeps their facts."""
         settings = program.read_settings(self.model)
         prepared = super().prepare(data)
         assert isinstance(prepared, KerasTask)
@@ -346,7 +346,7 @@ def _need_columns(
     sample_weight: str | None,
     scale: float,
 ) -> None:
-    """Raises ConfigError for arguments that no batch can be made of."""
+    """Raises ConfigError for invalid columns, weights or scale."""
     if not columns or not all(isinstance(name, str) for name in columns):
         raise ConfigError(
             f"task.init_args.inputs is {inputs!r}; name the column that the model takes, or several in a list."
@@ -361,7 +361,7 @@ def _need_columns(
 
 
 def _type_of(column: ColumnFacts) -> list[Any]:
-    """Returns kind, type and shape of a column, from which rows of zeros can be made."""
+    """Returns kind, type and shape of a column, the arguments of `_zeros`."""
     dtype = column.dtype
     if column.kind == "list":
         try:

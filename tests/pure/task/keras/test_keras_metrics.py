@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from ray_app.data.dataset import open_dataset
-from ray_app.task.keras import KerasTask
 from ray_app.task.metrics import combine, mode_of, resample, score
+from tests.support.keras_tasks import build, task_of
 from tests.support.local_world import CPU, write_images
 
-PROGRAMS = "tests.support.keras_programs."
 ROWS = 53
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("keras") / "images", [[ROWS]])
-
-
-def task_of(data: Path, function: str, **init_args: Any) -> KerasTask:
-    return KerasTask(**{"model": PROGRAMS + function, "inputs": "image", "target": "label", **init_args}).prepare(
-        open_dataset(str(data)).facts
-    )
-
-
-def build(task: KerasTask) -> Any:
-    torch.manual_seed(3)
-    return task.build_model()
 
 
 def arrays_of(classes: int) -> dict[str, np.ndarray]:

@@ -12,31 +12,19 @@ import pytest
 import torch
 
 from ray_app.config.config import Config
-from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import prepare
 from ray_app.task.keras import KerasTask, library
 from ray_app.train.state.state import seed_step
+from tests.support.keras_tasks import PROGRAMS, build, task_of
 from tests.support.local_world import CPU, write_images
 
-PROGRAMS = "tests.support.keras_programs."
 keras = library.import_keras()
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("keras") / "images", [[40]])
-
-
-def task_of(data: Path, function: str, **init_args: Any) -> KerasTask:
-    return KerasTask(**{"model": PROGRAMS + function, "inputs": "image", "target": "label", **init_args}).prepare(
-        open_dataset(str(data)).facts
-    )
-
-
-def build(task: KerasTask) -> Any:
-    torch.manual_seed(3)
-    return task.build_model()
 
 
 def batch_of(rows: int) -> dict[str, torch.Tensor]:
