@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ray_app.models.export import load_for_training, load_model, read_rows
     from ray_app.preflight.prepare import TaskCheck, check_task
     from ray_app.report.comparison import Comparison
-    from ray_app.task.base import Losses
+    from ray_app.task.base import Losses, reduce
     from ray_app.task.ragged import Ragged
     from ray_app.task.transforms import drawing
     from ray_app.task.user_loop import Loop
@@ -46,6 +46,7 @@ __all__ = [
     "load_for_training",
     "load_model",
     "read_rows",
+    "reduce",
     "run_training",
     "start_training",
 ]
@@ -75,6 +76,7 @@ _MODULES = {
     "load_for_training": "models.export",
     "load_model": "models.export",
     "read_rows": "models.export",
+    "reduce": "task.base",
     "run_training": "driver.run",
     "start_training": "driver.background",
 }

@@ -1,8 +1,8 @@
 """The interface of a task, and the losses that a task returns for the rows of a batch.
 
 A user writes a task as a class in a file of their own and names it by `task.class_path`. `Losses` carries the loss and
-the weight of every row; the functions after it check them and sum them over rows on the device. `WithoutTargets`
-decodes rows for a prediction, which has no targets.
+the weight of every row; the functions after it check them and sum them over rows on the device. `reduce` adds numbers
+of a task's own to a step. `WithoutTargets` decodes rows for a prediction, which has no targets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,8 @@ _MAX_SEPARATE_READS = 16
 _NUMERIC_KINDS = ("number", "integer", "array", "list")
 _MIN_UNIT_VALUES = 100_000
 """A module with fewer parameters is not worth an all-gather of its own."""
+ReplicaReduction = Literal["sum", "mean", "max"]
+"""How `reduce` combines the values of the logical workers."""
 _METRIC_NAME = re.compile(r"(?!eval_)[A-Za-z0-9_][A-Za-z0-9_. -]{0,99}")
 
 
@@ -92,8 +94,77 @@ ZERO_SUMS = LossSums(0.0, 0.0, {})
 """The sums over no rows."""
 
 
-def check_losses(task: object, returned: Tensor | Losses, rows: int) -> Losses:
+@dataclass
+class ReducedValues:
+    """The values that `reduce` has got in the training loss of the present micro-batch.
+
+    Args:
+        values: The value, of shape (), by reduction and name, such as `sum:caught`; None outside of a training loss.
+    """
+
+    values: dict[str, Tensor] | None = None
+
+
+REDUCED = ReducedValues()
+"""The values of this process, which runs one micro-batch at a time."""
+
+
+def reduce(name: str, value: Tensor | float, reduction: ReplicaReduction) -> None:
+    """Records the sum, the mean or the maximum of a number over all logical workers of a training step.
+
+    Call it in `Task.forward`, `loss` or `training_loss`, for the same names in every step. Each logical worker with
+    rows contributes one value. The values are combined exactly, in float64, so the result is bit-identical for any
+    number of workers. It is recorded like a metric of `Losses`. Outside of a training step (in an evaluation, a
+    prediction, in `augment`) the call only checks its arguments.
+
+    Args:
+        name: The name of the result, as of a metric of `Losses`.
+        value: A real number, or a tensor with one element.
+        reduction: `sum`, `mean` or `max`.
+
+    Raises:
+        ConfigError: An argument is not allowed, or the loss of the micro-batch has used the name before.
+    """
+    call = f"ray_app.reduce({name!r}, ...)"
+    if reduction not in get_args(ReplicaReduction):
+        raise ConfigError(
+            f"{call} got the reduction {reduction!r}; use one of {', '.join(get_args(ReplicaReduction))}."
+        )
+    _check_metric_name(name, f"{call} got")
+    number = value if isinstance(value, Tensor) else torch.tensor(value)
+    if number.numel() != 1 or number.is_complex():
+        raise ConfigError(
+            f"{call} got {number.dtype} of shape {tuple(number.shape)}; give it one real number, such as the sum of"
+            " these."
+        )
+    if REDUCED.values is None:
+        return
+    if any(name == key.partition(":")[2] for key in REDUCED.values):
+        raise ConfigError(
+            f"{call} is the second call with this name for one micro-batch; give each value its own name."
+        )
+    REDUCED.values[f"{reduction}:{name}"] = number.detach().double().reshape(())
+
+
+def _check_metric_name(name: str, source: str) -> None:
+    """Raises ConfigError if a metric of a training step cannot be recorded under a name."""
+    if name in STEP_METRICS or not _METRIC_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{source} a metric {name!r}; use letters, digits, '_', '.', '-' and spaces, nothing that begins with"
+            f" eval_, and none of {', '.join(sorted(STEP_METRICS))}, which every step has."
+        )
+
+
+def check_losses(
+    task: object, returned: Tensor | Losses, rows: int, reduced: Mapping[str, Tensor] | None = None
+) -> Losses:
     """Returns what `Task.loss` or `Task.training_loss` returned as `Losses`, after checking shapes and names.
+
+    Args:
+        task: The task.
+        returned: Its result.
+        rows: Number of rows.
+        reduced: The values of `ReducedValues`, which become metrics under their keys.
 
     Raises:
         ConfigError: There is not one value for each row, or a metric has a name that cannot be recorded.
@@ -108,12 +179,16 @@ def check_losses(task: object, returned: Tensor | Losses, rows: int) -> Losses:
                 " return one value per row, shape (rows,). Use reduction='none' in the loss function."
             )
     for name in losses.metrics:
-        if name in STEP_METRICS or not _METRIC_NAME.fullmatch(name):
-            raise ConfigError(
-                f"{type(task).__name__}.loss returned a metric {name!r}; use letters, digits, '_', '.', '-' and spaces,"
-                f" nothing that begins with eval_, and none of {', '.join(sorted(STEP_METRICS))}, which every step has."
-            )
-    return losses
+        _check_metric_name(name, f"{type(task).__name__}.loss returned")
+    if not reduced:
+        return losses
+    if names := losses.metrics.keys() & {key.partition(":")[2] for key in reduced}:
+        raise ConfigError(
+            f"{type(task).__name__}.loss returns the metrics {', '.join(sorted(names))}, and ray_app.reduce is called"
+            " with the same names; use other names."
+        )
+    values = {key: value.to(losses.values.device) for key, value in reduced.items()}
+    return replace(losses, metrics={**losses.metrics, **values})
 
 
 class DeviceSums(NamedTuple):

@@ -23,7 +23,7 @@ from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, checksum, gather, launch_guard
 from ray_app.task import environment
-from ray_app.task.base import Batch, DeviceSums, Losses, Task, check_losses, sum_on_device
+from ray_app.task.base import REDUCED, Batch, DeviceSums, Losses, Task, check_losses, sum_on_device
 from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.task.user_code import user_code
 from ray_app.torch_private import BatchNorm, foreach_copy_, registered_buffers, run_backward, tensor_version
@@ -347,9 +347,14 @@ class Passes:
         """Returns the losses of augmented rows in float32; `rows` is their number."""
         # A single row is not compiled, because `allow_single_values` switches layers while the forward runs.
         model = self._compiled_model if self._compiled_model is not None and rows > 1 else self.model
-        with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext():
-            losses = self._loss(model, fields)
-        return check_losses(self._task, losses, rows).float()
+        reduced: dict[str, Tensor] = {}
+        REDUCED.values = reduced
+        try:
+            with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext():
+                losses = self._loss(model, fields)
+        finally:
+            REDUCED.values = None
+        return check_losses(self._task, losses, rows, reduced).float()
 
     def weights(self, rows: int, over: float) -> Tensor:
         """Returns the weight of each row's loss, the loss scale over `over`, shape (rows,).

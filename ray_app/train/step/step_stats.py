@@ -69,7 +69,7 @@ class ReplicaStats(NamedTuple):
         skipped: Number of its planned rows that cannot be decoded.
         weight: Sum of its rows' weights.
         compute_s, data_s, other_s, step_s: The time of its rank, see `TimeBreakdown`.
-        metrics: Sum of each metric over its rows, by name.
+        metrics: Sum of each metric over its rows, by name, and each value of `ReducedValues`, by its key.
     """
 
     logical_worker: int
@@ -135,16 +135,20 @@ class StepResult(NamedTuple):
         """Returns this result with means over the rows' weight instead of means over the planned rows.
 
         In this result, before the conversion, the loss and the square of the norm are means over the planned rows, and
-        the metrics are sums.
+        the metrics are sums. The results of `ray_app.reduce` are no means over rows, and only get their own names.
 
         Args:
             planned: Number of planned rows.
         """
         weight = self.weight
-        if not weight or (weight == planned and not self.metrics):
-            return self._replace(metrics={}) if self.metrics else self
-        factor = planned / weight
-        metrics = {name: value / weight for name, value in self.metrics.items()}
+        if (not weight or weight == planned) and not self.metrics:
+            return self
+        metrics = {}
+        for key, value in self.metrics.items():
+            reduction, _, name = key.rpartition(":")
+            if reduction or weight:
+                metrics[name] = value if reduction else value / weight
+        factor = planned / weight if weight else 1.0
         return self._replace(loss=self.loss * factor, grad_norm=self.grad_norm * math.sqrt(factor), metrics=metrics)
 
 
@@ -282,15 +286,25 @@ def combine_stats(table: list[ReplicaStats]) -> StepResult:
     `StepResult.over_weight`.
     """
     _, rows, row_hash, losses, flags, squared_norms, skipped, weights, *durations, metrics = zip(*table, strict=True)
-    # Logical workers without rows have no metrics.
-    metric_names = next(filter(None, metrics), ())
-    metric_sums = {name: exact_sum([sums.get(name, 0.0) for sums in metrics]) for name in metric_names}
+    # Logical workers without rows have no metrics, or zeros in their place.
+    replica_metrics = [sums for sums, replica_rows in zip(metrics, rows, strict=True) if replica_rows]
+    metric_sums = {
+        key: _combine(key.rpartition(":")[0], [sums[key] for sums in replica_metrics])
+        for key in (replica_metrics[0] if replica_metrics else ())
+    }
     all_flags = Flags(reduce(or_, flags))
     times = list(zip(*durations, strict=True))
     norm = math.sqrt(sum(squared_norms))
     return StepResult(
         exact_sum(losses), norm, list(rows), list(row_hash), all_flags, skipped, weights, metric_sums, times
     )
+
+
+def _combine(reduction: str, values: Sequence[float]) -> float:
+    """Returns the sum of a metric's values, or what `ray_app.reduce` makes of them; NaN if one value is NaN."""
+    if reduction == "max":
+        return math.nan if any(map(math.isnan, values)) else max(values)
+    return exact_sum(values) / (len(values) if reduction == "mean" else 1)
 
 
 def exact_sum(shares: Sequence[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ray_app import Losses
+from ray_app import Losses, reduce
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
@@ -308,6 +309,132 @@ def test_the_loss_of_the_documentation_counts_tokens(data: Path, tmp_path: Path)
         )
 
 
+class Reduced(TinyImages):
+    """Calls `ray_app.reduce` in its loss.
+
+    Args:
+        late: Manifest positions of rows; a micro-batch with one of them has another value to reduce.
+    """
+
+    def __init__(self, late: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.late = late
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        losses = super().loss(outputs, batch)
+        assert isinstance(losses, Tensor)
+        reduce("ids", batch["id"].sum(), "sum")
+        reduce("mean id", batch["id"].double().mean(), "mean")
+        reduce("largest id", batch["id"].max(), "max")
+        reduce("loss sum", losses.sum(), "sum")
+        reduce("odd", float(batch["id"][0] % 2 or -0.5), "max")
+        if torch.isin(batch["id"], torch.tensor(self.late, dtype=torch.int64)).any():
+            reduce("late", 1, "sum")
+        return losses
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ddp" else pytest.mark.rest) for n in STRATEGIES])
+def test_reduced_values_are_bit_identical_on_any_workers(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
+) -> None:
+    """The rows of the last step of an epoch are those of one logical worker, and the others contribute nothing."""
+    job = job_of(tmp_path / "run", data, task=Reduced(), **STRATEGIES[name])
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
+    for size in (2, 4):
+        several = worker_pool.train_new_run(job, size, cache_windows)
+        assert (several.digests, several.steps) == (alone.digests, alone.steps)
+    without = worker_pool.train_new_run(
+        job_of(tmp_path / "other", data, task=TinyImages(), **STRATEGIES[name]), 2, cache_windows
+    )
+    assert without.digests == alone.digests, "reduced values changed the parameters"
+    reader = MetricsReader(job.paths)
+    reader.poll()
+    steps = job.plan.steps_per_epoch
+    for step, record in reader.records.items():
+        epoch = job.plan.epoch((step - 1) // steps)
+        ids = [epoch.rows_at(v, (step - 1) % steps) for v in range(4)]
+        ids = [positions for positions in ids if len(positions)]
+        expected = {
+            "ids": sum(float(positions.sum()) for positions in ids),
+            "mean id": sum(positions.mean() for positions in ids) / len(ids),
+            "largest id": max(float(positions.max()) for positions in ids),
+            "odd": max(float(positions[0] % 2 or -0.5) for positions in ids),
+        }
+        assert {name: record.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-15)
+        assert record.metrics["loss sum"] == pytest.approx(record.loss * sum(record.rows), rel=1e-6)
+
+
+def test_parameter_servers_record_reduced_values(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    ddp = worker_pool.train_new_run(job_of(tmp_path / "ddp", data, task=Reduced(), optimizer=SGD), 2, cache_windows)
+    job = job_of(tmp_path / "servers", data, task=Reduced(), train__strategy="parameter_server", optimizer=SGD)
+    server_world.ServerWorld(job, 2).run()
+    assert read_trained_run(job).steps == ddp.steps
+
+
+def test_values_that_are_reduced_in_some_micro_batches_only_are_refused(data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data)
+    late = tuple(int(row) for row in job.plan.epoch(0).rows_at(1, 2))
+    with pytest.raises(ConfigError, match=r"sum:ids, sum:late, sum:loss sum and .*sum:ids, sum:loss sum\. Return the same names for every batch"):
+        run_steps(job_of(tmp_path / "run", data, task=Reduced(late)), 3)
+
+
+def test_the_reduction_of_the_documentation_counts_rows(data: Path, tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs" / "own-task.md"):
+        if "cross_entropy" in block.text and block.language == "python":
+            exec(block.text, names)
+
+    class Documented(TinyImages):
+        def loss(self, outputs: Tensor, batch: Batch) -> Any:
+            return names["loss"](self, outputs * 1000, batch)
+
+    _, [result] = run_steps(job_of(tmp_path / "run", data, task=Documented()), 1)
+    assert result.metrics["confident"] == 12
+    assert result.metrics["largest_output"] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a", 1.0, "min"), r"ray_app.reduce\('a', ...\) got the reduction 'min'; use one of sum, mean, max"),
+        (("lr", 1.0, "sum"), r"got a metric 'lr'; use letters"),
+        (("sum:a", 1.0, "sum"), r"got a metric 'sum:a'; use letters"),
+        (("a", torch.ones(3), "sum"), r"got torch.float32 of shape \(3,\); give it one real number"),
+        (("a", 1j, "sum"), r"got torch.complex64 of shape \(\)"),
+        (("ids", 1, "sum"), r"'ids', ...\) is the second call with this name"),
+        (("right", 1, "sum"), r"returns the metrics right, and ray_app.reduce is called with the same names"),
+    ],
+)
+def test_values_that_cannot_be_reduced_are_refused(
+    data: Path, tmp_path: Path, arguments: tuple[Any, ...], message: str
+) -> None:
+    class Refused(Tokens):
+        def loss(self, outputs: Tensor, batch: Batch) -> Losses:
+            reduce("ids", 1, "max")
+            reduce(*arguments)
+            return super().loss(outputs, batch)
+
+    with pytest.raises(ConfigError, match=message):
+        run_steps(job_of(tmp_path / "run", data, task=Refused()), 1)
+
+
+def test_a_reduced_nan_is_recorded_and_calls_outside_of_a_step_have_no_effect(data: Path, tmp_path: Path) -> None:
+    class Undefined(TinyImages):
+        def augment(self, batch: Batch, keys: Tensor) -> Batch:
+            reduce("augmented", 1, "sum")
+            return super().augment(batch, keys)
+
+        def loss(self, outputs: Tensor, batch: Batch) -> Any:
+            reduce("undefined", torch.tensor([float("nan")]) if 0 in batch["id"] else 1.0, "max")
+            return super().loss(outputs, batch)
+
+    job = job_of(tmp_path / "run", data, task=Undefined())
+    _, results = run_steps(job, 9)
+    assert [*results[0].metrics] == ["undefined"]
+    assert sum(math.isnan(result.metrics["undefined"]) for result in results) == 1
+    list(score(job.task, job.task.build_model(), batch_arrays(), 4, CPU, chunk_rows=12))
+
+
 def test_classifications_record_training_accuracy_when_it_is_enabled(data: Path, tmp_path: Path) -> None:
     from ray_app.task.image import ImageClassification
 
@@ -322,14 +449,19 @@ def test_classifications_record_training_accuracy_when_it_is_enabled(data: Path,
     assert len(digests) == 1
 
 
-def test_an_evaluation_weights_its_mean_like_training(data: Path, tmp_path: Path) -> None:
-    task = job_of(tmp_path / "run", data, task=Tokens(plainly=True)).task
-    model, random = task.build_model(), torch.Generator().manual_seed(0)
-    arrays = {
+def batch_arrays() -> dict[str, Any]:
+    """Returns 50 random rows of `TinyImages`."""
+    random = torch.Generator().manual_seed(0)
+    return {
         "image": torch.randint(0, 255, (50, 1, 8, 8), generator=random).numpy(),
         "label": torch.randint(0, 5, (50,), generator=random).numpy(),
         "id": torch.arange(50).numpy(),
     }
+
+
+def test_an_evaluation_weights_its_mean_like_training(data: Path, tmp_path: Path) -> None:
+    task = job_of(tmp_path / "run", data, task=Tokens(plainly=True)).task
+    model, arrays = task.build_model(), batch_arrays()
     chunks = list(score(task, model, arrays, 4, CPU, chunk_rows=12))
     batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
     losses = functional.cross_entropy(task.forward(model, batch), batch["label"], reduction="none")
