@@ -374,7 +374,10 @@ def test_parameter_servers_record_reduced_values(worker_pool: WorkerPool, data: 
 def test_values_that_are_reduced_in_some_micro_batches_only_are_refused(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data)
     late = tuple(int(row) for row in job.plan.epoch(0).rows_at(1, 2))
-    with pytest.raises(ConfigError, match=r"sum:ids, sum:late, sum:loss sum and .*sum:ids, sum:loss sum\. Return the same names for every batch"):
+    with pytest.raises(
+        ConfigError,
+        match=r"sum:ids, sum:late, sum:loss sum and .*sum:ids, sum:loss sum\. Return the same names for every batch",
+    ):
         run_steps(job_of(tmp_path / "run", data, task=Reduced(late)), 3)
 
 
