@@ -49,10 +49,11 @@ class EvaluateOptions:
             MLflow are called `eval_<name>_<metric>`. Default: the command does the work of the run's own evaluator.
         data: Folder (or file) of Parquet to evaluate on; needs a name. Default: the run's `data.eval_path`.
         follow: Continues until the run has ended; otherwise it ends after the checkpoints that are committed now.
+        workers: Number of actors that evaluate a checkpoint together. Default: the value of the run.
         batch_size: Rows of one forward pass. Default: the value of the run.
         max_rows: Largest number of rows to evaluate on; needs a name. Default: the value of the run.
-        num_cpus: Logical CPUs to reserve, and threads to compute with. Default: the value of the run.
-        num_gpus: GPUs to reserve. Default: the value of the run.
+        num_cpus: Logical CPUs that each actor reserves, and threads to compute with. Default: the value of the run.
+        num_gpus: GPUs that each actor reserves. Default: the value of the run.
         ray_address: Address of the Ray cluster to connect to. Default: see `run.ray_address`.
     """
 
@@ -60,6 +61,7 @@ class EvaluateOptions:
     name: str | None = None
     data: str | None = None
     follow: bool = False
+    workers: int | None = None
     batch_size: int | None = None
     max_rows: int | None = None
     num_cpus: float | None = None
@@ -110,8 +112,10 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
         raise ConfigError(
             f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on."
         )
-    overrides = {name: getattr(options, name) for name in ("batch_size", "max_rows", "num_cpus", "num_gpus")}
-    section = replace(config.evaluate, **{name: value for name, value in overrides.items() if value is not None})
+    names = ("workers", "batch_size", "max_rows", "num_cpus", "num_gpus")
+    overrides = {name: value for name in names if (value := getattr(options, name)) is not None}
+    # The command starts an evaluator, also for a run with `evaluate.where: workers`.
+    section = replace(config.evaluate, **overrides, where="actor")
     config = replace(config, evaluate=section, task=task or config.task)
     if options.data is not None:
         config = config.replace(data__eval_path=options.data)

@@ -272,7 +272,7 @@ def has_evaluator(config: Config) -> bool:
 
 def evaluator_gpus(config: Config) -> float:
     """Returns the GPUs of the evaluator, which are not for training workers."""
-    return config.evaluate.num_gpus if has_evaluator(config) else 0.0
+    return config.evaluate.num_gpus * config.evaluate.workers if has_evaluator(config) else 0.0
 
 
 def reserved_cpus(config: Config) -> float:
@@ -284,7 +284,7 @@ def reserved_cpus(config: Config) -> float:
 
 
 def _evaluator_cpus(config: Config) -> float:
-    return config.evaluate.num_cpus if has_evaluator(config) else 0
+    return config.evaluate.num_cpus * config.evaluate.workers if has_evaluator(config) else 0
 
 
 def _server_cpus(config: Config) -> float:
@@ -323,7 +323,7 @@ def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
             f" CPU for reading need {wanted_cpus(config, scaling.min_workers):g} CPU and"
             f" {scaling.min_workers * scaling.worker_gpus + evaluator_gpus(config):g} GPU; the cluster {has}"
             f" {cpus:g} CPU and {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or"
-            " what evaluate.num_cpus and evaluate.num_gpus reserve."
+            " what evaluate.workers, evaluate.num_cpus and evaluate.num_gpus reserve."
         )
     return int(workers)
 

@@ -132,6 +132,7 @@ MIN_VALUES: dict[str, float] = {
     "evaluate.patience": 1,
     "evaluate.min_delta": 0,
     "evaluate.batch_size": 1,
+    "evaluate.workers": 1,
     "evaluate.max_rows": 1,
     "evaluate.num_cpus": 0,
     "evaluate.num_gpus": 0,
@@ -416,6 +417,11 @@ def _check_run(config: Config) -> list[str]:
         problems.append(
             f"evaluate.num_gpus is {config.evaluate.num_gpus:g}, but the evaluator computes on one GPU; set it to at"
             " most 1. With evaluate.where: workers all GPUs of the training evaluate."
+        )
+    if config.evaluate.where == "workers" and config.evaluate.workers > 1:
+        problems.append(
+            f"evaluate.workers is {config.evaluate.workers}, and evaluate.where is workers, with which all workers of"
+            " the training evaluate; leave one of them out."
         )
     if config.train.init_digest is not None and config.train.init_from is None:
         problems.append(

@@ -239,11 +239,13 @@ class EvaluateSection:
         metric: Metric that selects the best checkpoint. Default: the one that the task declares.
         mode: Whether a higher (`max`) or a lower (`min`) value of `metric` is better. Default: as the task declares.
         batch_size: Rows of one forward pass.
+        workers: Number of actors that evaluate a checkpoint together, each with its own reservation. The metrics are
+            bit-identical for any number.
         max_rows: Largest number of rows to evaluate on. Of more rows in `data.eval_path` an equal share of each row
             group is used, always the same one. Default: all rows.
         drain_timeout_s: Seconds that the end of a run waits for the evaluator to finish pending checkpoints.
-        num_cpus: Logical CPUs that the evaluator reserves. It computes with as many CPU threads, at least one.
-        num_gpus: GPUs that the evaluator reserves: 0, a fraction of one GPU, or 1.
+        num_cpus: Logical CPUs that each actor reserves. It computes with as many CPU threads, at least one.
+        num_gpus: GPUs that each actor reserves: 0, a fraction of one GPU, or 1.
         label_selector: Labels of the nodes on which the evaluator may run, as in `scaling.label_selector`. Default:
             any node.
     """
@@ -255,6 +257,7 @@ class EvaluateSection:
     metric: str | None = None
     mode: Literal["max", "min"] | None = None
     batch_size: int = 256
+    workers: int = 1
     max_rows: int | None = None
     drain_timeout_s: float = 600.0
     num_cpus: float = 1

@@ -12,12 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from ray_app.config.checks import check_config
 from ray_app.devices import HOST
 from ray_app.driver.finalize import stored_job
 from ray_app.driver.model_export import ExportOptions, export_run
 from ray_app.driver.trained_run import choose_checkpoint, load_model
 from ray_app.errors import CheckpointError, ConfigError, DataError
-from ray_app.models.export import read_decoded, read_rows
+from ray_app.models.export import open_rows, read_decoded, read_rows
 from ray_app.report.comparison import Comparison, run_cell
 from ray_app.report.facts import read_facts
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
@@ -119,23 +120,43 @@ class Result:
         """
         return read_rows(self.task, path)
 
-    def evaluate(self, path: str, checkpoint: str = "best") -> dict[str, float]:
-        """Scores a model on a data set, such as test rows that were used for no choice, in this process, without Ray.
+    def evaluate(self, path: str, checkpoint: str = "best", workers: int | None = None) -> dict[str, float]:
+        """Scores a model on a data set, such as test rows that were used for no choice.
 
         The scores are not recorded.
 
         Args:
             path: Folder (or file) of Parquet, with the columns of the training data.
             checkpoint: See `ExportOptions.checkpoint`.
+            workers: Number of Ray actors that score the rows together, each with `evaluate.num_cpus` and `num_gpus` of
+                the run; the cluster is that of a training. Default: this process scores them on the CPU, without Ray.
+                The scores are bit-identical for any number. Those of this process may differ in the last bits, because
+                it may compute with other threads.
 
         Returns:
             The mean `loss` and the task's metrics of one number, by name.
 
         Raises:
+            ConfigError: `workers` is not a number of at least 1.
             DataError: The data set does not exist, or cannot be decoded.
         """
-        rows, batch_size = read_decoded(self.task, path), self._job.config.evaluate.batch_size
-        return combine(self.task, score(self.task, self.load_model(checkpoint), rows, batch_size, HOST)).values
+        model, job = self.load_model(checkpoint), self._job
+        if workers is None:
+            chunks = score(self.task, model, read_decoded(self.task, path), job.config.evaluate.batch_size, HOST)
+            return combine(self.task, chunks).values
+        fields = {"evaluate__workers": workers, "evaluate__where": "actor", "data__eval_path": path}
+        config = job.config.replace(**fields, scaling__min_workers=1, scaling__max_workers=1)
+        check_config(config)
+        # These modules import Ray, which nothing else here needs.
+        from ray_app.cluster.resources import cluster
+        from ray_app.evaluate.evaluator import score_on_actors
+        from ray_app.evaluate.job import EvaluationJob
+
+        exact = config.train.reduction == "exact"
+        data = open_rows(self.task, path)
+        evaluation = EvaluationJob(config.evaluate, self.task, str(self.path), job.fence, data, deterministic=exact)
+        with cluster(config):
+            return combine(self.task, score_on_actors(evaluation, model.state_dict())).values
 
     def predict(self, data: str | npt.ArrayLike | dict[str, Any], checkpoint: str = "best") -> dict[str, Field]:
         """Predicts rows in this process, without Ray; the rows need no targets.

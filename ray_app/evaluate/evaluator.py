@@ -4,6 +4,9 @@ It shares only the run directory with the trainer, so neither waits for the othe
 checkpoints that it still needs, and an evaluation is written once, by the first evaluator that finishes it. If the
 cluster outlives the driver, so does the evaluator: when the driver is gone it evaluates what is committed, has the end
 of the run recorded, and ends itself.
+
+With `evaluate.workers` above 1 the evaluator has further actors (`ScoringPool`), and all score parts of the data
+set. The parts consist of chunks that do not depend on the number of actors, so the metrics are bit-identical.
 """
 
 from __future__ import annotations
@@ -12,18 +15,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from torch import Tensor
 
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.data.local_readers import load_all
 from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
-from ray_app.data.reader import Fetch
+from ray_app.data.reader import Fetch, fetch_in_process
 from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, unwrap_app_error
 from ray_app.evaluate.job import EvaluationJob, last_evaluated, pending_commits
@@ -35,7 +40,7 @@ from ray_app.runlog.output import Output
 from ray_app.runlog.redaction import register_run_secrets
 from ray_app.storage.files import poll_interval_s
 from ray_app.task import environment
-from ray_app.task.metrics import combine, score
+from ray_app.task.metrics import Chunk, combine, score
 from ray_app.task.ragged import Arrays
 
 logger = logging.getLogger(__name__)
@@ -49,6 +54,10 @@ They are the ten minutes in which Ray restarts the evaluator, and the quarter of
 _MAX_RETRY_S = 10.0
 _CHECKS_PER_LEASE = 10
 """Checks of the driver's lease during the time for which a lease is valid."""
+_START_S = 30.0
+"""Seconds for which the first evaluation waits for the actors of a `ScoringPool`; it begins without the others."""
+_PARTS_PER_ACTOR = 4
+"""Parts of the data set for each actor of a `ScoringPool`, so that a fast actor scores more than a slow one."""
 
 
 class Evaluator:
@@ -84,10 +93,8 @@ class Evaluator:
         if self._actor is not None:
             self._output = Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name)
             keep_freed_memory()
-        environment.set_threads_and_kernels(job.section.threads, job.deterministic)
-        self._device = assigned_device(ray.get_gpu_ids()) if job.section.num_gpus else HOST
-        kind_of(self._device).use(self._device)
-        self._model = job.task.build_model().to(self._device)
+        self._pool = ScoringPool(job, job.section.workers - 1, job.fence) if job.section.workers > 1 else None
+        self._scorer = _Scorer(job)
         self._arrays: Arrays | None = None
         self._done_step = last_evaluated(evaluated_steps(job.paths, job.name))
         loops = [self._follow, self._renew, *([self._watch] if when_orphaned else [])]
@@ -142,8 +149,7 @@ class Evaluator:
             )
 
     def _follow(self) -> None:
-        # A new thread uses the first GPU by default.
-        kind_of(self._device).use(self._device)
+        self._scorer.use_device()
         poll_s = wait_s = poll_interval_s(self._job.paths.root)
         while not self._stopped.is_set():
             try:
@@ -233,7 +239,8 @@ class Evaluator:
         if self._before_evaluation is not None:
             self._before_evaluation(commit)
         try:
-            self._model.load_state_dict(unpack_model(self._store.load(commit)))
+            state = unpack_model(self._store.load(commit))
+            self._scorer.load(state)
         except DamagedError as error:
             self._record_skipped(commit, str(error))
             self._store.mark_bad(commit, str(error))
@@ -243,11 +250,11 @@ class Evaluator:
             return
         if self._arrays is None:
             self._arrays = load_all(self._fetch, job.data).arrays
-        manifest = job.data.manifest
-        scores = combine(
-            job.task,
-            score(job.task, self._model, self._arrays, job.section.batch_size, self._device, manifest=manifest),
-        )
+            if self._pool is not None:
+                self._arrays = self._pool.share(self._arrays)
+        manifest, score_part = job.data.manifest, partial(self._scorer.score, self._arrays)
+        chunks = score_part(0, 1) if self._pool is None else self._pool.score(state, score_part)
+        scores = combine(job.task, chunks)
         # A driver that waits for this evaluation may end this process as soon as it is recorded.
         if self._output is not None:
             self._output.copy()
@@ -279,6 +286,229 @@ class Evaluator:
     def _record_skipped(self, commit: Commit, reason: str) -> None:
         details = {"by": self._job.name} if self._job.name else {}
         self._pending_events.put("evaluation_skipped", self._job.fence, step=commit.step, reason=reason, **details)
+
+
+class _Scorer:
+    """Scores parts of the evaluation data with the model of a checkpoint, on the device of this process.
+
+    Args:
+        job: What is evaluated.
+    """
+
+    def __init__(self, job: EvaluationJob) -> None:
+        self._job = job
+        environment.set_threads_and_kernels(job.section.threads, job.deterministic)
+        self._device = assigned_device(ray.get_gpu_ids()) if job.section.num_gpus else HOST
+        self.use_device()
+        self._model = job.task.build_model().to(self._device)
+
+    def use_device(self) -> None:
+        """Makes the device that of the calling thread, which uses the first GPU otherwise."""
+        kind_of(self._device).use(self._device)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Loads the parameters and buffers of a checkpoint."""
+        self._model.load_state_dict(state)
+
+    def score(self, arrays: Arrays, part: int, parts: int) -> Iterable[Chunk]:
+        """Scores every `parts`-th chunk of the data, see `score`."""
+        job = self._job
+        size, manifest = job.section.batch_size, job.data.manifest
+        return score(job.task, self._model, arrays, size, self._device, part, parts, manifest=manifest)
+
+
+class _ScoringActor:
+    """Scores parts of the evaluation data for another process. An actor of a `ScoringPool`.
+
+    Args:
+        job: What is evaluated.
+        fence: The fence under which its output is added to the run's; None if it is not.
+    """
+
+    def __init__(self, job: EvaluationJob, fence: int | None) -> None:
+        register_run_secrets(job.paths.config)
+        name = job.name or "evaluator"
+        self._output: Output | None = None
+        if fence is not None:
+            self._output = Output(job.paths, fence, f"{name}-{os.getpid()}", lambda: name)
+        keep_freed_memory()
+        self._scorer = _Scorer(job)
+        self._state_number: int | None = None
+
+    def started(self) -> None:
+        """Returns once the actor has started."""
+
+    def score(
+        self, state_number: int, states: list[ray.ObjectRef], arrays: Arrays, part: int, parts: int
+    ) -> list[Chunk]:
+        """Scores a part of the data.
+
+        Args:
+            state_number: The number of the model state; a state is loaded once.
+            states: A reference to the model state.
+            arrays: Every decoded field.
+            part, parts: See `score`.
+        """
+        self._scorer.use_device()
+        if state_number != self._state_number:
+            self._scorer.load(ray.get(states[0]))
+            self._state_number = state_number
+        chunks = list(self._scorer.score(arrays, part, parts))
+        if self._output is not None:
+            self._output.copy()
+        return chunks
+
+
+class _OpenParts:
+    """The parts of a data set that are not scored yet; several threads take them.
+
+    Args:
+        parts: Number of parts.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._changed = threading.Condition()
+        self._open, self._remaining = list(range(parts)), parts
+        self._chunks: list[Chunk] = []
+        self._error: Exception | None = None
+
+    def work(self, score_part: Callable[[int], Iterable[Chunk]]) -> None:
+        """Scores open parts until all are scored, or an error of the application ends the scoring.
+
+        A part that another thread fails to score is open again. An error of Ray, such as the death of an actor, ends
+        only this call.
+        """
+        while (part := self._take()) is not None:
+            try:
+                chunks = list(score_part(part))
+            except ray.exceptions.RayTaskError as error:
+                cause = unwrap_app_error(error)
+                return self._end(part, cause if isinstance(cause, Exception) else error)
+            except ray.exceptions.RayError as error:
+                logger.warning("An actor of the evaluation failed, the others score its part: %s", error)
+                return self._end(part, None)
+            except Exception as error:
+                return self._end(part, error)
+            with self._changed:
+                self._chunks += chunks
+                self._remaining -= 1
+                self._changed.notify_all()
+        return None
+
+    def result(self) -> list[Chunk]:
+        """Returns the chunks of all parts; raises the error that has ended the scoring."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if self._remaining:
+                raise ray.exceptions.RayError("all actors of the evaluation have failed")
+            return self._chunks
+
+    def _take(self) -> int | None:
+        """Waits for an open part, and returns None if there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._open or not self._remaining or self._error is not None)
+            return self._open.pop() if self._open and self._error is None else None
+
+    def _end(self, part: int, error: Exception | None) -> None:
+        with self._changed:
+            self._open.append(part)
+            self._error = self._error or error
+            self._changed.notify_all()
+
+
+class ScoringPool:
+    """Actors that score a data set together, each with the resources of an evaluator.
+
+    Args:
+        job: What is evaluated.
+        size: Number of actors.
+        fence: See `_ScoringActor`.
+    """
+
+    def __init__(self, job: EvaluationJob, size: int, fence: int | None = None) -> None:
+        options = _actor_options(job) | {"max_restarts": -1}
+        actors = [ray.remote(_ScoringActor).options(**options).remote(job, fence) for _ in range(size)]
+        self._starting = {actor.started.remote(): actor for actor in actors}
+        self._actors: list[ActorHandle] = []
+        self._arrays: ray.ObjectRef | None = None
+        self._state_number = 0
+        self._wait_s = _START_S
+
+    def share(self, arrays: Arrays) -> Arrays:
+        """Puts the data into Ray's object store, of which each node maps one copy, and returns that copy."""
+        self._arrays = ray.put(arrays)
+        shared: Arrays = ray.get(self._arrays)
+        return shared
+
+    def score(
+        self, state: Mapping[str, Tensor], score_part: Callable[[int, int], Iterable[Chunk]] | None = None
+    ) -> list[Chunk]:
+        """Scores the shared data with a model state; returns the chunks in any order.
+
+        The scoring begins with the actors that have started; the first call waits some seconds for all.
+
+        Args:
+            state: Parameters and buffers.
+            score_part: Scores a part in this process as well, with the same arguments as `score`.
+
+        Raises:
+            ray.exceptions.RayError: All actors failed, and this process does not score.
+            RayAppError: The data or user code is to blame.
+        """
+        self._add_started(0 if score_part is not None else 1)
+        self._state_number += 1
+        number, states = self._state_number, [ray.put(dict(state))]
+        parts = _PARTS_PER_ACTOR * (len(self._actors) + (score_part is not None))
+        open_parts = _OpenParts(parts)
+
+        def score_remotely(actor: ActorHandle, part: int) -> list[Chunk]:
+            chunks: list[Chunk] = ray.get(actor.score.remote(number, states, self._arrays, part, parts))
+            return chunks
+
+        threads = [
+            threading.Thread(target=open_parts.work, args=(partial(score_remotely, actor),), daemon=True)
+            for actor in self._actors
+        ]
+        for thread in threads:
+            thread.start()
+        if score_part is not None:
+            open_parts.work(lambda part: score_part(part, parts))
+        else:
+            for thread in threads:
+                thread.join()
+        return open_parts.result()
+
+    def end(self) -> None:
+        """Ends the actors."""
+        for actor in (*self._actors, *self._starting.values()):
+            ray.kill(actor, no_restart=True)
+
+    def _add_started(self, min_actors: int) -> None:
+        """Adds the actors that have started since the last call; waits for at least `min_actors` in all."""
+        if not self._starting:
+            return
+        started, _ = ray.wait([*self._starting], num_returns=len(self._starting), timeout=self._wait_s)
+        if len(started) + len(self._actors) < min_actors:
+            started, _ = ray.wait([*self._starting], num_returns=min_actors)
+        self._wait_s = 0.0
+        self._actors += [self._starting.pop(reference) for reference in started]
+        if self._starting:
+            logger.warning(
+                "%d actors of the evaluation wait for capacity in the cluster; %d score.",
+                len(self._starting),
+                len(self._actors),
+            )
+
+
+def score_on_actors(job: EvaluationJob, state: Mapping[str, Tensor]) -> list[Chunk]:
+    """Scores a model state on a data set on `evaluate.workers` actors alone, see `ScoringPool.score`."""
+    pool = ScoringPool(job, job.section.workers)
+    try:
+        pool.share(load_all(fetch_in_process, job.data).arrays)
+        return pool.score(state)
+    finally:
+        pool.end()
 
 
 def count_deaths_in_a_row(starts: Sequence[Mapping[str, Any]], done_step: int, alive: Collection[str]) -> int:
@@ -347,16 +577,15 @@ def start_evaluator(
     """
     done = last_evaluated(evaluated_steps(job.paths, job.name))
     CheckpointStore(job.paths).put_pin(job.evaluator_id, job.make_pin(done, time.time() + PIN_LIFE_S))
-    options: dict[str, Any] = {
-        "num_cpus": job.section.num_cpus,
-        "num_gpus": job.section.num_gpus,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-        "max_concurrency": 4,
-    }
-    if job.section.label_selector:
-        options["label_selector"] = job.section.label_selector
+    options = _actor_options(job) | {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 4}
     if when_orphaned is not None:
         options |= {"lifetime": "detached", "name": job.actor_name, "namespace": _NAMESPACE}
     actor = ray.remote(Evaluator).options(**options).remote(job, fetch_auto, before_evaluation, when_orphaned)
     return EvaluatorHandle(actor)
+
+
+def _actor_options(job: EvaluationJob) -> dict[str, Any]:
+    """Returns Ray's options for what an actor of the evaluation reserves, and on which nodes."""
+    section = job.section
+    labels = {"label_selector": section.label_selector} if section.label_selector else {}
+    return {"num_cpus": section.num_cpus, "num_gpus": section.num_gpus, **labels}

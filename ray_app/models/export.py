@@ -164,7 +164,16 @@ def read_rows(task: Task, path: str) -> Batch:
 
 
 def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
-    """Decodes a whole data set in this process, see `read_rows`; without `targets` these are zeros."""
+    """Decodes a whole data set in this process, see `open_rows`."""
+    return load_all(fetch_in_process, open_rows(task, path, targets)).arrays
+
+
+def open_rows(task: Task, path: str, targets: bool = True) -> RowSource:
+    """Opens the rows of a data set for a prepared task; without `targets` these are zeros.
+
+    Raises:
+        DataError: The data set does not exist, or has another schema than the training data.
+    """
     dataset, unread = open_dataset(path), WithoutTargets(task)
     columns, decode = (task.columns(), task.decode) if targets else (unread.columns, unread)
     refuse_other_schema(task.data_schema, dataset.facts, path, "what the model was trained on")
@@ -172,7 +181,7 @@ def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
         task.prepare(dataset.facts)
     fields = probe(dataset, columns, decode)
     reader = Reader(dataset.root, columns, decode, fields, partitions=dataset.manifest.partitions)
-    return load_all(fetch_in_process, RowSource(reader, dataset.manifest, rows_per_task(fields, _READ_MB))).arrays
+    return RowSource(reader, dataset.manifest, rows_per_task(fields, _READ_MB))
 
 
 def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:

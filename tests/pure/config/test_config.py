@@ -105,6 +105,12 @@ def test_a_valid_configuration_is_accepted() -> None:
         ({"failure__step_timeout_s": 0.0}, "failure.step_timeout_s is 0.0; it must be greater than 0."),
         ({"evaluate__batch_size": 0}, "evaluate.batch_size is 0; it must be at least 1."),
         ({"evaluate__max_rows": 0}, "evaluate.max_rows is 0; it must be at least 1."),
+        ({"evaluate__workers": 0}, "evaluate.workers is 0; it must be at least 1."),
+        (
+            {"evaluate__workers": 2, "evaluate__where": "workers"},
+            "evaluate.workers is 2, and evaluate.where is workers, with which all workers of the training evaluate;"
+            " leave one of them out.",
+        ),
         ({"evaluate__drain_timeout_s": -1.0}, "evaluate.drain_timeout_s is -1.0; it must be at least 0."),
         ({"evaluate__drain_timeout_s": math.nan}, "evaluate.drain_timeout_s is nan; it must be at least 0."),
         (
@@ -413,7 +419,13 @@ def changes_digest(**fields: Any) -> bool:
         },
         {"failure__max_failures": 1, "failure__max_preemptions": 1, "failure__step_timeout_s": 1.0},
         {"failure__heartbeat_timeout_s": 1.0, "failure__recovery": "restart", "checkpoint__snapshot_every_steps": 1},
-        {"evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1, "evaluate__max_rows": 9},
+        {
+            "evaluate__metric": "loss",
+            "evaluate__mode": "min",
+            "evaluate__batch_size": 1,
+            "evaluate__max_rows": 9,
+            "evaluate__workers": 3,
+        },
         {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1},
         {
             "tracking__enabled": False,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,15 @@ from ray_app import run_training
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.evaluate import main
 from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.sections import EvaluateSection
+from ray_app.errors import ConfigError
+from ray_app.evaluate.evaluator import score_on_actors
+from ray_app.evaluate.job import EvaluationJob
 from ray_app.runlog.evaluations import evaluated_steps, read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
+from ray_app.task.metrics import combine
+from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 
@@ -131,6 +138,37 @@ def test_a_named_evaluator_of_another_job_follows_a_run(
     assert list(paths.pins.iterdir()) == [], "a pin of the evaluator stays"
 
 
+class DiesOnce(TinyImages):
+    """Ends the process that first evaluates.
+
+    Args:
+        mark: A file that does not exist before.
+    """
+
+    def __init__(self, mark: str) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def update(self, metrics: Any, outputs: Any, batch: Any) -> None:
+        if not Path(self.mark).exists():
+            Path(self.mark).touch(exist_ok=False)
+            os._exit(1)
+        super().update(metrics, outputs, batch)
+
+
+def test_the_scores_are_the_same_if_one_of_the_actors_dies(ray_cluster: None, tmp_path: Path) -> None:
+    data = write_images(tmp_path / "data", [[300, 11]])
+    train_job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, task=DiesOnce(str(tmp_path / "died")))
+    section = EvaluateSection(batch_size=7, workers=2, num_cpus=0.5)
+    job = EvaluationJob(section, train_job.task, train_job.run_root, 1, train_job.source)
+    model = job.task.build_model()
+    chunks = score_on_actors(job, model.state_dict())
+    assert (tmp_path / "died").exists(), "no actor has died"
+    alone = score_on_actors(replace(job, section=replace(section, workers=1)), model.state_dict())
+    assert sorted(c.low for c in chunks) == sorted(c.low for c in alone)
+    assert combine(job.task, chunks) == combine(job.task, alone)
+
+
 def test_evaluating_an_ended_run_equals_its_own_evaluator(
     ray_cluster: None,
     make_short_config: Callable[..., Config],
@@ -148,6 +186,17 @@ def test_evaluating_an_ended_run_equals_its_own_evaluator(
     ]
     assert {c.step for c in CheckpointStore(paths).commits()} == {8, 16, 24, 30}
     capsys.readouterr()
+    several = ["--name", "several", "--data", str(digits / "eval"), "--workers", "3", "--num_cpus", "0.5"]
+    assert main(["--run", str(result.path), *several]) == 0
+    assert [(e.step, e.metrics, e.tables) for e in read_evaluations(paths, "several")] == [
+        (e.step, e.metrics, e.tables) for e in evaluations
+    ]
+    together = result.evaluate(str(digits / "eval"), "newest", workers=2)
+    assert together == evaluations[-1].metrics
+    # The threads of this process may add in another order than the one thread of an actor.
+    assert result.evaluate(str(digits / "eval"), "newest") == pytest.approx(together, rel=1e-6)
+    with pytest.raises(ConfigError, match=r"evaluate.workers is 0; it must be at least 1"):
+        result.evaluate(str(digits / "eval"), workers=0)
     for arguments, expected in (
         (["--run", str(tmp_path / "nothing")], "holds no run"),
         (["--run", str(result.path), "--data", str(digits / "eval")], "give them a --name"),
