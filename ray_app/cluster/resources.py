@@ -116,6 +116,13 @@ def cluster(config: Config) -> Iterator[bool]:
         yield is_first and not _address(config)
 
 
+@contextmanager
+def keep_connection() -> Iterator[None]:
+    """Keeps a connection that `cluster` opens inside the block until its end, for later uses of `cluster`."""
+    with _shared.kept():
+        yield
+
+
 def reconnect(config: Config) -> None:
     """Leaves the cluster, which ends the actors and tasks that this process left there, and connects anew.
 
@@ -162,7 +169,8 @@ class _SharedConnection:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closing = ExitStack()
-        self._users = 0
+        # The number of runs that use the connection, and of blocks that hold it open.
+        self._users = self._holds = 0
 
     @property
     def is_connected(self) -> bool:
@@ -186,8 +194,24 @@ class _SharedConnection:
         finally:
             with self._lock:
                 self._users -= is_counted
-                if is_counted and not self._users:
-                    self._closing.close()
+                self._close_unused()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps a connection that a run opens inside the block until its end."""
+        with self._lock:
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holds -= 1
+                self._close_unused()
+
+    def _close_unused(self) -> None:
+        """Closes the connection, if it was opened here, unless it is used or kept."""
+        if not self._users and not self._holds:
+            self._closing.close()
 
     def _open(self, connect: Callable[[], object]) -> None:
         with ExitStack() as stack:

@@ -28,7 +28,10 @@ from ray_app.cluster.resources import (
     cluster_capacity,
     evaluator_gpus,
     import_in_background,
+    keep_connection,
     shared_bytes,
+    wanted_cpus,
+    workers_in,
     workers_that_fit,
 )
 from ray_app.config.config import Config, default_tracking_uri
@@ -147,40 +150,44 @@ def open_run(
         check_available(config)
     check_storage(config)
     load_observers(config)
-    prepared = prepare(config)
-    phases.end("preparation")
-    if config.train.strategy_traits.has_workers:
-        import_in_background("ray_app.driver.run")
-    interrupted = threading.Event()
-    signals = nullcontext() if background else stop_at_signals(interrupted)
-    # The signal handlers come last, because `ray.init` installs its own.
-    with (
-        exclusive_process(config, background),
-        set_variables(**dict.fromkeys(SHORT_TIMEOUTS)),
-        cluster(config) as is_own_cluster,
-        signals,
-    ):
-        phases.end("cluster")
-        capacity = cluster_capacity()
-        max_workers = workers_that_fit(config, capacity)
-        check_window_memory(prepared.job, max_workers, capacity.nodes)
-        if needed_bytes := shared_bytes(prepared.job):
-            check_object_stores(needed_bytes, capacity.nodes)
-        with acquire_lease(prepared.job.paths) as lease:
-            prepared = claim(prepared, lease.fence)
-            safe_console = SafeConsole(console)
-            console_failed = partial(put_event, prepared.job.paths, "console_failed", lease.fence)
-            safe_console.report_to(lambda reason: console_failed(reason=reason))
-            print_start(safe_console, prepared, max_workers)
-            if prepared.changed_data:
-                put_event(prepared.job.paths, "data_changed", lease.fence, changed=list(prepared.changed_data))
-            if prepared.changed:
-                put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
-            quiet_console = SafeConsole(Console(quiet=True, force_jupyter=False))
-            progress = quiet_console if background else safe_console
-            phases.end("claim")
-            consoles = safe_console, progress
-            yield Run(prepared, lease, max_workers, consoles, faults, is_own_cluster, interrupted, phases.seconds)
+    # The connection with which `prepare` asks a joined cluster for its size serves the run as well.
+    with keep_connection():
+        prepared = prepare(config)
+        # The number of workers and of their GPUs is known now.
+        config = prepared.job.config
+        phases.end("preparation")
+        if config.train.strategy_traits.has_workers:
+            import_in_background("ray_app.driver.run")
+        interrupted = threading.Event()
+        signals = nullcontext() if background else stop_at_signals(interrupted)
+        # The signal handlers come last, because `ray.init` installs its own.
+        with (
+            exclusive_process(config, background),
+            set_variables(**dict.fromkeys(SHORT_TIMEOUTS)),
+            cluster(config) as is_own_cluster,
+            signals,
+        ):
+            phases.end("cluster")
+            capacity = cluster_capacity()
+            max_workers = workers_that_fit(config, capacity)
+            check_window_memory(prepared.job, max_workers, capacity.nodes)
+            if needed_bytes := shared_bytes(prepared.job):
+                check_object_stores(needed_bytes, capacity.nodes)
+            with acquire_lease(prepared.job.paths) as lease:
+                prepared = claim(prepared, lease.fence)
+                safe_console = SafeConsole(console)
+                console_failed = partial(put_event, prepared.job.paths, "console_failed", lease.fence)
+                safe_console.report_to(lambda reason: console_failed(reason=reason))
+                print_start(safe_console, prepared, max_workers)
+                if prepared.changed_data:
+                    put_event(prepared.job.paths, "data_changed", lease.fence, changed=list(prepared.changed_data))
+                if prepared.changed:
+                    put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
+                quiet_console = SafeConsole(Console(quiet=True, force_jupyter=False))
+                progress = quiet_console if background else safe_console
+                phases.end("claim")
+                consoles = safe_console, progress
+                yield Run(prepared, lease, max_workers, consoles, faults, is_own_cluster, interrupted, phases.seconds)
 
 
 class Run:
@@ -509,8 +516,8 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
             f"balanced: in each pass every one of {len(classes.totals)} classes is used {classes.totals.max():,} times"
         )
     nodes = ray.nodes() if ray.is_initialized() else []
-    if idle := idle_gpus(config, max_workers, nodes):
-        console.print(f"Warning: {idle}")
+    if use := describe_use(config, max_workers, nodes):
+        console.print(use)
     if len({node["NodeManagerAddress"] for node in nodes if node["Alive"]}) > 1:
         console.print(
             "A host that is cut off counts as there for about a minute with Ray's defaults; docs/failures.md says how"
@@ -531,14 +538,40 @@ def _workers_text(config: Config, max_workers: int) -> str:
     return f"up to {max_workers} workers{capped}{standbys}{f', each with {gpus}' if scaling.worker_gpus else ''}"
 
 
-def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
-    """Returns a message about GPUs that neither workers, standbys nor the evaluator use; None if there are none."""
-    scaling = config.scaling
-    gpus = sum(node["Resources"].get("GPU", 0.0) for node in nodes_with_labels(nodes, scaling.label_selector))
-    idle = int(gpus - (workers + scaling.standby_workers) * scaling.worker_gpus - evaluator_gpus(config))
-    if idle < 1:
+def describe_use(config: Config, workers: int, nodes: list[Node]) -> str | None:
+    """Returns what the run reserves of the cluster, and what stays idle; None without a cluster.
+
+    GPUs and CPUs are those of the nodes on which workers may run.
+
+    Args:
+        config: The run's configuration.
+        workers: The largest number of workers.
+        nodes: As `ray.nodes()` returns them.
+    """
+    scaling, alive = config.scaling, [node for node in nodes if node["Alive"]]
+    labeled = nodes_with_labels(nodes, scaling.label_selector)
+    if not labeled:
         return None
-    advice = "Raise scaling.max_workers (all: as many as fit), or leave them to others."
+    processes = workers + scaling.standby_workers if config.train.strategy_traits.has_workers else 0
+    reserved = {
+        "GPU": processes * scaling.worker_gpus + evaluator_gpus(config),
+        "CPU": wanted_cpus(config, processes),
+    }
+    used, idle = [], []
+    for name, number in reserved.items():
+        if not (total := sum(node["Resources"].get(name, 0.0) for node in labeled)):
+            continue
+        used.append(f"{min(number, total):g} of {total:g} {name}s")
+        if (unused := int(total - number + 1e-6)) > 0:
+            idle.append(f"{unused} {name}{'s' if unused > 1 else ''}")
+    fitting = [node for node in labeled if workers_in(node["Resources"], scaling) >= 1]
+    if processes and len(fitting) < len(alive):
+        names = ", ".join(str(node["NodeManagerAddress"]) for node in alive if node not in fitting)
+        idle.append(f"of {len(alive)} nodes these, on which no worker fits: {names}")
+    text = f"The run uses at most {' and '.join(used)} of the cluster{'; idle: ' * bool(idle)}{', '.join(idle)}."
+    if not any("GPU" in part for part in idle):
+        return text
+    advice = "Raise scaling.max_workers (all: as many as fit), or leave the GPUs to others."
     if not scaling.worker_gpus:
-        advice = "This run computes on CPUs; set scaling.gpus_per_worker to 1 to train on GPUs."
-    return f"{idle} of the {gpus:g} GPUs of the cluster are not used by this run. {advice}"
+        advice = "It computes on CPUs; set scaling.gpus_per_worker to 1 to train on GPUs."
+    return f"Warning: {text} {advice}"

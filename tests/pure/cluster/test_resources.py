@@ -1,4 +1,4 @@
-"""The number that `scaling.max_workers: all` resolves to, idle GPUs, and label selectors of the evaluator and the
+"""The number that `scaling.max_workers: all` resolves to, what a run leaves idle, and label selectors of evaluator and
 parameter servers.
 """
 
@@ -13,14 +13,23 @@ import pytest
 import ray
 import torch
 from ray.train import ScalingConfig
+from rich.console import Console
 
 from ray_app import load_config
 from ray_app.cluster import resources as resources_module
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy
-from ray_app.cluster.resources import ClusterCapacity, count_fitting_on_gpus, resolve_scaling, workers_that_fit
+from ray_app.cluster.resources import (
+    ClusterCapacity,
+    cluster,
+    count_fitting_on_gpus,
+    keep_connection,
+    resolve_scaling,
+    workers_that_fit,
+)
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, from_yaml
-from ray_app.driver.run import idle_gpus
+from ray_app.driver import run as run_module
+from ray_app.driver.run import describe_use, open_run
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.lease import acquire_lease
@@ -30,7 +39,8 @@ from tests.support.paths import ROOT
 
 
 def node(name: str, cpus: float, gpus: float = 0, **labels: str) -> dict[str, Any]:
-    return {"NodeID": name, "Alive": True, "Labels": labels, "Resources": {"CPU": cpus, "GPU": gpus}}
+    resources = {"CPU": cpus, "GPU": gpus}
+    return {"NodeID": name, "NodeManagerAddress": name, "Alive": True, "Labels": labels, "Resources": resources}
 
 
 NODES = [node("1", 16, 4, zone="a"), node("2", 16, 4, zone="b")]
@@ -268,6 +278,14 @@ def test_a_resumed_run_keeps_the_number_of_workers_of_its_first_start(
     with acquire_lease(prepared.job.paths) as lease:
         claim(prepared, lease.fence)
     assert read_config(prepared.job.paths).scaling.max_workers == 4
+
+    def connect(config: Config) -> Any:
+        raise NotImplementedError(f"a cluster for {config.scaling.max_workers} workers")
+
+    monkeypatch.setattr(run_module, "cluster", connect)
+    # A cluster of this machine has logical CPUs for all workers.
+    with pytest.raises(NotImplementedError, match="for 4 workers"), open_run(config, Console(quiet=True)):
+        pass
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     again = prepare(config)
     assert (again.job.config.scaling.max_workers, again.job.config.logical_workers, again.resumes) == (4, 4, True)
@@ -282,17 +300,45 @@ def test_other_values_of_max_workers_are_refused(value: Any) -> None:
         check_config(ALL.replace(scaling__max_workers=value))
 
 
-def test_idle_gpus_are_reported() -> None:
+def test_the_start_says_what_the_run_uses_and_what_is_idle() -> None:
     four = ALL.replace(scaling__max_workers=4, scaling__gpus_per_worker=1, evaluate__num_gpus=1)
-    assert idle_gpus(four, 4, NODES) == (
-        "3 of the 8 GPUs of the cluster are not used by this run. Raise scaling.max_workers (all: as many as fit), or"
-        " leave them to others."
+    assert describe_use(four, 4, NODES) == (
+        "Warning: The run uses at most 5 of 8 GPUs and 6 of 32 CPUs of the cluster; idle: 3 GPUs, 26 CPUs. Raise"
+        " scaling.max_workers (all: as many as fit), or leave the GPUs to others."
     )
-    assert idle_gpus(four, 7, NODES) is None
-    assert idle_gpus(four.replace(scaling__label_selector={"zone": "a"}), 3, NODES) is None
-    assert "8 of the 8 GPUs" in str(idle_gpus(ALL.replace(scaling__max_workers=4), 4, NODES))
-    assert "set scaling.gpus_per_worker to 1" in str(idle_gpus(ALL.replace(scaling__max_workers=4), 4, NODES))
-    assert idle_gpus(ALL, 4, [node("1", 8)]) is None
+    assert describe_use(four.replace(evaluate__workers=4), 4, NODES) == (
+        "The run uses at most 8 of 8 GPUs and 9 of 32 CPUs of the cluster; idle: 23 CPUs."
+    )
+    assert describe_use(four.replace(scaling__label_selector={"zone": "a"}), 3, NODES) == (
+        "The run uses at most 4 of 4 GPUs and 5 of 16 CPUs of the cluster; idle: 11 CPUs, of 2 nodes these, on which no"
+        " worker fits: 2."
+    )
+    on_cpus = str(describe_use(ALL.replace(scaling__max_workers=4), 4, NODES))
+    assert "0 of 8 GPUs" in on_cpus
+    assert "idle: 8 GPUs" in on_cpus
+    assert "set scaling.gpus_per_worker to 1" in on_cpus
+    assert describe_use(ALL, 6, [node("1", 8)]) == "The run uses at most 8 of 8 CPUs of the cluster."
+    assert describe_use(four, 4, [*NODES, node("3", 16)]) is not None
+    assert "these, on which no worker fits: 3." in str(describe_use(four, 4, [*NODES, node("3", 16)]))
+    assert describe_use(ALL, 4, []) is None
+
+
+def test_a_start_connects_to_a_joined_cluster_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(calls) and calls[-1] == "connect")
+    monkeypatch.setattr(ray, "init", lambda **_: calls.append("connect"))
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("disconnect"))
+    monkeypatch.setattr(resources_module, "cluster_capacity", lambda: ClusterCapacity({"CPU": 32.0}, NODES))
+    config = ALL.replace(run__ray_address="10.0.0.1:6379")
+    with keep_connection():
+        resolved = resolve_scaling(config)
+        with cluster(resolved) as is_own:
+            assert not is_own
+        assert calls == ["connect"]
+    assert calls == ["connect", "disconnect"]
+    with keep_connection(), pytest.raises(ConfigError):
+        resolve_scaling(config.replace(scaling__min_workers=1000))
+    assert calls == ["connect", "disconnect"] * 2
 
 
 @pytest.mark.parametrize(
