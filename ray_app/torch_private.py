@@ -187,6 +187,17 @@ def shard_version(sharded: Any) -> int:
     return int(sharded._local_tensor._version)
 
 
+def wrap_shard(part: Tensor, parameter: Any) -> Any:
+    """Returns a `DTensor` with this rank's shard `part` and with the shape and placements of `parameter`.
+
+    The public `DTensor.from_local` would move a shard in host memory to the device of the mesh, and with
+    `train.cpu_offload` a gradient has to be where its parameter is.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
+
+    return _from_local_no_grad(part.detach(), parameter._spec)
+
+
 # --- the compiler
 
 

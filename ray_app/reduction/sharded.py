@@ -46,6 +46,7 @@ from ray_app.torch_private import (
     is_before_backward,
     run_backward,
     shard_version,
+    wrap_shard,
 )
 
 
@@ -110,15 +111,8 @@ def shard_like(value: Tensor, parameter: DTensor) -> DTensor:
     mesh, local = parameter.device_mesh, parameter.to_local()
     size = -(-value.shape[0] // mesh.size())
     rank = mesh.get_local_rank()
-    return wrap_shard(value[rank * size : (rank + 1) * size].to(local.device, copy=True), parameter)
-
-
-def wrap_shard(part: Tensor, parameter: DTensor) -> DTensor:
-    """Returns a sharded tensor with this rank's shard `part`, and with the shape and placements of `parameter`."""
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
+    shard: DTensor = wrap_shard(value[rank * size : (rank + 1) * size].to(local.device, copy=True), parameter)
+    return shard
 
 
 def gather_whole(value: Tensor) -> Tensor:

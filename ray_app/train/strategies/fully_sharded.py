@@ -31,9 +31,9 @@ from ray_app.devices import kind_of
 from ray_app.plan.assignment import count_passes
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, collective
-from ray_app.reduction.sharded import FsdpReducer, gather_whole, shard_like, shard_model, wrap_shard
+from ray_app.reduction.sharded import FsdpReducer, gather_whole, shard_like, shard_model
 from ray_app.task.base import DeviceSums, Losses
-from ray_app.torch_private import FUSED_KERNELS
+from ray_app.torch_private import FUSED_KERNELS, wrap_shard
 from ray_app.train.process_group import backend_name, init_default_group
 from ray_app.train.state.parameters import ordered_parameters
 from ray_app.train.state.state import Placement, StateSync, TrainingState
