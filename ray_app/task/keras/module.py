@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ray_app.devices import HOST
+from ray_app.devices import HOST, to_device
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
 from ray_app.torch_private import registered_buffers
@@ -191,7 +191,8 @@ class KerasModule(nn.Module):
             seeds = torch.randint(_MAX_SEED, (len(generators), 2), dtype=torch.int64)
         else:
             seeds = torch.tensor([[number, 0] for number in range(len(generators))])
-        for generator, seed in zip(generators, seeds, strict=True):
+        # One copy for all generators, for which a device does not wait.
+        for generator, seed in zip(generators, to_device(seeds, self.device), strict=True):
             generator.state.assign(seed)
 
     def metric_states(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, list[Tensor]]:
