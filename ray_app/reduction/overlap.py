@@ -1,6 +1,6 @@
 """Work that overlaps with computation, on a side stream (`SideStream`) or in a helper thread (`SideThread`).
 
-Tests check the order of the calls of `SideStream` on a CPU; `docs/gpu.md` says what has run on a GPU.
+Tests check the order of work on simulated devices; `docs/gpu.md` says what has run on a GPU.
 """
 
 from __future__ import annotations

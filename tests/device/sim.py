@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.utils import swap_tensors
 
 from ray_app.devices import KINDS, DeviceKind
 from tests.device.simulated import NAME, load
@@ -42,6 +45,14 @@ class SimulatedGroup(DeviceGroup2):
 
     name = BACKEND
     supports_splitting = False
+    _group_name, _num_synchronizations = "", 0
+
+    # torch asks for the name when it makes a device mesh; the base class has none without a backend in C++.
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
 
     def _is_of_device(self, name: str, outputs: list[Tensor]) -> bool:
         del name
@@ -60,7 +71,14 @@ class SimulatedGroup(DeviceGroup2):
         work = getattr(self._host, name)(*_on_host(args), **options)
         return _StreamWork(work, stream.record_event(), tensors)
 
+    def get_error(self) -> ErrorType:
+        """Returns the error of a failed collective once this process has waited for a device since."""
+        if self.failed is not None and SIM.num_synchronizations() > self._num_synchronizations:
+            self.error = ErrorType.COMM_ERROR
+        return self.error
+
     def fill_with_garbage(self, output: Tensor) -> None:
+        self._num_synchronizations = SIM.num_synchronizations()
         SIM.host_view(output.detach()).fill_(GARBAGE if output.is_floating_point() else 1)
 
     def synchronize(self) -> None:
@@ -104,4 +122,17 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Simu
     return SimulatedGroup(store, rank, size, timeout)
 
 
+def _move_states_to_device(parameters: list[Any], buffers: list[Tensor], device: torch.device) -> None:
+    """Does what FSDP's function of this name does; torch cannot assign a tensor of this backend to `data` of another's.
+
+    A parameter or buffer keeps its identity, and gets the memory of its copy on the device.
+    """
+    for tensor in (*parameters, *buffers):
+        if tensor.device not in (device, torch.device("meta")):
+            moved = tensor.detach().to(device)
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            swap_tensors(tensor, torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
+
+
+_fsdp_init._move_states_to_device = _move_states_to_device  # type: ignore[assignment]
 dist.Backend.register_backend(BACKEND, _create, devices=[NAME])

@@ -8,8 +8,8 @@
 //   by vector clocks, as by a race detector; an access that nothing orders after them raises an error.
 // - A copy to the host with `non_blocking=True` arrives when the host waits for it. Until then its target is poisoned.
 //   The page-locked source of a copy to the device must not change until the host has waited for the copy.
-// - Freed memory is poisoned and used again at once by the stream that allocated it. To free memory that another stream
-//   may still use is an error, unless that stream was recorded (`Tensor.record_stream`).
+// - Freed memory is poisoned and used again at once by the stream that allocated it. If another stream may still use it
+//   then, that is an error, unless that stream was recorded (`Tensor.record_stream`).
 // - Generators draw other numbers than those of the CPU from the same seed.
 // - Errors of a device are raised at the next synchronization, and by each call after it.
 
@@ -113,6 +113,7 @@ struct Simulator {
   std::map<const char*, Block> blocks;
   std::map<std::pair<int, size_t>, std::vector<char*>> free_blocks;  // by stream and size, the newest last
   std::map<int, Clocks> streams;
+  std::map<int, std::vector<Access>> freed;  // uses of freed memory by streams other than its own, by its stream
   Clocks host;
   std::vector<Transfer> transfers;
   std::map<int, std::string> errors;  // by device
@@ -238,8 +239,7 @@ void free_block(void* address) {
   join(clocks, s.host);
   for (auto& used : block.accesses)
     if (used.stream != block.stream && !block.recorded.count(used.stream) && !covers(clocks, used.stream, used.clock))
-      s.races.push_back(c10::str("memory of ", stream_name(block.stream), " is freed, and ", used.by, " on ",
-                                 stream_name(used.stream), " may still use it; record_stream was not called"));
+      s.freed[block.stream].push_back(used);
   // The allocator waits until the recorded streams are done with the block before it uses it again.
   block.accesses.clear();
   block.recorded.clear();
@@ -247,6 +247,20 @@ void free_block(void* address) {
   memset(host_address(address), kPoison, block.size);
   s.stats[device].allocated_bytes[0].decrease(block.used);
   s.free_blocks[{block.stream, block.size}].push_back(block.address);
+}
+
+// Checks that a stream which allocates memory comes after all uses of the memory that it may get. Any freed block counts,
+// since an allocator may split and merge blocks.
+void check_freed_memory(int stream) {
+  auto& s = simulator();
+  auto& clocks = s.streams[stream];
+  join(clocks, s.host);
+  auto freed = std::move(s.freed[stream]);
+  s.freed[stream].clear();
+  for (auto& used : freed)
+    if (!covers(clocks, used.stream, used.clock))
+      raise_race(c10::str("memory of ", stream_name(stream), " was freed and may be used again, and ", used.by, " on ",
+                          stream_name(used.stream), " may still use it; record_stream was not called"));
 }
 
 struct DeviceMemory final : c10::DeviceAllocator {
@@ -257,6 +271,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     check_not_broken(current_device);
     if (!bytes) return {nullptr, nullptr, &free_block, device};
     int stream = stream_key(current_stream(current_device));
+    check_freed_memory(stream);
     size_t size = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     auto& arena = s.arenas[current_device];
     auto& reusable = s.free_blocks[{stream, size}];

@@ -18,7 +18,7 @@ from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
 from ray_app.devices import accelerator
 from ray_app.reduction.base import World, collective
-from ray_app.testing import RankResult, WorkerPool, cache_windows
+from ray_app.testing import RankResult, TrainedRun, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import GenerationInfo
@@ -98,6 +98,20 @@ def train_on_devices(
     # The workers of a training meet at a store of their own, since they number their generations from 1.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return pool.call(size, _train, job, groups, reforms, hooks, windows, store.port, hosts)
+
+
+def device_run(pool: WorkerPool, job: Job, workers: int, windows: OpenWindows = cache_windows) -> TrainedRun:
+    """Trains a new run on `workers` devices of their own; no access to memory may be out of order."""
+    job = dataclasses.replace(job, run_root=f"{job.run_root}-sim-{workers}")
+    check_races(train_on_devices(pool, job, [[*range(workers)]], windows=windows))
+    return read_trained_run(job)
+
+
+def check_races(results: list[RankResult]) -> None:
+    """Asserts that all workers have trained to the end, without an access to memory that nothing orders."""
+    assert all(result.error is None for result in results), "\n".join(result.trace for result in results)
+    races = [race for result in results for race in result.value]
+    assert not races, races
 
 
 def _train(

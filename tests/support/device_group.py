@@ -154,6 +154,7 @@ for _name in (
     "allreduce",
     "allgather",
     "all_gather_single",
+    "all_gather_single_coalesced",
     "_allgather_base",
     "all_to_all_single",
     "alltoall_base",

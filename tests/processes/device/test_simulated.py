@@ -142,6 +142,8 @@ def free_while_another_stream_uses_it(ordered: bool, side: torch.Stream) -> None
         values.sum()
     if ordered:
         values.record_stream(side)
+    del values
+    torch.ones(5, device=DEVICE)
 
 
 def change_a_source(ordered: bool, side: torch.Stream) -> None:

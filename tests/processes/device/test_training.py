@@ -5,7 +5,6 @@ The devices compute with the kernels of the CPU, so a run without random numbers
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,13 @@ from ray_app.task.image import ImageClassification
 from ray_app.testing import (
     DieAfter,
     KilledError,
-    RankResult,
-    TrainedRun,
     WorkerPool,
     cache_windows,
     read_trained_run,
     stream_windows,
 )
 from ray_app.train.job import Hooks, Job
-from tests.device.training import train_on_devices
+from tests.device.training import check_races, device_run, train_on_devices
 from tests.support.local_world import make_job
 from tests.support.shifting_world import KillOnce
 
@@ -42,18 +39,6 @@ def digits_job(folder: Path, digits: Path, dropout: float = 0.0, **fields: Any) 
         schedule={"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.01}},
         **{"train__epochs": 2, "checkpoint__every_epochs": 1, **fields},
     )
-
-
-def device_run(pool: WorkerPool, job: Job, workers: int, windows: Any = cache_windows, **options: Any) -> TrainedRun:
-    """Trains a new run on devices of their own; no access to memory may be out of order."""
-    job = dataclasses.replace(job, run_root=f"{job.run_root}-sim-{workers}")
-    check_races(train_on_devices(pool, job, [[*range(workers)]], windows=windows, **options))
-    return read_trained_run(job)
-
-
-def check_races(outcomes: list[RankResult]) -> None:
-    assert all(outcome.error is None for outcome in outcomes), "\n".join(outcome.trace for outcome in outcomes)
-    assert [outcome.value for outcome in outcomes] == [[]] * len(outcomes)
 
 
 @pytest.mark.parametrize("reduction", ["exact", pytest.param("overlapped", marks=pytest.mark.rest)])

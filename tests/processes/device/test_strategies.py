@@ -1,0 +1,169 @@
+"""Every strategy trains on simulated devices (`tests/device`): bit-identical on any number of them, and in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.driver.single import train_in_process
+from ray_app.preflight.inputs import open_evaluation_source
+from ray_app.runlog.evaluations import read_evaluations
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run, stream_windows
+from ray_app.train.job import Hooks, Job
+from ray_app.train.membership import SingleProcessMembership
+from tests.device.training import device_run
+from tests.support.local_world import make_job, write_images
+from tests.support.server_world import ServerWorld
+from tests.support.sharded import ONE_CYCLE, Units
+
+Fields = dict[str, Any]
+FP16, BF16 = {"train__precision": "fp16"}, {"train__precision": "bf16"}
+AVERAGE = {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.5}
+SMALL_BUCKETS = {"train__bucket_mb": 0.001}
+OVERLAPPED = {"train__reduction": "overlapped"}
+FSDP = {"train__strategy": "fsdp"}
+OFFLOAD = FSDP | {"train__cpu_offload": True}
+LOCAL = {"train__strategy": "local_sgd", "train__local_steps": 3}
+CENTRAL = {"train__strategy": "central_storage"}
+SDC = {"failure__sdc_check_rate": 1.0, "failure__compare_params_every_steps": 2}
+BIT_IDENTICAL: dict[str, Fields] = {
+    "ddp": SMALL_BUCKETS | AVERAGE,
+    "fsdp, offload": OFFLOAD,
+    "local_sgd": LOCAL,
+    "central_storage": CENTRAL | AVERAGE,
+    "ddp, fp16": FP16,
+    "ddp, bf16": BF16,
+    "ddp, SDC": SDC,
+    "fsdp": FSDP | AVERAGE,
+    "fsdp, bf16": FSDP | BF16,
+    "fsdp, replica": FSDP | {"train__peer_replica": True},
+    "local_sgd, outer": LOCAL | {"train__outer_lr": 0.7, "train__outer_momentum": 0.9} | BF16,
+    "central_storage, fp16": CENTRAL | FP16,
+    "central_storage, replica": CENTRAL | {"train__peer_replica": True},
+}
+"""Settings that are bit-identical on any number of devices."""
+OTHERS: dict[str, Fields] = {
+    "ddp": OVERLAPPED | SMALL_BUCKETS,
+    "ddp, compressed": OVERLAPPED | SMALL_BUCKETS | {"train__gradient_compression": "bf16"},
+    "fsdp": OVERLAPPED | FSDP,
+    "fsdp, offload": OVERLAPPED | OFFLOAD,
+    "fsdp, bf16": OVERLAPPED | FSDP | BF16,
+}
+"""Settings with which the order of additions depends on the number of devices."""
+QUICK = ("ddp", "fsdp, offload", "local_sgd", "central_storage")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("strategies")
+    write_images(folder / "eval", [[40]])
+    # The last step has one row.
+    return write_images(folder / "data", [[50, 1], [46]])
+
+
+def strategy_job(folder: Path, data: Path, dropout: float, **fields: Any) -> Job:
+    task = Units()
+    task.model_args = {"channels": 4, "dropout": dropout}
+    defaults: Fields = {
+        "train__epochs": 2,
+        "schedule": ONE_CYCLE,
+        "checkpoint__every_epochs": None,
+        "checkpoint__every_steps": 6,
+        "checkpoint__snapshot_every_steps": 3,
+    }
+    return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
+
+
+def rest_but(names: tuple[str, ...], cases: dict[str, Fields]) -> list[Any]:
+    """Returns the names of cases as parameters, all but `names` with the mark `rest`."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.rest) for name in cases]
+
+
+@pytest.mark.parametrize("name", rest_but(QUICK, BIT_IDENTICAL))
+def test_a_strategy_is_bit_identical_on_any_number_of_devices(
+    device_pool: WorkerPool, data: Path, tmp_path: Path, name: str
+) -> None:
+    job = strategy_job(tmp_path / "run", data, 0.3, **BIT_IDENTICAL[name])
+    one, three = (device_run(device_pool, job, workers) for workers in (1, 3))
+    assert three.steps == one.steps
+    assert three.digests == one.digests
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_strategy_that_adds_in_any_order_trains_in_order(
+    device_pool: WorkerPool, data: Path, tmp_path: Path, name: str
+) -> None:
+    job = strategy_job(tmp_path / "run", data, 0.3, **OTHERS[name])
+    assert device_run(device_pool, job, 2).commit.step == job.total_steps
+
+
+@pytest.mark.rest
+def test_a_strategy_has_the_digest_of_the_cpu(
+    device_pool: WorkerPool, worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
+) -> None:
+    job = strategy_job(tmp_path / "run", data, 0.0, **BIT_IDENTICAL[name])
+    expected = worker_pool.train_new_run(job, 1, cache_windows)
+    assert device_run(device_pool, job, 2, stream_windows).digests == expected.digests
+
+
+@pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.rest)])
+def test_workers_of_parameter_servers_compute_on_devices(
+    device_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
+) -> None:
+    job = strategy_job(tmp_path / "run", data, 0.3)
+    servers: Fields = {"train__strategy": "parameter_server", "train__servers": 2, "train__staleness": staleness}
+    with_servers = strategy_job(tmp_path / "servers", data, 0.3, **servers)
+    assert device_pool.run(1, serve, with_servers) == [[]]
+    run = read_trained_run(with_servers)
+    assert run.commit.step == job.total_steps
+    if staleness == 0:
+        # The optimizer of the servers runs on the CPU; the simulated devices compute with the CPU's kernels.
+        assert run.commit.params_digest == device_run(device_pool, job, 1).commit.params_digest
+
+
+def serve(rank: int, store: Path, job: Job) -> list[str]:
+    """Trains with servers on the host and three workers on a device; returns the races of the device."""
+    from tests.device.sim import DEVICE, SIM
+
+    ServerWorld(job, 3, device=DEVICE).run()
+    return SIM.races()  # type: ignore[no-any-return]
+
+
+def test_the_strategy_single_computes_on_the_first_device(device_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    fields = {"scaling__gpus_per_worker": 1}
+    job = strategy_job(tmp_path / "run", data, 0.3, train__strategy="single", **fields)
+    assert device_pool.run(1, train_alone, job) == [[]]
+    run = read_trained_run(job)
+    assert run.commit.environment["device"] == "sim simulated"
+    assert run.digests == device_run(device_pool, strategy_job(tmp_path / "ddp", data, 0.3), 2).digests
+
+
+def train_alone(rank: int, store: Path, job: Job) -> list[str]:
+    """Trains in this process; returns the races of its device."""
+    from tests.device.sim import SIM
+
+    train_in_process(job, SingleProcessMembership(4, lambda: False), Hooks())
+    return SIM.races()  # type: ignore[no-any-return]
+
+
+def test_workers_evaluate_on_their_devices(device_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    job = strategy_job(
+        tmp_path / "run",
+        data,
+        0.3,
+        evaluate__where="workers",
+        evaluate__batch_size=5,
+        data__eval_path=str(data.with_name("eval")),
+    )
+    job = dataclasses.replace(job, evaluation=open_evaluation_source(job.task, str(job.config.data.eval_path), 64.0))
+    metrics = []
+    for workers in (1, 3):
+        device_run(device_pool, job, workers)
+        paths = dataclasses.replace(job, run_root=f"{job.run_root}-sim-{workers}").paths
+        metrics.append([(evaluation.step, evaluation.metrics) for evaluation in read_evaluations(paths)])
+    assert metrics[0] == metrics[1]
+    assert [step for step, _ in metrics[0]] == [6, 12, 18]
