@@ -14,37 +14,10 @@ from ray_app.runlog.evaluations import read_evaluations
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import SingleProcessMembership
+from tests.device.strategies import BF16, BIT_IDENTICAL, FSDP, OFFLOAD, OVERLAPPED, SMALL_BUCKETS, Fields, strategy_job
 from tests.device.training import device_run
-from tests.support.local_world import make_job, write_images
 from tests.support.server_world import ServerWorld
-from tests.support.sharded import ONE_CYCLE, Units
 
-Fields = dict[str, Any]
-FP16, BF16 = {"train__precision": "fp16"}, {"train__precision": "bf16"}
-AVERAGE = {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.5}
-SMALL_BUCKETS = {"train__bucket_mb": 0.001}
-OVERLAPPED = {"train__reduction": "overlapped"}
-FSDP = {"train__strategy": "fsdp"}
-OFFLOAD = FSDP | {"train__cpu_offload": True}
-LOCAL = {"train__strategy": "local_sgd", "train__local_steps": 3}
-CENTRAL = {"train__strategy": "central_storage"}
-SDC = {"failure__sdc_check_rate": 1.0, "failure__compare_params_every_steps": 2}
-BIT_IDENTICAL: dict[str, Fields] = {
-    "ddp": SMALL_BUCKETS | AVERAGE,
-    "fsdp, offload": OFFLOAD,
-    "local_sgd": LOCAL,
-    "central_storage": CENTRAL | AVERAGE,
-    "ddp, fp16": FP16,
-    "ddp, bf16": BF16,
-    "ddp, SDC": SDC,
-    "fsdp": FSDP | AVERAGE,
-    "fsdp, bf16": FSDP | BF16,
-    "fsdp, replica": FSDP | {"train__peer_replica": True},
-    "local_sgd, outer": LOCAL | {"train__outer_lr": 0.7, "train__outer_momentum": 0.9} | BF16,
-    "central_storage, fp16": CENTRAL | FP16,
-    "central_storage, replica": CENTRAL | {"train__peer_replica": True},
-}
-"""Settings that are bit-identical on any number of devices."""
 OTHERS: dict[str, Fields] = {
     "ddp": OVERLAPPED | SMALL_BUCKETS,
     "ddp, compressed": OVERLAPPED | SMALL_BUCKETS | {"train__gradient_compression": "bf16"},
@@ -54,27 +27,6 @@ OTHERS: dict[str, Fields] = {
 }
 """Settings with which the order of additions depends on the number of devices."""
 QUICK = ("ddp", "fsdp, offload", "local_sgd", "central_storage")
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("strategies")
-    write_images(folder / "eval", [[40]])
-    # The last step has one row.
-    return write_images(folder / "data", [[50, 1], [46]])
-
-
-def strategy_job(folder: Path, data: Path, dropout: float, **fields: Any) -> Job:
-    task = Units()
-    task.model_args = {"channels": 4, "dropout": dropout}
-    defaults: Fields = {
-        "train__epochs": 2,
-        "schedule": ONE_CYCLE,
-        "checkpoint__every_epochs": None,
-        "checkpoint__every_steps": 6,
-        "checkpoint__snapshot_every_steps": 3,
-    }
-    return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
 
 
 def rest_but(names: tuple[str, ...], cases: dict[str, Fields]) -> list[Any]:

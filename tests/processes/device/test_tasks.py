@@ -17,14 +17,9 @@ from ray_app.task.lightning import LightningTask
 from ray_app.task.user_loop import LoopTask
 from ray_app.testing import WorkerPool, stream_windows
 from tests.device.training import device_run
-from tests.support.local_world import make_job, write_images
+from tests.support.local_world import make_job
 
 LIGHTNING, LOOP = "tests.support.lightning_modules.", "tests.support.loop_scripts."
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("tasks") / "data", [[50, 1], [46]])
 
 
 def lightning_task() -> Task:
