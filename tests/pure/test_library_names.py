@@ -19,9 +19,9 @@ from tests.support.library_names import LIBRARIES, Names, missing, names
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_name_of_a_library_that_the_code_uses_exists(library: str) -> None:
     used = {name: location for name, location in names().items() if name.split(".")[0] == library}
-    assert len(used) >= {"torch": 200, "ray": 50, "mlflow": 15, "pyarrow": 30, "torchvision": 5}[library], (
-        "fewer names were found than the code uses"
-    )
+    assert (
+        len(used) >= {"torch": 200, "ray": 50, "mlflow": 15, "pyarrow": 30, "torchvision": 5, "keras": 15}[library]
+    ), "fewer names were found than the code uses"
     assert missing(used) == {}
 
 
@@ -45,6 +45,7 @@ def test_a_missing_private_name_of_ray_is_warned_about_once(caplog: pytest.LogCa
 def test_names_are_collected_for_each_form_of_import() -> None:
     text = """
 import torch
+from ray_app.task.keras import library
 import pyarrow.parquet as pq
 import torch.distributed as dist
 from torch import cuda, nn
@@ -58,6 +59,8 @@ def f(x):
     x.torch.nothing
     getattr(torch.backends.cudnn, "conv")
     getattr(torch, "perhaps", None)
+    keras = library.import_keras()
+    keras.layers.Dense(library.import_keras().config.floatx())
     return F.relu(pq.read_table(x)), dist.ReduceOp.SUM, torch._C._cuda_getDriverVersion(), nn.Nothing().parameters
 """
     collected = Names(ast.parse(text)).first_lines
@@ -75,6 +78,6 @@ def f(x):
             "pyarrow.parquet.read_table",
             "torch.distributed.ReduceOp.SUM",
         ),
-        *("torch._C._cuda_getDriverVersion", "torch.nn.Nothing"),
+        *("torch._C._cuda_getDriverVersion", "torch.nn.Nothing", "keras.layers.Dense", "keras.config.floatx"),
     }
     assert set(missing(dict.fromkeys(collected, "here"))) == {"torch._C._cuda_getDriverVersion", "torch.nn.Nothing"}

@@ -8,14 +8,16 @@ import warnings
 from functools import cache
 from typing import Any
 
+from ray_app.task.keras.library import choose_backend
 from tests.support.paths import ROOT
 
-LIBRARIES = ("torch", "ray", "mlflow", "pyarrow", "torchvision")
+LIBRARIES = ("torch", "ray", "mlflow", "pyarrow", "torchvision", "keras")
 FILES = [file for folder in ("ray_app", "benchmarks", "jobs") for file in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def exists(path: str) -> bool:
     """Returns whether a dotted name is a module, or an attribute of one, at any depth."""
+    choose_backend()
     names = path.split(".")
     for cut in range(len(names), 0, -1):
         try:
@@ -42,6 +44,9 @@ class Names(ast.NodeVisitor):
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._import(node)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _is_import(node.value):
+                self._aliases[node.targets[0].id] = "keras"
         self.visit(tree)
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
@@ -60,6 +65,8 @@ class Names(ast.NodeVisitor):
         """Returns the full name of a chain of attributes on an imported name; None for other chains."""
         if isinstance(node, ast.Name):
             return self._aliases.get(node.id)
+        if _is_import(node):
+            return "keras"
         if isinstance(node, ast.Attribute) and (owner := self._dotted(node.value)) is not None:
             return f"{owner}.{node.attr}"
         return None
@@ -82,6 +89,14 @@ class Names(ast.NodeVisitor):
             ):
                 self.first_lines.setdefault(f"{dotted}.{name.value}", node.lineno)
         self.generic_visit(node)
+
+
+def _is_import(node: ast.expr) -> bool:
+    """Returns whether an expression is a call of `import_keras`, by which the package imports Keras."""
+    if not isinstance(node, ast.Call):
+        return False
+    function = node.func
+    return (function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")) == "import_keras"
 
 
 @cache

@@ -251,3 +251,24 @@ def overridden_steps(program: Any) -> list[str]:
     keras = import_keras()
     names = ("train_step", "test_step", "predict_step", "fit", "make_train_function", "make_test_function")
     return [name for name in names if getattr(type(program), name) is not getattr(keras.Model, name)]
+
+
+def rate_source(optimizer: Any) -> Any:
+    """Returns what gives an optimizer its learning rate: a variable, a schedule, or a function."""
+    return optimizer._learning_rate
+
+
+def step_counter(optimizer: Any) -> Any:
+    """Returns the variable that counts the calls of `apply`, with gradient accumulation those between updates, too."""
+    return optimizer._iterations
+
+
+def excludes_weights(optimizer: Any) -> bool:
+    """Returns whether weight decay leaves some variables alone, which the optimizer knows by their names."""
+    names = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    return bool(names or getattr(optimizer, "_exclude_from_weight_decay", None))
+
+
+def is_decayed(optimizer: Any, variable: Any) -> bool:
+    """Returns whether weight decay acts on a variable."""
+    return bool(optimizer._use_weight_decay(variable))

@@ -95,7 +95,7 @@ def _refuse_features(optimizer: Any) -> None:
             " checkpoint. Set the policy mixed_bfloat16, which needs no scale, or float32 with train.precision: fp16."
         )
     if not isinstance(optimizer.get_config()["learning_rate"], float) and not isinstance(
-        optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule
+        library.rate_source(optimizer), keras.optimizers.schedules.LearningRateSchedule
     ):
         raise ConfigError(
             f"The learning rate of {name} is a function, which no configuration holds. Write a"
@@ -120,12 +120,11 @@ def _make_groups(optimizer: Any, named: dict[str, Any]) -> list[dict[str, Any]]:
     parameters.
     """
     groups = []
-    by_name = hasattr(optimizer, "exclude_layers") or getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
-    excludes = bool(getattr(optimizer, "_exclude_from_weight_decay", None) or by_name)
+    excludes = hasattr(optimizer, "exclude_layers") or library.excludes_weights(optimizer)
     for name, variable in named.items():
         group: dict[str, Any] = {}
         if excludes:
-            group |= {"path": variable.path, "decays": bool(optimizer._use_weight_decay(variable))}
+            group |= {"path": variable.path, "decays": library.is_decayed(optimizer, variable)}
         if variable.constraint is not None:
             keras = library.import_keras()
             group["constraint"] = json.dumps(keras.constraints.serialize(variable.constraint))
@@ -171,6 +170,7 @@ class KerasOptimizer(Optimizer):
         # The first step creates Keras' optimizer. `_slots` maps each of its variables to a parameter and to a name in
         # that parameter's state; the parameter is None for a variable that all parameters share.
         self._keras: Any = None
+        self._rate = 0.0
         self._variables: dict[Tensor, Any] = {}
         self._slots: list[tuple[Any, Tensor | None, str]] = []
 
@@ -192,7 +192,8 @@ class KerasOptimizer(Optimizer):
             if self._keras is None or not _are_same(self._variables, parameters):
                 self._build(parameters)
             self._bind(parameters)
-            self._keras.learning_rate = rates.pop()
+            if (rate := rates.pop()) != self._rate:
+                self._keras.learning_rate = self._rate = rate
             self._keras.apply([p.grad for p in moved], [self._variables[p] for p in moved])
         self._store_shared(parameters)
 
@@ -200,7 +201,7 @@ class KerasOptimizer(Optimizer):
         """Makes Keras' optimizer for parameters."""
         keras = library.import_keras()
         serialized = copy.deepcopy(self._serialized)
-        serialized["config"]["learning_rate"] = 0.0
+        serialized["config"]["learning_rate"] = self._rate = 0.0
         optimizer = keras.saving.deserialize_keras_object(serialized)
         groups = [group for group in self.param_groups for _ in group["params"]]
         self._variables = {}
@@ -267,11 +268,12 @@ def _find_slots(optimizer: Any, parameters: list[Tensor]) -> list[tuple[Any, Ten
     slots: list[tuple[Any, Tensor | None, str]] = []
     names: dict[Tensor | None, set[str]] = {}
     for variable in optimizer.variables:
-        if variable is optimizer._learning_rate:
+        if variable is library.rate_source(optimizer):
             continue
         match = _PARAMETER.match(variable.name)
         parameter = parameters[int(match[1])] if match else None
-        base = (match[2] or "slot") if match else "step" if variable is optimizer._iterations else "shared"
+        is_counter = variable is library.step_counter(optimizer)
+        base = (match[2] or "slot") if match else "step" if is_counter else "shared"
         if parameter is None and len(variable.shape):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps {variable.name} of shape {tuple(variable.shape)} for all weights"
