@@ -182,6 +182,31 @@ def get_subclassed() -> Any:
     return model
 
 
+def get_channels_first() -> Any:
+    """A model of which the layers say themselves that channels come first, and which asks for no compiled step."""
+    inputs = keras.Input((3, 4, 6))
+    x = layers.Flatten(data_format="channels_first")(inputs)
+    model = keras.Model(inputs, layers.Dense(5)(x))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True)
+    return model
+
+
+class OwnLoss(keras.Model):
+    """A model with a loss of its own, which is called for each micro-batch."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        return super().compute_loss(x, y, y_pred, sample_weight, training) + 0.5 * ops.mean(ops.square(y_pred))
+
+
+def get_own_loss() -> Any:
+    inputs = keras.Input((8, 8, 1))
+    model = OwnLoss(inputs, layers.Dense(5)(layers.Flatten()(layers.Rescaling(1 / 255)(inputs))))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
 class OwnStep(keras.Model):
     def train_step(self, data: Any) -> Any:
         return super().train_step(data)

@@ -88,6 +88,8 @@ class KerasModule(nn.Module):
             for name, owner, key in _buffers_of(module):
                 self._add_slot(f"{path}/{name}", owner[key], _setter_of(owner, key), is_parameter=False)
         self._generators = library.seed_generators(program)
+        # The metrics by their names, once a batch has gone through this object: Keras makes them then.
+        self._metrics: dict[str, Any] | None = None
 
     def _register(self, variable: Any, is_parameter: bool) -> None:
         """Registers a variable; one that no optimizer trains gets a plain tensor of the same memory."""
@@ -130,9 +132,8 @@ class KerasModule(nn.Module):
         with library.program_session(self._settings), torch.random.fork_rng(devices=[]):
             copied = KerasModule(copy.deepcopy(self.program, memo), self._settings)
         copied.load_state_dict(self.state_dict())
-        for (name, p), other in zip(self.named_parameters(), copied.parameters(), strict=True):
-            assert name in copied._parameters
-            other.requires_grad_(p.requires_grad)
+        for name, p in self.named_parameters():
+            copied.get_parameter(name).requires_grad_(p.requires_grad)
         return copied.to(self.device).train(self.training)
 
     @property
@@ -176,7 +177,11 @@ class KerasModule(nn.Module):
             outputs = program(x, training=self.training) if library.has_training_argument(program) else program(x)
             if not with_loss:
                 return outputs
-            program.reset_metrics()
+            if self._metrics is None:
+                program.reset_metrics()
+            else:
+                for metric in self._metrics.values():
+                    metric.reset_state()
             y = fit_targets(y, outputs)
             return KerasPass(library.compute_loss(program, x, y, outputs, weights, self.training), outputs, y)
 
@@ -193,26 +198,30 @@ class KerasModule(nn.Module):
             seeds = torch.tensor([[number, 0] for number in range(len(generators))])
         # One copy for all generators, for which a device does not wait.
         for generator, seed in zip(generators, to_device(seeds, self.device), strict=True):
-            generator.state.assign(seed)
+            library.tensor_of(generator.state).copy_(seed)
 
     def metric_states(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, list[Tensor]]:
         """Returns the states of the model's metrics after a batch that has just gone through it, by their names."""
         with library.device_scope(self.device):
-            self.program.compute_metrics(x, y, outputs, weights)
+            self._compute_metrics(x, y, weights, outputs)
             return {
                 name: [library.tensor_of(v).detach().clone() for v in metric.variables]
-                for name, metric in library.compiled_metrics(self.program)
+                for name, metric in (self._metrics or {}).items()
             }
 
     def metric_means(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, Tensor]:
         """Returns the metrics that are means, of a batch that has just gone through the model, each of shape ()."""
         with library.device_scope(self.device), torch.no_grad():
-            self.program.compute_metrics(x, y, outputs, weights)
-            return {
-                name: metric.result().detach()
-                for name, metric in library.compiled_metrics(self.program)
-                if library.is_mean(metric)
-            }
+            values = self._compute_metrics(x, y, weights, outputs)
+            means = [name for name, metric in (self._metrics or {}).items() if library.is_mean(metric)]
+            return {name: torch.as_tensor(values[name]).detach() for name in means if name in values}
+
+    def _compute_metrics(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, Any]:
+        """Updates the model's metrics with a batch, and returns what the model gives as their values."""
+        values: dict[str, Any] = self.program.compute_metrics(x, y, outputs, weights)
+        if self._metrics is None:
+            self._metrics = dict(library.compiled_metrics(self.program))
+        return values
 
     def saved_program(self) -> Any:
         """Returns the model with the tensors that are registered now, as its own methods take it."""
@@ -227,8 +236,8 @@ class KerasModule(nn.Module):
 def fit_inputs(program: Any, x: Any) -> Any:
     """Returns inputs in the shapes that a model declares, where only the division into axes differs.
 
-    An image of 28 by 28 pixels becomes 784 numbers or gets an axis of channels, and several columns become one input
-    side by side if the model has one.
+    An image of 28 by 28 pixels becomes 784 numbers or gets an axis of channels, channels move to the first axis if the
+    model has them there, and several columns become one input side by side if the model has one.
     """
     declared = getattr(program, "inputs", None)
     if not declared:
@@ -244,12 +253,12 @@ def fit_inputs(program: Any, x: Any) -> Any:
 
 
 def fit_targets(y: Any, outputs: Any) -> Any:
-    """Returns targets with an axis of one number where the outputs have it, which a column of numbers lacks.
+    """Returns targets with a last axis of one number where the outputs have it: columns of numbers and masks lack it.
 
     Losses of Keras add it by themselves, but not all metrics do.
     """
     if isinstance(y, Tensor) and isinstance(outputs, Tensor):
-        return y[:, None] if y.ndim == 1 and outputs.ndim == 2 and outputs.shape[1] == 1 else y
+        return y[..., None] if tuple(outputs.shape[1:]) == (*y.shape[1:], 1) else y
     if isinstance(y, dict) and isinstance(outputs, dict):
         return {name: fit_targets(one, outputs.get(name)) for name, one in y.items()}
     if isinstance(y, list) and isinstance(outputs, list | tuple):
@@ -261,8 +270,11 @@ def _fit_shape(values: Tensor, declared: tuple[int | None, ...]) -> Tensor:
     """Returns values of shape (rows, ...) in a declared shape, if a row has as many values."""
     shape = [size for size in declared[1:] if size is not None]
     is_known = len(shape) == len(declared) - 1
-    if list(values.shape[1:]) == shape or not is_known or math.prod(shape) != math.prod(values.shape[1:]):
+    given = list(values.shape[1:])
+    if given == shape or not is_known or math.prod(shape) != math.prod(given):
         return values
+    if len(given) > 2 and shape == [given[-1], *given[:-1]]:
+        return values.movedim(-1, 1)
     # `len` would fix the number of rows in an exported program.
     return values.reshape(-1, *shape)
 

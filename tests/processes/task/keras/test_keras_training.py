@@ -67,42 +67,47 @@ def job_of(folder: Path, data: Path, function: str, **fields: Any) -> Job:
     return make_job(config, folder)
 
 
-class Losses(keras.callbacks.Callback):
-    """The loss of every step of `fit` by itself."""
+class Steps(keras.callbacks.Callback):
+    """The loss and the metrics of every step of `fit` by itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.losses: list[float] = []
+        self.logs: list[dict[str, float]] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.model.reset_metrics()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.losses.append(float(logs["loss"]))
+        self.logs.append({name: float(value) for name, value in logs.items()})
 
 
-def fit_with_keras(job: Job, function: Callable[[], Any], x: np.ndarray, y: np.ndarray) -> tuple[Any, list[float]]:
-    """Trains a program by `Model.fit` on the rows of a job in their order; returns the model and the losses."""
+def fit_with_keras(
+    job: Job, function: Callable[[], Any], x: np.ndarray, y: np.ndarray
+) -> tuple[Any, list[dict[str, float]]]:
+    """Trains a program by `Model.fit` on the rows of a job in their order; returns the model and the logs of steps."""
     task = job.task
     assert isinstance(task, KerasTask)
     seed_init(job.config.seed, CPU)
     initial = task.build_model().program.get_weights()
     # Its layers get the names that they have in a new process.
     with program_session(None):
-        model, losses = function(), Losses()
+        model, steps = function(), Steps()
     model.set_weights(initial)
     for epoch in range(job.config.train.epochs or 1):
         order = job.plan.epoch(epoch)
         rows = np.concatenate([order.rows_at(0, step) for step in range(job.plan.steps_per_epoch)])
         batch = job.plan.global_batch_size
-        model.fit(x[rows], y[rows], batch_size=batch, epochs=1, shuffle=False, verbose=0, callbacks=[losses])
-    return model, losses.losses
+        model.fit(x[rows], y[rows], batch_size=batch, epochs=1, shuffle=False, verbose=0, callbacks=[steps])
+    return model, steps.logs
 
 
 def check_equal(pool: WorkerPool, job: Job, function: Callable[[], Any], x: np.ndarray, y: np.ndarray) -> None:
     trained = pool.train_new_run(job, 1)
-    model, losses = fit_with_keras(job, function, x, y)
-    np.testing.assert_allclose([step[1] for step in trained.steps], losses, RTOL, ATOL)
+    model, logs = fit_with_keras(job, function, x, y)
+    np.testing.assert_allclose([step[1] for step in trained.steps], [one.pop("loss") for one in logs], RTOL, ATOL)
+    if any(logs):
+        for step, log in zip(trained.steps, logs, strict=True):
+            assert dict(step[-1]) == pytest.approx(log, rel=RTOL)
     weights = {v.path: v.value.detach() for v in model.weights}
     assert trained.snapshot.model.keys() == weights.keys()
     for name, value in weights.items():

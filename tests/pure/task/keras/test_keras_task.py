@@ -15,7 +15,9 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import prepare
 from ray_app.task.keras import KerasTask, library
+from ray_app.task.keras.module import fit_inputs
 from ray_app.train.state.state import seed_step
+from tests.support import keras_programs
 from tests.support.keras_tasks import PROGRAMS, build, task_of
 from tests.support.local_world import CPU, write_images
 
@@ -140,6 +142,42 @@ def test_a_model_with_its_own_loss_needs_no_target(data: Path) -> None:
     assert task.columns() == ["image"]
     gradients = gradients_of(task, build(task), batch_of(6))
     assert all(float(value.abs().sum()) > 0 for value in gradients.values())
+
+
+def test_channels_come_first_where_the_model_declares_it() -> None:
+    model = keras_programs.get_channels_first()
+    image = torch.arange(2 * 4 * 6 * 3).reshape(2, 4, 6, 3)
+    assert torch.equal(fit_inputs(model, image), image.movedim(-1, 1))
+    assert torch.equal(fit_inputs(model, image.movedim(-1, 1)), image.movedim(-1, 1))
+
+
+@pytest.mark.parametrize("form", ["keras", "json"])
+def test_a_program_may_be_a_file(data: Path, tmp_path: Path, form: str) -> None:
+    program, file = keras_programs.get_plain(), tmp_path / f"model.{form}"
+    if form == "keras":
+        program.save(file)
+        spec = {"class_path": "keras.saving.load_model", "init_args": {"filepath": str(file)}}
+    else:
+        file.write_text(program.to_json())
+        spec = {"class_path": "ray_app.task.keras.program.load_json", "init_args": {"path": str(file)}}
+    task = task_of(data, "", model=spec)
+    model = build(task)
+    is_same = [torch.equal(p, v.value) for p, v in zip(model.parameters(), program.weights, strict=True)]
+    assert is_same[0] == (form == "keras"), "a file has the weights, and JSON has none"
+    gradients = gradients_of(task, model, batch_of(6))
+    assert all(float(value.abs().sum()) > 0 for value in gradients.values())
+    assert task.optimizer_fields()["optimizer"]["init_args"]["serialized"]["class_name"] == "SGD"
+
+
+def test_a_loss_of_the_class_of_a_model_is_that_of_fit(data: Path) -> None:
+    task, batch = task_of(data, "get_own_loss"), batch_of(12)
+    model = build(task)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = gradients_of(task, model, batch)
+    image = batch["image"].movedim(1, -1).float().numpy()
+    model.program.fit(image, batch["label"].numpy(), batch_size=12, epochs=1, verbose=0)
+    for name, p in model.named_parameters():
+        np.testing.assert_allclose(p.detach(), start[name] - 0.01 * gradients[name], 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("weights", [{0: 3.0, 2: 0.5}, "id"])
