@@ -14,20 +14,27 @@ from pathlib import Path
 from ray_app.cli.main import exit_code
 from ray_app.errors import ConfigError
 
-_TEMPLATE = Path(__file__).parent / "project"
+_TEMPLATES = Path(__file__).parent / "project"
+"""The folder `common` has the files of all projects, and `task` and `keras` those of one kind."""
 _NAME = "PACKAGE"
 """Placeholder for the package's name in the files of the template, where its folder is called `package`."""
 _TAKEN = {"tests", "data", "runs", "predictions", "make_data"}
 """Names of files and folders of the project other than its package."""
 
 
-def project_files(package: str) -> Iterator[tuple[Path, str]]:
-    """Yields the files of a new project with a package of this name: their relative paths and contents."""
+def project_files(package: str, is_keras: bool) -> Iterator[tuple[Path, str]]:
+    """Yields the files of a new project with a package of this name: their relative paths and contents.
+
+    Args:
+        package: The name of the package.
+        is_keras: Whether the package has a compiled Keras model and not a task.
+    """
     names = {"package": package, "gitignore": ".gitignore"}
-    for file in sorted(_TEMPLATE.rglob("*")):
-        if file.is_file() and file.suffix != ".pyc":
-            parts = [names.get(part, part) for part in file.relative_to(_TEMPLATE).parts]
-            yield Path(*parts), file.read_text().replace(_NAME, package)
+    for template in (_TEMPLATES / "common", _TEMPLATES / ("keras" if is_keras else "task")):
+        for file in sorted(template.rglob("*")):
+            if file.is_file() and file.suffix != ".pyc":
+                parts = [names.get(part, part) for part in file.relative_to(template).parts]
+                yield Path(*parts), file.read_text().replace(_NAME, package)
 
 
 def package_name(folder: Path, requested: str | None) -> str:
@@ -48,7 +55,7 @@ def _describe_owner(name: str) -> str:
     return "a part of the project is" if name in _TAKEN else "an installed module is, and one would hide the other"
 
 
-def write_project(folder: Path, package: str) -> None:
+def write_project(folder: Path, package: str, is_keras: bool) -> None:
     """Writes the files of a new project; raises `ConfigError` if the folder is not empty or cannot be written to."""
     try:
         entries = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
@@ -57,7 +64,7 @@ def write_project(folder: Path, package: str) -> None:
             raise ConfigError(
                 f"{folder} is not empty (it holds {listed}), and nothing is overwritten. Name a new or an empty folder."
             )
-        for path, text in project_files(package):
+        for path, text in project_files(package, is_keras):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
     except OSError as error:
@@ -68,17 +75,19 @@ def write_project(folder: Path, package: str) -> None:
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
     """Runs `ray-app init`; see `exit_code`."""
-    description = "Begins a project of your own: a package with a task, data, a configuration, a test."
+    description = "Begins a project of your own: a package with a task or a Keras model, data, a configuration, a test."
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("folder", metavar="FOLDER", help="a new or an empty folder")
     package_help = "of the Python package in it; default: made from the folder's name"
     parser.add_argument("--package", metavar="NAME", help=package_help)
+    keras_help = "the package has a compiled Keras model and not a task; training it needs the extra keras"
+    parser.add_argument("--keras", action="store_true", help=keras_help)
     options = parser.parse_args(arguments)
 
     def work() -> None:
         folder = Path(options.folder).expanduser().resolve()
         package = package_name(folder, options.package)
-        write_project(folder, package)
+        write_project(folder, package, options.keras)
         print(f"{folder} has a project with the package {package}; README.md says what is what. To see it train:\n")
         print(f"  {shlex.join(['cd', options.folder])}\n  python make_data.py\n  ray-app train --config train.yaml")
 

@@ -40,6 +40,35 @@ def test_a_new_project_equals_the_one_of_its_page_and_passes_its_test(
     assert (done.returncode, "2 passed" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
+@pytest.mark.rest
+def test_a_project_with_a_keras_model_passes_its_test_and_exports_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "surface"
+    assert main([str(folder), "--keras"]) == 0
+    assert {path.name for path in (folder / "surface").iterdir()} == {"__init__.py", "model.py"}
+
+    def run(*command: str) -> str:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_PROCESS_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "1 passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    run("make_data.py")
+    command = ("-m", "ray_app")
+    here = ("--train.strategy", "single", "--evaluate.where", "workers", "--scaling.max_workers", "1")
+    run(*command, "train", "--config", "train.yaml", "--run.name", "one", "--train.max_steps", "5", *here)
+    run(*command, "export", "--run", "runs/one", "--out", "exported")
+    assert (folder / "exported" / "model.keras").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
