@@ -22,7 +22,7 @@ from ray_app.data.probes import sample_rows
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Plan
 from ray_app.preflight.context import PreflightContext, RowProbe, cut_unevenly
-from ray_app.preflight.metric_checks import MAX_ROWS, MIN_ROWS, Means, compare_means, cycle_rows
+from ray_app.preflight.metric_checks import MAX_ROWS, MIN_ROWS, Means, Part, compare_means, cycle_rows
 from ray_app.task.base import check_losses, sum_losses
 from ray_app.task.ragged import Arrays, to_batch
 from ray_app.task.whole_batches import BatchTask
@@ -142,7 +142,7 @@ def _training_mean_warnings(task: BatchTask, model: nn.Module, rows: Arrays) -> 
     return []
 
 
-def _means(task: BatchTask, model: nn.Module, rows: Arrays, part: slice, seed: int) -> Means:
+def _means(task: BatchTask, model: nn.Module, rows: Arrays, part: Part, seed: int) -> Means:
     """Returns the values of a training step on some of the rows, with torch's generator seeded."""
     torch.manual_seed(seed)
     keys = torch.arange(len(next(iter(rows.values()))))[part]

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -331,26 +332,17 @@ def cycle_rows(rows: Arrays, count: int) -> Arrays:
 def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
     """Refuses logged values that are not means over the rows of a batch; returns warnings about random values."""
 
-    def evaluate(evaluated: Arrays) -> Means:
-        batch = to_batch(evaluated)
+    def means_of(part: Part, seed: int) -> Means:
+        del seed
+        batch = to_batch({name: values[part] for name, values in rows.items()})
         result = task.eval_outputs(model, batch)
         means = result.logged if result.weight is not None else {**result.logged, "loss": result.loss}
         return {name: (float(value) * count_rows(batch), count_rows(batch)) for name, value in means.items()}
 
-    def means_of(part: slice, seed: int) -> Means:
-        del seed
-        return evaluate({name: values[part] for name, values in rows.items()})
-
     count = len(next(iter(rows.values())))
     unequal, random_values = compare_means(model, means_of, count, is_exact=True)
-    if unequal:
-        # Random numbers that are the same in every batch are others at each place of a row in it.
-        in_order = evaluate(rows)
-        in_reverse = evaluate({name: values[np.arange(count)[::-1]] for name, values in rows.items()})
-        random_values |= {name for name in unequal if not are_close(in_order[name], in_reverse.get(name))}
     for name, (value, mean) in unequal.items():
-        if name not in random_values:
-            raise ConfigError(_not_a_mean_message(type(task).__name__, name, value, mean, count))
+        raise ConfigError(_not_a_mean_message(type(task).__name__, name, value, mean, count))
     return [
         f"{name!r}, as the evaluation of {type(task).__name__} gives it, is another number each time that the same"
         " rows are evaluated, or in another order: what it draws at random makes it depend on evaluate.batch_size."
@@ -359,12 +351,14 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
     ]
 
 
+Part = slice | npt.NDArray[np.int64]
+"""Some of the rows of a batch."""
 Means = dict[str, tuple[float, float]]
 """Values of a batch by name, each as its sum over rows and its weight."""
 
 
 def compare_means(
-    model: nn.Module, means_of: Callable[[slice, int], Means], count: int, is_exact: bool
+    model: nn.Module, means_of: Callable[[Part, int], Means], count: int, is_exact: bool
 ) -> tuple[Means, set[str]]:
     """Compares the means over `count` rows with those over two parts of them, for some values of the parameters.
 
@@ -372,7 +366,9 @@ def compare_means(
         model: The model.
         means_of: Returns the values of a part of the rows, computed with a seed.
         count: Number of rows.
-        is_exact: Whether values that are repeated with another seed must be bit-identical, or else are random.
+        is_exact: Whether values that are repeated with another seed must be bit-identical, or else are random; and
+            whether values of the rows in reverse order must be equal, since random numbers that are the same in every
+            batch are others at each place in it.
 
     Returns:
         The values that differ, each with its mean over the parts, and the names of random values, which are not
@@ -387,9 +383,11 @@ def compare_means(
                 means_of(part, seed)
                 for seed, part in enumerate((slice(count), slice(count), slice(cut), slice(cut, count)))
             )
+            in_reverse = means_of(np.arange(count)[::-1], 0) if is_exact else whole
         for name, (total, weight) in whole.items():
             repeated = repetition.get(name, (total, weight))[0]
-            if not (np.array_equal(total, repeated, equal_nan=True) if is_exact else are_close(total, repeated)):
+            is_same = np.array_equal(total, repeated, equal_nan=True) if is_exact else are_close(total, repeated)
+            if not is_same or not are_close(total, in_reverse.get(name, (total, weight))[0]):
                 random_values.add(name)
                 continue
             sums = [part[name] for part in parts if name in part]
@@ -399,7 +397,7 @@ def compare_means(
             value, mean = total / weight, sum(part[0] for part in sums) / part_weight
             if np.isfinite(value) and not are_close(value, mean):
                 unequal.setdefault(name, (value, mean))
-    return unequal, random_values
+    return {name: values for name, values in unequal.items() if name not in random_values}, random_values
 
 
 def _not_a_mean_message(task: str, name: str, value: float, mean: float, count: int) -> str:

@@ -182,6 +182,21 @@ def get_subclassed() -> Any:
     return model
 
 
+class Noise(layers.Layer):
+    """Adds random numbers, in an evaluation, too."""
+
+    def call(self, x: Any) -> Any:
+        return x + keras.random.normal(ops.shape(x), stddev=0.5)
+
+
+def get_noisy() -> Any:
+    inputs = keras.Input((8, 8, 1))
+    x = Noise()(layers.Flatten()(layers.Rescaling(1 / 255)(inputs)))
+    model = keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
 def get_channels_first() -> Any:
     """A model of which the layers say themselves that channels come first, and which asks for no compiled step."""
     inputs = keras.Input((3, 4, 6))

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from ray_app import run_training
+from ray_app import Ragged, run_training
 from ray_app.config.config import Config
 from ray_app.data.arrays import to_column
 from ray_app.testing import WorkerPool, make_job
@@ -115,7 +115,9 @@ def test_a_program_trains_by_its_configuration_and_plain_keras_runs_its_export(
     assert worker_pool.train_new_run(two, 2).commit.params_digest == result.summary["params_digest"]
 
     unseen = {name: values[ROWS:] for name, values in columns.items()}
-    predicted = result.predict({name: unseen[name] for name in keras_inputs(program, unseen)})
+    rows = {name: unseen[name] for name in keras_inputs(program, unseen)}
+    lists = {name: Ragged.of(rows[name], np.int64) for name in rows if isinstance(rows[name], list)}
+    predicted = result.predict({**rows, **lists})
     described = result.export(str(tmp_path / "export"))
     assert "model.keras" in described["files"]
     np.savez(tmp_path / "x.npz", **keras_inputs(program, unseen))

@@ -15,7 +15,7 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import prepare
 from ray_app.task.keras import KerasTask, library
-from ray_app.task.keras.module import fit_inputs
+from ray_app.task.keras.module import fit_inputs, fit_targets
 from ray_app.train.state.state import seed_step
 from tests.support import keras_programs
 from tests.support.keras_tasks import PROGRAMS, build, task_of
@@ -200,13 +200,16 @@ def test_the_optimizer_of_compile_is_that_of_the_run(data: Path) -> None:
     assert fields["schedule"]["init_args"]["serialized"]["class_name"] == "ExponentialDecay"
 
 
-def prepare_run(data: Path, function: str, **fields: Any) -> Config:
+def config_of(data: Path, function: str, **fields: Any) -> Config:
     init_args = {"model": PROGRAMS + function, "inputs": "image", "target": "label"}
     task = {"class_path": "ray_app.task.keras.KerasTask", "init_args": init_args}
-    config = Config().replace(
+    return Config().replace(
         task=task, **{"data__path": str(data), "data__global_batch_size": 8, "scaling__max_workers": 2, **fields}
     )
-    return prepare(config).job.config
+
+
+def prepare_run(data: Path, function: str, **fields: Any) -> Config:
+    return prepare(config_of(data, function, **fields)).job.config
 
 
 @pytest.mark.parametrize(
@@ -228,6 +231,18 @@ def test_a_metric_that_is_no_sum_needs_merge_state(data: Path) -> None:
     with pytest.raises(ConfigError, match="'highest' of KerasTask"):
         prepare_run(data, "get_unmerged", data__eval_path=str(data))
     prepare_run(data, "get_measured", data__eval_path=str(data))
+
+
+def test_random_numbers_in_an_evaluation_are_a_warning(data: Path) -> None:
+    warnings = prepare(config_of(data, "get_noisy", data__eval_path=str(data))).warnings
+    expected = "'loss', as the evaluation of KerasTask gives it, is another number each time"
+    assert [warning.startswith(expected) for warning in warnings].count(True) == 1, warnings
+
+
+def test_masks_get_the_axis_of_the_outputs() -> None:
+    mask = torch.ones(2, 4, 4)
+    assert fit_targets(mask, torch.ones(2, 4, 4, 1)).shape == (2, 4, 4, 1)
+    assert fit_targets(mask, torch.ones(2, 4, 4, 3)) is mask
 
 
 def test_a_sum_is_that_of_one_logical_worker(data: Path) -> None:
