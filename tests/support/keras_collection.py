@@ -79,7 +79,7 @@ class Tokens(layers.Layer):
 
     def __init__(self, length: int, vocabulary: int, width: int, **options: Any) -> None:
         super().__init__(**options)
-        self.length, self.vocabulary, self.width = length, vocabulary, width
+        self.sizes = {"length": length, "vocabulary": vocabulary, "width": width}
         self.tokens = layers.Embedding(vocabulary, width)
         self.positions = layers.Embedding(length, width)
 
@@ -87,8 +87,7 @@ class Tokens(layers.Layer):
         return self.tokens(x) + self.positions(ops.arange(ops.shape(x)[-1]))
 
     def get_config(self) -> dict[str, Any]:
-        sizes = {"length": self.length, "vocabulary": self.vocabulary, "width": self.width}
-        return super().get_config() | sizes
+        return super().get_config() | self.sizes
 
 
 @register

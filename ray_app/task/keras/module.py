@@ -270,10 +270,10 @@ def _fit_shape(values: Tensor, declared: tuple[int | None, ...]) -> Tensor:
     """Returns values of shape (rows, ...) in a declared shape, if a row has as many values."""
     shape = [size for size in declared[1:] if size is not None]
     is_known = len(shape) == len(declared) - 1
-    given = list(values.shape[1:])
-    if given == shape or not is_known or math.prod(shape) != math.prod(given):
+    sizes = list(values.shape[1:])
+    if sizes == shape or not is_known or math.prod(shape) != math.prod(sizes):
         return values
-    if len(given) > 2 and shape == [given[-1], *given[:-1]]:
+    if len(sizes) > 2 and shape == [sizes[-1], *sizes[:-1]]:
         return values.movedim(-1, 1)
     # `len` would fix the number of rows in an exported program.
     return values.reshape(-1, *shape)

@@ -40,13 +40,13 @@ def defined_names(code: str) -> set[str]:
 
 def test_private_names_of_keras_are_only_in_one_module() -> None:
     """Only one file is then compared with a new version of Keras."""
-    own = {name for file in PACKAGE for name in defined_names(file.read_text())}
-    own |= defined_names((ROOT / "ray_app" / "task" / "module.py").read_text())
-    own.add("_orig_mod")  # PyTorch's
+    functions = {name for file in PACKAGE for name in defined_names(file.read_text())}
+    functions |= defined_names((ROOT / "ray_app" / "task" / "module.py").read_text())
+    functions.add("_orig_mod")  # PyTorch's
     names_of = {
         file.name: names
         for file in PACKAGE
-        if (names := {name for _, name in private_attributes(file.read_text())} - own)
+        if (names := {name for _, name in private_attributes(file.read_text())} - functions)
     }
     assert set(names_of) == {"library.py"}, names_of
 
