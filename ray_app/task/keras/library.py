@@ -206,6 +206,17 @@ def summed_losses(program: Any) -> list[str]:
     return [one.name for one in losses if getattr(one.loss, "reduction", None) == "sum"]
 
 
+def update_metrics(program: Any, x: Any, y: Any, outputs: Any, weights: Any) -> None:
+    """Updates the metrics of a compiled model with a batch.
+
+    `compute_metrics` of Keras would also compute the values of all metrics.
+    """
+    if type(program).compute_metrics is not import_keras().Model.compute_metrics:
+        program.compute_metrics(x, y, outputs, weights)
+    elif program._compile_metrics is not None:
+        program._compile_metrics.update_state(y, outputs, weights)
+
+
 def compiled_metrics(program: Any) -> list[tuple[str, Any]]:
     """Returns the metrics of a model by the names under which Keras reports them, without the mean of the loss.
 

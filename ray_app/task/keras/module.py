@@ -139,8 +139,9 @@ class KerasModule(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device of the model's tensors; the CPU for a model without any."""
-        tensor = next(iter([*self.parameters(), *self.buffers()]), None)
-        return HOST if tensor is None else tensor.device
+        # `parameters()` would search for submodules, of which there are none, in every step.
+        tensors = (*self._parameters.values(), *registered_buffers(self).values())
+        return next((tensor.device for tensor in tensors if tensor is not None), HOST)
 
     def train(self, mode: bool = True) -> KerasModule:
         """Sets the mode of the model, and freezes layers of which `train.freeze` has left no weight to train.
@@ -203,25 +204,24 @@ class KerasModule(nn.Module):
     def metric_states(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, list[Tensor]]:
         """Returns the states of the model's metrics after a batch that has just gone through it, by their names."""
         with library.device_scope(self.device):
-            self._compute_metrics(x, y, weights, outputs)
+            metrics = self._update_metrics(x, y, weights, outputs)
             return {
                 name: [library.tensor_of(v).detach().clone() for v in metric.variables]
-                for name, metric in (self._metrics or {}).items()
+                for name, metric in metrics.items()
             }
 
     def metric_means(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, Tensor]:
         """Returns the metrics that are means, of a batch that has just gone through the model, each of shape ()."""
         with library.device_scope(self.device), torch.no_grad():
-            values = self._compute_metrics(x, y, weights, outputs)
-            means = [name for name, metric in (self._metrics or {}).items() if library.is_mean(metric)]
-            return {name: torch.as_tensor(values[name]).detach() for name in means if name in values}
+            metrics = self._update_metrics(x, y, weights, outputs)
+            return {name: metric.result().detach() for name, metric in metrics.items() if library.is_mean(metric)}
 
-    def _compute_metrics(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, Any]:
-        """Updates the model's metrics with a batch, and returns what the model gives as their values."""
-        values: dict[str, Any] = self.program.compute_metrics(x, y, outputs, weights)
+    def _update_metrics(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, Any]:
+        """Updates the model's metrics with a batch, and returns them by their names."""
+        library.update_metrics(self.program, x, y, outputs, weights)
         if self._metrics is None:
             self._metrics = dict(library.compiled_metrics(self.program))
-        return values
+        return self._metrics
 
     def saved_program(self) -> Any:
         """Returns the model with the tensors that are registered now, as its own methods take it."""
