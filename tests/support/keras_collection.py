@@ -179,16 +179,18 @@ def get_tabular() -> Any:
 
 @register
 class Sampling(layers.Layer):
-    """Draws a code from its mean and its variance, and adds the divergence from a normal distribution to the loss."""
+    """Draws a code from its mean and its variance in training, and adds the divergence from a normal distribution."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.seed_generator = keras.random.SeedGenerator(7)
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Any, training: bool = False) -> Any:
         mean, log_variance = inputs
         divergence = -0.5 * (1 + log_variance - ops.square(mean) - ops.exp(log_variance))
         self.add_loss(0.01 * ops.mean(ops.sum(divergence, axis=1)))
+        if not training:
+            return mean
         noise = keras.random.normal(ops.shape(mean), seed=self.seed_generator)
         return mean + ops.exp(0.5 * log_variance) * noise
 
