@@ -337,7 +337,14 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     # Ray Train starts all workers together, and none joins them later.
     group_size = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(
-        args.rendezvous, job.plan.logical_workers, device, _choose_backend(job.config), job.paths, job.fence, group_size
+        args.rendezvous,
+        job.plan.logical_workers,
+        device,
+        _choose_backend(job.config),
+        job.paths,
+        job.fence,
+        job.config.train.cross_device,
+        group_size,
     )
     is_run_over = False
     try:

@@ -343,7 +343,33 @@ def _check_reduction(config: Config) -> list[str]:
             " sums over the logical workers of a worker, so rounding them would make the bits depend on the number of"
             " workers. Set train.reduction to overlapped, or train.gradient_compression to none."
         )
-    return problems
+    if train.cross_device == "one_device":
+        problems.append(
+            "train.cross_device is one_device, which has no use here: every worker adds an equal share of the"
+            " gradients, in the same order as one device would add all of them, and sends less. Leave it out, or use"
+            " flat."
+        )
+    elif train.cross_device != "auto" and train.reduction != "exact":
+        problems.append(
+            f"train.cross_device is {train.cross_device} with train.reduction {train.reduction}, with which the backend"
+            " decides how gradients travel. Leave it out, or set train.reduction to exact."
+        )
+    return problems + _check_reducer(config)
+
+
+def _check_reducer(config: Config) -> list[str]:
+    """Returns the problems of a gradient reducer of the user together with other fields."""
+    train, default = config.train, TrainSection()
+    if train.reducer is None:
+        return []
+    names = ("cross_device", "bucket_mb", "gradient_compression", "capture")
+    unused = [f"train.{name}" for name in names if getattr(train, name) != getattr(default, name)]
+    unused += ["failure.sdc_check_rate"] if config.failure.sdc_check_rate else []
+    return [
+        f"{name} is set with train.reducer {train.reducer}; only the application's own reducers support it. Leave one"
+        " of them out."
+        for name in unused
+    ]
 
 
 def _check_capture(config: Config) -> list[str]:

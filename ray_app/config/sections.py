@@ -337,6 +337,13 @@ class TrainSection:
         reduction: `exact`: the gradients of the logical workers are added in one fixed order, so that the result is
             bit-identical on any number of workers. `overlapped`: the network adds them during backward; rows and
             weights are the same, but the result is not bit-identical.
+        cross_device: Path of the gradients with `reduction: exact`; the result is bit-identical. `auto` and
+            `hierarchical`: first among the workers of each host, then between hosts, if all hosts have the same number
+            of workers, else as `flat` (`hierarchical` warns then). `flat`: directly between all workers. `one_device`
+            is refused: each worker adds an equal share of the gradients.
+        reducer: Import path of a class of yours that adds the gradients in place of `reduction`, see the page on
+            strategies. With `reduction: exact` kernels stay deterministic, and the class has to add so that the result
+            does not depend on the number of workers. Default: the application's own.
         backend: Communication backend of the gradients. `auto`: NCCL between GPUs; gloo between CPUs, and where workers
             share a GPU, which NCCL refuses. `gloo`: always gloo, through host memory, where NCCL does not work.
         bucket_mb: Size of the gradient buckets in mebibytes, which are reduced while backward runs, as in DDP's
@@ -379,6 +386,8 @@ class TrainSection:
     peer_replica: bool = False
     cpu_offload: bool = result_field(False)
     reduction: Literal["exact", "overlapped"] = result_field("exact")
+    cross_device: Literal["auto", "flat", "hierarchical", "one_device"] = "auto"
+    reducer: str | None = result_field(None)
     backend: Literal["auto", "gloo"] = "auto"
     bucket_mb: float = 8.0
     gradient_compression: Literal["none", "bf16"] = result_field("none")

@@ -75,6 +75,8 @@ def read_code_versions(config: Config) -> CodeVersions:
 def iter_import_paths(config: Config) -> Iterator[str]:
     """Yields all import paths in a configuration: classes at any depth, and the task arguments that name functions."""
     yield from _iter_class_paths(config.to_dict())
+    if config.train.reducer is not None:
+        yield config.train.reducer
     for name in getattr(load_class(config.task), "functions", ()):
         if isinstance(path := config.task.init_args.get(name), str):
             yield path

@@ -38,6 +38,7 @@ from ray_app.preflight.context import (
 )
 from ray_app.preflight.gradient_checks import count_norm_values, parameters_of_turn, parameters_without_gradient
 from ray_app.preflight.model_checks import KernelRecorder, check_forward, find_failing_part, first_line
+from ray_app.reduction.bucketed import load_reducer
 from ray_app.task.base import Batch, Task, check_losses, sum_losses
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.metrics import Chunk, combine, score
@@ -63,7 +64,9 @@ _UNSUPPORTED_STEP = re.compile("closure|dense")
 
 
 def make_state(context: PreflightContext) -> None:
-    """Makes model, optimizer and schedule with the initial parameters."""
+    """Makes model, optimizer and schedule with the initial parameters, and imports a gradient reducer of the user."""
+    if context.config.train.reducer is not None:
+        load_reducer(context.config.train.reducer)
     state = TrainingState(context.config, context.task, HOST, context.job.total_steps)
     context.row_probe = RowProbe(context.task, state)
     context.exit_stack.callback(_finish_task, context)

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import traceback
@@ -34,6 +35,8 @@ from ray_app.errors import ConfigError, PeerLostError, TaskError
 from ray_app.plan.assignment import Node, logical_workers_of, subtrees
 from ray_app.reduction import group_state
 from ray_app.torch_private import OPERATORS_FILE, foreach_mul_, foreach_norm
+
+logger = logging.getLogger(__name__)
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -119,6 +122,24 @@ def stage_groups(hosts: Sequence[str]) -> list[list[tuple[int, ...]]]:
         return [[tuple(range(size))]]
     within = [tuple(range(first, first + per_host)) for first in range(0, size, per_host)]
     return [within, list(zip(*within, strict=True))]
+
+
+def reduction_hosts(cross_device: str, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the hosts of the ranks for the stages of the reduction, with `flat` none, which makes one stage.
+
+    Args:
+        cross_device: Value of `train.cross_device`.
+        hosts: The host of every rank.
+    """
+    if cross_device == "flat":
+        return ()
+    if cross_device == "hierarchical" and len(set(hosts)) > 1 and len(stage_groups(hosts)) == 1:
+        logger.warning(
+            "train.cross_device is hierarchical, but the hosts have different numbers of workers, or one each;"
+            " gradients travel directly between all workers: %s",
+            ", ".join(hosts),
+        )
+    return hosts
 
 
 def plan_stages(rank: int, hosts: Sequence[str], logical_workers: int, assignment: Sequence[range] = ()) -> list[Stage]:
@@ -361,6 +382,17 @@ class GradientReducer(ABC):
     In each step a rank calls `backward`, `collect_from` or `skip` for each logical worker that it runs, in their order,
     then `launch`, then `finish`. Each loss is weighted by one over the global number of rows, so the gradients are
     added, never averaged.
+
+    A reducer of the user (`train.reducer`) is made anew for each generation of workers, as `cls(model, world)`, a
+    `torch.nn.Module` and a `World`, when torch's default process group consists of the workers of the world. It
+
+    - adds the gradients of the parameters that require gradients, and sees them in `.grad` after a backward;
+    - leaves the same sum on every rank, with zeros for a missing gradient of a logical worker;
+    - runs collectives within `ray_app.reduction.base.collective`, so that a lost peer is recognized;
+    - begins anew with `world.assigned[0]`: another reducer repeats a step that has lost a peer.
+
+    The result is bit-identical for any number of workers if the order of the additions depends on the numbers of the
+    logical workers only.
     """
 
     @abstractmethod

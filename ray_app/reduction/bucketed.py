@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ray_app.config.import_paths import load_class
 from ray_app.config.sections import TrainSection
 from ray_app.devices import kind_of
+from ray_app.errors import ConfigError
 from ray_app.reduction.base import (
     GradientReducer,
     Stage,
@@ -501,7 +503,13 @@ def build_bucketed_reducer(train: TrainSection, model: nn.Module, world: World) 
 
 
 def build_reducer(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
-    """Returns the gradient reducer of the configured strategy: a bucketed one, unless the strategy is `fsdp`."""
+    """Returns the gradient reducer that is configured: that of the user, a bucketed one, or one for `fsdp`.
+
+    Raises:
+        ConfigError: `train.reducer` is not a `GradientReducer`.
+    """
+    if train.reducer is not None:
+        return load_reducer(train.reducer)(model, world)
     if train.strategy == "fsdp":
         # This imports PyTorch's FSDP, which takes two seconds that the other strategies do not need.
         from ray_app.reduction import sharded
@@ -510,6 +518,31 @@ def build_reducer(train: TrainSection, model: nn.Module, world: World) -> Gradie
             return sharded.DeterministicShardedReducer(model, world)
         return sharded.FsdpReducer(model, world)
     return build_bucketed_reducer(train, model, world)
+
+
+def load_reducer(path: str) -> Callable[[nn.Module, World], GradientReducer]:
+    """Imports a gradient reducer of the user.
+
+    Args:
+        path: Value of `train.reducer`.
+
+    Raises:
+        ConfigError: It cannot be imported, is not a subclass of `GradientReducer`, or lacks a method.
+    """
+    try:
+        reducer = load_class(path)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"train.reducer is {path!r}, which cannot be imported: {error}. Name an importable class."
+        ) from error
+    if not (isinstance(reducer, type) and issubclass(reducer, GradientReducer)):
+        raise ConfigError(
+            f"train.reducer is {path}, which is not a subclass of ray_app.reduction.base.GradientReducer. Derive it"
+            " from that."
+        )
+    if missing := sorted(reducer.__abstractmethods__):
+        raise ConfigError(f"train.reducer is {path}, which lacks {', '.join(missing)}. Add these methods.")
+    return reducer
 
 
 def _split_into_buckets(parameters: list[nn.Parameter], max_bytes: int) -> list[list[nn.Parameter]]:

@@ -161,6 +161,32 @@ def test_a_valid_configuration_is_accepted() -> None:
             " leave it out.",
         ),
         (
+            {"train__cross_device": "one_device"},
+            "train.cross_device is one_device, which has no use here: every worker adds an equal share of the"
+            " gradients, in the same order as one device would add all of them, and sends less. Leave it out, or use"
+            " flat.",
+        ),
+        (
+            {"train__cross_device": "flat", "train__reduction": "overlapped"},
+            "train.cross_device is flat with train.reduction overlapped, with which the backend decides how gradients"
+            " travel. Leave it out, or set train.reduction to exact.",
+        ),
+        (
+            {"train__cross_device": "flat", "train__strategy": "fsdp"},
+            "train.cross_device is set, but only train.strategy: ddp, single, local_sgd or central_storage looks at it;"
+            " leave it out.",
+        ),
+        (
+            {"train__reducer": "my.Reducer", "failure__sdc_check_rate": 0.5},
+            "failure.sdc_check_rate is set with train.reducer my.Reducer; only the application's own reducers support"
+            " it. Leave one of them out.",
+        ),
+        (
+            {"train__reducer": "my.Reducer", "train__cross_device": "flat"},
+            "train.cross_device is set with train.reducer my.Reducer; only the application's own reducers support it."
+            " Leave one of them out.",
+        ),
+        (
             {"scaling__label_selector": {"zone": "a"}, "train__strategy": "single"},
             "scaling.label_selector is {'zone': 'a'}, but train.strategy single has no workers to place: everything"
             " happens in the calling"
@@ -437,6 +463,7 @@ def changes_digest(**fields: Any) -> bool:
         {"evaluate__where": "workers", "evaluate__max_pending": 3, "evaluate__min_delta": 0.1},
         {"train__servers": 3, "train__server_cpus": 2},
         {"train__backend": "gloo", "train__bucket_mb": 1.0, "scaling__label_selector": {"zone": "a"}},
+        {"train__cross_device": "flat"},
         {"train__peer_replica": True},
         {"train__capture": True},
         {"evaluate__label_selector": {"zone": "a"}, "train__server_label_selector": {"zone": "a"}},
@@ -471,6 +498,7 @@ def test_fields_that_do_not_affect_the_result_leave_the_digest(fields: dict[str,
         {"train__max_steps": 10},
         {"train__reduction": "overlapped"},
         {"train__gradient_compression": "bf16"},
+        {"train__reducer": "my.Reducer"},
         {"train__precision": "bf16"},
         {"train__grad_clip_norm": 1.0},
         {"train__steps_per_epoch": 10},

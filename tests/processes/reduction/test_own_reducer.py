@@ -1,0 +1,57 @@
+"""A gradient reducer of the user (`train.reducer`) takes the place of the application's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_app.errors import ConfigError
+from ray_app.reduction.bucketed import load_reducer
+from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
+from ray_app.train.job import Hooks, Job
+from tests.support.local_world import make_job, write_images
+
+REDUCER = "tests.support.own_reducer.OneDevice"
+
+
+def test_the_reducer_of_the_documentation_is_bit_identical_on_any_workers(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """The rows of the last step of an epoch are those of one logical worker."""
+    data = write_images(tmp_path / "data", [[50, 1], [46]])
+    fields: dict[str, Any] = {"train__epochs": 2, "checkpoint__every_steps": 4, "train__grad_clip_norm": 0.5}
+
+    def job_of(name: str, reducer: str | None) -> Job:
+        return make_job(tmp_path / name, data, logical_workers=4, batch=12, train__reducer=reducer, **fields)
+
+    job = job_of("own", REDUCER)
+    alone = worker_pool.train_new_run(job, 1, cache_windows)
+    several = worker_pool.train_new_run(job, 4, cache_windows)
+    assert (several.digests, several.steps) == (alone.digests, alone.steps)
+    worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
+    worker_pool.train_to_end(job, 2, cache_windows)
+    assert read_trained_run(job).digests == alone.digests
+    other = worker_pool.train_new_run(job_of("application", None), 2, cache_windows)
+    for name, value in other.snapshot.model.items():
+        assert torch.allclose(value, alone.snapshot.model[name], rtol=1e-3, atol=1e-3), name
+    assert other.digests != alone.digests, "the application's reducer adds in the same order, so the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere.Reducer", "which cannot be imported: No module named 'nowhere'. Name an importable class"),
+        ("torch.nn.Linear", "which is not a subclass of ray_app.reduction.base.GradientReducer"),
+        (
+            "ray_app.reduction.base.GradientReducer",
+            "which lacks backward, close, finish, gradients, launch, norms, skip",
+        ),
+    ],
+)
+def test_other_classes_are_refused(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_reducer(path)

@@ -1,0 +1,12 @@
+"""The gradient reducer of docs/strategies.md as a module, which workers import by its path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.pages import blocks
+from tests.support.paths import ROOT
+
+_names: dict[str, Any] = {}
+exec(next(block.text for block in blocks(ROOT / "docs" / "strategies.md") if "GradientReducer" in block.text), _names)
+OneDevice = _names["OneDevice"]
