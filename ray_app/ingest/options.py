@@ -41,26 +41,38 @@ class IngestOptions:
     """What to read and how to write it; checked by `ingest`.
 
     Args:
-        source: Raw format. images: a folder with one sub-folder a class. csv: a .csv, .tsv or .gz file, or a folder of
-            them. jsonl: the same with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder
-            with x.npy and y.npy, or with x_train, y_train, x_test and y_test as Keras' mnist.npz. idx: a folder with
-            MNIST-format files. cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar
-            files, as a folder, a file, or a pattern with * or {000..012}. tfrecord: TFRecord files of
-            `tf.train.Example`, as for webdataset. hf: what Hugging Face `datasets` saved with save_to_disk, or its
-            .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits: the bundled 8x8
-            images.
+        source: Raw format. images: a folder with one sub-folder a class, or with labels or masks elsewhere. csv: a
+            .csv, .tsv or .gz file, or a folder of them. jsonl: the same with one JSON object a line (.jsonl, .ndjson,
+            .gz). numpy: an .npz file or a folder with x.npy and y.npy, or with x_train, y_train, x_test and y_test as
+            Keras' mnist.npz. idx: a folder with MNIST-format files. cifar: the folder of CIFAR-10 or CIFAR-100, binary
+            or python version. webdataset: tar files, as a folder, a file, or a pattern with * or {000..012}. tfrecord:
+            TFRecord files of `tf.train.Example`, as for webdataset. hf: what Hugging Face `datasets` saved with
+            save_to_disk, or its .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits:
+            the bundled 8x8 images.
         out: Folder to create, on a disk or in a bucket. One that was made with the same options from the same files is
             returned as it is; anything else that is not empty is refused. Not for parquet.
         input: File or folder to read, on a disk or in a bucket; not for digits.
         label: For csv, jsonl and hf: the column that becomes `label`; strings become class indices in sorted order. For
-            tfrecord: the feature of one integer. For hf and tfrecord not needed if it is called label. For webdataset:
-            the key of an integer in each .json; not needed with .cls.
+            images: the column of the file of labels. For tfrecord: the feature of one integer. For hf and tfrecord not
+            needed if it is called label. For webdataset: the key of an integer in each .json; not needed with .cls.
+        labels: For images: a CSV file with a row for each image, on a disk or in a bucket. The first column that names
+            an image in its first row has the names; the only other column, or the one that the option label names,
+            becomes `label` (`target`, if it holds fractions), further ones keep their names. `none`: there is no label.
+            Default: the class is the folder of an image.
+        targets: With labels: columns of numbers that together become the array column `target`, in this order, such as
+            0 and 1 for each of several labels.
+        masks: For images: a folder with the mask of each image, of the same path without its suffix or with `_mask` at
+            its end; it becomes the column `mask`, and images need no label.
+        mask_values: With masks: the name of each value, such as `0=background,255=object`, or of each colour,
+            `0/0/0=background,255/0/0=road`. The classes are numbered in this order; pixels of the name `ignore` get
+            255. Default: values, or the colours of a palette by their indices, are the classes already.
+        first_frame: For images: an animation or a file of several pages becomes its first picture, stored as PNG.
         delimiter: For csv: the one character between values, such as ; or | (\\t is a tab). Default: a comma, or what
             of semicolon, tab and vertical bar the first rows of the first file are separated by.
         column_names: For csv: names of the columns of files without a header line. A first line that holds just these
             names is a header line.
-        columns: For jsonl, hf, tfrecord and webdataset: the columns to keep, by their names before rename, the label
-            besides; default: all.
+        columns: For jsonl, hf, tfrecord, webdataset, and images with labels: the columns to keep, by their names before
+            rename, the label besides; default: all.
         ragged: For jsonl and hf: columns of lists of any length, also empty ones, by their names in the source: lists
             of numbers, such as tokens, or of lists that have one size, that of the first that is not empty, such as
             boxes. Default: lists have one shape in all rows.
@@ -96,6 +108,11 @@ class IngestOptions:
     out: str = ""
     input: str | None = None
     label: str | None = None
+    labels: str | None = None
+    targets: list[str] | None = None
+    masks: str | None = None
+    mask_values: str | None = None
+    first_frame: bool = False
     delimiter: str | None = None
     column_names: list[str] | None = None
     columns: list[str] | None = None
@@ -167,6 +184,7 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits]) -
                 f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it"
                 f" out for {options.source!r}{_ALTERNATIVES.get(name, '')}."
             )
+    _check_images(options)
     _check_text(options)
     if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
         raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is 0 to below 1, or leave it out.")
@@ -178,6 +196,19 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits]) -
     for name, maximum in _POSITIVE.items():
         if (value := getattr(options, name)) is not None and (value < 1 or (maximum and value > maximum)):
             raise ConfigError(f"{name} is {value}; allowed is 1 or more{f', up to {maximum}' if maximum else ''}.")
+
+
+def _check_images(options: IngestOptions) -> None:
+    """Checks the options of images that need another one."""
+    for name, needed in (("targets", "labels"), ("mask_values", "masks")):
+        if getattr(options, name) and getattr(options, needed) in (None, "none"):
+            raise ConfigError(f"{name} is {getattr(options, name)!r}, which needs {needed}; give that, too.")
+    if options.source == "images" and options.labels in (None, "none"):
+        for name in ("label", "columns"):
+            if value := getattr(options, name):
+                raise ConfigError(f"{name} is {value!r}, a column of a file of labels; name the file by labels.")
+    if options.label and options.label in (options.targets or ()):
+        raise ConfigError(f"label {options.label!r} is one of targets {options.targets}, too; name it in one of them.")
 
 
 def _check_text(options: IngestOptions) -> None:

@@ -59,6 +59,11 @@ def has_image_signature(head: bytes) -> bool:
     return _IMAGES.match(head) is not None
 
 
+def is_convertible_image(head: bytes) -> bool:
+    """Returns whether a file with these first bytes is an image that an ingest stores as PNG: TIFF, BMP or AVIF."""
+    return name_other_format(head) in ("a TIFF image", "a BMP image", "an AVIF image")
+
+
 def is_lfs_pointer(head: bytes) -> bool:
     """Returns whether a file with these first bytes is a pointer, which Git LFS puts in place of a file."""
     return head.startswith(_LFS_POINTER)

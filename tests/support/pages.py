@@ -103,6 +103,23 @@ def _every_source(folder: Path) -> None:
     (folder / "table.parquet").symlink_to(ROOT / "datasets" / "digits" / "eval" / "part-00000.parquet")
 
 
+def _pictures_of_each_kind(folder: Path) -> None:
+    for number in range(40):
+        pixels = np.random.default_rng(number).integers(0, 256, (12, 10, 3), dtype=np.uint8)
+        side = ("train", "train", "val", "test")[number % 4]
+        named = ("flowers", side, ("rose", "tulip")[number // 4 % 2], f"{number}.png")
+        for path in (named, ("birds", "a", f"{number:04}.png"), ("scans", "a", f"{number}.png")):
+            file = folder.joinpath(*path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(file)
+        mask = np.where(pixels[..., :1] > 99, 255, 0).astype(np.uint8)
+        for name, values in (("masks", mask[..., 0]), ("colored", mask * np.array([1, 0, 0], np.uint8))):
+            (folder / name / "a").mkdir(parents=True, exist_ok=True)
+            Image.fromarray(values).save(folder / name / "a" / f"{number}.png")
+    lines = [f"{n:04}.png,{('robin', 'crow')[n % 2]},{n / 4},{n % 2},{n // 2 % 2}\n" for n in range(40)]
+    (folder / "birds.csv").write_text("file,species,age,sings,flies\n" + "".join(lines))
+
+
 def write_texts_script(folder: Path) -> None:
     """Writes `make_texts.py`, the script of docs/text.md, which language-model.md uses, too."""
     [script] = [block for block in blocks(ROOT / "docs" / "text.md") if block.argument == "make_texts.py"]
@@ -122,6 +139,7 @@ EXECUTED: dict[str, Callable[[Path], None]] = {
     "docs/loop.md": _nothing,
     "docs/module-task.md": _nothing,
     "docs/language-model.md": write_texts_script,
+    "docs/my-data.md": _pictures_of_each_kind,
     "docs/start/images.md": _photos,
     "docs/start/keras.md": _mnist,
     "docs/start/own-model.md": _nothing,

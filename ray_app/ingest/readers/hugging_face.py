@@ -23,9 +23,9 @@ from ray_app.data.arrays import is_bytes, is_list, is_number, is_numbers, is_tex
 from ray_app.data.dataset import index_columns
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
-from ray_app.ingest.readers import base, nested
+from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import sort_classes
-from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
+from ray_app.ingest.readers.image_files import NOT_AN_IMAGE
 from ray_app.storage.data_files import File, files_in, find_file, is_folder, open_parquet, parser_errors
 from ray_app.storage.files import Location, read_json
 
@@ -38,7 +38,7 @@ class Form:
     """The form that every row of a split is converted to; a label of text has its values as classes."""
 
     schema: pa.Schema
-    shapes: dict[str, nested.Shape]
+    shapes: dict[str, base.Shape]
     label: str | None
     classes: tuple[str, ...] | None
     check: bool
@@ -87,7 +87,7 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
             f" again."
         )
     columns = {
-        column.name: nested.to_plain(_cast_empty(table[column.name].combine_chunks(), column.type))
+        column.name: base.to_plain(_cast_empty(table[column.name].combine_chunks(), column.type))
         for column in form.schema
     }
     for name in form.shapes:
@@ -101,8 +101,8 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
             columns[name] = pc.struct_field(column, "bytes")
             faults |= _bad_images(name, columns[name], form.check, faults)
         elif name in form.shapes:
-            fits = nested.has_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
-            reason = nested.explain_misfit(name, form.shapes[name])
+            fits = base.has_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
+            reason = base.explain_misfit(name, form.shapes[name])
             faults = {int(i): reason for i in np.flatnonzero(~fits)} | faults
         elif form.has_text_label and name == form.label:
             if not is_text(column.type):
@@ -161,9 +161,9 @@ def _bad_images(name: str, images: pa.Array, check: bool, skipped: dict[int, str
     return reasons
 
 
-def _filter(column: pa.Array, good: np.ndarray, shape: nested.Shape | None) -> Any:
+def _filter(column: pa.Array, good: np.ndarray, shape: base.Shape | None) -> Any:
     rows = column.filter(pa.array(good))
-    return rows if shape is None else nested.to_numbers(rows, shape)
+    return rows if shape is None else base.to_numbers(rows, shape)
 
 
 SUFFIXES = (".arrow", ".parquet")
@@ -251,7 +251,7 @@ class HuggingFace(base.SourceReader):
                 raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
         kept = pa.schema([schema.field(name) for name in keep], schema.metadata)
         ragged = self.options.ragged or []
-        nested.check_ragged(file, ragged, kept)
+        base.check_ragged(file, ragged, kept)
         shapes = _shapes(files, [column.name for column in kept if is_list(column.type)], ragged)
         names = features.get(label or "", {}).get("names")
         return Form(kept, shapes, label, tuple(names) if names else None, self.options.check)
@@ -373,7 +373,7 @@ def _label_values(label: str, files: list[File]) -> set[str]:
                 continue
             for batch in batches:
                 batch.validate(full=True)
-                column = nested.to_plain(batch[label])
+                column = base.to_plain(batch[label])
                 values |= {value or "" for value in column.unique().to_pylist()} if is_text(column.type) else set()
     return values
 
@@ -404,12 +404,12 @@ def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
         return features
 
 
-def _shapes(files: list[File], lists: list[str], ragged: list[str]) -> dict[str, nested.Shape]:
+def _shapes(files: list[File], lists: list[str], ragged: list[str]) -> dict[str, base.Shape]:
     """Returns the shape of the first value that is not empty in each column of lists."""
-    shapes: dict[str, nested.Shape] = {}
+    shapes: dict[str, base.Shape] = {}
     for table in (table for file in files for table in _read(file, lists)):
         for name in lists:
-            shape_of = nested.ragged_shape if name in ragged else nested.first_shape
+            shape_of = base.ragged_shape if name in ragged else base.first_shape
             if name not in shapes and name in table.column_names and (shape := shape_of(table[name])):
                 shapes[name] = shape
         if len(shapes) == len(lists):

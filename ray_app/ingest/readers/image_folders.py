@@ -1,29 +1,37 @@
-"""Reader of folders of images with one folder per class.
+"""Reader of folders of images.
 
-The encoded files go unchanged into the column `image`, and the rows of the classes are mixed.
+The class of an image is its folder, or a file of labels has a row for each, or a folder has its mask. Files that
+training decodes go unchanged into the column `image`; TIFF, BMP and AVIF files are stored as PNG. The rows are mixed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
+from ray_app.ingest.readers.csv_files import Csv
+from ray_app.ingest.readers.image_files import MaskValues, parse_mask_values, read_image, read_mask
 from ray_app.storage.data_files import (
     HEAD_BYTES,
     File,
     entries_in,
     files_in,
+    find_file,
     folders_in,
     has_image_signature,
+    is_convertible_image,
     is_folder,
     name_other_format,
     open_data_file,
@@ -31,101 +39,184 @@ from ray_app.storage.data_files import (
     printable_name,
     relative_path,
 )
-from ray_app.storage.files import Location
+from ray_app.storage.files import Location, to_location
 from ray_app.storage.object_stores import CONNECTIONS
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 """Suffixes by which a file is a row, even if it cannot be decoded and is refused."""
-NOT_AN_IMAGE = (
-    "not an image that can be decoded ({}). Allowed is one intact still image as png, jpeg, webp or gif. Convert it, or"
-    " give check=False to store it unread"
-)
+ALLOWED = "png, jpeg, webp and gif, and tiff, bmp and avif, which are stored as png"
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "eval"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""The data set by the name of a folder above the images."""
+_SPLIT_ORDER = ["", "train", "eval", "test"]
+_EXPECTED = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
+_MAX_DEPTH = 32
+"""Maximum number of folders inside each other; a link may lead to a folder above itself."""
+_MAX_LABEL_BYTES = 512 << 20
+"""Limit of a file of labels, which is held in memory."""
+
+
+@dataclass(frozen=True)
+class ImageRow:
+    """A row before its files are read; pickled to tasks.
+
+    Args:
+        row_id: The path of the image below the input, or a row of the file of labels.
+        image: Its file; None if the row is refused for the `reason`.
+        index: The row of the table of values, its further columns.
+    """
+
+    row_id: str
+    image: File | None
+    index: int
+    mask: File | None = None
+    reason: str = ""
+
+    @property
+    def size(self) -> int:
+        """The bytes of its files."""
+        return sum(file.size for file in (self.image, self.mask) if file)
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """What the folders or the file of labels say of the images: rows, a table of values, names of the classes."""
+
+    rows: list[ImageRow]
+    values: pa.Table
+    classes: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Images(base.SourceReader):
-    """A folder with one sub-folder a class."""
+    """A folder of images, with one sub-folder a class, or any folders and a file of labels or masks."""
 
-    traits = FormatTraits(options=frozenset({"check"}))
+    traits = FormatTraits(
+        options=frozenset(
+            {
+                "check",
+                "label",
+                "labels",
+                "targets",
+                "columns",
+                "masks",
+                "mask_values",
+                "first_frame",
+                "delimiter",
+                "column_names",
+            }
+        ),
+        eval_fraction=0.1,
+    )
 
     def files(self) -> Iterator[File]:
-        """Yields the images, class after class."""
-        for images in self._classes.values():
-            yield from images
+        """Yields the file of labels, the images, folder after folder, and their masks."""
+        if self._has_label_file:
+            yield self._label_file
+        yield from self._images
+        yield from self._masks.values()
+
+    def held_out(self, parts: list[str]) -> float:
+        """Returns the fraction for `eval`: by default a tenth of `train` where there is only `test` besides."""
+        has_halves = set(parts) == {"train", "test"}
+        return super().held_out(parts) if has_halves or self.options.eval_fraction is not None else 0.0
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns one part, which lists every skipped file; its classes are the sorted names of the sub-folders.
+        """Returns one part, or one for each folder `train`, `val` and `test`; each lists every skipped file.
 
         The rows are in the order of a hash of their names: training shuffles rows within windows, and a window of rows
         in the order of the classes would have one class.
         """
-        del run
-        rows = [(file, label) for label, images in enumerate(self._classes.values()) for file in images]
-        names = [os.fsencode(relative_path(file.location, self.path)) for file, _ in rows]
-        hashes = [hashlib.blake2b(name, key=b"order").digest() for name in names]
-        rows = [row for _, row in sorted(zip(hashes, rows, strict=True), key=lambda pair: pair[0])]
-        options, tables = self.options, partial(_tables, self.path, self.options.check)
-        groups = base.group_items(rows, lambda row: row[0].size, options.shard_rows, options.split_bytes)
-        splits = [base.InputSplit(len(group), partial(tables, group)) for group in groups]
-        classes = tuple(printable_name(folder.name) for folder in self._classes)
-        return [base.Part("", splits, classes, self._skipped_files(), keeps_order=True)]
+        labels = self._labels_in_file(run) if self._has_label_file else self._labels_of_folders()
+        mask_values = parse_mask_values(self.options.mask_values) if self.options.mask_values else None
+        classes = labels.classes or (mask_values.classes if mask_values else None)
+        skipped = self._skipped_files({row.image.location for row in labels.rows if row.image})
+        options = self.options
+        form = _Form(self.path, options.check, options.first_frame, tuple(options.targets or ()), mask_values)
+        parts = []
+        for name in sorted(self._splits.values(), key=_SPLIT_ORDER.index) or [""]:
+            rows = [row for row in labels.rows if self._split_of(row) == name]
+            if not rows:
+                raise DataError(
+                    f"{self.path}: no image for the data set {name!r}. Add some, or give another folder as input."
+                )
+            rows = sorted(rows, key=self._order)
+            groups = base.group_items(rows, lambda row: row.size, options.shard_rows, options.split_bytes)
+            splits = [
+                base.InputSplit(len(group), partial(_tables, form, group, _values_of(group, labels.values)))
+                for group in groups
+            ]
+            parts.append(base.Part(name, splits, classes, skipped, keeps_order=True, notes=labels.notes))
+        return parts
 
-    def _skipped_files(self) -> tuple[tuple[str, str], ...]:
-        """Returns each file that is not an image in a class folder by its path below the folder, with the reason."""
-        rows = {file.location for files in self._classes.values() for file in files}
-        entries = (path for folder in [self.path, *self._classes] for path in entries_in(folder))
-        skipped = [path for path in entries if path not in rows and path not in self._classes]
-        return tuple((printable_name(relative_path(path, self.path)), self._explain_skip(path)) for path in skipped)
+    def _order(self, row: ImageRow) -> bytes:
+        """Returns the key by which rows are ordered, a hash of the name of the image."""
+        name = row.row_id.encode() if row.image is None else os.fsencode(relative_path(row.image.location, self.path))
+        return hashlib.blake2b(name, key=b"order").digest()
+
+    @property
+    def _has_label_file(self) -> bool:
+        return self.options.labels not in (None, "none")
+
+    @property
+    def _has_classes(self) -> bool:
+        """Whether the class of an image is its folder."""
+        return self.options.labels is None and self.options.masks is None
+
+    @cached_property
+    def _splits(self) -> dict[str, str]:
+        """The data set by the name of a folder in the input; empty where these folders are no data sets.
+
+        They are data sets if all have the usual names, one of them is to train on, and images are not directly in them
+        (or have no class folders).
+        """
+        inner = folders_in(self.path) if is_folder(self.path) else []
+        names = {folder.name: SPLITS.get(folder.name.lower(), "") for folder in inner}
+        if len(names) < 2 or "train" not in names.values() or not all(names.values()):
+            return {}
+        if self._has_classes and not all(folders_in(folder) for folder in inner):
+            return {}
+        if len(set(names.values())) < len(names):
+            raise DataError(f"{self.path}: two of the folders {sorted(names)} are one data set. Merge them.")
+        return names
+
+    def _split_of(self, row: ImageRow) -> str:
+        """Returns the data set of a row; one without a file belongs to the first."""
+        if not self._splits or row.image is None:
+            return next(iter(sorted(self._splits.values(), key=_SPLIT_ORDER.index)), "")
+        return self._splits[relative_path(row.image.location, self.path).partition("/")[0]]
 
     @cached_property
     def _files(self) -> dict[Location, list[File]]:
-        """The visible files of the folder itself and of each folder in it."""
-        return {folder: files_in(folder) for folder in [self.path, *folders_in(self.path)]}
-
-    @cached_property
-    def _heads(self) -> dict[Location, bytes]:
-        """The first bytes of files without the suffix of an image, by many concurrent requests for a bucket."""
-        files = [file for group in self._files.values() for file in group if not _has_image_suffix(file)]
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            return dict(zip((file.location for file in files), pool.map(_head, files), strict=True))
-
-    @cached_property
-    def _visible(self) -> dict[Location, File]:
-        return {file.location: file for group in self._files.values() for file in group}
-
-    def _is_row(self, file: File) -> bool:
-        """Returns whether a file is an image by its suffix or by its first bytes."""
-        return _has_image_suffix(file) or has_image_signature(self._heads[file.location])
-
-    def _explain_skip(self, path: Location) -> str:
-        """Returns the reason why a file or folder does not become a row, the same text every time."""
-        if path.name.startswith("."):
-            return "left out: hidden, since its name begins with a dot"
-        file = self._visible.get(path)
-        if file is None:
-            return "left out: no plain file, or a link that leads nowhere"
-        if self._is_row(file):
-            return "left out: an image outside of the class folders, so it has no class; move it into one"
-        return (
-            f"left out: it is {name_other_format(self._heads[path]) or 'no image'}; images are png, jpeg, webp and gif"
-            f" files"
-        )
+        """The visible files of the input and of the folders in it, as far down as images may be."""
+        if not is_folder(self.path):
+            raise DataError(f"{self.path}: not a folder; {_EXPECTED}. Give that folder as input.")
+        if not self._has_classes:
+            return _walk(self.path)
+        above = [self.path / name for name in self._splits] or [self.path]
+        classes = [inner for folder in above for inner in folders_in(folder)]
+        return {folder: files_in(folder) for folder in dict.fromkeys([self.path, *above, *classes])}
 
     @cached_property
     def _classes(self) -> dict[Location, list[File]]:
         """The folder of each class, and the images in it."""
-        expected = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
-        if not is_folder(self.path):
-            raise DataError(f"{self.path}: not a folder; {expected}. Give that folder as input.")
+        above = {self.path, *(self.path / name for name in self._splits)}
         classes = {
-            folder: list(filter(self._is_row, files)) for folder, files in self._files.items() if folder != self.path
+            folder: list(filter(self._is_image, files)) for folder, files in self._files.items() if folder not in above
         }
         if not classes:
-            raise DataError(f"{self.path}: no class folders in it; {expected}. Move the images into class folders.")
+            raise DataError(
+                f"{self.path}: no class folders in it; {_EXPECTED}. Move the images into class folders, name a file of"
+                " labels (labels=FILE), or give labels=none if they have none."
+            )
         for folder, images in classes.items():
             if inner := folders_in(folder):
                 raise DataError(
-                    f"{folder}: a class folder with a folder inside ({inner[0].name!r}); {expected}. "
+                    f"{folder}: a class folder with a folder inside ({inner[0].name!r}); {_EXPECTED}. "
                     "Give the folder above the classes as input, or move the images up."
                 )
             if not images:
@@ -134,13 +225,248 @@ class Images(base.SourceReader):
                     reason = self._explain_skip(others[0].location)
                     first = f" (of {len(others)} files the first is {others[0].name}: {reason})"
                 raise DataError(
-                    f"{folder}: no image in this class folder{first}; allowed are png, jpeg, webp and gif. Add images"
-                    f" or remove the folder."
+                    f"{folder}: no image in this class folder{first}; allowed are {ALLOWED}. Add images or remove the"
+                    " folder."
                 )
         return classes
 
+    @cached_property
+    def _images(self) -> list[File]:
+        if self._has_classes:
+            return [file for files in self._classes.values() for file in files]
+        images = [file for files in self._files.values() for file in files if self._is_image(file)]
+        if not images:
+            raise DataError(f"{self.path}: no image in this folder or below it; allowed are {ALLOWED}. Add images.")
+        return images
 
-def _has_image_suffix(file: File) -> bool:
+    @cached_property
+    def _masks(self) -> dict[str, File]:
+        """The masks by their path below the folder of masks, without its suffix."""
+        if self.options.masks is None:
+            return {}
+        root = to_location(self.options.masks)
+        if not is_folder(root):
+            raise DataError(f"masks {self.options.masks!r} is no folder; give the folder with the mask of each image.")
+        masks: dict[str, File] = {}
+        for file in (file for files in _walk(root).values() for file in files if has_image_suffix(file)):
+            stem = without_suffix(relative_path(file.location, root))
+            if other := masks.get(stem):
+                raise DataError(f"{other} and {file} are masks of the same image. Remove one of them.")
+            masks[stem] = file
+        return masks
+
+    def _row(self, image: File, index: int, row_id: str = "") -> ImageRow:
+        """Returns the row of an image with its mask, or refused where it has none."""
+        path = relative_path(image.location, self.path)
+        row = ImageRow(row_id or printable_name(path), image, index)
+        if self.options.masks is None:
+            return row
+        stem = without_suffix(path)
+        if mask := self._masks.get(stem) or self._masks.get(f"{stem}_mask"):
+            return replace(row, mask=mask)
+        reason = f"no mask; expected {stem}.png or {stem}_mask.png in {self.options.masks}"
+        return replace(row, image=None, reason=printable_name(reason))
+
+    def _labels_of_folders(self) -> _Labels:
+        """Returns the images with the class of their folder, or without a label."""
+        rows = [self._row(image, index) for index, image in enumerate(self._images)]
+        if not self._has_classes:
+            return _Labels(rows, pa.table({}))
+        names = [printable_name(folder.name) for folder, images in self._classes.items() for _ in images]
+        classes = sorted(set(names))
+        numbers = {name: number for number, name in enumerate(classes)}
+        labels = pa.array([numbers[name] for name in names], pa.int64())
+        return _Labels(rows, pa.table({"label": labels}), tuple(classes), self._note_on_missing_classes(rows, names))
+
+    def _note_on_missing_classes(self, rows: list[ImageRow], names: list[str]) -> tuple[str, ...]:
+        """Returns a note on classes of other data sets that the one to train on lacks."""
+        trained = {name for row, name in zip(rows, names, strict=True) if self._split_of(row) in ("", "train")}
+        if missing := sorted(set(names) - trained):
+            return (f"no image to train on is of the classes {base.format_items(missing)}, which other folders have.",)
+        return ()
+
+    @cached_property
+    def _label_file(self) -> File:
+        file = find_file(to_location(str(self.options.labels)))
+        if file is None:
+            raise DataError(f"labels {self.options.labels!r}: no such file; expected a CSV file with a row an image.")
+        if file.size > _MAX_LABEL_BYTES:
+            raise DataError(f"labels {file} has {file.size} bytes; allowed are {_MAX_LABEL_BYTES}. Divide the images.")
+        return file
+
+    def _labels_in_file(self, run: base.Run) -> _Labels:
+        """Returns the rows of the file of labels."""
+        # It reads the file twice, like every CSV: once to learn the types of its columns.
+        part = Csv(str(self._label_file), replace(self.options, source="csv", label=None)).parts(run)[0]
+        refused: list[tuple[str, str]] = []
+        tables = [table for split in part.input_splits for table in split.tables(lambda *row: refused.append(row))]
+        table = pa.concat_tables(tables)
+        by_name = _names_of(self._images, self.path)
+        names = self._name_column(table, by_name)
+        label, others = self._chosen_columns(table, names)
+        values, classes = {name: table[name] for name in others}, None
+        if label and pa.types.is_string(table[label].type):
+            texts = table[label].to_pylist()
+            classes = base.sort_classes(f"{self._label_file}: column {label!r}", set(texts) - {None}, skip=True)
+            numbers = {name: number for number, name in enumerate(classes)}
+            values[label] = pa.array([numbers.get(text) for text in texts], pa.int64())
+        values = {"label" if name == label else name: column for name, column in values.items()}
+        if not label and not self.options.targets and len(others) == 1:
+            values = {"target": values[others[0]]}
+        rows = self._match_rows(table["row_id"].to_pylist(), table[names].to_pylist(), by_name)
+        rows += [ImageRow(row_id, None, 0, reason=reason) for row_id, reason in refused]
+        return _Labels(rows, pa.table(values), classes, part.notes)
+
+    def _name_column(self, table: pa.Table, by_name: dict[str, list[File]]) -> str:
+        """Returns the first column that names an image in its first row."""
+        for name in table.column_names[1:]:
+            if _clean_name(table[name][0].as_py()) in by_name:
+                return str(name)
+        first = {name: table[name][0].as_py() for name in table.column_names[1:]}
+        raise DataError(
+            f"{self._label_file}: no column names the images: its first row has {first}, and an image is called"
+            f" {relative_path(self._images[0].location, self.path)!r}. Name images by their paths below {self.path}, by"
+            " the ends of these, or without suffixes."
+        )
+
+    def _chosen_columns(self, table: pa.Table, names: str) -> tuple[str | None, list[str]]:
+        """Returns the column of the label, and all columns of values with it."""
+        label, targets = self.options.label, self.options.targets or []
+        available = [name for name in table.column_names if name not in ("row_id", names)]
+        chosen = [*(self.options.columns or available), *([label] if label else []), *targets]
+        if missing := [name for name in chosen if name not in available]:
+            raise DataError(
+                f"{self._label_file}: no column {missing[0]!r} of values; these are {available}. Name some of them."
+            )
+        if not chosen:
+            raise DataError(f"{self._label_file}: no column but {names!r}, the names of the images. Add their labels.")
+        if wrong := [name for name in targets if not _is_number(table[name].type)]:
+            raise DataError(f"{self._label_file}: targets names {wrong[0]!r}, which holds {table[wrong[0]].type}.")
+        chosen = list(dict.fromkeys(chosen))
+        if "image" in chosen or "mask" in chosen or (label and label != "label" and "label" in chosen):
+            raise DataError(
+                f"{self._label_file}: the columns {chosen} and those of the images have names in common. Rename one in"
+                " the file, or leave it out by columns."
+            )
+        if not label and not targets and len(chosen) == 1 and not pa.types.is_floating(table[chosen[0]].type):
+            label = chosen[0]
+        return label, chosen
+
+    def _match_rows(self, ids: list[str], names: list[Any], by_name: dict[str, list[File]]) -> list[ImageRow]:
+        """Returns the rows of the file of labels, those refused that do not name one image, or one named before."""
+        rows, first_of = [], dict[Location, str]()
+        for index, (row_id, name) in enumerate(zip(ids, names, strict=True)):
+            files = by_name.get(_clean_name(name), [])
+            exact = [f for f in files if relative_path(f.location, self.path) == _clean_name(name)]
+            files = exact or files
+            reason = ""
+            if len(files) != 1:
+                reason = f"{name!r} names no image below {self.path}"
+                if files:
+                    two = [relative_path(file.location, self.path) for file in files[:2]]
+                    reason = f"{name!r} names {len(files)} images, such as {two}; write paths below {self.path}"
+            elif before := first_of.get(files[0].location):
+                reason = f"{name!r} is the image of {before}, too; an image has one row"
+            if reason:
+                rows.append(ImageRow(row_id, None, index, reason=printable_name(reason)))
+                continue
+            first_of[files[0].location] = row_id
+            rows.append(self._row(files[0], index))
+        return rows
+
+    def _skipped_files(self, rows: set[Location]) -> tuple[tuple[str, str], ...]:
+        """Returns each file that does not become a row by its path below the folder, with the reason."""
+        entries = (path for folder in self._files for path in entries_in(folder))
+        skipped = [path for path in entries if path not in rows and path not in self._files]
+        masks = {file.location for file in self._masks.values()}
+        if self._has_label_file:
+            masks.add(self._label_file.location)
+        skipped = [path for path in skipped if path not in masks]
+        return tuple((printable_name(relative_path(path, self.path)), self._explain_skip(path)) for path in skipped)
+
+    @cached_property
+    def _heads(self) -> dict[Location, bytes]:
+        """The first bytes of files without the suffix of an image, by many concurrent requests for a bucket."""
+        files = [file for group in self._files.values() for file in group if not has_image_suffix(file)]
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            return dict(zip((file.location for file in files), pool.map(_head, files), strict=True))
+
+    @cached_property
+    def _visible(self) -> dict[Location, File]:
+        return {file.location: file for group in self._files.values() for file in group}
+
+    def _is_image(self, file: File) -> bool:
+        """Returns whether a file is an image by its suffix or by its first bytes."""
+        if has_image_suffix(file):
+            return True
+        head = self._heads[file.location]
+        return has_image_signature(head) or is_convertible_image(head)
+
+    def _explain_skip(self, path: Location) -> str:
+        """Returns the reason why a file or folder does not become a row, the same text every time."""
+        if path.name.startswith("."):
+            return "left out: hidden, since its name begins with a dot"
+        file = self._visible.get(path)
+        if file is None:
+            return "left out: no plain file, or a link that leads nowhere"
+        if self._is_image(file):
+            if self._has_label_file:
+                return f"left out: an image that no row of {self._label_file.name} names"
+            if self.options.masks is not None:
+                return "left out: an image without a mask"
+            return "left out: an image outside of the class folders, so it has no class; move it into one"
+        return f"left out: it is {name_other_format(self._heads[path]) or 'no image'}; images are {ALLOWED}"
+
+
+def _values_of(group: list[ImageRow], values: pa.Table) -> pa.Table:
+    """Returns the values of the rows of an input split, in their order."""
+    return values.take(pa.array([row.index for row in group], pa.int64())) if values.num_columns else values
+
+
+def _walk(folder: Location, depth: int = 0) -> dict[Location, list[File]]:
+    """Returns the visible files of a folder and of all folders below it, by folder."""
+    if depth > _MAX_DEPTH:
+        raise DataError(f"{folder}: folders are more than {_MAX_DEPTH} deep in each other. Is one of them a link?")
+    files = {folder: files_in(folder)}
+    for inner in folders_in(folder):
+        files |= _walk(inner, depth + 1)
+    return files
+
+
+def _clean_name(name: Any) -> str:
+    """Returns the name of an image in a file of labels as a path below the input."""
+    return str(name).strip().replace("\\", "/").removeprefix("./")
+
+
+def _names_of(images: list[File], root: Location) -> dict[str, list[File]]:
+    """Returns the images by the names that a row may have for them.
+
+    These are the path below the input and its ends, each with and without the suffix. A stem of digits is also
+    named by its number, since a column of such names holds integers.
+    """
+    by_name: dict[str, list[File]] = {}
+    for image in images:
+        parts = relative_path(image.location, root).split("/")
+        ends = ["/".join(parts[start:]) for start in range(len(parts))]
+        stem = without_suffix(parts[-1])
+        names = {
+            *ends,
+            *(without_suffix(end) for end in ends),
+            str(int(stem)) if stem.isascii() and stem.isdecimal() else stem,
+        }
+        for name in names:
+            by_name.setdefault(name, []).append(image)
+    return by_name
+
+
+def without_suffix(path: str) -> str:
+    """Returns a path without the suffix of its last part."""
+    stem, dot, suffix = path.rpartition(".")
+    return stem if dot and "/" not in suffix and stem else path
+
+
+def has_image_suffix(file: File) -> bool:
+    """Returns whether the name of a file ends as that of an image."""
     return file.location.name.lower().endswith(IMAGE_SUFFIXES)
 
 
@@ -149,19 +475,55 @@ def _head(file: File) -> bytes:
         return stream.read(HEAD_BYTES)
 
 
-def _tables(root: Location, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
-    for block in base.batch_rows(_read(root, check, rows, refuse), lambda row: len(row[1])):
-        ids, images, labels = zip(*block, strict=True)
-        yield base.make_table(ids, {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())})
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How the rows of an input split are read; pickled to tasks."""
+
+    root: Location
+    check: bool
+    first_frame: bool
+    targets: tuple[str, ...]
+    mask_values: MaskValues | None
+
+
+def _tables(form: _Form, rows: list[ImageRow], values: pa.Table, refuse: base.Refuse) -> Iterator[pa.Table]:
+    targets = _stack_targets(values, form.targets) if form.targets else None
+    for block in base.batch_rows(_read(form, rows, targets, refuse), lambda row: len(row[2]) + len(row[3] or b"")):
+        indices, ids, images, masks = (list(column) for column in zip(*block, strict=True))
+        columns: dict[str, Any] = {"image": pa.array(images, pa.binary())}
+        if masks[0] is not None:
+            columns["mask"] = pa.array(masks, pa.binary())
+        some = values.take(pa.array(indices, pa.int64())) if values.num_columns else values
+        columns |= {name: some[name] for name in some.column_names if name not in form.targets}
+        if targets is not None:
+            columns["target"] = targets[indices]
+        yield base.make_table(ids, columns)
+
+
+def _stack_targets(values: pa.Table, targets: Sequence[str]) -> npt.NDArray[np.float32]:
+    """Returns columns of numbers as an array (rows, columns), with NaN for missing values."""
+    columns = [values[name].cast(pa.float64()).to_numpy() for name in targets]
+    return np.stack(columns, axis=1).astype(np.float32)
 
 
 def _read(
-    root: Location, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse
-) -> Iterator[tuple[str, bytes, int]]:
-    for file, label in rows:
-        row_id = printable_name(relative_path(file.location, root))
-        encoded = file.location.read_bytes()
-        if check and (reason := base.explain_undecodable(encoded)):
-            refuse(row_id, NOT_AN_IMAGE.format(reason))
+    form: _Form, rows: list[ImageRow], targets: npt.NDArray[np.float32] | None, refuse: base.Refuse
+) -> Iterator[tuple[int, str, bytes, bytes | None]]:
+    """Yields the index, id, image and mask of each row that can be used."""
+    for index, row in enumerate(rows):
+        if row.image is None:
+            refuse(row.row_id, row.reason)
+            continue
+        try:
+            if targets is not None and not np.isfinite(targets[index]).all():
+                raise ValueError(f"one of the targets {list(form.targets)} has no value")
+            encoded = read_image(row.image, form.check, form.first_frame)
+            mask = read_mask(row.mask, encoded, form.mask_values, form.check) if row.mask else None
+        except ValueError as error:
+            refuse(row.row_id, str(error))
         else:
-            yield row_id, encoded, label
+            yield index, row.row_id, encoded, mask

@@ -21,7 +21,7 @@ import pyarrow.json as pj
 from ray_app.data.arrays import is_list, is_numbers
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
-from ray_app.ingest.readers import base, nested
+from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
 from ray_app.storage.data_files import File, parser_errors
 
@@ -73,7 +73,7 @@ class JsonLines(base.SourceReader):
             raise _mixed_types_error(self.path, [f.first_values for f in facts], error) from error
         label = self.options.label
         self.kept_columns(self.path, schema.names, label, "key")
-        nested.check_ragged(self.path, self.options.ragged or [], schema)
+        base.check_ragged(self.path, self.options.ragged or [], schema)
         shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
         for column in schema:
             if reason := _explain_unusable(column.type, column.name in shapes):
@@ -98,7 +98,7 @@ class _Facts:
 
     rows: int = 0
     schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
-    shapes: dict[str, nested.Shape] = field(default_factory=dict)
+    shapes: dict[str, base.Shape] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
     first_values: dict[str, _FirstValue] = field(default_factory=dict)
     """For each key the file and line of its first value that is not null, and its type."""
@@ -109,7 +109,7 @@ class _JsonLinesForm:
     """The form of a row: types of the keys, shapes of those with lists, the label's key, and its classes."""
 
     schema: pa.Schema
-    shapes: dict[str, nested.Shape]
+    shapes: dict[str, base.Shape]
     label: str | None
     classes: tuple[str, ...] | None
 
@@ -140,7 +140,7 @@ def _learn(options: IngestOptions, files: list[File]) -> _Facts:
             raise _mixed_types_error(block.file, [facts.first_values, first_values], error) from error
         facts.first_values = first_values | facts.first_values
         for name in table.column_names:
-            shape_of = nested.ragged_shape if name in ragged else nested.first_shape
+            shape_of = base.ragged_shape if name in ragged else base.first_shape
             if is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := shape_of(table[name])):
                 facts.shapes[name] = shape
         if label in table.column_names and pa.types.is_string(schema.field(label).type):
@@ -191,9 +191,9 @@ def _tables(form: _JsonLinesForm, files: list[File], refuse: base.Refuse) -> Ite
         ids = pa.array([block.row_id(number) for number in numbers], pa.string())
         good = np.ones(len(ids), np.bool_)
         for name, shape in form.shapes.items():
-            fits = nested.has_shape(table[name].combine_chunks(), shape).to_numpy(zero_copy_only=False)
+            fits = base.has_shape(table[name].combine_chunks(), shape).to_numpy(zero_copy_only=False)
             for row in np.flatnonzero(good & ~fits):
-                refuse(ids[row].as_py(), nested.explain_misfit(name, shape))
+                refuse(ids[row].as_py(), base.explain_misfit(name, shape))
             good &= fits
         table, ids = table.filter(pa.array(good)), ids.filter(pa.array(good))
         yield base.make_table(
@@ -233,7 +233,7 @@ def _find_rounded(value: Any) -> Decimal | None:
 def _values(table: pa.Table, name: str, form: _JsonLinesForm) -> Any:
     column = table[name].combine_chunks()
     if name in form.shapes:
-        return nested.to_numbers(column, form.shapes[name])
+        return base.to_numbers(column, form.shapes[name])
     if name == form.label and form.classes is not None:
         return pc.index_in(column, pa.array(form.classes)).cast(pa.int64())
     return column

@@ -25,7 +25,7 @@ from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.hugging_face import need_all_numbers
-from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
+from ray_app.ingest.readers.image_files import NOT_AN_IMAGE
 from ray_app.storage.data_files import File, parser_errors
 
 MAX_RECORD_BYTES = 512 << 20

@@ -24,7 +24,7 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
-from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
+from ray_app.ingest.readers.image_files import NOT_AN_IMAGE
 from ray_app.storage.data_files import File, parser_errors, printable_name
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")

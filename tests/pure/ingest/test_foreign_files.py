@@ -51,7 +51,7 @@ def test_every_file_that_is_left_out_is_named_with_its_reason(photos: Path, tmp_
     left_out = {
         "loose.jpg": (encode(PHOTO, "jpeg"), "an image outside of the class folders"),
         "readme.txt": (b"photos of cats", "it is no image"),
-        "a/scan.tif": (encode(PHOTO, "tiff"), "it is a TIFF image"),
+        "a/scan.jp2": (encode(PHOTO, "jpeg2000"), "it is a JPEG 2000 image"),
         "a/Thumbs.db": (b"\xd0\xcf\x11\xe0", "it is no image"),
         "b/.DS_Store": (b"\0\0\0\1Bud1", "hidden"),
         "b/._1.jpg": (b"\0\5\x16\7", "hidden"),
@@ -88,17 +88,17 @@ def test_files_left_out_are_listed_in_each_part_of_a_split(photos: Path, tmp_pat
 
 def test_a_class_without_images_says_what_is_in_its_folder(photos: Path, tmp_path: Path) -> None:
     (photos / "c").mkdir()
-    (photos / "c" / "1.tiff").write_bytes(encode(PHOTO, "tiff"))
+    (photos / "c" / "1.jp2").write_bytes(encode(PHOTO, "jpeg2000"))
     with pytest.raises(
         DataError,
-        match=r"c: no image in this class folder \(of 1 files the first is 1.tiff: left out: it is a TIFF image",
+        match=r"c: no image in this class folder \(of 1 files the first is 1.jp2: left out: it is a JPEG 2000 image",
     ):
         ingest(IngestOptions("images", str(tmp_path / "out"), str(photos)))
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(POINTER, "Git LFS pointer"), (PAGE, "a web page"), (b"", "empty"), (b"BM1234", "a BMP image")],
+    [(POINTER, "Git LFS pointer"), (PAGE, "a web page"), (b"", "empty"), (b"BM1234", "cannot identify image file")],
 )
 def test_a_file_with_only_the_suffix_of_an_image_is_a_bad_row(
     photos: Path, tmp_path: Path, content: bytes, reason: str

@@ -1,0 +1,336 @@
+"""Folders of images with a file of labels, with masks, or with data sets above the classes; images that become PNG."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ray_app.errors import ConfigError, DataError
+from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
+from ray_app.ingest.readers.image_files import convert_image, parse_mask_values
+from ray_app.task.images import decode_image, decode_mask
+from tests.support.encoded_images import encode, smooth_pixels
+from tests.support.ingest_inputs import ingest_error, read_columns
+
+PHOTO = Image.fromarray(smooth_pixels(12, 10))
+
+
+def write(root: Path, *names: str) -> None:
+    """Writes images of distinct pixels."""
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        kind = "jpeg" if name.endswith(".jpg") else "png"
+        (root / name).write_bytes(encode(Image.fromarray(smooth_pixels(12, 10, seed=number)), kind))
+
+
+def labelled(tmp_path: Path, content: str, **options: Any) -> dict[str, Any]:
+    """Returns the columns of the images in `in` with this file of labels."""
+    (tmp_path / "labels.csv").write_text(content)
+    ingest(
+        IngestOptions(
+            "images", str(tmp_path / "out"), str(tmp_path / "in"), labels=str(tmp_path / "labels.csv"), **options
+        )
+    )
+    return read_columns(tmp_path / "out")
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    lines = (folder / "refused.jsonl").read_text().splitlines()
+    return {row["row_id"]: row["reason"] for row in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (["1.png", "2.jpg", "3.png"], ["1.png", "2.jpg", "3.png"]),
+        (["1", "2", "3"], ["1.png", "2.jpg", "3.png"]),
+        (["1.png", "2.jpg", "3.png"], ["a/1.png", "b/c/2.jpg", "3.png"]),
+        (["a/1.png", "./a/2.jpg", "b\\1.png"], ["a/1.png", "a/2.jpg", "b/1.png"]),
+        (["7", "8", "9"], ["0007.png", "0008.jpg", "0009.png"]),
+    ],
+)
+def test_a_file_of_labels_names_images_by_path_end_or_stem(tmp_path: Path, names: list[str], files: list[str]) -> None:
+    write(tmp_path / "in", *files)
+    rows = labelled(tmp_path, "id,kind\n" + "".join(f"{n},{k}\n" for n, k in zip(names, "xyx", strict=True)))
+    label_of = dict(zip(rows["row_id"], rows["label"], strict=True))
+    assert [label_of[file] for file in files] == [0, 1, 0]
+    image_of = dict(zip(rows["row_id"], rows["image"], strict=True))
+    assert all(image_of[file] == (tmp_path / "in" / file).read_bytes() for file in files)
+
+
+def test_columns_become_labels_targets_and_columns_by_their_types(tmp_path: Path) -> None:
+    write(tmp_path / "in", "1.png", "2.png")
+    rows = labelled(tmp_path, "index,file,cat,dog,age\n0,1.png,1,0,2.5\n1,2.png,0,1,3\n", targets=["cat", "dog"])
+    assert rows["target"].tolist() == [[1, 0], [0, 1]]
+    assert rows["target"].dtype == np.float32
+    assert (rows["age"], rows["index"]) == ([2.5, 3.0], [0, 1])
+    for content, name, values in (
+        ("file,age\n1.png,2.5\n2.png,3\n", "target", [2.5, 3]),
+        ("f,k\n1,5\n2,3\n", "label", [5, 3]),
+    ):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "in", "1.png", "2.png")
+        rows = labelled(tmp_path / name, content)
+        assert rows.keys() == {"row_id", "image", name}
+        assert rows[name] == values
+
+
+def test_rows_and_images_that_do_not_match_are_refused_or_named(tmp_path: Path) -> None:
+    write(tmp_path / "in", "a/1.png", "b/1.png", "2.png", "3.png", "4.png")
+    content = "file,kind\n2.png,x\n3.png,y\n1.png,x\n9.png,x\n2,y\n4.png,\n"
+    labelled(tmp_path, content, on_bad_row="skip")
+    reasons = refusals(tmp_path / "out")
+    assert "names 2 images, such as ['a/1.png', 'b/1.png']" in reasons["labels.csv:4"]
+    assert "'9.png' names no image" in reasons["labels.csv:5"]
+    assert "the image of labels.csv:2, too" in reasons["labels.csv:6"]
+    assert "no label" in reasons["4.png"]
+    assert "no row of labels.csv names" in reasons["a/1.png"]
+    assert sorted(read_columns(tmp_path / "out")["row_id"]) == ["2.png", "3.png"]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        ("file,kind\nq.png,x\n", {}, "no column names the images"),
+        ("file\n1.png\n", {}, "no column but 'file'"),
+        ("file,kind\n1.png,x\n", {"label": "k"}, "no column 'k'"),
+        ("file,kind\n1.png,x\n", {"targets": ["kind"]}, "which holds string"),
+        ("file,kind\n8.png,x\n1.png,x\n", {}, "no column names the images"),
+        ("file,image\n1.png,x\n", {"columns": ["image"]}, "have names in common"),
+    ],
+)
+def test_a_file_of_labels_that_does_not_fit_is_refused(
+    tmp_path: Path, content: str, options: dict[str, Any], expected: str
+) -> None:
+    write(tmp_path / "in", "1.png")
+    (tmp_path / "labels.csv").write_text(content)
+    assert expected in ingest_error(tmp_path, "images", tmp_path / "in", labels=str(tmp_path / "labels.csv"), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"labels": "/absent.csv"}, "no such file"),
+        ({"label": "kind"}, "name the file by labels"),
+        ({"targets": ["a"]}, "needs labels"),
+        ({"mask_values": "0=a"}, "needs masks"),
+        ({"masks": "/absent"}, "is no folder"),
+    ],
+)
+def test_options_of_labels_and_masks_that_lack_another_are_refused(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    write(tmp_path / "in", "a/1.png")
+    assert expected in ingest_error(tmp_path, "images", tmp_path / "in", **options)
+
+
+def test_without_labels_images_of_all_folders_are_rows(tmp_path: Path) -> None:
+    write(tmp_path / "in", "1.png", "a/2.png", "a/b/3.jpg")
+    ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), labels="none"))
+    rows = read_columns(tmp_path / "out")
+    assert rows.keys() == {"row_id", "image"}
+    assert sorted(rows["row_id"]) == ["1.png", "a/2.png", "a/b/3.jpg"]
+
+
+def ingest_splits(tmp_path: Path, **options: Any) -> DatasetSummary:
+    return ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), **options))
+
+
+def test_folders_of_data_sets_above_the_classes_are_data_sets(tmp_path: Path) -> None:
+    write(tmp_path / "in", "train/cat/1.png", "train/dog/2.png", "val/cat/3.png", "test/dog/4.png", "test/eel/5.png")
+    parts = ingest_splits(tmp_path).parts
+    assert {name: (part.rows, part.classes) for name, part in parts.items()} == {
+        "train": (2, ["cat", "dog", "eel"]),
+        "eval": (1, ["cat", "dog", "eel"]),
+        "test": (2, ["cat", "dog", "eel"]),
+    }
+    assert "no image to train on is of the classes ['eel']" in parts["test"].notes[0]
+    assert sorted(read_columns(tmp_path / "out" / "test")["label"]) == [1, 2]
+
+
+def test_a_tenth_of_the_folder_to_train_on_is_eval_where_only_test_is_there(tmp_path: Path) -> None:
+    write(tmp_path / "in", *(f"train/cat/{n}.png" for n in range(40)), "test/cat/0.png")
+    parts = ingest_splits(tmp_path).parts
+    assert parts.keys() == {"train", "eval", "test"}
+    assert parts["train"].rows + parts["eval"].rows == 40
+
+
+def test_folders_named_as_data_sets_with_images_in_them_are_classes(tmp_path: Path) -> None:
+    write(tmp_path / "in", "train/1.png", "test/2.png")
+    assert ingest_splits(tmp_path).parts[""].classes == ["test", "train"]
+
+
+def test_two_folders_of_one_data_set_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "in", "train/cat/1.png", "val/cat/2.png", "valid/cat/3.png")
+    assert "are one data set" in ingest_error(tmp_path, "images", tmp_path / "in")
+
+
+GRAY16 = (np.arange(120, dtype=np.uint16) * 546).reshape(12, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "options"),
+    [
+        ("1.tif", PHOTO, {}),
+        ("1.tiff", PHOTO, {"compression": "tiff_lzw"}),
+        ("1.tif", PHOTO.convert("L"), {}),
+        ("1.tif", PHOTO.convert("1"), {}),
+        ("1.tif", PHOTO.convert("RGBA"), {}),
+        ("1.tif", PHOTO.quantize(16), {}),
+        ("1.bmp", PHOTO, {}),
+        ("1.tif", Image.fromarray(GRAY16), {}),
+        ("1.dat", PHOTO, {"format": "tiff"}),
+    ],
+)
+def test_images_of_other_formats_become_png_without_loss(
+    tmp_path: Path, name: str, image: Image.Image, options: dict[str, Any]
+) -> None:
+    path = tmp_path / "in" / "a" / name
+    path.parent.mkdir(parents=True)
+    image.save(path, **options)
+    ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in")))
+    [stored] = read_columns(tmp_path / "out")["image"]
+    assert stored == convert_image(path.read_bytes(), first_frame=False)
+    assert np.array_equal(decode_image(stored), decode_image(encode(image, "png")))
+
+
+def test_avif_becomes_png_with_the_pixels_that_it_has() -> None:
+    encoded = encode(PHOTO, "avif")
+    stored = convert_image(encoded, first_frame=False)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(stored))), np.asarray(Image.open(io.BytesIO(encoded))))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_converted_images_are_turned_by_their_orientation(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    expected = decode_image(encode(PHOTO, "png", exif=exif))
+    assert np.array_equal(decode_image(convert_image(encode(PHOTO, "tiff", exif=exif), False)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Truncated File Read")
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (encode(Image.fromarray(np.ones((4, 4), np.float32)), "tiff"), "of mode F"),
+        (encode(Image.fromarray(np.full((4, 4), -1, np.int32)), "tiff"), "go from -1 to -1"),
+        (encode(PHOTO, "tiff", save_all=True, append_images=[PHOTO]), "2 frames; first_frame"),
+        (encode(PHOTO, "tiff", compression="tiff_lzw")[:-40], ""),
+        (encode(PHOTO, "bmp")[:-40], "truncated"),
+        (encode(Image.new("1", (16000, 16000)), "tiff", compression="group4"), "256000000 pixels"),
+    ],
+)
+def test_images_that_png_cannot_store_are_refused_by_name(tmp_path: Path, content: bytes, expected: str) -> None:
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    (tmp_path / "in" / "a" / "1.tif").write_bytes(content)
+    message = ingest_error(tmp_path, "images", tmp_path / "in")
+    assert "row a/1.tif: not an image that can be decoded" in message
+    assert expected in message
+
+
+@pytest.mark.parametrize("kind", ["gif", "webp", "tiff"])
+def test_the_first_frame_is_stored_by_wish(tmp_path: Path, kind: str) -> None:
+    frames = [Image.new("RGB", (6, 5), color) for color in ("red", "blue")]
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    lossless = {"lossless": True} if kind == "webp" else {}
+    frames[0].save(tmp_path / "in" / "a" / f"1.{kind}", save_all=True, append_images=frames[1:], **lossless)
+    assert "first_frame" in ingest_error(tmp_path, "images", tmp_path / "in")
+    ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), first_frame=True))
+    [stored] = read_columns(tmp_path / "out")["image"]
+    assert decode_image(stored)[:, 0, 0].tolist() == [255, 0, 0]
+
+
+def write_mask(path: Path, values: Any, mode: str | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(np.asarray(values, np.uint8))
+    if mode == "P":
+        image = image.convert("L")
+        image.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
+    image.save(path)
+
+
+VALUES = np.zeros((12, 10), np.uint8)
+VALUES[3:6, 2:5] = 255
+
+
+@pytest.mark.parametrize("suffix", [".png", "_mask.png", ".tif"])
+def test_masks_become_classes_by_their_values(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path / "in", "a/1.jpg", "2.jpg")
+    write_mask(tmp_path / "masks" / f"a/1{suffix}", VALUES)
+    write_mask(tmp_path / "masks" / f"2{suffix}", VALUES[::-1])
+    options: dict[str, Any] = {"masks": str(tmp_path / "masks"), "mask_values": "0=background,255=object"}
+    summary = ingest_splits(tmp_path, **options)
+    assert summary.parts[""].classes == ["background", "object"]
+    rows = read_columns(tmp_path / "out")
+    masks = {name: decode_mask(mask).numpy() for name, mask in zip(rows["row_id"], rows["mask"], strict=True)}
+    assert np.array_equal(masks["a/1.jpg"], VALUES // 255)
+    assert np.array_equal(masks["2.jpg"], VALUES[::-1] // 255)
+
+
+def test_masks_of_palettes_and_colors_become_classes(tmp_path: Path) -> None:
+    write(tmp_path / "in", "1.png", "2.png", "3.png")
+    classes = (np.arange(120) % 3).reshape(12, 10)
+    colors = np.array([[0, 0, 0], [255, 0, 0], [0, 255, 0]], np.uint8)
+    write_mask(tmp_path / "masks" / "1.png", colors[classes])
+    write_mask(tmp_path / "masks" / "2.png", classes, "P")
+    write_mask(tmp_path / "masks" / "3.png", colors[classes])
+    ingest_splits(tmp_path, masks=str(tmp_path / "masks"), mask_values="0/0/0=sky, 255/0/0=road, 0/255/0=ignore")
+    for mask in read_columns(tmp_path / "out")["mask"]:
+        assert np.array_equal(decode_mask(mask), np.where(classes == 2, 255, classes))
+
+
+def test_masks_without_named_values_stay_as_they_are(tmp_path: Path) -> None:
+    write(tmp_path / "in", "1.png")
+    write_mask(tmp_path / "masks" / "1.png", VALUES % 3, "P")
+    ingest_splits(tmp_path, masks=str(tmp_path / "masks"))
+    assert read_columns(tmp_path / "out")["mask"] == [(tmp_path / "masks" / "1.png").read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("mask", "values", "expected"),
+    [
+        (VALUES + 7, "0=a,255=b", "has the values 6, 7, which mask_values does not name; it names 0, 255"),
+        (VALUES[:-1], "0=a,255=b", "has (11, 10) rows and columns, and the image (12, 10)"),
+        (np.zeros((12, 10, 3)), None, "not a mask"),
+        (np.zeros((12, 10, 3)), "255/255/255=a", "has the values 0/0/0"),
+        (None, None, "no mask; expected 1.png or 1_mask.png"),
+    ],
+)
+def test_masks_that_do_not_fit_are_bad_rows(tmp_path: Path, mask: Any, values: str | None, expected: str) -> None:
+    write(tmp_path / "in", "1.png")
+    (tmp_path / "masks").mkdir()
+    if mask is not None:
+        write_mask(tmp_path / "masks" / "1.png", mask)
+    message = ingest_error(tmp_path, "images", tmp_path / "in", masks=str(tmp_path / "masks"), mask_values=values)
+    assert "row 1.png: " in message
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "0=", "=a", "0=a,0=b", "0=a,255/0/0=b", "255/0=a", "256/0/0=a", "-1=a", "0=ignore"]
+)
+def test_wrong_mask_values_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="mask_values"):
+        parse_mask_values(text)
+
+
+def test_a_link_to_a_folder_above_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "in", "1.png")
+    (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
+    with pytest.raises(DataError, match="Is one of them a link"):
+        ingest_splits(tmp_path, labels="none")
+
+
+def test_bytes_of_a_gif_in_memory_are_not_changed_without_wish(tmp_path: Path) -> None:
+    write(tmp_path / "in", "a/1.png")
+    still = io.BytesIO()
+    PHOTO.quantize(8).save(still, "gif")
+    (tmp_path / "in" / "a" / "2.gif").write_bytes(still.getvalue())
+    ingest_splits(tmp_path, first_frame=True)
+    assert still.getvalue() in read_columns(tmp_path / "out")["image"]
