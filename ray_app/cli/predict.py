@@ -25,6 +25,7 @@ from ray_app.predict.predict import (
     PreparedPrediction,
     prepare_prediction,
     refuse_other_prediction,
+    write_coco_results,
 )
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, list_files, put_json, read_json, remove_temporary
@@ -178,5 +179,8 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app predict") -> i
         result = predict(prepared, config, section, console)
         for line in _summary(result, prepared.out):
             console.print(redact(line), markup=False, highlight=False, soft_wrap=True)
+        if section.coco:
+            results = write_coco_results(prepared, section.coco)
+            console.print(redact(f"COCO results {results}"), markup=False, highlight=False, soft_wrap=True)
 
     return exit_code(work, "The prediction failed")

@@ -2,8 +2,8 @@
 
 1. A reader (`readers/`) cuts the source into input splits, by its content and not by the number of tasks.
 2. Each input split is a task (`splits.py`), in threads or on a cluster. It streams tables with a `row_id`, renames
-   columns, makes `label` an int64 without missing values, turns texts into tokens (`tokenize.py`), refuses rows with a
-   reason, and assigns each row to `train` or `eval` by a keyed hash of its id; tokens may then be packed into blocks.
+   columns, makes `label` an int64 without missing values, turns texts into tokens, refuses rows with a reason, and
+   assigns each row to `train` or `eval` by a keyed hash of its id; tokens may then be packed into blocks.
 3. Two stages of tasks put the rows of all input splits into the order of a hash of their ids (`shuffle.py`), unless the
    source has mixed them itself. `Shards` (`shards.py`) cuts them into row groups and files of limited rows and bytes.
 4. The descriptions of the input splits are merged (`shards.py`), and the folder becomes the target
@@ -39,6 +39,7 @@ from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.output_folder import side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
+from ray_app.ingest.readers.boxes import Coco, Voc, Yolo
 from ray_app.ingest.readers.cifar import Cifar
 from ray_app.ingest.readers.csv_files import Csv
 from ray_app.ingest.readers.hugging_face import HuggingFace
@@ -55,8 +56,7 @@ from ray_app.ingest.shards import (
     merge_descriptions,
 )
 from ray_app.ingest.shuffle import make_bucket_tasks, write_bucket
-from ray_app.ingest.splits import InputSplitTask, check_refused_count, write_input_split
-from ray_app.ingest.tokenize import Texts
+from ray_app.ingest.splits import InputSplitTask, Texts, check_refused_count, write_input_split
 from ray_app.storage.data_files import files_below, is_within, relative_path
 from ray_app.storage.files import Location, put_atomic, put_json, to_location
 
@@ -124,6 +124,9 @@ It increases with every change of these, so that no ingest continues what an old
 
 READERS: dict[str, type[base.SourceReader]] = {
     "images": Images,
+    "coco": Coco,
+    "voc": Voc,
+    "yolo": Yolo,
     "csv": Csv,
     "jsonl": JsonLines,
     "numpy": Numpy,

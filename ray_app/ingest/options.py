@@ -10,7 +10,22 @@ from ray_app.errors import ConfigError
 from ray_app.storage.data_files import is_within
 from ray_app.storage.files import to_location
 
-Source = Literal["images", "csv", "jsonl", "numpy", "idx", "cifar", "webdataset", "tfrecord", "hf", "parquet", "digits"]
+Source = Literal[
+    "images",
+    "coco",
+    "voc",
+    "yolo",
+    "csv",
+    "jsonl",
+    "numpy",
+    "idx",
+    "cifar",
+    "webdataset",
+    "tfrecord",
+    "hf",
+    "parquet",
+    "digits",
+]
 
 
 @dataclass(frozen=True)
@@ -41,14 +56,16 @@ class IngestOptions:
     """What to read and how to write it; checked by `ingest`.
 
     Args:
-        source: Raw format. images: a folder with one sub-folder a class, or with labels or masks elsewhere. csv: a
-            .csv, .tsv or .gz file, or a folder of them. jsonl: the same with one JSON object a line (.jsonl, .ndjson,
-            .gz). numpy: an .npz file or a folder with x.npy and y.npy, or with x_train, y_train, x_test and y_test as
-            Keras' mnist.npz. idx: a folder with MNIST-format files. cifar: the folder of CIFAR-10 or CIFAR-100, binary
-            or python version. webdataset: tar files, as a folder, a file, or a pattern with * or {000..012}. tfrecord:
-            TFRecord files of `tf.train.Example`, as for webdataset. hf: what Hugging Face `datasets` saved with
-            save_to_disk, or its .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits:
-            the bundled 8x8 images.
+        source: Raw format. images: a folder with one sub-folder a class, or with labels or masks elsewhere. coco: a
+            JSON file of COCO, or a folder of them. voc: a folder of Pascal VOC, with XML files. yolo: data.yaml of
+            YOLO, or a folder with images, labels and classes.txt. csv: a .csv, .tsv or .gz file, or a folder of them.
+            jsonl: the same with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder with
+            x.npy and y.npy, or with x_train, y_train, x_test and y_test as Keras' mnist.npz. idx: a folder with
+            MNIST-format files. cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar
+            files, as a folder, a file, or a pattern with * or {000..012}. tfrecord: TFRecord files of
+            `tf.train.Example`, as for webdataset. hf: what Hugging Face `datasets` saved with save_to_disk, or its
+            .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits: the bundled 8x8
+            images.
         out: Folder to create, on a disk or in a bucket. One that was made with the same options from the same files is
             returned as it is; anything else that is not empty is refused. Not for parquet.
         input: File or folder to read, on a disk or in a bucket; not for digits.
@@ -67,6 +84,9 @@ class IngestOptions:
             `0/0/0=background,255/0/0=road`. The classes are numbered in this order; pixels of the name `ignore` get
             255. Default: values, or the colours of a palette by their indices, are the classes already.
         first_frame: For images: an animation or a file of several pages becomes its first picture, stored as PNG.
+        images: For coco and voc: the folder of the images. Default: one of those in which data sets usually have them.
+        segmentation: For coco and yolo: the outlines of objects become the column `mask`, classes of pixels with 0 for
+            the background and 255 for crowds.
         delimiter: For csv: the one character between values, such as ; or | (\\t is a tab). Default: a comma, or what
             of semicolon, tab and vertical bar the first rows of the first file are separated by.
         column_names: For csv: names of the columns of files without a header line. A first line that holds just these
@@ -91,8 +111,8 @@ class IngestOptions:
             for digits, where it is exactly stratified, 0.2; for idx, cifar and numpy with a `test` 0.1; for others
             none.
         seed: Key of that hash.
-        check: For images, webdataset, tfrecord and hf: decode each image now, so that a damaged one is refused here and
-            not in training.
+        check: For images, coco, voc, yolo, webdataset, tfrecord and hf: decode each image now, so that a damaged one is
+            refused here and not in training.
         on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in
             `refused.jsonl`.
         max_bad_rows: Maximum rows that skip may leave out.
@@ -113,6 +133,8 @@ class IngestOptions:
     masks: str | None = None
     mask_values: str | None = None
     first_frame: bool = False
+    images: str | None = None
+    segmentation: bool = False
     delimiter: str | None = None
     column_names: list[str] | None = None
     columns: list[str] | None = None

@@ -151,11 +151,16 @@ class Shards(RowWriter):
         self._writer, self._shard_rows = None, 0
 
     def _describe(self, table: pa.Table) -> None:
-        """Counts labels, up to `MAX_COUNTED_LABELS` different ones, and missing values."""
+        """Counts labels, or those of boxes, up to `MAX_COUNTED_LABELS` different ones, and missing values."""
         for column in table.schema:
             self._columns.setdefault(column.name, column_facts(column))["nulls"] += table[column.name].null_count
-        if "label" in table.column_names and len(self._labels) <= MAX_COUNTED_LABELS:
-            values, counts = np.unique(table["label"].to_numpy(), return_counts=True)
+        labels: pa.ChunkedArray | None = None
+        if "label" in table.column_names:
+            labels = table["label"]
+        elif {"boxes", "labels"} <= set(table.column_names):
+            labels = pc.list_flatten(table["labels"])
+        if labels is not None and len(self._labels) <= MAX_COUNTED_LABELS:
+            values, counts = np.unique(labels.to_numpy(), return_counts=True)
             self._labels.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
 
@@ -260,7 +265,7 @@ def _class_counts(part: Part, descriptions: list[dict[str, Any]]) -> dict[str, i
         if description["labels"] is None:
             return None
         labels.update({int(label): rows for label, rows in description["labels"].items()})
-    if part.classes is not None:
+    if part.classes is not None and labels:
         return {name: labels[label] for label, name in enumerate(part.classes)}
     return (
         {str(label): rows for label, rows in sorted(labels.items())} if 0 < len(labels) <= MAX_COUNTED_LABELS else None

@@ -13,6 +13,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, default_tracking_uri
@@ -24,6 +27,7 @@ from ray_app.data.reader import Reader, ReadSpec, cut_reads, rows_per_task
 from ray_app.devices import HOST, accelerator
 from ray_app.driver.trained_run import choose_checkpoint, load_trained_job
 from ray_app.errors import ConfigError, DataError
+from ray_app.ingest.readers.json_lines import iterate_json
 from ray_app.models.export import fetch_package, is_export, read_export
 from ray_app.models.package import class_path
 from ray_app.plan.manifest import Manifest
@@ -34,12 +38,15 @@ from ray_app.preflight.data_summary import describe_prediction_columns
 from ray_app.preflight.inputs import make_task
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.files import Location, list_files, list_folders, read_json, to_location
+from ray_app.storage.data_files import find_file
+from ray_app.storage.files import Location, list_files, list_folders, put_atomic, read_json, to_location
 from ray_app.task.base import Task, WithoutTargets
 from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_schema
 
 MADE_FROM = "made_from.json"
+COCO_RESULTS = "detections.json"
+"""Name of the file with the results of COCO."""
 _MAX_PART_ROWS = 100_000
 """Largest number of rows of a part of small rows; a part of large rows is one read task (`data.read_task_mb`)."""
 _MIN_ONE_FIELDS = ("batch_size", "workers")
@@ -60,6 +67,8 @@ class PredictSection:
             export. Without it and without `run`: the champion of `tracking.registered_model`.
         run: Directory of a run, or its URI in a bucket; its best checkpoint is used instead of `model`.
         columns: Columns of the data to copy to the parts, separated by commas; default: `row_id` if there is one.
+        coco: The JSON file of COCO that the data was ingested from; the detected objects are also written as
+            `detections.json`, results of COCO with the ids of its images and categories.
         batch_size: Rows of one forward pass.
         workers: Largest number of actors. Each reads its own data; with GPUs all CPUs of the cluster read for them.
         num_cpus: Logical CPUs that each actor reserves. It computes with as many CPU threads, at least one.
@@ -71,6 +80,7 @@ class PredictSection:
     model: str | None = None
     run: str | None = None
     columns: str | None = None
+    coco: str | None = None
     batch_size: int = 256
     workers: int = 1
     num_cpus: float = 1
@@ -127,6 +137,14 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         model.task.data_schema, dataset.facts, f"predict.data {section.data}", "what the model was trained on"
     )
     reader, carried = _make_reader(dataset, model.task), _carried_columns(dataset, section.columns)
+    if section.coco:
+        read_categories(section.coco)
+        if "image_id" not in dataset.facts.columns:
+            raise ConfigError(
+                f"predict.coco is {section.coco!r}, but the data {section.data} has no column 'image_id'. Ingest it by"
+                " --source coco."
+            )
+        carried = list(dict.fromkeys([*carried, "image_id"]))
     for expected in inputs:
         actual = input_specs(reader.fields).get(expected["name"])
         if actual != (expected["dtype"], expected["shape"]):
@@ -160,6 +178,48 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     prepared = PreparedPrediction(job, reader, made_from, origin, manifest.num_rows, described)
     refuse_other_prediction(prepared)
     return prepared
+
+
+def read_categories(annotations: str) -> list[int]:
+    """Returns the ids of the categories in a JSON file of COCO by label: the first is of label 1.
+
+    Raises:
+        ConfigError: There is no such file, or it has no categories.
+    """
+    file = find_file(to_location(annotations))
+    items = [item for key, item in iterate_json(file) if key == "categories"] if file else []
+    ids = sorted(int(item["id"]) for item in items if isinstance(item, dict) and type(item.get("id")) is int)
+    if not ids:
+        raise ConfigError(f"predict.coco {annotations!r} is no file with categories; give the JSON file of COCO.")
+    return ids
+
+
+def write_coco_results(prepared: PreparedPrediction, annotations: str) -> Location:
+    """Writes the detected objects of all parts as a list of results of COCO, and returns the file.
+
+    Raises:
+        ConfigError: The model does not detect objects, or more classes than COCO's file has categories.
+    """
+    categories, lines = read_categories(annotations), []
+    for name, _ in prepared.job.parts.values():
+        table = pq.read_table(pa.BufferReader((prepared.out / name).read_bytes()))
+        if missing := {"boxes", "labels", "scores"} - set(table.column_names):
+            raise ConfigError(
+                f"predict.coco is {annotations!r}, but the predictions have no {sorted(missing)[0]!r}: the model does"
+                " not detect objects. Leave it out."
+            )
+        for row in table.select(["image_id", "boxes", "labels", "scores"]).to_pylist():
+            for box, label, score in zip(row["boxes"], row["labels"], row["scores"], strict=True):
+                if not 1 <= label <= len(categories):
+                    raise ConfigError(
+                        f"predict.coco {annotations!r} has {len(categories)} categories, and the model predicts the"
+                        f" label {label}. Give the file that it was trained on."
+                    )
+                left, top, right, bottom = box
+                result = {"image_id": row["image_id"], "category_id": categories[label - 1]}
+                lines.append(json.dumps(result | {"bbox": [left, top, right - left, bottom - top], "score": score}))
+    put_atomic(prepared.out / COCO_RESULTS, f"[{f',{chr(10)}'.join(lines)}]\n".encode())
+    return prepared.out / COCO_RESULTS
 
 
 def model_of_package(config: Config, model: str | None) -> ModelSource:

@@ -6,10 +6,12 @@ A mark is a comment in the line before a block: `<!-- not run: REASON -->`, `<!-
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -103,6 +105,30 @@ def _every_source(folder: Path) -> None:
     (folder / "table.parquet").symlink_to(ROOT / "datasets" / "digits" / "eval" / "part-00000.parquet")
 
 
+def _annotated_pictures(folder: Path) -> None:
+    """Writes four pictures with a box each, as COCO, VOC and YOLO."""
+    for name in ("pictures", "annotations", "VOC/Annotations", "VOC/JPEGImages", "yolo/images", "yolo/labels"):
+        (folder / name).mkdir(parents=True)
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for number in range(4):
+        pixels = np.random.default_rng(number).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+        for name in (f"pictures/{number}.png", f"VOC/JPEGImages/{number}.jpg", f"yolo/images/{number}.jpg"):
+            Image.fromarray(pixels).save(folder / name)
+        edges = "<xmin>5</xmin><ymin>6</ymin><xmax>20</xmax><ymax>25</ymax>"
+        (folder / "VOC" / "Annotations" / f"{number}.xml").write_text(
+            f"<annotation><object><name>cat</name><bndbox>{edges}</bndbox></object></annotation>"
+        )
+        (folder / "yolo" / "labels" / f"{number}.txt").write_text("0 0.5 0.5 0.2 0.4\n")
+        images.append({"id": number, "file_name": f"{number}.png", "width": 40, "height": 30})
+        polygon = [[4, 5, 20, 5, 20, 25]]
+        annotations.append({"id": number, "image_id": number, "category_id": 9, "bbox": [4, 5, 16, 20], "iscrowd": 0})
+        annotations[-1]["segmentation"] = polygon
+    (folder / "yolo" / "data.yaml").write_text("train: images\nnames: [cat]\n")
+    whole = {"images": images, "annotations": annotations, "categories": [{"id": 9, "name": "cat"}]}
+    (folder / "annotations" / "instances_train.json").write_text(json.dumps(whole))
+
+
 def _pictures_of_each_kind(folder: Path) -> None:
     for number in range(40):
         pixels = np.random.default_rng(number).integers(0, 256, (12, 10, 3), dtype=np.uint8)
@@ -116,6 +142,7 @@ def _pictures_of_each_kind(folder: Path) -> None:
         for name, values in (("masks", mask[..., 0]), ("colored", mask * np.array([1, 0, 0], np.uint8))):
             (folder / name / "a").mkdir(parents=True, exist_ok=True)
             Image.fromarray(values).save(folder / name / "a" / f"{number}.png")
+    _annotated_pictures(folder)
     lines = [f"{n:04}.png,{('robin', 'crow')[n % 2]},{n / 4},{n % 2},{n // 2 % 2}\n" for n in range(40)]
     (folder / "birds.csv").write_text("file,species,age,sings,flies\n" + "".join(lines))
 

@@ -1,25 +1,35 @@
-"""Files of images and masks as an ingest stores them.
+"""Images, their masks and the boxes of their objects as an ingest stores them.
 
 Files that training decodes stay unchanged; TIFF, BMP and AVIF files, and first frames, become PNG. Masks become PNG
 files of one channel that has the classes, if the user names these by values or colours.
+
+`AnnotatedImages` is the base of the readers of annotations (`boxes.py`). An image without annotations is a row without
+boxes. With the option `segmentation` the outlines of objects become one mask of classes for each image.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from ray_app.errors import ConfigError, remove_addresses
+from ray_app.config.import_paths import require
+from ray_app.data.arrays import to_list_array
+from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.readers import base
 from ray_app.storage.data_files import HEAD_BYTES, File, is_convertible_image
 from ray_app.task.images import MAX_PIXELS, decode_image, decode_mask
+from ray_app.task.ragged import Ragged
 
 NOT_AN_IMAGE = (
     "not an image that can be decoded ({}). Allowed is one intact still image as png, jpeg, webp or gif. Convert it, or"
@@ -30,6 +40,14 @@ IGNORED = 255
 _PNG_MODES = ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "I;16")
 """Modes of Pillow that a PNG file stores unchanged."""
 _MAX_NAMED = 8
+BACKGROUND = "background"
+"""The name of class 0, which no box has."""
+_EDGE = 1.0
+"""Pixels by which a box may lie outside its image, as `ObjectDetection` allows."""
+_MAX_CLASSES = IGNORED
+
+
+Box = tuple[float, float, float, float]
 
 
 def read_image(file: File, check: bool, first_frame: bool = False) -> bytes:
@@ -199,3 +217,231 @@ def encode_mask(classes: npt.NDArray[np.uint8]) -> bytes:
     file = io.BytesIO()
     Image.fromarray(classes).save(file, "png")
     return file.getvalue()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The outline of an object: polygons, each x, y, x, y ..., or the lengths of runs of a mask, column by column.
+
+    Args:
+        size: Height and width of a mask of runs.
+    """
+
+    polygons: tuple[tuple[float, ...], ...] = ()
+    runs: tuple[int, ...] | str = ()
+    size: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class ObjectRow:
+    """An image with its objects before the image is read; pickled to tasks.
+
+    Args:
+        row_id: Its name.
+        image: Its file; None if the row is refused for the `reason`.
+        boxes: Left, top, right, bottom of each object, in pixels, or as fractions of the image.
+        labels: The class of each object, from 1.
+        shapes: Outline and class of each object, to be drawn into a mask; the class is `IGNORED` for crowds.
+        size: Width and height, as the annotations say; None if they do not.
+        image_id: The number of the image in the annotations.
+    """
+
+    row_id: str
+    image: File | None
+    boxes: tuple[Box, ...] = ()
+    labels: tuple[int, ...] = ()
+    shapes: tuple[tuple[Shape, int], ...] = ()
+    size: tuple[int, int] | None = None
+    image_id: int | None = None
+    is_fraction: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The annotations of one data set: its rows, the names of the classes from 1 on, and notes for the user."""
+
+    rows: list[ObjectRow]
+    classes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AnnotatedImages(base.SourceReader):
+    """Base of the readers of annotated images; `annotations` reads the annotations of each data set."""
+
+    @abstractmethod
+    def annotation_files(self) -> dict[str, list[File]]:
+        """Returns the files with the annotations of each data set, by its name."""
+
+    @abstractmethod
+    def annotations(self) -> dict[str, Annotations]:
+        """Returns the annotations of each data set, by its name."""
+
+    @cached_property
+    def _annotations(self) -> dict[str, Annotations]:
+        return self.annotations()
+
+    def files(self) -> Iterator[File]:
+        """Yields the files of annotations and the images."""
+        for files in self.annotation_files().values():
+            yield from files
+        for part in self._annotations.values():
+            yield from (row.image for row in part.rows if row.image)
+
+    def held_out(self, parts: list[str]) -> float:
+        """Returns the fraction for `eval`: by default a tenth of `train` where there is only `test` besides."""
+        has_halves = set(parts) == {"train", "test"}
+        return super().held_out(parts) if has_halves or self.options.eval_fraction is not None else 0.0
+
+    def parts(self, run: base.Run) -> list[base.Part]:
+        """Returns the data sets, all with the same classes; their rows are in the order of a hash of their names."""
+        del run
+        if self.options.segmentation:
+            require("pycocotools", "Masks of objects")
+        several = self._annotations
+        classes = next(iter(several.values())).classes
+        if others := [name for name, one in several.items() if one.classes != classes]:
+            raise DataError(
+                f"{self.path}: the classes of {others[0]!r} are {list(several[others[0]].classes)}, of the first data"
+                f" set {list(classes)}. Give all of them the same classes."
+            )
+        if len(classes) >= _MAX_CLASSES and self.options.segmentation:
+            raise DataError(f"{self.path}: {len(classes)} classes; a mask has fewer than {_MAX_CLASSES}.")
+        tables = partial(_tables, self.options.check, self.options.segmentation)
+        parts = []
+        for name, one in several.items():
+            rows = sorted(one.rows, key=lambda row: hashlib.blake2b(row.row_id.encode(), key=b"order").digest())
+            groups = base.group_items(
+                rows,
+                lambda row: row.image.size if row.image else 0,
+                self.options.shard_rows,
+                self.options.split_bytes,
+            )
+            splits = [base.InputSplit(len(group), partial(tables, group)) for group in groups]
+            notes = [*one.notes]
+            if empty := sum(not row.boxes for row in rows if row.image):
+                notes.append(f"{empty} of {len(rows)} images have no box; they are rows without objects.")
+            named = (BACKGROUND, *classes)
+            parts.append(base.Part(name, splits, named, keeps_order=True, notes=tuple(notes)))
+        return parts
+
+
+def _tables(check: bool, segmentation: bool, rows: list[ObjectRow], refuse: base.Refuse) -> Iterator[pa.Table]:
+    for block in base.batch_rows(_read(check, segmentation, rows, refuse), lambda item: len(item[1])):
+        some = [item[0] for item in block]
+        columns: dict[str, Any] = {
+            "image": pa.array([item[1] for item in block], pa.binary()),
+            "boxes": to_list_array(Ragged.of((item[2] for item in block), np.float32, row_shape=(4,))),
+            "labels": to_list_array(Ragged.of((row.labels for row in some), np.int64)),
+        }
+        if segmentation:
+            columns["mask"] = pa.array([item[3] for item in block], pa.binary())
+        if some[0].image_id is not None:
+            columns["image_id"] = pa.array([row.image_id for row in some], pa.int64())
+        yield base.make_table([row.row_id for row in some], columns)
+
+
+def _read(
+    check: bool, segmentation: bool, rows: list[ObjectRow], refuse: base.Refuse
+) -> Iterator[tuple[ObjectRow, bytes, npt.NDArray[np.float64], bytes]]:
+    """Yields each row that can be used with its image, boxes in pixels, and mask (empty without `segmentation`)."""
+    for row in rows:
+        try:
+            if row.image is None:
+                raise ValueError(row.reason)
+            encoded = read_image(row.image, check)
+            width, height = _size_of(row, encoded, check)
+            boxes = np.array(row.boxes, np.float64).reshape(-1, 4)
+            if row.is_fraction:
+                boxes *= [width, height, width, height]
+            _check_boxes(boxes, width, height)
+            mask = encode_mask(_draw(row, width, height)) if segmentation else b""
+        except ValueError as error:
+            refuse(row.row_id, str(error))
+        else:
+            yield row, encoded, boxes, mask
+
+
+def _size_of(row: ObjectRow, encoded: bytes, check: bool) -> tuple[int, int]:
+    """Returns width and height of an image as viewers show it; raises ValueError if its annotations say otherwise."""
+    if not check and row.size:
+        return row.size
+    height, width = decode_image(encoded).shape[-2:]
+    if row.size and row.size != (width, height):
+        turned = "; its EXIF orientation turns it" if row.size == (height, width) else ""
+        raise ValueError(
+            f"the image is {width} wide and {height} high, its annotations are for one {row.size[0]} wide and"
+            f" {row.size[1]} high{turned}. Annotate the image as viewers show it"
+        )
+    return width, height
+
+
+def _check_boxes(boxes: npt.NDArray[np.float64], width: int, height: int) -> None:
+    """Raises ValueError for a box without a size, or outside the image."""
+    left, top, right, bottom = boxes.T
+    has_size = (left < right) & (top < bottom)
+    is_inside = (left >= -_EDGE) & (top >= -_EDGE) & (right <= width + _EDGE) & (bottom <= height + _EDGE)
+    for is_valid, fault in ((has_size, "has no size"), (is_inside, "lies outside the image")):
+        if not is_valid.all():
+            box = [round(float(value), 3) for value in boxes[~is_valid][0]]
+            raise ValueError(
+                f"the box {box} (left, top, right, bottom) {fault}, which is {width} wide and {height} high. Correct"
+                " or remove the annotation"
+            )
+
+
+def _draw(row: ObjectRow, width: int, height: int) -> npt.NDArray[np.uint8]:
+    """Returns the mask of an image, (height, width): larger objects first, so that smaller ones lie on them.
+
+    Crowds are `IGNORED`, and lie below all objects.
+    """
+    drawn = [(_rasterize(shape, row.is_fraction, width, height), label) for shape, label in row.shapes]
+    drawn.sort(key=lambda one: (one[1] != IGNORED, -int(one[0].sum())))
+    mask = np.zeros((height, width), np.uint8)
+    for inside, label in drawn:
+        mask[inside] = label
+    return mask
+
+
+def _rasterize(shape: Shape, is_fraction: bool, width: int, height: int) -> npt.NDArray[np.bool_]:
+    """Returns which pixels an object has, (height, width), as pycocotools computes it."""
+    from pycocotools import mask as coco
+
+    if shape.polygons:
+        scale = np.array([width, height] if is_fraction else [1, 1], np.float64)
+        polygons = [np.array(points, np.float64).reshape(-1, 2) * scale for points in shape.polygons]
+        limit = 2 * max(width, height)
+        if any(not np.isfinite(points).all() or np.abs(points).max() > limit for points in polygons):
+            raise ValueError("a polygon lies far outside the image. Correct or remove the annotation")
+        runs = coco.frPyObjects([points.ravel().tolist() for points in polygons], height, width)
+        return coco.decode(coco.merge(runs)).astype(np.bool_)
+    if shape.size != (height, width):
+        raise ValueError(f"a mask of an object is {shape.size[1]} wide and {shape.size[0]} high, unlike the image")
+    lengths = _unpack_runs(shape.runs) if isinstance(shape.runs, str) else np.array(shape.runs, np.int64)
+    if (lengths < 0).any() or (lengths > height * width).any() or lengths.sum() != height * width:
+        raise ValueError("the runs of a mask of an object (RLE) do not add up to the pixels of the image")
+    values = np.arange(len(lengths)) % 2 == 1
+    return np.repeat(values, lengths).reshape(width, height).T
+
+
+def _unpack_runs(text: str) -> npt.NDArray[np.int64]:
+    """Returns the lengths of runs that COCO has packed into a text.
+
+    Each is a number of digits of 5 bits, the last with its sixth bit cleared; from the fourth on it is the difference
+    to the one before the last.
+    """
+    lengths: list[int] = []
+    number = shift = 0
+    for code in text.encode("latin-1", "replace"):
+        digit = code - 48
+        if not 0 <= digit < 64 or shift > 50:
+            raise ValueError("the runs of a mask of an object (RLE) are no text of COCO's form")
+        number |= (digit & 31) << shift
+        shift += 5
+        if not digit & 32:
+            if digit & 16:
+                number -= 1 << shift
+            lengths.append(number + (lengths[-2] if len(lengths) > 2 else 0))
+            number = shift = 0
+    return np.array(lengths, np.int64)

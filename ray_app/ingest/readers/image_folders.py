@@ -106,8 +106,6 @@ class Images(base.SourceReader):
                 "masks",
                 "mask_values",
                 "first_frame",
-                "delimiter",
-                "column_names",
             }
         ),
         eval_fraction=0.1,

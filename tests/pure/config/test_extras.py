@@ -16,7 +16,7 @@ from ray_app import load_config
 from ray_app.config.import_paths import EXTRAS
 from ray_app.errors import ConfigError
 from ray_app.ingest.ingest import IngestOptions
-from ray_app.ingest.tokenize import Texts
+from ray_app.ingest.splits import Texts
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.storage.object_stores import ObjectPath
 from ray_app.task.detection import ObjectDetection

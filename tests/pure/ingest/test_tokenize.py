@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest, run_in_threads
-from ray_app.ingest.tokenize import Packed
+from ray_app.ingest.splits import Packed
 from ray_app.task.ragged import Ragged
 from tests.support.ingest_inputs import read_columns
 from tests.support.paths import SUPPORT
