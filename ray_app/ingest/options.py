@@ -59,13 +59,13 @@ class IngestOptions:
         source: Raw format. images: a folder with one sub-folder a class, or with labels or masks elsewhere. coco: a
             JSON file of COCO, or a folder of them. voc: a folder of Pascal VOC, with XML files. yolo: data.yaml of
             YOLO, or a folder with images, labels and classes.txt. csv: a .csv, .tsv or .gz file, or a folder of them.
-            jsonl: the same with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder with
-            x.npy and y.npy, or with x_train, y_train, x_test and y_test as Keras' mnist.npz. idx: a folder with
-            MNIST-format files. cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar
-            files, as a folder, a file, or a pattern with * or {000..012}. tfrecord: TFRecord files of
-            `tf.train.Example`, as for webdataset. hf: what Hugging Face `datasets` saved with save_to_disk, or its
-            .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits: the bundled 8x8
-            images.
+            jsonl: the same with one JSON object a line (.jsonl, .ndjson, .gz), or one list of objects a file (.json).
+            numpy: an .npz file or a folder with x.npy and y.npy, or with x_train, y_train, x_test and y_test as Keras'
+            mnist.npz, or the same with val, or train_images as in MedMNIST. idx: a folder with MNIST-format files.
+            cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar files, as a folder, a
+            file, or a pattern with * or {000..012}. tfrecord: TFRecord files of `tf.train.Example`, as for webdataset.
+            hf: what Hugging Face `datasets` saved with save_to_disk, or its .arrow or .parquet files. parquet: nothing
+            to do; it is checked and described. digits: the bundled 8x8 images.
         out: Folder to create, on a disk or in a bucket. One that was made with the same options from the same files is
             returned as it is; anything else that is not empty is refused. Not for parquet.
         input: File or folder to read, on a disk or in a bucket; not for digits.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -27,10 +28,20 @@ from ray_app.ingest.readers import base
 from ray_app.storage.data_files import File, files_in, find_file, is_folder, parser_errors
 
 Header = tuple[np.dtype, tuple[int, ...]]
+"""Type and shape (rows, ...) of an array."""
+StoredHeader = tuple[np.dtype, tuple[int, ...], bool]
+"""The same, and whether a file stores the first axis as the fastest one, which is Fortran's order."""
 
-_VECTORS = ("y", "label", "target")
+_VECTORS = ("y", "label", "labels", "target")
 """Arrays with one number for each row, which some programs store with the shape (rows, 1)."""
-_TO_NUMBERS = "make numbers of texts, for labels by numpy.unique(y, return_inverse=True)[1]"
+_LABELS = ("y", "label", "labels")
+"""Arrays with texts that are the names of classes."""
+_IDX_NAME = re.compile(r"(?P<set>[\w-]+-)?(?P<side>train|t10k|test)-(?P<kind>images|labels)[-.]idx[13][-.]ubyte(\.gz)?")
+"""Names of IDX files: of MNIST, of Kaggle's copies, of EMNIST."""
+_MAX_TEXT_BYTES = 1 << 16
+"""Limit of a text in an array, in which all have the size of the longest."""
+_MAX_FORTRAN_BYTES = 1 << 30
+"""Limit of the rows of an input split that are stored in Fortran's order, since all of them are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +49,18 @@ class _Stored:
     """One array in a file; pickled to tasks.
 
     Args:
-        read_header: Reads dtype and shape (rows, ...) and leaves the opened file at the first row.
+        read_header: Reads the header and leaves the opened file at the first value.
         member: Name of the array in a zip archive; None for any other file.
         is_vector: Whether an array of shape (rows, 1), as Keras stores labels, is read with the shape (rows,).
+        classes: The sorted texts of an array of text that is read as the numbers of these; empty for any other.
     """
 
     where: str
     file: File
-    read_header: Callable[[IO[bytes]], Header]
+    read_header: Callable[[IO[bytes]], StoredHeader]
     member: str | None = None
     is_vector: bool = False
+    classes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -62,19 +75,23 @@ class _Stored:
     def layout(self) -> Header:
         """Returns dtype and shape (rows, ...), compared with the size of the file unless that is packed."""
         with self._opened() as file:
-            dtype, shape = self.read_header(file)
+            dtype, shape, _ = self.read_header(file)
             row_bytes = dtype.itemsize * math.prod(shape[1:])
             if not row_bytes:
                 raise ValueError(f"rows of shape {shape[1:]} hold nothing")
             whole_rows = shape[0] if self.is_packed else (self.file.size - file.tell()) // row_bytes
             if whole_rows < shape[0]:
                 raise EOFError(f"the file ends before row {whole_rows + 1} of {shape[0]}")
-            return dtype, self._row_shape(shape)
+            return np.dtype(np.int64) if self.classes else dtype, self._row_shape(shape)
 
     def blocks(self, first: int, last: int, rows: int) -> Iterator[Array]:
         """Yields rows [first, last) in blocks, in the machine's byte order; checks that the file ends there."""
         with self._opened() as file:
-            dtype, shape = self.read_header(file)
+            dtype, shape, is_fortran = self.read_header(file)
+            if is_fortran and len(shape) > 1:
+                values = _read_fortran(file, dtype, shape, first, last).reshape(-1, *self._row_shape(shape)[1:])
+                yield from (self._converted(values[low : low + rows]) for low in range(0, last - first, rows))
+                return
             row_bytes = dtype.itemsize * math.prod(shape[1:])
             if first:
                 file.seek(row_bytes * first, 1)
@@ -84,9 +101,14 @@ class _Stored:
                 if len(data) < row_bytes * block:
                     raise EOFError(f"the file ends before row {start + block} of {shape[0]}")
                 values = np.frombuffer(data, dtype).reshape(block, *self._row_shape(shape)[1:])
-                yield values.astype(dtype.newbyteorder("="), copy=False)
+                yield self._converted(values)
             if last == shape[0] and file.read(1):
                 raise ValueError(f"there is more data after the last of {shape[0]} rows")
+
+    def _converted(self, values: Array) -> Array:
+        """Returns values in the machine's byte order, names of classes as their numbers."""
+        values = _decoded(values.astype(values.dtype.newbyteorder("="), copy=False))
+        return np.searchsorted(np.array(self.classes), values).astype(np.int64) if self.classes else values
 
     def _row_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[:1] if self.is_vector and shape[1:] == (1,) else shape
@@ -109,7 +131,33 @@ class _Stored:
             yield file
 
 
-def _in_file(file: File, header: Callable[[IO[bytes]], Header]) -> _Stored:
+def _read_fortran(file: IO[bytes], dtype: np.dtype, shape: tuple[int, ...], first: int, last: int) -> Array:
+    """Returns rows [first, last) of an array that is stored one column after the other, (rows, ...)."""
+    columns, rows = math.prod(shape[1:]), last - first
+    if (size := columns * rows * dtype.itemsize) > _MAX_FORTRAN_BYTES:
+        raise ValueError(
+            f"{size} bytes are stored as columns first (Fortran order); allowed are {_MAX_FORTRAN_BYTES}: save"
+            " numpy.ascontiguousarray(x), or give a smaller shard_rows"
+        )
+    values = np.empty((columns, rows), dtype)
+    for column in values:
+        file.seek(first * dtype.itemsize, 1)
+        data = file.read(rows * dtype.itemsize)
+        if len(data) < rows * dtype.itemsize:
+            raise EOFError("the file ends before its last value")
+        column[:] = np.frombuffer(data, dtype)
+        file.seek((shape[0] - last) * dtype.itemsize, 1)
+    if file.read(1):
+        raise ValueError(f"there is more data after the last of {shape[0]} rows")
+    return np.ascontiguousarray(values.T.reshape(rows, *shape[1:], order="F"))
+
+
+def _decoded(values: Array) -> Array:
+    """Returns texts as Unicode; raises ValueError if bytes are not UTF-8."""
+    return np.char.decode(np.asarray(values, np.bytes_), "utf-8") if values.dtype.kind == "S" else values
+
+
+def _in_file(file: File, header: Callable[[IO[bytes]], StoredHeader]) -> _Stored:
     """Returns the array of a whole file, gzipped or not."""
     return _Stored(str(file), file, header)
 
@@ -167,48 +215,95 @@ class Numpy(base.SourceReader):
         return files
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns the parts `train` and `test` if all names end in `_train` or `_test`; otherwise one part.
+        """Returns a part for each data set that the names of all arrays tell; otherwise one part.
 
-        Keras' `mnist.npz` has such names. x becomes `image` or `features`, y `label` or `target`, other arrays keep
-        their names. Labels may have the shape (rows, 1).
+        Names are those of Keras' `mnist.npz` (`x_train`), or of MedMNIST (`train_images`). x and images become `image`
+        or `features`, y and labels `label` or `target`, other arrays keep their names. Labels may have the shape
+        (rows, 1), and texts as labels are classes.
         """
         del run
         arrays = {name: array for file in self.files() for name, array in _arrays_in(file).items()}
-        ends = {name.rpartition("_")[2] for name in arrays}
-        if ends != {"train", "test"}:
-            return [self._part("", self._columns(arrays))]
-        sides = {
-            end: {name[: -len(end) - 1]: arrays[name] for name in arrays if name.endswith(f"_{end}")}
-            for end in ("train", "test")
-        }
-        if sides["train"].keys() != sides["test"].keys():
+        sides = _divide(arrays)
+        if sides is None:
+            return [self._part("", *self._columns(arrays, {}))]
+        if others := [side for side in sides if sides[side].keys() != sides["train"].keys()]:
             raise DataError(
-                f"{self.path}: the arrays are {sorted(arrays)}; there must be a `_test` for each `_train`. Rename some."
+                f"{self.path}: the arrays are {sorted(arrays)}; those of {others[0]!r} must be those to train on."
+                " Rename or remove some."
             )
-        columns = {end: self._columns(side) for end, side in sides.items()}
-        if columns["train"].keys() != columns["test"].keys():
-            layouts = "; ".join(f"{array.where}: {array.layout()}" for s in columns.values() for array in s.values())
+        texts: dict[str, set[str]] = {}
+        for side in sides.values():
+            for name, values in _label_texts(side).items():
+                texts.setdefault(name, set()).update(values)
+        columns = {side: self._columns(of_side, texts) for side, of_side in sides.items()}
+        if any(columns[side][0].keys() != columns["train"][0].keys() for side in sides):
+            layouts = "; ".join(f"{array.where}: {array.layout()}" for s, _ in columns.values() for array in s.values())
             raise DataError(
                 f"{self.path}: the arrays to train on and to test on differ in type or in axes: {layouts}. Save both"
                 f" alike."
             )
-        return [self._part(end, side, f"{end}:") for end, side in columns.items()]
+        return [self._part(side, *of_side, f"{side}:") for side, of_side in columns.items()]
 
-    def _columns(self, arrays: dict[str, _Stored]) -> dict[str, _Stored]:
-        """Returns the arrays by the names of their columns."""
-        stored = {name: replace(array, is_vector=name in _VECTORS) for name, array in arrays.items()}
+    def _columns(
+        self, arrays: dict[str, _Stored], texts: dict[str, set[str]]
+    ) -> tuple[dict[str, _Stored], tuple[str, ...] | None]:
+        """Returns the arrays by the names of their columns, and the classes if the label has texts."""
+        texts = texts or _label_texts(arrays)
+        classes = {name: base.sort_classes(str(self.path), values, False) for name, values in texts.items()}
+        stored = {
+            name: replace(
+                array,
+                is_vector=name in _VECTORS or array.layout()[0].kind in "US",
+                classes=classes.get(name, ()),
+            )
+            for name, array in arrays.items()
+        }
         columns = {_column_name(name, *array.layout()): array for name, array in stored.items()}
         if len(columns) < len(arrays):
             raise DataError(
                 f"{self.path}: of the arrays {sorted(arrays)} two would become one of {sorted(columns)}. Rename one."
             )
-        return columns
+        return columns, next(iter(classes.values()), None)
 
-    def _part(self, name: str, columns: dict[str, _Stored], id_prefix: str = "") -> base.Part:
+    def _part(
+        self, name: str, columns: dict[str, _Stored], classes: tuple[str, ...] | None, id_prefix: str = ""
+    ) -> base.Part:
         # An array that is called `target` is meant as one, an array `y` may hold classes.
         y = columns.get("target")
         note = _note_on_classes(y) if y and y.name.startswith("y") else None
-        return replace(_array_part(name, columns, self.options.shard_rows, id_prefix), notes=(note,) if note else ())
+        part = _array_part(name, columns, self.options.shard_rows, id_prefix)
+        return replace(part, classes=classes, notes=(note,) if note else ())
+
+
+def _divide(arrays: dict[str, _Stored]) -> dict[str, dict[str, _Stored]] | None:
+    """Returns the arrays of each data set by the rest of their names; None if not all names tell a data set.
+
+    One of the data sets must be to train on, and there must be another one.
+    """
+    for pattern in (r"(?P<rest>.+)_(?P<word>[a-z]+)", r"(?P<word>[a-z]+)_(?P<rest>.+)"):
+        matches = {name: re.fullmatch(pattern, name) for name in arrays}
+        words = {match["word"] if match else "" for match in matches.values()}
+        splits = {word: base.SPLITS.get(word, "") for word in words}
+        if all(splits.values()) and "train" in splits.values() and len(set(splits.values())) == len(splits) > 1:
+            sides: dict[str, dict[str, _Stored]] = {split: {} for split in ("train", "eval", "test")}
+            for name, match in matches.items():
+                assert match is not None
+                sides[splits[match["word"]]][match["rest"]] = arrays[name]
+            return {split: side for split, side in sides.items() if side}
+    return None
+
+
+def _label_texts(arrays: dict[str, _Stored]) -> dict[str, set[str]]:
+    """Returns the different texts of each array of labels that holds texts."""
+    texts = {}
+    for name, array in arrays.items():
+        dtype, shape = array.layout()
+        if name in _LABELS and dtype.kind in "US":
+            rows = max(1, base.BLOCK_BYTES // dtype.itemsize)
+            texts[name] = {
+                text for block in array.blocks(0, shape[0], rows) for text in np.unique(_decoded(block)).tolist()
+            }
+    return texts
 
 
 def _arrays_in(file: File) -> dict[str, _Stored]:
@@ -225,7 +320,7 @@ def _arrays_in(file: File) -> dict[str, _Stored]:
     return {name[:-4]: _Stored(f"{file}:{name[:-4]}", file, _npy_header, name) for name in members}
 
 
-def _npy_header(file: IO[bytes]) -> Header:
+def _npy_header(file: IO[bytes]) -> StoredHeader:
     version = np.lib.format.read_magic(file)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
@@ -234,22 +329,19 @@ def _npy_header(file: IO[bytes]) -> Header:
         shape, columns_first, dtype = read(file)
     except Exception as error:  # of many kinds, as NumPy parses the header as Python
         raise ValueError(f"its header cannot be read: {error}") from error
-    if dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize > 8:
-        advice = {"U": _TO_NUMBERS, "S": _TO_NUMBERS, "M": "convert times to numbers"}
-        how = (advice | {"m": "convert durations to numbers"}).get(dtype.kind, "")
+    is_text = dtype.kind in "US" and 0 < dtype.itemsize <= _MAX_TEXT_BYTES
+    if not is_text and (dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize > 8):
+        how = {"M": "convert times to numbers", "m": "convert durations to numbers"}.get(dtype.kind, "")
         how = "save each field as an array of its own" if dtype.names else how
         raise ValueError(
-            f"an array of {dtype}; allowed are bool, integers and floats of up to 64 bits (nothing is"
+            f"an array of {dtype}; allowed are bool, integers and floats of up to 64 bits, and texts (nothing is"
             f" unpickled){how and f': {how}'}"
         )
     if not shape:
         raise ValueError("the array is stored as one single value; allowed are arrays with one entry for each row")
-    if columns_first:
-        raise ValueError(
-            "the array is stored as columns first (Fortran order, as pandas has its values); allowed are rows first:"
-            " save numpy.ascontiguousarray(x)"
-        )
-    return dtype, shape
+    if is_text and math.prod(shape[1:]) != 1:
+        raise ValueError(f"an array of texts of shape {shape}; allowed is one text for each row")
+    return dtype, shape, columns_first
 
 
 def _note_on_classes(y: _Stored) -> str | None:
@@ -273,9 +365,9 @@ def _note_on_classes(y: _Stored) -> str | None:
 
 
 def _column_name(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> str:
-    if name == "x":
+    if name in ("x", "images"):
         return "image" if len(shape) >= 3 else "features"
-    if name == "y":
+    if name in ("y", "labels"):
         return "label" if len(shape) == 1 and dtype.kind in "biu" else "target"
     return name
 
@@ -283,6 +375,9 @@ def _column_name(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> str:
 @dataclass(frozen=True)
 class Idx(base.SourceReader):
     """MNIST-format files in one folder, gzipped or not: the pair `train-*` becomes `train`, the pair `t10k-*` `test`.
+
+    The files have the names of MNIST (`train-images-idx3-ubyte`), of Kaggle's copies (`train-images.idx3-ubyte`), or of
+    EMNIST (`emnist-letters-train-images-idx3-ubyte`); the input `FOLDER/emnist-letters` names one of several data sets.
 
     One task reads up to `shard_rows` rows, or a whole gzipped file.
     """
@@ -308,33 +403,40 @@ class Idx(base.SourceReader):
         return parts
 
     def _pairs(self) -> dict[str, list[File]]:
-        """Returns the pairs [images, labels] by their prefix."""
-        pairs = {}
-        for prefix in ("train", "t10k"):
-            names = [f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"]
-            files = {
-                name: file
-                for name in names
-                if (file := find_file(self.path / name) or find_file(self.path / f"{name}.gz"))
-            }
-            if len(files) == 1:
-                missing = next(name for name in names if name not in files)
-                raise DataError(f"{self.path}: half a pair of IDX files: {missing}[.gz] is missing. Add it.")
-            if files:
-                pairs[prefix] = list(files.values())
-        if not pairs:
+        """Returns the pairs [images, labels] by their prefix, `train` and `t10k`."""
+        folder, beginning = (self.path, "") if is_folder(self.path) else (self.path.parent, self.path.name)
+        names = {file.location.name: file for file in (files_in(folder) if is_folder(folder) else [])}
+        files: dict[str, dict[tuple[str, str], File]] = {}
+        # A file that is not packed comes first, and stays.
+        for name in sorted(names, key=lambda name: (name.endswith(".gz"), name)):
+            if (match := _IDX_NAME.fullmatch(name)) and name.startswith(beginning):
+                side = "train" if match["side"] == "train" else "t10k"
+                files.setdefault(match["set"] or "", {}).setdefault((side, match["kind"]), names[name])
+        if not files:
             raise DataError(
                 f"{self.path}: no IDX files; expected a folder with train-images-idx3-ubyte[.gz] and "
                 "train-labels-idx1-ubyte[.gz], and the same for t10k. Give that folder as input."
             )
-        return pairs
+        if len(files) > 1:
+            raise DataError(
+                f"{self.path}: IDX files of several data sets, {sorted(files)}. Give one with its name as input, such"
+                f" as {folder / sorted(files)[-1].rstrip('-')}."
+            )
+        [present] = files.values()
+        for side, kind in present:
+            other = (side, "labels" if kind == "images" else "images")
+            if other not in present:
+                name = f"{side}-{other[1]}-idx{1 if other[1] == 'labels' else 3}-ubyte"
+                raise DataError(f"{self.path}: half a pair of IDX files: {name}[.gz] is missing. Add it.")
+        sides = [side for side in ("train", "t10k") if (side, "images") in present]
+        return {side: [present[side, "images"], present[side, "labels"]] for side in sides}
 
 
-def _idx_header(axes: int, file: IO[bytes]) -> Header:
+def _idx_header(axes: int, file: IO[bytes]) -> StoredHeader:
     magic, expected = file.read(4), struct.pack(">I", 0x800 + axes)
     if magic != expected:
         raise ValueError(f"the magic number is {magic.hex()}; expected {expected.hex()} (unsigned bytes, {axes} axes)")
-    return np.dtype("u1"), struct.unpack(f">{axes}I", file.read(4 * axes))
+    return np.dtype("u1"), struct.unpack(f">{axes}I", file.read(4 * axes)), False
 
 
 @dataclass(frozen=True)

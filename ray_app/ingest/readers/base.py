@@ -39,6 +39,12 @@ from ray_app.task.images import decode_image
 from ray_app.task.ragged import Ragged
 
 BLOCK_BYTES = 16 << 20
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "eval"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""The data set by the word that names it in files, folders and arrays."""
 T = TypeVar("T")
 
 Refuse = Callable[[str, str], None]
@@ -114,7 +120,8 @@ class SourceReader(ABC):
         """Returns the fraction of the training rows that goes to `eval`, 0 for none, for a source with these parts."""
         if self.options.eval_fraction is not None:
             return self.options.eval_fraction
-        return self.traits.eval_fraction if parts != [""] else 0.0
+        has_eval = "eval" in parts and not self.traits.divides_rows
+        return 0.0 if parts == [""] or has_eval else self.traits.eval_fraction
 
     def input_splits(self, files: Iterable[File], tables: Callable[..., Iterator[pa.Table]]) -> list[InputSplit]:
         """Returns the input splits of files; `tables` is called with the files of one and a `Refuse`."""

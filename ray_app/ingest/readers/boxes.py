@@ -22,7 +22,7 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.image_files import IGNORED, AnnotatedImages, Annotations, Box, ObjectRow, Shape
-from ray_app.ingest.readers.image_folders import IMAGE_SUFFIXES, SPLITS, has_image_suffix, without_suffix
+from ray_app.ingest.readers.image_folders import IMAGE_SUFFIXES, has_image_suffix, without_suffix
 from ray_app.ingest.readers.json_lines import iterate_json
 from ray_app.storage.data_files import (
     File,
@@ -115,7 +115,7 @@ class Coco(AnnotatedImages):
         splits: dict[str, list[File]] = {}
         for file in files:
             words = re.split(r"[^a-z]+", f"{file.location.parent.name}_{file.location.name}".lower())
-            split = next((SPLITS[word] for word in reversed(words) if word in SPLITS), "")
+            split = next((base.SPLITS[word] for word in reversed(words) if word in base.SPLITS), "")
             splits.setdefault(split, []).append(file)
         if "" in splits or any(len(group) > 1 for group in splits.values()):
             listed = base.format_items([file.name for file in files])
@@ -478,7 +478,7 @@ class Yolo(AnnotatedImages):
             root = self._names_file.location.parent
             root = root.parent if root.name == "labels" else root
             folder = root / "images" if is_folder(root / "images") else root
-            inner = {SPLITS.get(inner.name.lower(), ""): inner for inner in folders_in(folder)}
+            inner = {base.SPLITS.get(inner.name.lower(), ""): inner for inner in folders_in(folder)}
             above = {"": folder} if "" in inner or "train" not in inner else {n: inner[n] for n in _order_splits(inner)}
             splits = {
                 name: [(image, self._label_of(image, listing)) for image in _images_below(one)]

@@ -289,11 +289,6 @@ class AnnotatedImages(base.SourceReader):
         for part in self._annotations.values():
             yield from (row.image for row in part.rows if row.image)
 
-    def held_out(self, parts: list[str]) -> float:
-        """Returns the fraction for `eval`: by default a tenth of `train` where there is only `test` besides."""
-        has_halves = set(parts) == {"train", "test"}
-        return super().held_out(parts) if has_halves or self.options.eval_fraction is not None else 0.0
-
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns the data sets, all with the same classes; their rows are in the order of a hash of their names."""
         del run

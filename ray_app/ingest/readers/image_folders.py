@@ -45,12 +45,6 @@ from ray_app.storage.object_stores import CONNECTIONS
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 """Suffixes by which a file is a row, even if it cannot be decoded and is refused."""
 ALLOWED = "png, jpeg, webp and gif, and tiff, bmp and avif, which are stored as png"
-SPLITS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "eval"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
-"""The data set by the name of a folder above the images."""
 _SPLIT_ORDER = ["", "train", "eval", "test"]
 _EXPECTED = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
 _MAX_DEPTH = 32
@@ -118,11 +112,6 @@ class Images(base.SourceReader):
         yield from self._images
         yield from self._masks.values()
 
-    def held_out(self, parts: list[str]) -> float:
-        """Returns the fraction for `eval`: by default a tenth of `train` where there is only `test` besides."""
-        has_halves = set(parts) == {"train", "test"}
-        return super().held_out(parts) if has_halves or self.options.eval_fraction is not None else 0.0
-
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns one part, or one for each folder `train`, `val` and `test`; each lists every skipped file.
 
@@ -173,7 +162,7 @@ class Images(base.SourceReader):
         (or have no class folders).
         """
         inner = folders_in(self.path) if is_folder(self.path) else []
-        names = {folder.name: SPLITS.get(folder.name.lower(), "") for folder in inner}
+        names = {folder.name: base.SPLITS.get(folder.name.lower(), "") for folder in inner}
         if len(names) < 2 or "train" not in names.values() or not all(names.values()):
             return {}
         if self._has_classes and not all(folders_in(folder) for folder in inner):

@@ -23,9 +23,12 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
-from ray_app.storage.data_files import File, parser_errors
+from ray_app.storage.data_files import HEAD_BYTES, File, parser_errors
 
 MAX_LINE_BYTES = 64 << 20
+_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_LIST_SUFFIXES = (".json", ".json.gz")
+"""Suffixes of files that may hold one list of objects instead of lines."""
 MAX_DEPTH = 32
 """Maximum depth of nested lists and objects, including the object of the line.
 
@@ -53,8 +56,9 @@ class JsonLines(base.SourceReader):
     traits = FormatTraits(options=frozenset({"label", "columns", "ragged", "tokenizer"}))
 
     def files(self) -> list[File]:
-        """Returns the files, sorted by name."""
-        return list_text_files(self.path, (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), "JSON lines")
+        """Returns the files of JSON lines, sorted by name; those of one JSON list each where none has lines."""
+        files = list_text_files(self.path, (*_SUFFIXES, *_LIST_SUFFIXES), "JSON lines")
+        return [file for file in files if file.location.name.endswith(_SUFFIXES)] or files
 
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns one part; a first pass over the files finds the types, the shapes of lists, and the classes."""
@@ -259,6 +263,11 @@ def _blocks(files: list[File]) -> Iterator[_Block]:
 
 
 def _lines(file: File) -> Iterator[tuple[int, bytes]]:
+    """Yields the number and the text of each line that is not empty, or of each item of a file of one list."""
+    if file.location.name.endswith(_LIST_SUFFIXES) and _begins_list(file):
+        for number, (_, item) in enumerate(iterate_json(file), 1):
+            yield number, json.dumps(item).encode() + b"\n"
+        return
     with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
         buffered = io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
         is_first = True
@@ -273,6 +282,12 @@ def _lines(file: File) -> Iterator[tuple[int, bytes]]:
                     raise DataError(f"{file}: it is {form}, and not JSON lines: one object a line. {advice}")
                 is_first = False
                 yield number, line
+
+
+def _begins_list(file: File) -> bool:
+    """Returns whether a file begins with a list."""
+    with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
+        return stream.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _name_other_json(first: bytes) -> str | None:

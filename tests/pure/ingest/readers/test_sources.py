@@ -116,6 +116,18 @@ def test_an_empty_list_in_the_first_json_line_is_a_bad_row(tmp_path: Path, empty
     assert (columns["row_id"], columns["a"].tolist()) == (["b.jsonl:1"], [json.loads(other)])
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_file_of_one_json_list_is_read_as_lines_are(tmp_path: Path, indent: int | None) -> None:
+    items = [{"a": n, "v": [n, 0.5], "t": "\n]"} for n in range(3)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.json").write_text(json.dumps(items, indent=indent))
+    rows = ingest_and_read(tmp_path, "jsonl", tmp_path / "in")
+    assert (rows["row_id"], rows["a"], rows["t"]) == (["a.json:1", "a.json:2", "a.json:3"], [0, 1, 2], ["\n]"] * 3)
+    (tmp_path / "in" / "b.jsonl").write_text('{"a": 7}\n')
+    (tmp_path / "out").rename(tmp_path / "before")
+    assert ingest_and_read(tmp_path, "jsonl", tmp_path / "in")["a"] == [7]
+
+
 def test_a_column_that_parquet_rejects_is_not_a_storage_error(tmp_path: Path) -> None:
     """pyarrow raises an OSError for both, so ingest has to distinguish them."""
     write_tar(tmp_path / "in" / "x.tar", {"0.npy": npy(np.ones((2, 0)))})
