@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ray_app.driver.parsing import load_config
     from ray_app.driver.result import Result, compare_runs
     from ray_app.driver.run import run_training
-    from ray_app.ingest.ingest import ingest_arrays
+    from ray_app.ingest.ingest import ingest_arrays, ingest_table
     from ray_app.models.export import load_for_training, load_model, read_rows
     from ray_app.preflight.prepare import TaskCheck, check_task
     from ray_app.report.comparison import Comparison
@@ -41,6 +41,7 @@ __all__ = [
     "compare_runs",
     "drawing",
     "ingest_arrays",
+    "ingest_table",
     "kill_worker",
     "load_config",
     "load_for_training",
@@ -71,6 +72,7 @@ _MODULES = {
     "compare_runs": "driver.result",
     "drawing": "task.transforms",
     "ingest_arrays": "ingest.ingest",
+    "ingest_table": "ingest.ingest",
     "kill_worker": "drill.local",
     "load_config": "driver.parsing",
     "load_for_training": "models.export",

@@ -10,7 +10,7 @@
    (`output_folder.py`).
 
 `ingest` does all of it; `run_in_threads` and `run_on_cluster` run the tasks and return the results in order;
-`ingest_arrays` makes a data set of the arrays of a notebook or a program.
+`ingest_arrays` and `ingest_table` make data sets of the arrays and tables of a notebook or a program.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from ray_app.data.dataset import DESCRIPTION, FORMAT_VERSION
 from ray_app.data.parquet_files import read_footers
@@ -387,10 +389,84 @@ def ingest_arrays(
         for name, values in arrays.items():
             file = Path(temporary) / f"{name}.npy"
             np.save(file, _to_numbers(name, values), allow_pickle=False)
-            # An ingest recognizes a file by its time, so the time is a function of the content.
-            content_ns = int.from_bytes(hashlib.blake2b(file.read_bytes(), digest_size=7).digest(), "big")
-            os.utime(file, ns=(content_ns, content_ns))
+            _set_content_time(file)
         return ingest(IngestOptions("numpy", folder, temporary, eval_fraction=eval_fraction, seed=seed))
+
+
+def ingest_table(
+    folder: str,
+    table: Any,
+    *,
+    label: str | None = None,
+    columns: list[str] | None = None,
+    ragged: list[str] | None = None,
+    rename: dict[str, str] | None = None,
+    eval_fraction: float | None = None,
+    seed: int = 0,
+) -> DatasetSummary:
+    """Makes a data set of a table in memory, as `ray-app ingest --source hf` makes one of Parquet files.
+
+    An example is `ingest_table("datasets/mine", data_frame, label="species")`.
+
+    The same call with an equal table reuses the data set. While it runs, the table is also in a file of the temporary
+    folder.
+
+    Args:
+        folder: Folder to create, on a disk or in a bucket.
+        table: A table of pandas, Polars or Arrow (or of another library with `__arrow_c_stream__`), a
+            `pyarrow.RecordBatchReader`, or a `ray.data.Dataset`, which is read once, in its order, block by block.
+        label: See `IngestOptions.label`, and for the others that.
+
+    Raises:
+        ConfigError: The folder holds something else, or the options are refused.
+        DataError: The object is no table, or a column cannot be stored.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray_app-table-") as temporary:
+        file = Path(temporary) / "table.arrow"
+        schema, batches = _open_table(table)
+        try:
+            with pa.ipc.new_stream(file, schema) as stream:
+                for batch in batches:
+                    stream.write(batch.cast(schema) if batch.schema != schema else batch)
+        except (pa.ArrowException, ValueError) as error:
+            raise DataError(f"the table cannot be read: {error}. All of its parts need the same columns.") from error
+        _set_content_time(file)
+        names: dict[str, Any] = {"label": label, "columns": columns, "ragged": ragged, "rename": rename or {}}
+        return ingest(IngestOptions("hf", folder, str(file), eval_fraction=eval_fraction, seed=seed, **names))
+
+
+def _open_table(table: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch | pa.Table]]:
+    """Returns the schema of a table and its rows in parts; raises DataError for any other object."""
+    if hasattr(table, "__arrow_c_stream__"):
+        try:
+            if type(table).__module__.partition(".")[0] == "pandas":
+                # The stream of pandas lacks its index; one with a name is a column.
+                has_name = any(name is not None for name in table.index.names)
+                table = pa.Table.from_pandas(table, preserve_index=has_name or None)
+            reader = pa.RecordBatchReader.from_stream(table)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise DataError(f"the table cannot be converted to Arrow: {error}. Give each column one type.") from error
+        return reader.schema, iter(reader)
+    if not (hasattr(table, "iter_batches") and hasattr(table, "context")):
+        raise DataError(
+            f"table is of type {type(table).__name__}; allowed are tables of pandas, Polars and Arrow, and a"
+            " ray.data.Dataset. For arrays use ingest_arrays."
+        )
+    # Without this Ray Data gives blocks in the order in which they are ready.
+    table.context.execution_options.preserve_order = True
+    parts = table.iter_batches(batch_format="pyarrow", batch_size=None)
+    first = next(parts := iter(parts), None)
+    if first is None:
+        raise DataError("the ray.data.Dataset has no rows. Give one with rows.")
+    return first.schema, chain([first], parts)
+
+
+def _set_content_time(file: Path) -> None:
+    """Sets the time of a file to a function of its content, since an ingest recognizes a file by its time."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=7)).digest()
+    content_ns = int.from_bytes(digest, "big")
+    os.utime(file, ns=(content_ns, content_ns))
 
 
 def _to_numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
