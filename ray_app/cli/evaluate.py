@@ -29,7 +29,7 @@ from ray_app.runlog.lease import is_held, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.files import poll_interval_s, to_location
+from ray_app.storage.files import poll_interval_s, read_json, to_location
 from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task
 
@@ -127,7 +127,8 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
 
 def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
     """Returns the job of the evaluator."""
-    task = prepare_task(make_task(config), open_training_data(paths, config).facts)
+    trained_on = open_training_data(paths, config).facts
+    task = prepare_task(make_task(config), trained_on, read_json(paths.schema))
     data = open_evaluation_source(task, str(config.data.eval_path), config.data.read_task_mb, config.evaluate.max_rows)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)

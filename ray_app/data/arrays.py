@@ -83,8 +83,19 @@ def spec_of_field(field: pa.Field) -> ArraySpec | None:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Returns whether values are text, in any of Arrow's layouts."""
+    """Returns whether values are text, in any of Arrow's layouts, also as a dictionary (categories of pandas)."""
+    if pa.types.is_dictionary(kind):
+        return is_text(kind.value_type)
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+MAX_DECIMAL_DIGITS = 15
+"""A float64 represents each decimal number of so many digits, so that it can be written with the same digits again."""
+
+
+def is_exact_decimal(kind: pa.DataType) -> bool:
+    """Returns whether values are decimals that float64 represents with all their digits."""
+    return bool(pa.types.is_decimal(kind) and kind.precision <= MAX_DECIMAL_DIGITS)
 
 
 def is_number(kind: pa.DataType) -> bool:

@@ -7,7 +7,7 @@ that has one is bad before it is decoded. Arrow and Ray Data end at the first er
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data.arrays import ArraySpec, is_list, spec_of_values
+from ray_app.task.fields import OptionalColumn
 from ray_app.task.ragged import Arrays, Field, Ragged, concat_fields
 from ray_app.task.user_code import row_error_reason
 
@@ -116,9 +117,14 @@ _REASON = "column {!r} has {}; fill it or drop the row before training"
 _NO_VALUE, _MISSING_INSIDE = "no value", "a missing value inside its value"
 
 
-def find_missing_values(table: pa.Table) -> dict[int, str]:
-    """Returns the reason for each row with a missing value, also inside a list or an object, by its index."""
+def find_missing_values(table: pa.Table, columns: Iterable[str] = ()) -> dict[int, str]:
+    """Returns the reason for each row with a missing value, also inside a list or an object, by its index.
+
+    Those of `columns` that are `OptionalColumn` are left out.
+    """
     reasons: dict[int, str] = {}
+    optional = {name for name in columns if isinstance(name, OptionalColumn)}
+    table = table.drop_columns([name for name in table.column_names if name in optional]) if optional else table
     for name, column in zip(table.column_names, table.columns, strict=True):
         first = 0
         for chunk in column.chunks:

@@ -10,10 +10,11 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +22,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.arrays import is_bytes, is_number, is_numbers, is_text, spec_of_field, spec_of_list_type
+from ray_app.data.arrays import (
+    is_bytes,
+    is_exact_decimal,
+    is_number,
+    is_numbers,
+    is_text,
+    spec_of_field,
+    spec_of_list_type,
+)
 from ray_app.data.parquet_files import DataFile, Footers, Range, load_footers, read_footers
+from ray_app.data.reader import table_to_rows
 from ray_app.errors import DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, parse_partition_value, parse_partitions
 from ray_app.storage.data_files import file_versions, files_below, find_file, folders_in, is_folder, open_data_file
@@ -122,6 +132,14 @@ def count_labels(root: str, manifest: Manifest, column: str) -> dict[int, int]:
     return dict(zip(labels, np.bincount(label_of_row, minlength=len(labels)).tolist(), strict=True))
 
 
+def read_rows(root: str, manifest: Manifest, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of each row group by column, in manifest order, with missing values; see `table_to_rows`."""
+    for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
+        with DataFile(root, manifest.paths[number], manifest.partitions) as file:
+            for index in map(int, manifest.index_in_file[list(groups)]):
+                yield table_to_rows(file.read_row_group(index, columns))
+
+
 DESCRIPTION = "dataset.json"
 """File in which an ingest describes a data set: its classes, columns, shards and source."""
 FORMAT_VERSION = 1
@@ -192,7 +210,8 @@ def _facts(path: str, root: Location, footers: Footers, manifest: Manifest) -> D
     classes = described.get("classes")
     count = partial(count_labels, str(root), manifest)
     index = tuple(dict.fromkeys([*index_columns(footers.schema), *described.get("index_columns", [])]))
-    return DataFacts(path, manifest.num_rows, columns, tuple(classes) if classes else None, count, index)
+    read = partial(read_rows, str(root), manifest)
+    return DataFacts(path, manifest.num_rows, columns, tuple(classes) if classes else None, count, index, read)
 
 
 def read_description(root: Location) -> dict[str, Any] | None:
@@ -261,7 +280,7 @@ def _column_facts(field: pa.Field, values: Range) -> ColumnFacts:
     spec = spec_of_field(field) or spec_of_list_type(field.type)
     if spec is not None:
         return ColumnFacts("array" if spec.padding is None else "list", spec.dtype, spec.shape, values.min, values.max)
-    kind = field.type
+    kind = pa.float64() if is_exact_decimal(field.type) else field.type
     if is_number(kind):
         dtype = str(kind.to_pandas_dtype().__name__)
         is_float = pa.types.is_floating(kind)

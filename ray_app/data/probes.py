@@ -47,7 +47,7 @@ def decode_first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, 
     for group, row in islice(all_rows, max_bad + 1):
         span = make_span(manifest, group, row, 1)
         table = read_with_retries(to_location(dataset.root) / span.path, partial(_read_span, dataset, span, columns))
-        if missing := find_missing_values(table):
+        if missing := find_missing_values(table, columns):
             refused.append(BadRowError(span.path, span.row_group, row, missing[0]))
             continue
         try:
@@ -135,7 +135,7 @@ def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_r
         sampled = rows if takes_all else min(rows, max_rows // (len(chosen) - number))
         span = make_span(manifest, group, 0, rows)
         table = read_with_retries(to_location(dataset.root) / span.path, partial(_read_span, dataset, span, columns))
-        if find_missing_values(table):
+        if find_missing_values(table, columns):
             return None
         tables.append(table.take(np.linspace(0, rows - 1, sampled).round().astype(np.int64)))
         max_rows -= sampled

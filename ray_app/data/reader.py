@@ -28,6 +28,7 @@ from ray_app.data.arrays import (
     fixed_lists,
     from_column,
     is_bytes,
+    is_exact_decimal,
     is_text,
     ragged_lists,
     spec_of_field,
@@ -139,7 +140,7 @@ class Reader:
 
     def _decode_span(self, span: Span, table: pa.Table, block_rows: int) -> Iterator[pa.Table]:
         """Yields the decoded rows of a span in blocks; a row with a missing value is bad and is not decoded."""
-        bad = find_missing_values(table)
+        bad = find_missing_values(table, self.columns)
         if bad and not self.skips:
             first = min(bad)
             raise BadRowError(span.path, span.row_group, span.first + first, bad[first])
@@ -223,6 +224,8 @@ def _column_values(item: pa.Field, column: pa.ChunkedArray) -> Any:
         return from_column(column, spec)
     if is_text(item.type) or is_bytes(item.type):
         return column.to_pylist()
+    if is_exact_decimal(item.type):
+        return column.cast(pa.float64()).to_numpy()
     if (array := fixed_lists(column)) is not None:
         return array
     if (lists := ragged_lists(column)) is not None:

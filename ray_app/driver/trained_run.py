@@ -49,10 +49,9 @@ def load_trained_job(paths: RunPaths) -> Job:
     """
     job = stored_job(paths)
     dataset = open_training_data(paths, job.config)
-    refuse_other_schema(
-        read_json(paths.schema) or {}, dataset.facts, f"data.path {job.config.data.path}", f"the run {paths.name!r}"
-    )
-    task = prepare_task(job.task, dataset.facts)
+    schema = read_json(paths.schema) or {}
+    refuse_other_schema(schema, dataset.facts, f"data.path {job.config.data.path}", f"the run {paths.name!r}")
+    task = prepare_task(job.task, dataset.facts, schema)
     skips = job.config.data.on_bad_row == "skip"
     fields = infer_specs(read_training_row(job.config, dataset, task)[1], dataset, task.columns(), task.decode, skips)
     return replace(job, task=task, data_root=dataset.root, fields=fields)

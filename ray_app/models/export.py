@@ -40,6 +40,7 @@ from ray_app.storage.files import to_json
 from ray_app.task.base import Batch, Task, WithoutTargets
 from ray_app.task.ragged import Arrays, to_batch
 from ray_app.task.schema import refuse_other_schema
+from ray_app.task.table_encoding import encode_rows
 from ray_app.task.user_code import user_code
 
 EXPORT = "export.json"
@@ -120,7 +121,10 @@ def load_model(folder: str | Path) -> loader.Predictor:
         ValueError: The package requires unpickling, or another module with the name of one of its modules is imported.
     """
     data, described = check_export(Path(folder).expanduser())
-    return loader.Predictor(loader.load(data), described["inputs"])
+    encoding = described.get("encoding")
+    return loader.Predictor(
+        loader.load(data), described["inputs"], encoding["settings"] if encoding else None, encode_rows
+    )
 
 
 def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:

@@ -14,7 +14,7 @@ import inspect
 import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +77,32 @@ class Served(nn.Module):
 
 
 class Predictor:
-    """Predicts from arrays to arrays; an input has name, dtype and shape of one row. MLflow calls it."""
+    """Predicts from arrays to arrays; an input has name, dtype and shape of one row. MLflow calls it.
 
-    def __init__(self, module: nn.Module, inputs: list[dict[str, Any]]) -> None:
+    Args:
+        module: Takes the inputs.
+        inputs: Name, dtype and shape of one row of each input.
+        encoding: The encoding of raw rows of a table, if the task of the model has one.
+        encode_rows: Makes the inputs of an encoding and raw rows.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: list[dict[str, Any]],
+        encoding: dict[str, Any] | None = None,
+        encode_rows: Callable[[Any, Any], dict[str, Any]] | None = None,
+    ) -> None:
         self.module, self._inputs = module, inputs
+        self._encoding, self._encode_rows = encoding, encode_rows
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
         """Predicts a batch; MLflow's `params` are ignored.
 
         Args:
             data: One input: an array (rows, ...), or a table of numbers. Several: a dictionary, or a table with an
-                array in every cell.
+                array in every cell. A model of a table with categories, dates or missing values takes its columns: a
+                dictionary of sequences, or a table, with words and gaps (None, NaN) as they were trained on.
 
         Returns:
             The task's outputs as an array (rows, ...); a dictionary of arrays if there are several.
@@ -96,6 +111,9 @@ class Predictor:
             ValueError: An array does not match the model's input, or an input is missing.
         """
         del params
+        columns = self._encoding["columns"] if self._encoding else []
+        if self._encode_rows and all(column["name"] in data for column in columns):
+            data = self._encode_rows(self._encoding, {column["name"]: data[column["name"]] for column in columns})
         with torch.no_grad():
             outputs = self.module(
                 *(_input_tensor(_input_values(data, spec, len(self._inputs) == 1), spec) for spec in self._inputs)
@@ -109,7 +127,10 @@ class Predictor:
 
 def _load_pyfunc(data_path: str) -> Predictor:
     """Loads a model; MLflow calls this function by its name."""
-    return Predictor(load(data_path), describe(data_path)["inputs"])
+    described = describe(data_path)
+    encoding = described.get("encoding")
+    encode_rows = importlib.import_module(encoding["module"]).encode_rows if encoding else None
+    return Predictor(load(data_path), described["inputs"], encoding and encoding["settings"], encode_rows)
 
 
 def load(folder: str | Path) -> nn.Module:

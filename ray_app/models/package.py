@@ -40,6 +40,7 @@ from ray_app.errors import RegistryError
 from ray_app.models import loader
 from ray_app.runlog.redaction import redact_value
 from ray_app.storage.files import to_json
+from ray_app.task import table_encoding
 from ray_app.task.base import Batch, Task
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 
@@ -148,8 +149,13 @@ def _imported_names(module: str, file: Path) -> set[str]:
     return imported
 
 
-LOADER_MODULE = f"ray_app_loader_{hashlib.sha256(Path(loader.__file__).read_bytes()).hexdigest()[:8]}"
-"""Each version of the loader is a module of its own, so that one process can load models of several versions."""
+def _versioned(name: str, file: str) -> str:
+    """Returns the name of a copy of a module: one process can load models with several versions of it."""
+    return f"{name}_{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8]}"
+
+
+LOADER_MODULE = _versioned("ray_app_loader", loader.__file__)
+ENCODING_MODULE = _versioned("ray_app_encoding", table_encoding.__file__)
 _SEED = 1
 _TOLERANCES = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -181,6 +187,7 @@ class Files(Package):
         predicted: The outputs for the example by name.
         input_shapes: The shape of each field; -1 is any number of rows, and any length of a ragged field.
         output_shapes: The shape of each output; -1 is any number of rows, and a size that follows these lengths.
+        takes_rows: Whether the package takes raw rows of a table, too, see `Task.encoding`.
     """
 
     libraries: set[str]
@@ -188,6 +195,7 @@ class Files(Package):
     predicted: dict[str, npt.NDArray]
     input_shapes: dict[str, tuple[int, ...]]
     output_shapes: dict[str, tuple[int, ...]]
+    takes_rows: bool
 
     @property
     def data(self) -> Path:
@@ -223,6 +231,8 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
         data.mkdir(parents=True)
         code.mkdir()
         shutil.copy(loader.__file__, code / f"{LOADER_MODULE}.py")
+        if task.encoding:
+            shutil.copy(table_encoding.__file__, code / f"{ENCODING_MODULE}.py")
         _write_description(data, name, served, inputs, ragged)
         try:
             state = {name: values.detach().clone().contiguous() for name, values in model.state_dict().items()}
@@ -237,8 +247,9 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
             continue
         predicted = _example_outputs(served, inputs)
         input_shapes = {name: (-1, *_row_shape(name, values, ragged)) for name, values in inputs.items()}
-        output_shapes = _output_shapes(served, inputs, predicted, ragged)
-        return Files(folder, name, outputs, tuple(refused), libraries, inputs, predicted, input_shapes, output_shapes)
+        shapes = input_shapes, _output_shapes(served, inputs, predicted, ragged)
+        takes_rows = task.encoding is not None
+        return Files(folder, name, outputs, tuple(refused), libraries, inputs, predicted, *shapes, takes_rows)
     raise RegistryError(
         "The model cannot be stored without pickle:\n" + "\n".join(f"  - {reason}" for reason in refused)
     )
@@ -309,6 +320,8 @@ def _write_description(
         "classes": served.task.classes,
         "task": {"class_path": class_path(served.task), "settings": _storable_settings(served.task)},
     }
+    if served.task.encoding:
+        described["encoding"] = {"module": ENCODING_MODULE, "settings": served.task.encoding}
     (data / loader.DESCRIPTION).write_text(to_json(described, indent=1))
 
 
@@ -457,10 +470,11 @@ def _save_mlflow_model(folder: Path, files: Files) -> None:
         code_paths=[str(path) for path in sorted(files.code.iterdir())],
         pip_requirements=[f"mlflow=={importlib.metadata.version('mlflow')}", *requirements(files.libraries)],
         signature=ModelSignature(
-            _mlflow_schema(inputs, files.input_shapes, only),
+            # MLflow would refuse the raw rows of a table where its schema names the encoded ones.
+            None if files.takes_rows else _mlflow_schema(inputs, files.input_shapes, only),
             _mlflow_schema(outputs, files.output_shapes, "" in outputs),
         ),
-        input_example=next(iter(inputs.values())) if only else inputs,
+        input_example=None if files.takes_rows else next(iter(inputs.values())) if only else inputs,
     )
 
 

@@ -14,12 +14,12 @@ import math
 import operator
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import numpy as np
@@ -65,6 +65,7 @@ class DataFacts:
         count: Reads a column of integers and returns how many rows have each of its values.
         index_columns: Columns that number the rows and are not data: the index of a pandas table, and columns without a
             name.
+        read: Reads columns and yields the rows of each row group by column, as `Task.decode` gets them.
     """
 
     path: str
@@ -73,6 +74,7 @@ class DataFacts:
     classes: tuple[str, ...] | None = None
     count: Callable[[str], dict[int, int]] | None = None
     index_columns: tuple[str, ...] = ()
+    read: Callable[[list[str]], Iterator[dict[str, Any]]] | None = None
 
 
 def find_similar_names(names: Iterable[str]) -> list[list[str]]:

@@ -41,6 +41,7 @@ from ray_app.runlog.stored_config import read_config
 from ray_app.storage.data_files import find_file
 from ray_app.storage.files import Location, list_files, list_folders, put_atomic, read_json, to_location
 from ray_app.task.base import Task, WithoutTargets
+from ray_app.task.fields import OptionalColumn
 from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_schema
 
@@ -174,6 +175,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     data = (dataset.root, reader.fields, carried, manifest.partitions)
     job = PredictJob(model, *data, parts, out, digest, section.batch_size, section.threads, device)
     described = describe_prediction_columns(reader.columns, dataset, carried)
+    described += model.task.describe_differences(dataset.facts)
     origin = {"model": source, "data": section.data}
     prepared = PreparedPrediction(job, reader, made_from, origin, manifest.num_rows, described)
     refuse_other_prediction(prepared)
@@ -315,7 +317,8 @@ def _make_reader(dataset: Dataset, task: Task) -> Reader:
 
 def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
     """Refuses columns with missing values, which the tasks of this application do not support."""
-    for name in (name for name in columns if dataset.facts.columns[name].nulls):
+    required = (name for name in columns if not isinstance(name, OptionalColumn))
+    for name in (name for name in required if dataset.facts.columns[name].nulls):
         for path in dataset.manifest.paths:
             with DataFile(dataset.root, path, dataset.manifest.partitions) as file:
                 missing = file.read([name]).column(0).is_null().to_numpy()

@@ -121,7 +121,8 @@ def open_training_data(context: PreflightContext) -> None:
 def fit_task(context: PreflightContext) -> CheckResult:
     """Makes the task, prepares it with the training data, and completes the configuration by what it decides."""
     config, dataset = context.config, context.dataset
-    context.task = task = prepare_task(inputs.make_task(config), dataset.facts)
+    stored = read_json(context.paths.schema) if context.before is not None else None
+    context.task = task = prepare_task(inputs.make_task(config), dataset.facts, stored)
     check_picklable(task)
     where, of = f"data.path {config.data.path}", f"train.init_from {config.train.init_from}"
     refuse_other_names(context.initial.classes, task.data_schema["classes"], where, of)
@@ -233,7 +234,8 @@ def open_evaluation_data(context: PreflightContext) -> list[str]:
     inputs.check_evaluation_data(context.paths, config, source.manifest.digest)
     context.eval_source = source
     context.eval_rows = sample_rows(dataset, task.columns(), task.decode, MAX_ROWS)
-    return data_summary.constant_target_warnings(task, dataset.facts, source.manifest.num_rows)
+    differences = task.describe_differences(dataset.facts)
+    return [*differences, *data_summary.constant_target_warnings(task, dataset.facts, source.manifest.num_rows)]
 
 
 def read_data_files(context: PreflightContext) -> None:

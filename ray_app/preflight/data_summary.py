@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import pyarrow as pa
@@ -39,7 +39,7 @@ def describe_training_columns(task: Task, dataset: Dataset) -> list[str]:
         + (f"; to predict {_join_names(targets)}" if targets else "")
         + _describe_classes(task)
     )
-    return [used, *_describe_unused_columns(dataset, columns)]
+    return [used, *_describe_unused_columns(dataset, columns, task.left_out)]
 
 
 def describe_prediction_columns(columns: Sequence[str], dataset: Dataset, carried: Sequence[str]) -> list[str]:
@@ -56,7 +56,9 @@ def describe_prediction_columns(columns: Sequence[str], dataset: Dataset, carrie
     return [used, *_describe_unused_columns(dataset, [*columns, *carried])]
 
 
-def _describe_unused_columns(dataset: Dataset, used: Sequence[str]) -> list[str]:
+def _describe_unused_columns(
+    dataset: Dataset, used: Sequence[str], left_out: Mapping[str, str] | None = None
+) -> list[str]:
     """Returns a line with the columns of a data set that are not used and the reasons, or no line if there are none."""
     unused = {name: facts for name, facts in dataset.facts.columns.items() if name not in used}
     if not unused:
@@ -65,7 +67,8 @@ def _describe_unused_columns(dataset: Dataset, used: Sequence[str]) -> list[str]
         dataset, [name for name, facts in unused.items() if facts.kind == "text" and name != _ROW_ID]
     )
     reasons = [
-        f"{name!r} ({_explain_unused(name, facts, dataset.facts)}{odd.get(name, '')})" for name, facts in unused.items()
+        f"{name!r} ({(left_out or {}).get(name) or _explain_unused(name, facts, dataset.facts)}{odd.get(name, '')})"
+        for name, facts in unused.items()
     ]
     return [f"Columns not used: {_join_names(reasons)}"]
 

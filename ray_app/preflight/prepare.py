@@ -36,6 +36,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, redact_value, register_secrets
 from ray_app.runlog.stored_config import parse_config
 from ray_app.storage.files import put_atomic, put_json, to_location
+from ray_app.task.schema import stored_schema
 from ray_app.train.job import Job
 from ray_app.watch.terminal import Finding, has_refusal
 
@@ -135,7 +136,7 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         put_atomic(job.paths.initial, safetensors.torch.save(prepared.initial))
     if not prepared.resumes:
         put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())
-        put_json(job.paths.schema, job.task.data_schema)
+        put_json(job.paths.schema, stored_schema(job.task))
         if job.plan.classes is not None:
             put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})
     if prepared.code is not None and (prepared.changed or not prepared.resumes):

@@ -20,7 +20,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
@@ -35,9 +35,10 @@ from torch import Tensor, nn
 
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.arrays import Columns
-from ray_app.data.dataset import DESCRIPTION, Dataset
+from ray_app.data.dataset import DESCRIPTION, Dataset, open_dataset
 from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.parquet_files import DataFile
+from ray_app.data.probes import probe
 from ray_app.data.process_deaths import RetriedTask
 from ray_app.data.reader import RowSource, plan_reads
 from ray_app.devices import HOST, assigned_device, kind_of
@@ -302,13 +303,16 @@ def _score_all(
     kind_of(device).use(device)
     results = []
     for request in requests:
-        arrays = _read_arrays(request)
-        rows = len(next(iter(arrays.values())))
+        shared = _read_arrays(request.source, request)
+        rows = len(next(iter(shared.values())))
         chunk_rows = -(-rows // request.blocks) if request.blocks else None
         scored = {}
         for name, files in request.models.items():
             with tempfile.TemporaryDirectory() as folder:
                 model, inputs = _load(files, Path(folder), device)
+                settings = loader.describe(folder)["task"]["settings"] or {}
+            source = _source_of_package(task, settings, request.source)
+            arrays = shared if source is request.source else _read_arrays(source, request)
             if not set(inputs) <= arrays.keys():
                 raise ConfigError(
                     f"The {name} takes the fields {', '.join(inputs)}, but the task decodes {', '.join(arrays)}; they"
@@ -328,9 +332,17 @@ def run_packaged(inputs: list[str], model: nn.Module, batch: Batch) -> Any:
     return model(*(batch[name] for name in inputs))
 
 
-def _read_arrays(request: ScoringRequest) -> Arrays:
+def _source_of_package(task: Task, settings: dict[str, Any], source: RowSource) -> RowSource:
+    """Returns the source that decodes rows as a package was trained: what its task computed from data is its own."""
+    if not task.fitted or settings.get("fitted") in (None, task.fitted):
+        return source
+    other = type(task).from_settings(settings)
+    fields = probe(open_dataset(source.reader.root), other.columns(), other.decode)
+    return replace(source, reader=replace(source.reader, columns=other.columns(), decode=other.decode, fields=fields))
+
+
+def _read_arrays(source: RowSource, request: ScoringRequest) -> Arrays:
     """Reads and decodes the rows of a request."""
-    source = request.source
     columns = Columns(source.fields, sum(segment.rows for segment in request.segments))
     for table in fetch_auto(source.reader, plan_reads(source.manifest, request.segments, source.task_rows)):
         columns.add(table)

@@ -282,6 +282,11 @@ class Task(ABC):
     data_schema: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
     """Columns and classes of the training data, see `ray_app.task.schema`; set after `prepare`."""
 
+    fitted: dict[str, Any] | None = None
+    """What `prepare` has computed from the rows that are trained on, plain JSON; stored with a run and a package."""
+    left_out: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed
+    """Reasons why `prepare` leaves out columns, for the lines at the start of a run."""
+
     @classmethod
     def from_settings(cls, settings: dict[str, Any]) -> Self:
         """Restores a prepared task from the `vars` of it, without calling `__init__`."""
@@ -303,6 +308,14 @@ class Task(ABC):
                 need_column(data, name, _NUMERIC_KINDS, f"task {type(self).__name__}, which leaves `decode` out,")
         return self
 
+    def describe_differences(self, data: DataFacts) -> list[str]:
+        """Returns notes on values of other data that the data trained on lacks, for the start of its evaluation.
+
+        Not overridden: no notes.
+        """
+        del data
+        return []
+
     def validate_config(self, config: Config) -> list[str]:
         """Returns a sentence for each setting with which the task cannot be trained; it says what to do.
 
@@ -313,7 +326,7 @@ class Task(ABC):
 
     @abstractmethod
     def columns(self) -> list[str]:
-        """Returns the names of the columns to read."""
+        """Returns the names of the columns to read; a row without a value is bad, except in an `OptionalColumn`."""
 
     def targets(self) -> list[str]:
         """Returns the `columns` that only the loss and the metrics need.
@@ -521,6 +534,11 @@ class Task(ABC):
         del batch
         named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
         return {name: values.numpy() for name, values in named.items()}
+
+    @property
+    def encoding(self) -> dict[str, Any] | None:
+        """The encoding of raw rows of a table (`ray_app.task.table_encoding`), which a package applies, if any."""
+        return None
 
     def export_files(self, model: nn.Module, folder: Path) -> None:
         """Writes further files into the folder of an export, from which programs without ray_app load the model.

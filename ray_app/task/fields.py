@@ -20,8 +20,21 @@ from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.ragged import LENGTHS, Field, Ragged
 
 
-def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) -> ColumnFacts:
-    """Returns the facts of a column; raises DataError without it, for another kind, or with missing values."""
+class OptionalColumn(str):
+    """The name of a column for `Task.columns` in which a value may be missing, so that a row without it is not bad.
+
+    `Task.decode` gets NaN for a missing number, NaT for a missing time, and None for other missing values. Integers
+    with missing values come as float64.
+    """
+
+    __slots__ = ()
+
+
+def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str, may_lack: bool = False) -> ColumnFacts:
+    """Returns the facts of a column; raises DataError without it, for another kind, or with missing values.
+
+    With `may_lack` values may be missing.
+    """
     facts = data.columns.get(name)
     if facts is None:
         raise DataError(
@@ -33,7 +46,7 @@ def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) ->
             f"Column {name!r} of {data.path} holds {facts.kind} {facts.dtype}".rstrip()
             + f"; the {use} needs {' or '.join(kinds)}. Name another column in task.init_args or convert it."
         )
-    if facts.nulls:
+    if facts.nulls and not may_lack:
         raise DataError(
             f"Column {name!r} of {data.path} has {facts.nulls} missing values; fill or drop them before training."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -20,14 +21,29 @@ Schema = Mapping[str, Any]
 """A schema as JSON, with the entries `columns` and `classes`.
 
 `columns` has name, kind and dtype of each column that is read; `classes` has the class names, None if there are none.
+A stored one may have `fitted`, see `Task.fitted`.
 """
 
 
-def prepare_task(task: Task, data: DataFacts) -> Task:
-    """Prepares a task with the data that it trains on, and stores the schema of that data in it; see `Task.prepare`."""
+def prepare_task(task: Task, data: DataFacts, stored: Schema | None = None) -> Task:
+    """Prepares a task with the data that it trains on, and stores the schema of that data in it; see `Task.prepare`.
+
+    Args:
+        task: The task.
+        data: The data.
+        stored: The stored schema of a run that exists, with what its first start has computed from the data.
+    """
+    if stored and stored.get("fitted"):
+        task = copy.copy(task)
+        task.fitted = stored["fitted"]
     prepared = task.prepare(data)
     vars(prepared)["data_schema"] = schema_of(data, prepared.columns())
     return prepared
+
+
+def stored_schema(task: Task) -> Schema:
+    """Returns the schema of a prepared task as a run stores it, see `prepare_task`."""
+    return {**task.data_schema, **({"fitted": task.fitted} if task.fitted else {})}
 
 
 def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
@@ -41,7 +57,7 @@ def refuse_other_schema(schema: Schema, data: DataFacts, where: str, of: str) ->
     """Raises DataError for columns of other types, or classes of other names, than the task's."""
     for name, kind, dtype in schema.get("columns", []):
         facts = data.columns.get(name)
-        if facts is not None and not _fits(kind, dtype, facts):
+        if facts is not None and facts.nulls != data.num_rows and not _fits(kind, dtype, facts):
             raise DataError(
                 f"Column {name!r} of {where} holds {_described(facts.kind, facts.dtype)}; of {of} it holds"
                 f" {_described(kind, dtype)}. Both must be of one type: convert the one, or ingest both the same way."

@@ -3,97 +3,167 @@
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ray_app.errors import DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Rows, Task, need_column
 from ray_app.task.classification import Classification, ClassWeights, add_class_weights
-from ray_app.task.fields import need_finite
+from ray_app.task.fields import OptionalColumn, need_finite
+from ray_app.task.table_encoding import category_count, encode_rows, plain_encoding
+from ray_app.task.table_statistics import (
+    Missing,
+    TableSettings,
+    count_inputs,
+    count_values,
+    fit_encoding,
+)
 
+Categories = list[str] | Literal["auto"]
+"""The columns of categories; `auto`: columns of text with at most 256 values that occur twice on average."""
 _NUMBERS = ("number", "integer")
+_MAX_NAMED = 5
+"""Maximum number of values in a note."""
+
+
+class TableNetwork(nn.Module):
+    """Puts a row's numbers and its categories, one-hot or embedded, in front of a network.
+
+    Args:
+        network: Takes float32 (rows, inputs).
+        sizes: The number of codes of each category column.
+        embedding: The width of an embedding of each category; None: one-hot.
+    """
+
+    def __init__(self, network: nn.Module, sizes: Sequence[int], embedding: int | None) -> None:
+        super().__init__()
+        self.sizes = list(sizes)
+        self.embeddings = nn.ModuleList([nn.Embedding(size, embedding) for size in sizes] if embedding else [])
+        self.network = network
+
+    def forward(self, categories: Tensor, features: Tensor | None = None) -> Tensor:
+        """Computes the outputs for codes, int64 (rows, columns), and numbers, float32 (rows, inputs)."""
+        if self.embeddings:
+            parts = [embed(categories[:, i]) for i, embed in enumerate(self.embeddings)]
+        else:
+            codes = (torch.arange(size, device=categories.device) for size in self.sizes)
+            parts = [(categories[:, i, None] == code).to(torch.float32) for i, code in enumerate(codes)]
+        return self.network(torch.cat([*parts, *([features] if features is not None else [])], 1))
 
 
 class _Tabular(Task):
-    """Base of both tabular tasks: decodes features into one float32 vector per row, and builds the perceptron.
+    """Base of both tabular tasks: encodes the features of a row as numbers and categories, and builds the network.
 
-    Args:
-        label: Column to predict.
-        features: Columns to predict it from, numbers or arrays (flattened); default: all others of these kinds but
-            index columns.
-        hidden: Width of every hidden layer.
-        dropout: Probability of a zeroed activation after every hidden layer.
-        scale: Features are divided by it.
+    `prepare` computes the encoding (`ray_app.task.table_encoding`) from the rows that are trained on, as `fitted`.
     """
 
     def __init__(
         self,
         label: str,
-        features: list[str] | None = None,
-        hidden: list[int] | None = None,
-        dropout: float = 0.0,
-        scale: float = 1.0,
+        features: list[str] | None,
+        hidden: list[int] | None,
+        dropout: float,
+        scale: float,
+        missing: Missing | None,
+        categories: Categories,
+        dates: dict[str, list[str]] | None,
+        log: list[str] | None,
+        standardize: bool | list[str],
+        embedding: int | None,
     ) -> None:
         self.label, self.features = label, features
         self.hidden = hidden if hidden is not None else [256, 256]
         self.dropout = dropout
         self.scale = scale
+        self.missing, self.categories = missing, categories
+        self.dates, self.log = dates, log
+        self.standardize, self.embedding = standardize, embedding
         self.inputs = 0
 
     def prepare(self, data: DataFacts) -> _Tabular:
-        """Names the features and counts the inputs; see `Task.prepare`."""
+        """Computes the encoding from the data, unless the task has it, and counts the inputs; see `Task.prepare`."""
         prepared = copy.copy(self)
-        no_features = {self.label, *data.index_columns}
-        usable = [
-            name
-            for name, facts in data.columns.items()
-            if facts.kind in (*_NUMBERS, "array") and name not in no_features
-        ]
-        prepared.features = list(self.features) if self.features is not None else sorted(usable)
-        if not prepared.features:
-            raise DataError(
-                f"{data.path} has no column of numbers besides {self.label!r} to predict it from; its columns are"
-                f" {', '.join(sorted(data.columns))}. Name the features in task.init_args.features, or convert columns"
-                " of text to numbers."
+        if self.fitted is None:
+            settings = TableSettings(
+                self.label,
+                self.features,
+                self.missing or {},
+                self.categories,
+                self.dates or {},
+                self.log or [],
+                self.standardize,
+                self.scale,
             )
-        shapes = [need_column(data, name, (*_NUMBERS, "array"), "features").shape for name in prepared.features]
-        prepared.inputs = int(sum(np.prod(shape, dtype=np.int64) for shape in shapes))
+            prepared.fitted, prepared.left_out = fit_encoding(settings, data)
+        assert prepared.fitted is not None
+        prepared.features = [column["name"] for column in prepared.fitted["columns"]]
+        for column in prepared.columns():
+            if column != self.label:
+                kinds = ("number", "integer", "array", "text", "other")
+                need_column(data, column, kinds, "features", may_lack=isinstance(column, OptionalColumn))
+        prepared.inputs = count_inputs(data, prepared.fitted)
         return prepared
+
+    @property
+    def category_columns(self) -> list[dict[str, Any]]:
+        """The encoding of the columns of categories."""
+        return [column for column in (self.fitted or {"columns": []})["columns"] if column["kind"] == "category"]
 
     def columns(self) -> list[str]:
         """Returns the columns to read, see `Task.columns`."""
         assert self.features is not None, "prepare() comes first"
-        return [*self.features, self.label]
+        fitted = self.fitted or {"columns": []}
+        optional = {c["name"] for c in fitted["columns"] if c["fill"] is not None or c.get("own_class")}
+        return [*(OptionalColumn(name) if name in optional else name for name in self.features), self.label]
 
     def targets(self) -> list[str]:
         """Returns the target columns, see `Task.targets`."""
         return [self.label]
 
+    @property
+    def encoding(self) -> dict[str, Any] | None:
+        """The encoding of raw rows; None if `features` are the columns of numbers as they are."""
+        if self.fitted is None:
+            return None
+        is_plain = self.fitted == plain_encoding(self.features or [], self.scale)
+        return None if is_plain else self.fitted
+
+    def describe_differences(self, data: DataFacts) -> list[str]:
+        """Returns a note for each category column with values that the rows that were trained on lack."""
+        notes = []
+        present = [column for column in self.category_columns if column["name"] in data.columns]
+        counted = count_values(data, [column["name"] for column in present])
+        for column in present:
+            counts = counted[column["name"]]
+            others = [value for value in counts if value is not None and value not in set(column["values"])]
+            if others:
+                named = ", ".join(repr(value) for value in sorted(others)[:_MAX_NAMED])
+                more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
+                rows = sum(counts[value] for value in others)
+                notes.append(
+                    f"{rows:,} of {data.num_rows:,} rows of {data.path} have values of {column['name']!r} that the"
+                    f" training data lacks ({named}{more}): they count as one category, other."
+                )
+        return notes
+
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
-        """Decodes rows into `features` (rows, inputs) float32 and `label` (rows,)."""
+        """Decodes rows into `features` (rows, inputs) float32, `categories` (rows, columns) and `label` (rows,)."""
         assert self.features is not None, "prepare() comes first"
-        parts = [np.asarray(rows[name]) for name in self.features]
-        flat = [part.reshape(len(part), -1) for part in parts]
-        # Values that overflow become infinite, which is refused below.
-        with np.errstate(over="ignore"):
-            features = np.concatenate(flat, axis=1).astype(np.float32) / np.float32(self.scale)
-        if not np.isfinite(features).all():
-            for name in self.features:
-                need_finite(f"column {name!r}", np.asarray(rows[name]))
-            need_finite("a feature, as float32 and divided by task.init_args.scale,", features)
-        stored = np.asarray(rows[self.label])
-        need_finite(f"column {self.label!r}", stored)
+        fields = encode_rows(self.fitted or plain_encoding(self.features, self.scale), rows)
+        stored = rows[self.label]
+        if isinstance(stored, np.ndarray):
+            need_finite(f"column {self.label!r}", stored)
         label = self._decode_label(stored)
         need_finite(f"column {self.label!r} as float32", label)
-        return {"features": features, "label": label}
+        return {**fields, "label": label}
 
-    def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
+    def _decode_label(self, values: Any) -> npt.NDArray:
         raise NotImplementedError
 
     def _outputs(self) -> int:
@@ -101,18 +171,21 @@ class _Tabular(Task):
 
     def build_model(self) -> nn.Module:
         """Builds the model, see `Task.build_model`."""
+        sizes = [category_count(column) for column in self.category_columns]
+        width = self.inputs + sum(self.embedding or size for size in sizes)
         layers: list[nn.Module] = []
-        width = self.inputs
         for units in self.hidden:
             layers += [nn.Linear(width, units), nn.ReLU()]
             if self.dropout:
                 layers.append(nn.Dropout(self.dropout))
             width = units
-        return nn.Sequential(*layers, nn.Linear(width, self._outputs()))
+        network = nn.Sequential(*layers, nn.Linear(width, self._outputs()))
+        return TableNetwork(network, sizes, self.embedding) if sizes else network
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Computes the outputs of the perceptron, shape (rows, outputs)."""
-        return model(batch["features"])
+        """Computes the outputs of the network, shape (rows, outputs)."""
+        fields = [batch[name] for name in ("categories", "features") if name in batch]
+        return model(*fields)
 
 
 class TabularClassification(Classification, _Tabular):
@@ -120,11 +193,22 @@ class TabularClassification(Classification, _Tabular):
 
     Args:
         label: Column of class indices.
-        features: Columns to predict it from, numbers or arrays (flattened); default: all others of these kinds but
-            index columns.
+        features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
+            of these kinds but index columns, `row_id`, and text that is unlike categories.
         hidden: Width of every hidden layer; default: [256, 256].
         dropout: Probability of a zeroed activation after every hidden layer.
-        scale: Features are divided by it.
+        scale: Numbers are divided by it.
+        missing: What becomes of a missing value, by column, and as `default` for the others: refuse, mean, median,
+            indicator (the mean, and a further input that says that it was missing), category (a category of its own),
+            or {constant: VALUE}. Statistics are of the rows that are trained on. Default: refuse.
+        categories: Columns of text, booleans or integers that are categories, or auto: columns of text with at most 256
+            different values, each in two rows on average. A value that the rows to train on lack is the category other.
+        dates: Parts of columns of dates, times or ISO 8601 texts, by column: year, month, day, weekday (0 is Monday),
+            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on.
+        log: Columns of numbers to take ln(1 + value) of.
+        standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
+            trained on, after missing values are filled and logarithms taken; or the columns for which they do.
+        embedding: Width of an embedding of each category; default: categories are one-hot.
         num_classes: Number of classes; default: read from the data.
         class_weights: The weight of each class in the training loss: a number for each class, or `balanced`, by which
             all classes have the same weight in sum. Evaluation does not use it.
@@ -141,8 +225,15 @@ class TabularClassification(Classification, _Tabular):
         num_classes: int | None = None,
         class_weights: ClassWeights = None,
         train_accuracy: bool = False,
+        missing: Missing | None = None,
+        categories: Categories = "auto",
+        dates: dict[str, list[str]] | None = None,
+        log: list[str] | None = None,
+        standardize: bool | list[str] = False,
+        embedding: int | None = None,
     ) -> None:
-        _Tabular.__init__(self, label, features, hidden, dropout, scale)
+        columns = (missing, categories, dates, log, standardize, embedding)
+        _Tabular.__init__(self, label, features, hidden, dropout, scale, *columns)
         self.num_classes, self.class_weights = num_classes, class_weights
         self.weights: list[float] | None = None
         self.train_accuracy = train_accuracy
@@ -154,7 +245,7 @@ class TabularClassification(Classification, _Tabular):
         prepared.set_classes(data)
         return prepared
 
-    def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
+    def _decode_label(self, values: Any) -> npt.NDArray:
         return self.decode_labels(values)
 
     def _outputs(self) -> int:
@@ -171,11 +262,22 @@ class TabularRegression(_Tabular):
 
     Args:
         label: Column of numbers to predict.
-        features: Columns to predict it from, numbers or arrays (flattened); default: all others of these kinds but
-            index columns.
+        features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
+            of these kinds but index columns, `row_id`, and text that is unlike categories.
         hidden: Width of every hidden layer; default: [256, 256].
         dropout: Probability of a zeroed activation after every hidden layer.
-        scale: Features are divided by it.
+        scale: Numbers are divided by it.
+        missing: What becomes of a missing value, by column, and as `default` for the others: refuse, mean, median,
+            indicator (the mean, and a further input that says that it was missing), category (a category of its own),
+            or {constant: VALUE}. Statistics are of the rows that are trained on. Default: refuse.
+        categories: Columns of text, booleans or integers that are categories, or auto: columns of text with at most 256
+            different values, each in two rows on average. A value that the rows to train on lack is the category other.
+        dates: Parts of columns of dates, times or ISO 8601 texts, by column: year, month, day, weekday (0 is Monday),
+            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on.
+        log: Columns of numbers to take ln(1 + value) of.
+        standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
+            trained on, after missing values are filled and logarithms taken; or the columns for which they do.
+        embedding: Width of an embedding of each category; default: categories are one-hot.
     """
 
     best_metric: ClassVar[str] = "rmse"
@@ -188,16 +290,25 @@ class TabularRegression(_Tabular):
         hidden: list[int] | None = None,
         dropout: float = 0.0,
         scale: float = 1.0,
+        missing: Missing | None = None,
+        categories: Categories = "auto",
+        dates: dict[str, list[str]] | None = None,
+        log: list[str] | None = None,
+        standardize: bool | list[str] = False,
+        embedding: int | None = None,
     ) -> None:
-        super().__init__(label, features, hidden, dropout, scale)
+        columns = (missing, categories, dates, log, standardize, embedding)
+        super().__init__(label, features, hidden, dropout, scale, *columns)
 
     def prepare(self, data: DataFacts) -> _Tabular:
         """Names the features and checks the label; see `Task.prepare`."""
         need_column(data, self.label, _NUMBERS, "label")
         return super().prepare(data)
 
-    def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
-        return values.astype(np.float32)
+    def _decode_label(self, values: Any) -> npt.NDArray:
+        # Values that overflow become infinite, which `decode` refuses.
+        with np.errstate(over="ignore"):
+            return np.asarray(values).astype(np.float32)
 
     def _outputs(self) -> int:
         return 1

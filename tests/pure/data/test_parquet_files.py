@@ -577,7 +577,7 @@ def test_too_many_open_files_names_the_limit() -> None:
     [
         pa.array([1, 2], pa.timestamp("us", "Europe/Berlin")),
         pa.array([{"a": 1}, {"a": 2}]),
-        pa.array([decimal.Decimal(1)] * 2),
+        pa.array([decimal.Decimal(1)] * 2, pa.decimal128(30, 2)),
     ],
     ids=["time zone", "object", "decimal"],
 )
@@ -591,13 +591,17 @@ def test_ingest_lists_parquet_columns_and_marks_unusable_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = pa.table(
-        {"x": [1, None, 3], "price": [decimal.Decimal("1.5")] * 3, "none": pa.array([None] * 3, pa.int32())}
+        {
+            "x": [1, None, 3],
+            "price": pa.array([decimal.Decimal("1.5")] * 3, pa.decimal128(30, 2)),
+            "none": pa.array([None] * 3, pa.int32()),
+        }
     )
     write_parquet(tmp_path / "t.parquet", table, write_statistics=False)
     assert main(["--source", "parquet", "--input", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "    x: integer int64, 1 rows with a missing value, which are bad rows where a task reads it" in lines
-    assert any(line.startswith("    price: other decimal128(2, 1); not usable: convert it") for line in lines)
+    assert any(line.startswith("    price: other decimal128(30, 2); not usable: convert it") for line in lines)
     assert any(
         line.startswith("    none: ") and line.endswith("not usable: it has no value in any row") for line in lines
     )

@@ -1,0 +1,198 @@
+"""Encodes the rows of a table as numbers: missing values, categories, dates, logarithms, standardization.
+
+An encoding is plain JSON, which `ray_app.task.table_statistics` computes from the rows that are trained on. It has the
+`scale` by which inputs are divided, their `mean` and `std` (None: they are not standardized), and the `columns`. A
+column has a `name`, a `kind`, and
+
+- of kind `number`: `fill`, the value that replaces a missing one (None: a missing value is refused), `indicator`
+  (a further input says whether the value is missing), and `log` (the input is ln(1 + value));
+- of kind `date`: `fill` and `indicator`, in seconds since 1970 in UTC, the named `parts`, and the `first` date of the
+  rows that are trained on, in the same seconds;
+- of kind `category`: its `values` as texts, `fill` (one of them), and `own_class` (a missing value is a category).
+
+The module stands alone: it needs NumPy and nothing of ray_app, since every model package of such a task has a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, date, datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Encoding = Mapping[str, Any]
+
+PARTS = ("year", "month", "day", "weekday", "hour", "minute", "seconds")
+"""The parts of a date: of the calendar in UTC (weekday 0 is Monday), and the seconds since the first date."""
+
+
+def encode_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    """Encodes rows, given by column, as `features`, float32 (rows, inputs), and `categories`, int64 (rows, columns).
+
+    A field without columns is left out. A column is a sequence with one value for each row; None and NaN are missing
+    values, and so is an empty text of a category or a date.
+
+    Raises:
+        ValueError: A column is missing, or a value is missing, infinite, or of another kind than its column.
+    """
+    fields: dict[str, npt.NDArray[Any]] = {}
+    if inputs := input_matrix(encoding, rows):
+        matrix = np.concatenate(inputs, axis=1)
+        if encoding["mean"] is not None:
+            matrix = (matrix - np.array(encoding["mean"])) / np.array(encoding["std"])
+        # Values that overflow become infinite, which is refused below.
+        with np.errstate(over="ignore"):
+            features = matrix.astype(np.float32) / np.float32(encoding["scale"])
+        if not np.isfinite(features).all():
+            raise ValueError("a feature, as float32 and divided by task.init_args.scale, is NaN or infinite")
+        fields["features"] = features
+    categories = [column for column in encoding["columns"] if column["kind"] == "category"]
+    if categories:
+        fields["categories"] = np.stack([_category_codes(column, _values(rows, column)) for column in categories], 1)
+    return fields
+
+
+def plain_encoding(names: Sequence[str], scale: float) -> dict[str, Any]:
+    """Returns the encoding of columns of numbers or arrays as they are, without missing values."""
+    column = {"kind": "number", "fill": None, "indicator": False, "log": False}
+    return {"scale": scale, "mean": None, "std": None, "columns": [{"name": name, **column} for name in names]}
+
+
+def input_matrix(encoding: Encoding, rows: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
+    """Returns the inputs of each column of numbers or dates before standardization, each of shape (rows, inputs)."""
+    inputs = list[npt.NDArray[Any]]()
+    for column in encoding["columns"]:
+        if column["kind"] == "number":
+            inputs += _number_inputs(column, _values(rows, column))
+        elif column["kind"] == "date":
+            inputs += _date_inputs(column, _values(rows, column))
+    return inputs
+
+
+def category_count(column: Mapping[str, Any]) -> int:
+    """Returns the number of codes of a category column: its values, `other`, and missing if that is a category."""
+    return len(column["values"]) + 1 + bool(column["own_class"])
+
+
+def is_missing(value: Any) -> bool:
+    """Returns whether a value is None, NaN, NaT or an empty text."""
+    return value is None or value == "" or bool(value != value)  # noqa: PLR0124 - only NaN and NaT are unlike themselves
+
+
+def category_text(value: Any) -> str | None:
+    """Returns the text by which a value is a category; None for a missing value.
+
+    A whole number has one text whatever its type is, because a column of integers with a gap is often read as floats.
+    """
+    if is_missing(value):
+        return None
+    if isinstance(value, bool | np.bool_):
+        return "true" if value else "false"
+    if isinstance(value, float | np.floating) and float(value).is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def to_floats(values: Any) -> npt.NDArray[Any]:
+    """Returns numbers as an array, NaN for None; raises ValueError for other values."""
+    array = np.asarray(values)
+    if array.dtype == object:
+        array = np.array([np.nan if value is None else value for value in array.tolist()])
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"it holds {array.dtype}, and not numbers")
+    return array
+
+
+def to_seconds(values: Any) -> npt.NDArray[np.float64]:
+    """Returns dates, times or ISO 8601 texts as seconds since 1970 in UTC, (rows,), NaN for a missing value.
+
+    A time without a time zone counts as UTC. Raises ValueError for other values.
+    """
+    array = np.asarray(values)
+    if array.dtype.kind != "M":
+        array = np.array([_parse_date(value) for value in array.tolist()], "datetime64[us]")
+    seconds = array.astype("datetime64[us]").astype(np.int64) / 1e6
+    return np.where(np.isnat(array), np.nan, seconds)
+
+
+def _parse_date(value: Any) -> datetime | None:
+    if is_missing(value):
+        return None
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value.strip())
+        except ValueError as error:
+            raise ValueError(f"{value!r} is not a date of ISO 8601, such as 2026-11-27 or 2026-11-27T13:30") from error
+    if not isinstance(value, datetime):
+        raise ValueError(f"{value!r} is not a date")
+    return value if value.tzinfo is None else value.astimezone(UTC).replace(tzinfo=None)
+
+
+def _values(rows: Mapping[str, Any], column: Mapping[str, Any]) -> Any:
+    if column["name"] not in rows:
+        raise ValueError(f"the column {column['name']!r} is missing; there are {', '.join(map(repr, rows))}")
+    return rows[column["name"]]
+
+
+def _number_inputs(column: Mapping[str, Any], values: Any) -> list[npt.NDArray[Any]]:
+    name = column["name"]
+    try:
+        numbers = to_floats(values)
+    except ValueError as error:
+        raise ValueError(f"column {name!r}: {error}") from error
+    numbers = numbers.reshape(len(numbers), -1)
+    missing = np.isnan(numbers) if numbers.dtype.kind == "f" else np.zeros(numbers.shape, np.bool_)
+    if column["fill"] is not None:
+        numbers = np.where(missing, column["fill"], numbers)
+    if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
+        raise ValueError(f"column {name!r} is NaN or infinite; correct the value or drop the row")
+    if column["log"]:
+        if numbers.size and numbers.min() <= -1:
+            raise ValueError(f"column {name!r} holds {numbers.min()}; ln(1 + value) needs values above -1")
+        numbers = np.log1p(numbers.astype(np.float64))
+    return [numbers, *([missing.astype(np.float64)] if column["indicator"] else [])]
+
+
+def _date_inputs(column: Mapping[str, Any], values: Any) -> list[npt.NDArray[Any]]:
+    try:
+        seconds = to_seconds(values)
+    except ValueError as error:
+        raise ValueError(f"column {column['name']!r}: {error}") from error
+    missing = np.isnan(seconds)
+    if missing.any():
+        if column["fill"] is None:
+            raise ValueError(f"column {column['name']!r} has no value; fill it or drop the row")
+        seconds = np.where(missing, column["fill"], seconds)
+    parts = [_date_part(part, seconds, column["first"])[:, None] for part in column["parts"]]
+    return [*parts, *([missing[:, None].astype(np.float64)] if column["indicator"] else [])]
+
+
+def _date_part(part: str, seconds: npt.NDArray[np.float64], first: float) -> npt.NDArray[np.float64]:
+    if part == "seconds":
+        return seconds - first
+    times = np.floor(seconds).astype("datetime64[s]")
+    days, months, years = (times.astype(f"datetime64[{unit}]") for unit in "DMY")
+    numbers = {
+        "year": years.astype(np.int64) + 1970,
+        "month": months.astype(np.int64) % 12 + 1,
+        "day": (days - months.astype("datetime64[D]")).astype(np.int64) + 1,
+        # 1970-01-01 was a Thursday.
+        "weekday": (days.astype(np.int64) + 3) % 7,
+        "hour": (times - days).astype(np.int64) // 3600,
+        "minute": (times - days).astype(np.int64) // 60 % 60,
+    }
+    return numbers[part].astype(np.float64)
+
+
+def _category_codes(column: Mapping[str, Any], values: Any) -> npt.NDArray[np.int64]:
+    code_of = {value: code for code, value in enumerate(column["values"])}
+    other = len(code_of)
+    missing = other + 1 if column["own_class"] else code_of.get(column["fill"])
+    texts = list(map(category_text, np.asarray(values, object).tolist()))
+    if missing is None and None in texts:
+        raise ValueError(f"column {column['name']!r} has no value; fill it or drop the row")
+    return np.array([missing if text is None else code_of.get(text, other) for text in texts], np.int64)

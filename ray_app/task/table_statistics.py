@@ -1,0 +1,406 @@
+"""Computes the encoding of a table (`ray_app.task.table_encoding`) from the rows that are trained on.
+
+One process reads the columns that need statistics, in the order of the data set, so the statistics do not depend on the
+number of workers. Sums are exact (`ExactSum`), a median is the middle of all values, and categories are sorted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ray_app.errors import ConfigError, DataError
+from ray_app.plan.manifest import ColumnFacts, DataFacts
+from ray_app.task.table_encoding import PARTS, category_text, input_matrix, plain_encoding, to_floats, to_seconds
+
+Missing = dict[str, str | dict[str, float | str]]
+"""What becomes of missing values, by column, and for all other columns as `default`.
+
+It is `refuse`, `mean`, `median`, `indicator` (the mean, and a further input that says whether the value is missing),
+`category` (a category of its own), or `{constant: VALUE}`.
+"""
+METHODS = ("refuse", "mean", "median", "indicator", "category", "constant")
+ROW_ID = "row_id"
+"""Column in which an ingest stores the name of each row."""
+MAX_AUTO_CATEGORIES = 256
+"""Columns of text with more different values are categories only if `categories` names them."""
+MAX_CATEGORIES = 100_000
+_DATE_TYPES = ("timestamp", "date")
+_BITS, _DIGITS = 16, 4
+
+
+@dataclass(frozen=True)
+class TableSettings:
+    """What `task.init_args` say about the columns of a table; see `TabularClassification`."""
+
+    label: str
+    features: Sequence[str] | None
+    missing: Missing
+    categories: Sequence[str] | Literal["auto"]
+    dates: Mapping[str, Sequence[str]]
+    log: Sequence[str]
+    standardize: bool | Sequence[str]
+    scale: float
+
+
+def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the encoding of the columns of a data set, and the reasons why text columns are left out.
+
+    Raises:
+        ConfigError: The settings contradict each other, or name columns that the data set lacks.
+        DataError: No column can be used, or a column has missing values that the settings refuse.
+    """
+    _check_settings(settings, data)
+    kinds, left_out = _choose_columns(settings, data)
+    counted = _count_categories(settings, data, kinds, left_out)
+    columns = [_fit_column(settings, data, name, kinds[name], counted) for name in kinds]
+    if not columns:
+        texts = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
+        raise DataError(
+            f"{data.path} has no column of numbers besides {settings.label!r} to predict it from; its columns are"
+            f" {', '.join(sorted(data.columns))}{' (' + texts + ')' if texts else ''}. Name the features in"
+            " task.init_args.features, or columns of text in task.init_args.categories."
+        )
+    encoding = plain_encoding([], settings.scale) | {"columns": columns}
+    if settings.standardize:
+        encoding |= _standardization(settings, data, encoding)
+    return encoding, left_out
+
+
+def _check_settings(settings: TableSettings, data: DataFacts) -> None:
+    named = {
+        "missing": [name for name in settings.missing if name != "default"],
+        "categories": settings.categories if settings.categories != "auto" else (),
+        "dates": settings.dates,
+        "log": settings.log,
+        "standardize": () if isinstance(settings.standardize, bool) else settings.standardize,
+    }
+    for setting, names in named.items():
+        usable = [name for name in settings.features or data.columns if name != settings.label]
+        if absent := [name for name in names if name not in usable]:
+            raise ConfigError(
+                f"task.init_args.{setting} names {absent[0]!r}, which is not a feature; these are {', '.join(usable)}."
+            )
+    for name, method in settings.missing.items():
+        kind = next(iter(method), None) if isinstance(method, dict) and len(method) == 1 else method
+        if kind not in METHODS or (kind == "constant") != isinstance(method, dict):
+            raise ConfigError(
+                f"task.init_args.missing.{name} is {method!r}; allowed are refuse, mean, median, indicator, category,"
+                " or {constant: VALUE}."
+            )
+    for name, parts in settings.dates.items():
+        if not parts or not set(parts) <= set(PARTS) or len(set(parts)) < len(parts):
+            raise ConfigError(f"task.init_args.dates.{name} is {parts!r}; allowed are some of {', '.join(PARTS)}.")
+    if both := sorted(set(named["categories"]) & {*settings.dates, *settings.log, *named["standardize"]}):
+        raise ConfigError(
+            f"task.init_args.categories names {both[0]!r}, and so does dates, log or standardize; name it once."
+        )
+
+
+def _choose_columns(settings: TableSettings, data: DataFacts) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the kind in the encoding by column, in the order of the features; and the reasons against others."""
+    kinds, left_out = dict[str, str](), dict[str, str]()
+    no_features = {settings.label, ROW_ID, *data.index_columns}
+    names = settings.features if settings.features is not None else sorted(set(data.columns) - no_features)
+    for name in names:
+        facts = data.columns.get(name)
+        if facts is None:
+            raise DataError(
+                f"{data.path} has no column {name!r} for the features; its columns are"
+                f" {', '.join(sorted(data.columns))}. Name another column in task.init_args or ingest the data again."
+            )
+        is_named = settings.features is not None
+        if name in settings.dates:
+            _need_kind(data, name, facts, facts.kind == "text" or _is_date(facts), "a date, a time, or text")
+            kinds[name] = "date"
+        elif settings.categories != "auto" and name in settings.categories:
+            _need_kind(data, name, facts, facts.kind in ("text", "integer"), "text or integers, as a category")
+            kinds[name] = "category"
+        elif facts.kind in ("number", "integer", "array"):
+            kinds[name] = "number"
+        elif facts.kind == "text" and (settings.categories == "auto" or is_named):
+            kinds[name] = "category"
+        elif facts.kind == "text":
+            left_out[name] = "text, and task.init_args.categories does not name it"
+        elif _is_date(facts):
+            _need_kind(data, name, facts, not is_named, "an entry in task.init_args.dates, such as [year, month]")
+            left_out[name] = f"{facts.dtype}; task.init_args.dates names the parts to use"
+        else:
+            _need_kind(data, name, facts, not is_named, "numbers, text or dates")
+    return kinds, left_out
+
+
+def _need_kind(data: DataFacts, name: str, facts: ColumnFacts, is_right: bool, needed: str) -> None:
+    if not is_right:
+        raise DataError(
+            f"Column {name!r} of {data.path} holds {facts.kind} {facts.dtype}".rstrip()
+            + f"; as a feature it needs {needed}. Name another column in task.init_args or convert it."
+        )
+
+
+def _is_date(facts: ColumnFacts) -> bool:
+    return facts.kind == "other" and facts.dtype.startswith(_DATE_TYPES)
+
+
+def _count_categories(
+    settings: TableSettings, data: DataFacts, kinds: dict[str, str], left_out: dict[str, str]
+) -> dict[str, Counter[str | None]]:
+    """Returns how many rows have each category; drops columns of text that are unlike categories from `kinds`."""
+    counted = count_values(data, [name for name, kind in kinds.items() if kind == "category"])
+    for name, counts in counted.items():
+        values, present = len(counts) - (None in counts), counts.total() - counts[None]
+        if values > MAX_CATEGORIES:
+            raise DataError(
+                f"Column {name!r} of {data.path} has more than {MAX_CATEGORIES} different values; as many categories"
+                " are allowed. Leave it out of task.init_args.features and categories."
+            )
+        if settings.features is not None or settings.categories != "auto":
+            continue
+        if values > MAX_AUTO_CATEGORIES or 2 * values > present:
+            left_out[name] = f"text with {values:,} different values in {present:,} rows; categories can name it"
+        elif counts[None] and _method(settings, name) == "refuse":
+            left_out[name] = (
+                f"text with {counts[None]:,} missing values; task.init_args.missing can say what they become"
+            )
+        else:
+            continue
+        del kinds[name]
+    return counted
+
+
+def count_values(data: DataFacts, names: Sequence[str]) -> dict[str, Counter[str | None]]:
+    """Returns how many rows have each value of columns as a text, None for missing values.
+
+    It stops counting a column after `MAX_CATEGORIES` different values.
+    """
+    counted = {name: Counter[str | None]() for name in names}
+    for rows in _read(data, names):
+        for name, counts in counted.items():
+            if len(counts) <= MAX_CATEGORIES + 1:
+                counts.update(map(category_text, np.asarray(rows[name], object).tolist()))
+    return counted
+
+
+def _read(data: DataFacts, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    if not names:
+        return iter(())
+    assert data.read is not None, "a data set that was opened"
+    return data.read(list(names))
+
+
+def _method(settings: TableSettings, name: str) -> str:
+    method = settings.missing.get(name, settings.missing.get("default", "refuse"))
+    return "constant" if isinstance(method, dict) else method
+
+
+def _fit_column(
+    settings: TableSettings, data: DataFacts, name: str, kind: str, counted: dict[str, Counter[str | None]]
+) -> dict[str, Any]:
+    """Returns the encoding of one column."""
+    method = _method(settings, name)
+    stated = settings.missing.get(name, settings.missing.get("default"))
+    constant = stated["constant"] if isinstance(stated, dict) else None
+    if kind == "category":
+        return _fit_category(data, name, method, constant, counted[name])
+    facts = data.columns[name]
+    column: dict[str, Any] = {"name": name, "kind": kind, "fill": None, "indicator": False}
+    to_numbers: Callable[[Any], npt.NDArray[Any]] = to_seconds if kind == "date" else to_floats
+    # An array never has a missing value: its row is a bad row then.
+    if method == "constant":
+        column["fill"] = float(to_numbers([constant])[0])
+    elif method not in ("refuse", "category") and facts.kind != "array":
+        column["fill"], missing = _fill_value(data, name, method, to_numbers)
+        column["indicator"] = method == "indicator" and (missing > 0 or name in settings.missing)
+    elif facts.nulls or (method == "category" and name in settings.missing):
+        raise _missing_error(data, name, f"{facts.nulls} ")
+    if kind == "date":
+        first, has_missing = math.inf, False
+        for part in _numbers(data, name, to_seconds):
+            first, has_missing = min(first, *part[~np.isnan(part)].tolist()), has_missing or bool(np.isnan(part).any())
+        if has_missing and column["fill"] is None:
+            raise _missing_error(data, name, "")
+        return column | {"parts": list(settings.dates[name]), "first": first}
+    if name in settings.log and facts.minimum is not None and facts.minimum <= -1:
+        raise DataError(
+            f"Column {name!r} of {data.path} holds {facts.minimum:g}; ln(1 + value) needs values above -1. Leave it"
+            " out of task.init_args.log."
+        )
+    return column | {"log": name in settings.log}
+
+
+def _missing_error(data: DataFacts, name: str, count: str) -> DataError:
+    return DataError(
+        f"Column {name!r} of {data.path} has {count}missing values; fill or drop them before training, or set"
+        f" task.init_args.missing.{name} to mean, median, indicator or {{constant: VALUE}}, or to category if"
+        " task.init_args.categories names the column."
+    )
+
+
+def _fit_category(
+    data: DataFacts, name: str, method: str, constant: Any, counts: Counter[str | None]
+) -> dict[str, Any]:
+    values = sorted(value for value in counts if value is not None)
+    if counts[None] and method in ("refuse", "mean", "median"):
+        raise DataError(
+            f"Column {name!r} of {data.path} is a category with {counts[None]} missing values, and"
+            f" task.init_args.missing is {method!r} for it; set task.init_args.missing.{name} to category or"
+            " {constant: VALUE}, or leave it out."
+        )
+    fill = category_text(constant) if method == "constant" else None
+    if fill is not None and fill not in values:
+        values = sorted([*values, fill])
+    own_class = method in ("category", "indicator")
+    return {"name": name, "kind": "category", "values": values, "fill": fill, "own_class": own_class}
+
+
+def _numbers(
+    data: DataFacts, name: str, to_numbers: Callable[[Any], npt.NDArray[Any]]
+) -> Iterator[npt.NDArray[np.float64]]:
+    """Yields the values of a column as float64, (rows,), NaN for a missing value; raises DataError for others."""
+    for rows in _read(data, [name]):
+        try:
+            yield to_numbers(rows[name]).astype(np.float64)
+        except ValueError as error:
+            raise DataError(f"Column {name!r} of {data.path}: {error}. Correct it, or leave it out.") from error
+
+
+class ExactSum:
+    """A sum of float64 numbers with one rounding at its end, so that their order does not matter.
+
+    Shewchuk, "Adaptive Precision Floating-Point Arithmetic", 1997, by `math.fsum`. Of each block it keeps the rounded
+    sum and what the rounding has dropped.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[float] = []
+        self.count = 0
+
+    def add(self, numbers: npt.NDArray[np.float64]) -> None:
+        """Adds a block of numbers, (n,)."""
+        values = numbers.tolist()
+        high = math.fsum(values)
+        self._parts += [high, math.fsum(itertools.chain(values, [-high]))]
+        self.count += len(values)
+
+    @property
+    def mean(self) -> float:
+        """The mean of all numbers."""
+        return math.fsum(self._parts) / self.count
+
+
+def _fill_value(
+    data: DataFacts, name: str, method: str, to_numbers: Callable[[Any], npt.NDArray[Any]]
+) -> tuple[float, int]:
+    """Returns the median, or for other methods the mean, of a column, and the number of its missing values.
+
+    Raises DataError if all values are missing.
+    """
+
+    def present() -> Iterator[npt.NDArray[np.float64]]:
+        return (part[~np.isnan(part)] for part in _numbers(data, name, to_numbers))
+
+    total = ExactSum()
+    for part in present():
+        total.add(part)
+    if not total.count:
+        raise DataError(
+            f"Column {name!r} of {data.path} has missing values only, of which there is no {method}. Leave it out of"
+            " task.init_args.features, or give {constant: VALUE}."
+        )
+    missing = data.num_rows - total.count
+    if method != "median":
+        return total.mean, missing
+    low, high = (select_rank(present, rank) for rank in ((total.count - 1) // 2, total.count // 2))
+    return low / 2 + high / 2, missing
+
+
+def select_rank(parts: Callable[[], Iterator[npt.NDArray[np.float64]]], rank: int) -> float:
+    """Returns the number of a rank, from 0, among the numbers of all parts, without holding them in memory.
+
+    It is a radix selection: the numbers are read four times, and each pass finds 16 bits of the number.
+
+    Args:
+        parts: Yields the numbers, (n,) each, again at each call.
+        rank: The number of numbers that are smaller, or come first among equal ones.
+    """
+    prefix = np.uint64(0)
+    for digit in reversed(range(_DIGITS)):
+        shift = np.uint64(digit * _BITS)
+        counts = np.zeros(1 << _BITS, np.int64)
+        for part in parts():
+            keys = _ordered_keys(part)
+            above = shift + np.uint64(_BITS)
+            same = keys[(keys >> above) == (prefix >> above)] if digit < _DIGITS - 1 else keys
+            counts += np.bincount(((same >> shift) & np.uint64(0xFFFF)).astype(np.int64), minlength=1 << _BITS)
+        ends = np.cumsum(counts)
+        bucket = int(np.searchsorted(ends, rank, side="right"))
+        rank -= int(ends[bucket - 1]) if bucket else 0
+        prefix |= np.uint64(bucket) << shift
+    negative = not int(prefix) >> 63
+    bits = ~prefix if negative else prefix & np.uint64((1 << 63) - 1)
+    return float(np.array([bits], np.uint64).view(np.float64)[0])
+
+
+def _ordered_keys(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.uint64]:
+    """Returns integers in the order of the numbers: of negative ones the inverted bits, of others with a first 1."""
+    bits = np.ascontiguousarray(numbers).view(np.uint64)
+    return np.where(bits >> np.uint64(63), ~bits, bits | np.uint64(1 << 63))
+
+
+def _standardization(settings: TableSettings, data: DataFacts, encoding: dict[str, Any]) -> dict[str, Any]:
+    """Returns mean and standard deviation of the inputs, after missing values are filled; 0 and 1 for other inputs."""
+    chosen = [column for column in encoding["columns"] if column["kind"] != "category"]
+    if settings.standardize is not True:
+        chosen = [column for column in chosen if column["name"] in set(settings.standardize or ())]
+    if not chosen:
+        raise ConfigError(
+            "task.init_args.standardize has no column of numbers to standardize; leave it out, or name such columns."
+        )
+    names = [column["name"] for column in encoding["columns"] if column["kind"] != "category"]
+    flags = {column["name"] for column in chosen}
+
+    def blocks() -> Iterator[npt.NDArray[np.float64]]:
+        for rows in _read(data, names):
+            try:
+                inputs = input_matrix(encoding, rows)
+            except ValueError as error:
+                raise DataError(f"{data.path}: {error}.") from error
+            yield np.concatenate(inputs, axis=1).astype(np.float64)
+
+    widths = _input_widths(data, encoding)
+    is_chosen = np.repeat([name in flags for name in widths], list(widths.values()))
+    mean = np.where(is_chosen, _column_means(blocks()), 0.0)
+    variance = _column_means((block - mean) ** 2 for block in blocks())
+    std = np.where(is_chosen & (variance > 0), np.sqrt(variance), 1.0)
+    return {"mean": mean.tolist(), "std": std.tolist()}
+
+
+def _column_means(blocks: Iterator[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
+    sums: list[ExactSum] = []
+    for block in blocks:
+        sums = sums or [ExactSum() for _ in range(block.shape[1])]
+        for total, values in zip(sums, block.T, strict=True):
+            total.add(values)
+    return np.array([total.mean for total in sums])
+
+
+def _input_widths(data: DataFacts, encoding: dict[str, Any]) -> dict[str, int]:
+    """Returns the number of inputs of each column that is not a category."""
+    widths = {}
+    for column in encoding["columns"]:
+        if column["kind"] != "category":
+            values = len(column["parts"]) if column["kind"] == "date" else math.prod(data.columns[column["name"]].shape)
+            widths[column["name"]] = values + column["indicator"]
+    return widths
+
+
+def count_inputs(data: DataFacts, encoding: dict[str, Any]) -> int:
+    """Returns the number of inputs that are not categories."""
+    return sum(_input_widths(data, encoding).values())

@@ -1,0 +1,280 @@
+"""Tables with gaps, words and dates: statistics of the rows that are trained on, and the same inputs everywhere."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_app.data.dataset import Dataset, open_dataset
+from ray_app.data.local_readers import load_all
+from ray_app.data.probes import probe
+from ray_app.data.reader import Reader, RowSource, fetch_in_process
+from ray_app.errors import BadRowError, ConfigError, DataError
+from ray_app.models import loader
+from ray_app.models.export import load_model, write_export
+from ray_app.preflight.data_summary import describe_training_columns
+from ray_app.task.base import Task
+from ray_app.task.schema import prepare_task, stored_schema
+from ray_app.task.table_encoding import encode_rows
+from ray_app.task.table_statistics import ExactSum, select_rank
+from ray_app.task.tabular import TabularClassification, TabularRegression
+
+PEOPLE = {
+    "age": [22.0, None, 26.0, 35.0, float("nan"), 54.0],
+    "fare": [7.25, 71.28, 7.92, 53.1, 8.05, 51.86],
+    "sex": ["male", "female", "female", "female", "male", "male"],
+    "cabin": [None, "C85", None, "C85", "E46", "E46"],
+    "class": [3, 1, 3, 1, 3, 1],
+    "label": [0, 1, 1, 1, 0, 0],
+}
+
+
+def write_table(folder: Path, columns: dict[str, Any], row_group_size: int = 2) -> Dataset:
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), folder / "part-00000.parquet", row_group_size=row_group_size)
+    return open_dataset(str(folder))
+
+
+def decode_all_rows(task: Task, dataset: Dataset, skips: bool = False) -> dict[str, Any]:
+    fields = probe(dataset, task.columns(), task.decode)
+    reader = Reader(dataset.root, task.columns(), task.decode, fields, skips)
+    return load_all(fetch_in_process, RowSource(reader, dataset.manifest, 100)).arrays
+
+
+def prepare(dataset: Dataset, **arguments: Any) -> TabularClassification:
+    task = prepare_task(TabularClassification(**arguments), dataset.facts)
+    assert isinstance(task, TabularClassification)
+    return task
+
+
+def test_missing_numbers_and_words_become_what_the_configuration_says(tmp_path: Path) -> None:
+    dataset = write_table(tmp_path, PEOPLE)
+    task = prepare(dataset, missing={"age": "indicator", "cabin": "category"}, categories=["sex", "cabin"])
+    arrays = decode_all_rows(task, dataset)
+    mean = (22 + 26 + 35 + 54) / 4
+    assert task.columns()[:5] == ["age", "cabin", "class", "fare", "sex"]
+    expected = np.array([[22, mean, 26, 35, mean, 54], [0, 1, 0, 0, 1, 0], PEOPLE["class"], PEOPLE["fare"]])
+    assert np.array_equal(arrays["features"], expected.T.astype(np.float32))
+    # The values of cabin are C85 and E46, 2 is other, and 3 is missing; those of sex are female and male.
+    assert arrays["categories"].tolist() == [[3, 1], [0, 0], [3, 0], [0, 0], [1, 1], [1, 1]]
+    assert json.loads(json.dumps(task.fitted)) == task.fitted
+
+
+@pytest.mark.parametrize(
+    ("method", "filled"),
+    [("mean", 34.25), ("median", 30.5), ({"constant": -1}, -1.0)],
+    ids=["mean", "median", "constant"],
+)
+def test_a_missing_number_is_filled(tmp_path: Path, method: Any, filled: float) -> None:
+    dataset = write_table(tmp_path, PEOPLE)
+    task = prepare(dataset, features=["age"], missing={"default": method})
+    assert decode_all_rows(task, dataset)["features"][:, 0].tolist() == [22, filled, 26, 35, filled, 54]
+
+
+def test_missing_values_are_refused_unless_the_configuration_says_what_they_become(tmp_path: Path) -> None:
+    dataset = write_table(tmp_path, PEOPLE)
+    with pytest.raises(DataError, match=r"'age'.* has 1 missing values.*task.init_args.missing.age to mean"):
+        prepare(dataset)
+    with pytest.raises(DataError, match=r"'cabin'.* is a category with 2 missing values"):
+        prepare(dataset, features=["cabin"])
+    with pytest.raises(DataError, match=r"'cabin'.* is a category with 2 missing values, and .* is 'mean'"):
+        prepare(dataset, features=["cabin"], missing={"default": "mean"})
+    with_nan = write_table(tmp_path / "nan", {"age": [1.0, float("nan")], "label": [0, 1]})
+    task = prepare(with_nan)
+    with pytest.raises(BadRowError, match="column 'age' is NaN or infinite"):
+        decode_all_rows(task, with_nan)
+
+
+def test_text_that_is_unlike_categories_is_left_out_and_named(tmp_path: Path) -> None:
+    names = [f"name {i}" for i in range(6)]
+    dataset = write_table(tmp_path, {**PEOPLE, "name": names, "row_id": names})
+    task = prepare(dataset, missing={"age": "mean"})
+    assert [column["name"] for column in task.category_columns] == ["sex"]
+    _, unused = describe_training_columns(task, dataset)
+    assert "'name' (text with 6 different values in 6 rows; categories can name it)" in unused
+    assert "'cabin' (text with 2 missing values; task.init_args.missing can say what they become)" in unused
+    assert "'row_id' (text)" in unused
+    named = prepare(dataset, features=["name"])
+    assert named.category_columns[0]["values"] == names
+
+
+def test_statistics_are_those_of_the_rows_that_are_trained_on(tmp_path: Path) -> None:
+    train = write_table(tmp_path / "train", PEOPLE)
+    evaluated = write_table(tmp_path / "eval", {**PEOPLE, "age": [None] * 5 + [80.0], "sex": ["x", "y", "male"] * 2})
+    task = prepare(train, missing={"age": "mean", "cabin": "category"}, standardize=["age"])
+    again = task.prepare(evaluated.facts)
+    assert again.fitted == task.fitted
+    assert decode_all_rows(again, evaluated)["categories"][:, 1].tolist() == [2, 2, 1, 2, 2, 1]
+    (note,) = task.describe_differences(evaluated.facts)
+    assert "4 of 6 rows" in note
+    assert "'sex' that the training data lacks ('x', 'y')" in note
+    assert task.describe_differences(train.facts) == []
+
+
+def test_a_stored_run_keeps_its_statistics_although_the_data_has_changed(tmp_path: Path) -> None:
+    train = write_table(tmp_path / "train", PEOPLE)
+    stored = json.loads(json.dumps(stored_schema(prepare(train, missing={"age": "mean"}))))
+    changed = write_table(tmp_path / "changed", {**PEOPLE, "age": [1.0] * 6})
+    resumed = prepare_task(TabularClassification(missing={"age": "mean"}), changed.facts, stored)
+    assert resumed.fitted == stored["fitted"]
+    assert "fitted" not in resumed.data_schema
+
+
+def test_standardized_numbers_have_mean_0_and_deviation_1_and_logarithms_come_first(tmp_path: Path) -> None:
+    dataset = write_table(tmp_path, PEOPLE)
+    task = prepare(
+        dataset, features=["age", "fare", "class"], missing={"age": "median"}, log=["fare"], standardize=True
+    )
+    inputs = decode_all_rows(task, dataset)["features"]
+    assert np.allclose(inputs.mean(0), 0, atol=1e-6)
+    assert np.allclose(inputs.std(0), 1, atol=1e-6)
+    logarithms = np.log1p(np.array(PEOPLE["fare"]))
+    assert np.allclose(inputs[:, 1], (logarithms - logarithms.mean()) / logarithms.std(), atol=1e-6)
+
+
+def test_arrays_are_standardized_by_element_and_constant_ones_stay_finite(tmp_path: Path) -> None:
+    values = np.arange(12, dtype=np.float64).reshape(4, 3)
+    values[:, 1] = 5
+    column = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), 3)
+    dataset = write_table(tmp_path, {"x": column, "target": [1.0, 2.0, 3.0, 4.0]})
+    task = prepare_task(TabularRegression(standardize=True), dataset.facts)
+    features = decode_all_rows(task, dataset)["features"]
+    assert np.allclose(features[:, [0, 2]].std(0), 1)
+    assert (features[:, 1] == 0).all()
+
+
+def test_dates_become_their_parts(tmp_path: Path) -> None:
+    when = [datetime.datetime(2026, 11, 27, 13, 30), None, datetime.datetime(1969, 2, 3, 4, 5)]
+    texts = ["2026-11-27T14:30:00+01:00", "2026-11-28", "2026-11-26"]
+    days = [datetime.date(2026, 11, 27), datetime.date(2000, 1, 1), datetime.date(1900, 3, 1)]
+    columns = {"when": pa.array(when, pa.timestamp("ns")), "text": texts, "day": days, "label": [0, 1, 0]}
+    dataset = write_table(tmp_path, columns)
+    parts = ["year", "month", "day", "weekday", "hour", "minute"]
+    dates = {"when": parts, "text": [*parts, "seconds"], "day": ["year", "weekday"]}
+    task = prepare(dataset, features=["when", "text", "day"], dates=dates, missing={"when": {"constant": "2000-01-01"}})
+    rows = decode_all_rows(task, dataset)["features"].tolist()
+    assert rows[0] == [2026, 11, 27, 4, 13, 30, 2026, 11, 27, 4, 13, 30, 135000, 2026, 4]
+    assert rows[1][:6] == [2000, 1, 1, 5, 0, 0]
+    assert rows[2][:7] == [1969, 2, 3, 0, 4, 5, 2026]
+    assert rows[2][-2:] == [1900, 3]
+    with pytest.raises(DataError, match=r"'when'.* has missing values"):
+        prepare(dataset, features=["when"], dates={"when": ["year"]})
+    with pytest.raises(DataError, match=r"as a feature it needs an entry in task.init_args.dates"):
+        prepare(dataset, features=["when"])
+    with pytest.raises(ConfigError, match=r"allowed are some of year, month"):
+        prepare(dataset, dates={"when": ["century"]})
+
+
+def test_booleans_integers_and_dictionaries_are_categories_by_wish(tmp_path: Path) -> None:
+    columns = {
+        "truth": [True, False, None, True],
+        "whole": pa.array([3, None, 1, 3], pa.int64()),
+        "words": pa.array(["b", "a", None, "b"]).dictionary_encode(),
+        "label": [0, 1, 0, 1],
+    }
+    dataset = write_table(tmp_path, columns)
+    task = prepare(dataset, categories=["truth", "whole", "words"], missing={"default": "category"})
+    codes = decode_all_rows(task, dataset)["categories"]
+    assert [column["values"] for column in task.category_columns] == [["false", "true"], ["1", "3"], ["a", "b"]]
+    assert codes.tolist() == [[1, 1, 1], [0, 3, 0], [3, 0, 3], [1, 1, 1]]
+
+
+def test_decimals_are_numbers_where_float64_has_all_their_digits(tmp_path: Path) -> None:
+    prices = [Decimal("1234567890123.45"), Decimal("0.10"), Decimal("-3.99"), Decimal("7.00")]
+    columns = {"price": pa.array(prices, pa.decimal128(15, 2)), "label": [0, 1, 0, 1]}
+    dataset = write_table(tmp_path / "exact", columns)
+    assert decode_all_rows(prepare(dataset), dataset)["features"][:, 0].tolist() == [
+        np.float32(float(price)) for price in prices
+    ]
+    columns["price"] = pa.array(prices, pa.decimal128(30, 2))
+    with pytest.raises(DataError, match="as a feature it needs numbers, text or dates"):
+        prepare(write_table(tmp_path / "long", columns), features=["price"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"missing": {"age": "guess"}}, "task.init_args.missing.age is 'guess'; allowed are refuse, mean"),
+        ({"missing": {"age": {"constant": 1, "b": 2}}}, "task.init_args.missing.age is"),
+        ({"missing": {"aeg": "mean"}}, "task.init_args.missing names 'aeg', which is not a feature"),
+        ({"log": ["label"]}, "task.init_args.log names 'label', which is not a feature"),
+        ({"categories": ["class"], "standardize": ["class"]}, "task.init_args.categories names 'class', and so does"),
+        ({"features": ["sex"], "standardize": True}, "task.init_args.standardize has no column of numbers"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(write_table(tmp_path, {**PEOPLE, "age": [1.0] * 6}), **arguments)
+
+
+def test_logarithms_of_numbers_of_minus_one_and_below_are_refused(tmp_path: Path) -> None:
+    dataset = write_table(tmp_path, {"x": [-1.0, 2.0], "label": [0, 1]})
+    with pytest.raises(DataError, match=r"holds -1; ln\(1 \+ value\) needs values above -1"):
+        prepare(dataset, log=["x"])
+
+
+def test_bad_rows_of_required_columns_are_still_bad(tmp_path: Path) -> None:
+    train = write_table(tmp_path / "train", {"a": [1.0, 2.0, 3.0], "b": [1.0, 2.0, 3.0], "label": [0, 1, 0]})
+    task = prepare(train, missing={"a": "mean"})
+    other = write_table(tmp_path / "other", {"a": [None, 2.0, 3.0], "b": [1.0, None, 3.0], "label": [0, 1, 0]})
+    with pytest.raises(BadRowError, match=r"row 1.*column 'b' has no value"):
+        decode_all_rows(task, other)
+
+
+FLOATS = st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=40)
+
+
+@given(FLOATS, st.integers(1, 7))
+def test_an_exact_sum_does_not_depend_on_the_cut_into_blocks(numbers: list[float], block: int) -> None:
+    total = ExactSum()
+    for first in range(0, len(numbers), block):
+        total.add(np.array(numbers[first : first + block]))
+    assert total.mean == math.fsum(numbers) / len(numbers)
+
+
+@given(FLOATS, st.data())
+def test_a_selected_rank_is_that_of_the_sorted_numbers(numbers: list[float], data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, len(numbers) - 1))
+    parts = [np.array(numbers[::2]), np.array(numbers[1::2])]
+    assert select_rank(lambda: iter(parts), rank) == sorted(numbers)[rank]
+
+
+@pytest.mark.parametrize("embedding", [None, 3])
+def test_raw_rows_give_the_same_scores_through_task_and_export(tmp_path: Path, embedding: int | None) -> None:
+    torch.manual_seed(1)
+    dataset = write_table(tmp_path / "train", PEOPLE)
+    missing = {"age": "indicator", "cabin": "category"}
+    task = prepare(dataset, missing=missing, standardize=["age", "fare"], embedding=embedding, hidden=[8])
+    model = task.build_model().eval()
+    arrays = decode_all_rows(task, dataset)
+    with torch.no_grad():
+        expected = task.forward(model, {name: torch.from_numpy(values.copy()) for name, values in arrays.items()})
+    write_export(task, model, arrays, tmp_path / "export", {"run": "run", "step": 1, "params_digest": ""})
+    predictor = load_model(tmp_path / "export")
+    raw = {name: values for name, values in PEOPLE.items() if name != "label"}
+    assert np.array_equal(predictor.predict(raw), expected.numpy())
+    with pytest.raises(ValueError, match="column 'fare' is NaN or infinite"):
+        predictor.predict(raw | {"fare": [None] * 6})
+    described = loader.describe(tmp_path / "export" / "data" / "model")
+    assert described["encoding"]["settings"] == task.fitted
+    assert (tmp_path / "export" / "code" / f"{described['encoding']['module']}.py").is_file()
+
+
+def test_an_unknown_word_and_a_missing_column_are_told_apart(tmp_path: Path) -> None:
+    task = prepare(write_table(tmp_path, PEOPLE), features=["sex"])
+    assert task.fitted is not None
+    assert encode_rows(task.fitted, {"sex": ["male", "robot"]})["categories"].tolist() == [[1], [2]]
+    with pytest.raises(ValueError, match="the column 'sex' is missing; there are 'gender'"):
+        encode_rows(task.fitted, {"gender": ["male"]})
