@@ -91,8 +91,18 @@ class IngestOptions:
             of semicolon, tab and vertical bar the first rows of the first file are separated by.
         column_names: For csv: names of the columns of files without a header line. A first line that holds just these
             names is a header line.
-        columns: For jsonl, hf, tfrecord, webdataset, and images with labels: the columns to keep, by their names before
-            rename, the label besides; default: all.
+        encoding: For csv: utf-8, latin-1, cp1252 or utf-16.
+        decimal: For csv: the decimal mark of numbers, a point or a comma.
+        thousands: For csv: the mark between groups of three digits, such as a comma, a point or a blank.
+        null: For csv: a further spelling of a missing value, such as ?, or several; such values are missing in columns
+            of text, too.
+        comment: For csv: the character at the beginning of lines that are left out.
+        skip_lines: For csv: number of lines before the header line, which are left out.
+        drop: Columns to leave out, by the names that they would have before rename.
+        classes: For csv, jsonl and hf: names of the classes of the label in the order of their indices; with it a label
+            of numbers in a CSV is the name of a class, too. Default: strings in sorted order.
+        columns: For csv, jsonl, hf, tfrecord, webdataset, and images with labels: the columns to keep, by their names
+            before rename, the label besides; default: all.
         ragged: For jsonl and hf: columns of lists of any length, also empty ones, by their names in the source: lists
             of numbers, such as tokens, or of lists that have one size, that of the first that is not empty, such as
             boxes. Default: lists have one shape in all rows.
@@ -137,6 +147,14 @@ class IngestOptions:
     segmentation: bool = False
     delimiter: str | None = None
     column_names: list[str] | None = None
+    encoding: Literal["utf-8", "latin-1", "cp1252", "utf-16"] = "utf-8"
+    decimal: Literal[".", ","] = "."
+    thousands: str | None = None
+    null: str | list[str] | None = None
+    comment: str | None = None
+    skip_lines: int = 0
+    drop: list[str] | None = None
+    classes: list[str] | None = None
     columns: list[str] | None = None
     ragged: list[str] | None = None
     rename: dict[str, str] = field(default_factory=dict)
@@ -250,6 +268,22 @@ def _check_text(options: IngestOptions) -> None:
             rf"delimiter is {options.delimiter!r}; allowed is one ASCII character, such as ; or | or \t, but no quote"
             rf" and no line end."
         )
+    if options.decimal in (options.delimiter, options.thousands):
+        raise ConfigError(
+            f"decimal is {options.decimal!r}, and so is the delimiter or thousands; give each its own character."
+        )
+    for name, allowed in (("thousands", ", . ' _ and a blank"), ("comment", "one ASCII character, such as # or %")):
+        value = getattr(options, name)
+        if value is not None and (
+            len(value) != 1 or (value not in ",.'_ " if name == "thousands" else value.isalnum())
+        ):
+            raise ConfigError(f"{name} is {value!r}; allowed is {allowed}.")
+    if options.skip_lines < 0:
+        raise ConfigError(f"skip_lines is {options.skip_lines}; allowed is 0 or more.")
+    if options.classes is not None and (len(set(options.classes)) != len(options.classes) or "" in options.classes):
+        raise ConfigError(f"classes is {options.classes}; allowed are names that are not empty, each once.")
+    if options.classes is not None and options.label is None:
+        raise ConfigError("classes is given without a label; name the column of the label, too.")
     if options.columns is not None and not options.columns:
         raise ConfigError("columns is []; name at least one column to keep, or leave it out to keep all.")
     if options.column_names is not None:

@@ -112,7 +112,7 @@ def write_input_split(task: InputSplitTask) -> Record:
     with make_scratch(task.folder) as scratch:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}
         for table in task.input_split.tables(refusals):
-            usable = _rename_and_check(table, options.rename, refusals)
+            usable = _rename_and_check(_drop_columns(table, options.drop or []), options.rename, refusals)
             if texts:
                 usable = texts.encode(usable, refusals)
             text_columns.add(usable)
@@ -152,6 +152,16 @@ def load_finished_record(task: InputSplitTask) -> Record | None:
         if not has_files(folder, description["shards" if task.keeps_order else "runs"]):
             return None
     return record
+
+
+def _drop_columns(table: pa.Table, names: list[str]) -> pa.Table:
+    """Returns the table without some columns; raises ConfigError for one that it lacks, and for the last ones."""
+    columns = table.column_names[1:]
+    if absent := [name for name in names if name not in columns]:
+        raise ConfigError(f"drop names {absent[0]!r}; the columns are {columns}. Name these.")
+    if set(names) == set(columns):
+        raise ConfigError(f"drop names all columns, {columns}; leave one of them.")
+    return table.drop_columns(names) if names else table
 
 
 def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refuse) -> pa.Table:

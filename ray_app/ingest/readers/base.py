@@ -148,6 +148,23 @@ class SourceReader(ABC):
             )
         return kept
 
+    def order_classes(self, where: str, values: set[str]) -> tuple[str, ...]:
+        """Returns the names of the classes of a label: those of the option `classes`, or its values, sorted.
+
+        "" among the values stands for a row without a value. Raises DataError for a value that is not among `classes`,
+        and see `sort_classes`; where rows may be skipped, those rows are refused later.
+        """
+        classes = self.options.classes
+        if classes is None:
+            return sort_classes(where, values, self.skips)
+        others = sorted(values - {"", *classes})
+        if others and not self.skips:
+            raise DataError(
+                f"{where} has the values {format_items(others)}, which classes lacks ({format_items(classes)}). Add"
+                " them, or leave such rows out with on_bad_row=skip."
+            )
+        return tuple(classes)
+
 
 def group_items(items: Iterable[T], size: Callable[[T], int], max_rows: float, max_bytes: int) -> list[list[T]]:
     """Groups successive items within limits, which a single item may exceed."""
@@ -309,7 +326,8 @@ def open_text(file: File) -> Iterator[IO[bytes]]:
         )
         if encoding:
             raise DataError(
-                f"{file}: it is {encoding}, and not UTF-8 (as Excel's 'Unicode text' is). Save it as UTF-8."
+                f"{file}: it is {encoding}, and not UTF-8 (as Excel's 'Unicode text' is). Save it as UTF-8, or"
+                " for a CSV in UTF-16 say so (--encoding utf-16)."
             )
         yield stream
 

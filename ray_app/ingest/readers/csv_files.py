@@ -10,22 +10,24 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cached_property, partial
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from ray_app.errors import DataError
-from ray_app.ingest.options import FormatTraits
+from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
+from ray_app.ingest.readers.base import list_text_files, open_text
 from ray_app.storage.data_files import File, parser_errors
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
@@ -42,20 +44,48 @@ _HEAD_BYTES, _HEAD_ROWS = 1 << 20, 20
 _MAX_VALUE_CHARS = 1 << 30
 """Maximum characters of a value; the default of the csv module is 131,072."""
 csv.field_size_limit(_MAX_VALUE_CHARS)
+_MAX_NAMES = 20
+"""Maximum number of names in a command of a message."""
+_LINE_BYTES = 1 << 20
+"""Characters of a line that are read together, where lines are left out or decoded."""
 _MAX_LISTED = 5
 """Maximum number of names in a message."""
 
 
 @dataclass(frozen=True)
 class CsvFormat:
-    """The layout of all files of a data set; without names of columns the header line of each file has them."""
+    """The layout of all files of a data set; without names of columns the header line of each file has them.
 
-    delimiter: str
+    `nulls` are further spellings of a missing value; for the others see `IngestOptions`.
+    """
+
+    delimiter: str = ","
     column_names: tuple[str, ...] | None = None
+    encoding: str = "utf-8"
+    decimal: str = "."
+    thousands: str | None = None
+    nulls: tuple[str, ...] = ()
+    comment: str | None = None
+    skip_lines: int = 0
+
+    @classmethod
+    def of(cls, options: IngestOptions) -> CsvFormat:
+        """Returns the layout that the options state, with a comma where they do not name a delimiter."""
+        return cls(
+            # A shell passes a tab as these two characters.
+            (options.delimiter or ",").replace(r"\t", "\t"),
+            tuple(options.column_names) if options.column_names else None,
+            options.encoding,
+            options.decimal,
+            options.thousands,
+            tuple([options.null] if isinstance(options.null, str) else options.null or ()),
+            options.comment,
+            options.skip_lines,
+        )
 
     def has_header(self, file: File) -> bool:
         """Returns whether the first line of a file is a header line: always, or if it has just `column_names`."""
-        return self.column_names is None or parse_first_rows(read_head(file), self.delimiter)[:1] == [
+        return self.column_names is None or parse_first_rows(self.read_head(file), self.delimiter)[:1] == [
             list(self.column_names)
         ]
 
@@ -64,15 +94,82 @@ class CsvFormat:
         first = "one header line (row 1)" if has_header else "no header line"
         delimiter = DELIMITERS.get(self.delimiter, repr(self.delimiter))
         return (
-            f"Expected UTF-8 text with {first} and the same number of values, separated by {delimiter}, in every row."
-            " Correct the file, or name another delimiter."
+            f"Expected {self.encoding.upper()} text with {first} and the same number of values, separated by"
+            f" {delimiter}, in every row. Correct the file, or name another delimiter or encoding."
         )
 
+    @contextmanager
+    def open(self, file: File) -> Iterator[IO[bytes]]:
+        """Opens a file as UTF-8 text without skipped lines and comments."""
+        if self.encoding == "utf-8" and not self.comment and not self.skip_lines:
+            with open_text(file) as stream:
+                yield stream
+            return
+        with file.open_unpacked() as stream:
+            yield io.BufferedReader(_PlainLines(stream, self, file), _LINE_BYTES)
 
-def read_head(file: File) -> str:
-    """Returns the first MiB of a text file; bytes that are not UTF-8 become U+FFFD."""
-    with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
-        return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
+    def read_head(self, file: File) -> str:
+        """Returns the first MiB of a file; bytes that are not UTF-8 become U+FFFD."""
+        with parser_errors(file, "The file is damaged; make it again."), self.open(file) as stream:
+            return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
+
+    def plain_numbers(self, values: pa.Array) -> pa.Array:
+        """Returns texts with the numbers in the notation of Arrow; raises ArrowInvalid for others that are not null."""
+        if self.decimal == "." and self.thousands is None:
+            return values
+        mark, decimal = re.escape(self.thousands or ""), re.escape(self.decimal)
+        groups = rf"\d{{1,3}}({mark}\d{{3}})+|" if mark else ""
+        pattern = rf"^[+-]?({groups}\d+)({decimal}\d*)?([eE][+-]?\d+)?$|^[+-]?{decimal}\d+$"
+        if pc.any(pc.invert(pc.match_substring_regex(values, pattern))).as_py():
+            raise pa.ArrowInvalid("a value is not a number in this notation")
+        values = pc.replace_substring(values, self.thousands, "") if self.thousands else values
+        return pc.replace_substring(values, self.decimal, ".")
+
+
+class _PlainLines(io.RawIOBase):
+    """The lines of a stream as UTF-8, without the first `skip_lines` and those that begin with `comment`."""
+
+    def __init__(self, stream: IO[bytes], layout: CsvFormat, file: File) -> None:
+        encoding = "utf-8-sig" if layout.encoding == "utf-8" else layout.encoding
+        self._text = io.TextIOWrapper(stream, encoding, newline="")
+        self._layout, self._file = layout, file
+        self._rest = b""
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Copies the next bytes; returns their number, 0 at the end."""
+        if not self._rest:
+            try:
+                self._rest = next(self._blocks, "").encode()
+            except UnicodeError as error:
+                raise DataError(
+                    f"{self._file}: it is not {self._layout.encoding}: {error}. Name another encoding, one of utf-8,"
+                    " latin-1, cp1252 and utf-16."
+                ) from error
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+    @cached_property
+    def _blocks(self) -> Iterator[str]:
+        return self._read_blocks()
+
+    def _read_blocks(self) -> Iterator[str]:
+        """Yields text of bounded length; a long line comes in parts, so that memory stays bounded."""
+        number = 0
+        is_new, is_left_out = True, False
+        while part := self._text.readline(_LINE_BYTES):
+            if is_new:
+                number += 1
+                is_comment = bool(self._layout.comment) and part.startswith(str(self._layout.comment))
+                is_left_out = number <= self._layout.skip_lines or is_comment
+            is_new = part.endswith(("\n", "\r"))
+            if not is_left_out:
+                yield part
 
 
 def parse_first_rows(head: str, delimiter: str) -> list[list[str]]:
@@ -87,20 +184,21 @@ def parse_first_rows(head: str, delimiter: str) -> list[list[str]]:
     return rows[:-1] if len(head) > _HEAD_BYTES // 4 or len(rows) > _HEAD_ROWS else rows
 
 
-def recognize_delimiter(file: File, column_names: list[str] | None) -> str:
+def recognize_delimiter(file: File, layout: CsvFormat) -> str:
     """Returns the delimiter of a file, from its first rows.
 
     With two or more `column_names` it is the first one that gives the first row as many values. Otherwise it is a
     comma, if that divides all rows into the same number of values, two or more; or if no delimiter does that and a
     comma divides the first row. Otherwise it is the delimiter that gives the first row most values.
     """
-    head = read_head(file)
-    widths = {delimiter: [len(row) for row in parse_first_rows(head, delimiter)] or [1] for delimiter in DELIMITERS}
-    num_columns = len(column_names or ())
+    head = layout.read_head(file)
+    marks = [mark for mark in DELIMITERS if mark != layout.decimal]
+    widths = {delimiter: [len(row) for row in parse_first_rows(head, delimiter)] or [1] for delimiter in marks}
+    num_columns = len(layout.column_names or ())
     if num_columns > 1 and (fits := [mark for mark, width in widths.items() if width[0] == num_columns]):
         return fits[0]
     even = {delimiter: width[0] for delimiter, width in widths.items() if len(set(width)) == 1 and width[0] > 1}
-    if "," in even or (not even and widths[","][0] > 1):
+    if "," in even or (not even and widths.get(",", [1])[0] > 1):
         return ","
     # A delimiter that gives all rows the same number of values comes before one that does not.
     candidates = even or {delimiter: width[0] for delimiter, width in widths.items()}
@@ -117,7 +215,8 @@ def check_header(file: str, names: list[str]) -> str | None:
         raise DataError(
             f"{file}: the first line holds numbers ({base.format_items(numbers)}) where the names of the columns are"
             f" expected. If the file has no header line, give its {len(names)} names by column_names; if these are the"
-            " names, give just them."
+            f" names, give just them. On the command line: --column_names '{_example_names(len(names))}' or"
+            f" --column_names '{json.dumps(names[:_MAX_NAMES])}'."
         )
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
@@ -136,6 +235,11 @@ def check_header(file: str, names: list[str]) -> str | None:
             " row, since the file has no header line, give column_names."
         )
     return None
+
+
+def _example_names(count: int) -> str:
+    more = ", ..." if count > _MAX_NAMES else ""
+    return f"[{', '.join(f'column_{i}' for i in range(1, min(count, _MAX_NAMES) + 1))}{more}]"
 
 
 def _is_numbering(numbers: list[str]) -> bool:
@@ -162,14 +266,14 @@ def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]
     )
 
 
-def find_open_quote(file: File, delimiter: str) -> str | None:
+def find_open_quote(file: File, layout: CsvFormat) -> str | None:
     """Returns a description of the first quote that opens a value and is not closed; None if there is none.
 
     pyarrow does not find it: it takes all that follows an open quote, line ends and delimiters too, for one value.
     """
-    with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
+    with parser_errors(file, "The file is damaged; make it again."), layout.open(file) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
-        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        rows = csv.reader(text, delimiter=layout.delimiter, strict=True)
         first_line = 1
         try:
             for _ in rows:
@@ -184,7 +288,14 @@ def find_open_quote(file: File, delimiter: str) -> str | None:
 class Csv(base.SourceReader):
     """One CSV file or a folder of them."""
 
-    traits = FormatTraits(options=frozenset({"label", "delimiter", "column_names", "tokenizer"}))
+    traits = FormatTraits(
+        options=frozenset(
+            {
+                *("label", "delimiter", "column_names", "tokenizer", "columns", "classes"),
+                *("encoding", "decimal", "thousands", "null", "comment", "skip_lines"),
+            }
+        )
+    )
 
     def files(self) -> list[File]:
         """Returns the files, sorted by name."""
@@ -205,9 +316,11 @@ class Csv(base.SourceReader):
             name: next(kind for kind in KINDS if all(kind in f.kinds.get(name, KINDS) for f in facts)) for name in names
         }
         classes = None
+        if label and self.options.classes:
+            kinds[label] = pa.string()
         if label and not (pa.types.is_integer(kinds[label]) or pa.types.is_floating(kinds[label])):
-            labels = set().union(*(f.labels for f in facts))
-            classes = sort_classes(f"{self.path}: label column {label!r}", labels, self.skips)
+            labels = {value or "" for f in facts for value in f.labels}
+            classes = self.order_classes(f"{self.path}: label column {label!r}", labels)
             kinds[label] = pa.string()
         tables = partial(_read_tables, self._format, label, self.skips, kinds, classes)
         splits = [base.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
@@ -215,10 +328,10 @@ class Csv(base.SourceReader):
 
     @cached_property
     def _format(self) -> CsvFormat:
-        delimiter, names = self.options.delimiter, self.options.column_names
-        # A shell passes a tab as these two characters.
-        mark = delimiter.replace(r"\t", "\t") if delimiter else recognize_delimiter(self.files()[0], names)
-        return CsvFormat(mark, tuple(names) if names else None)
+        layout = CsvFormat.of(self.options)
+        if self.options.delimiter:
+            return layout
+        return replace(layout, delimiter=recognize_delimiter(self.files()[0], layout))
 
     def _check_headers(self, facts: list[_CsvFacts]) -> tuple[list[str], list[str]]:
         """Returns the names of the columns, and notes for the user on how the files were interpreted."""
@@ -234,8 +347,7 @@ class Csv(base.SourceReader):
         for f in facts:
             for header in f.headers:
                 check_same_header((path, names), header)
-        self.kept_columns(path, names, self.options.label, "column", "Rename that one.")
-        return names, notes
+        return self.kept_columns(path, names, self.options.label, "column", "Rename that one."), notes
 
 
 @dataclass
@@ -263,7 +375,9 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
             if len(set(names)) < len(names):
                 continue
             for name in names:
-                facts.kinds[name] = [kind for kind in facts.kinds.get(name, KINDS) if _fits(block[name], kind)]
+                facts.kinds[name] = [
+                    kind for kind in facts.kinds.get(name, KINDS) if _fits(block[name], kind, csv_format)
+                ]
                 if pa.types.is_string(facts.kinds[name][0]):
                     _check_zero_bytes(file, name, block[name], numbers)
                     has_line_ends |= bool(pc.any(pc.match_substring(block[name], "\n")).as_py())
@@ -272,7 +386,7 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
         # The search for an open quote reads the file once more, so only a value with a line end, which an open quote
         # causes, makes it necessary.
         may_have_open_quote = has_line_ends or any("\n" in row.text for row in bad_rows)
-        if may_have_open_quote and (fault := find_open_quote(file, csv_format.delimiter)):
+        if may_have_open_quote and (fault := find_open_quote(file, csv_format)):
             raise DataError(f"{file}: {fault}. Close it, or write a quote that is part of a value twice.")
         facts.rows += len(bad_rows)
     return facts
@@ -302,7 +416,8 @@ def _read_tables(
         bad_rows: list[Any] = []
         for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
             yield base.make_table(
-                [f"{file.name}:{number}" for number in numbers], _convert_block(file, block, label, kinds, classes)
+                [f"{file.name}:{number}" for number in numbers],
+                _convert_block(file, block, label, kinds, classes, csv_format),
             )
         for invalid in bad_rows:
             refuse(
@@ -312,11 +427,16 @@ def _read_tables(
 
 
 def _convert_block(
-    file: File, block: pa.RecordBatch, label: str | None, kinds: dict[str, pa.DataType], classes: tuple[str, ...] | None
+    file: File,
+    block: pa.RecordBatch,
+    label: str | None,
+    kinds: dict[str, pa.DataType],
+    classes: tuple[str, ...] | None,
+    layout: CsvFormat,
 ) -> dict[str, pa.Array]:
     """Returns the columns of a block with their types, the label by its new name and as indices of `classes`."""
     try:
-        columns = {name: _convert(block[name], kind) for name, kind in kinds.items()}
+        columns = {name: _convert(block[name], kind, layout) for name, kind in kinds.items()}
     except (pa.ArrowInvalid, KeyError) as error:
         raise DataError(f"{file}: {error}. The file changed while it was read: start again.") from error
     columns = {"label" if name == label else name: values for name, values in columns.items()}
@@ -371,31 +491,44 @@ def _string_blocks(file: File, csv_format: CsvFormat, bad_rows: list[Any] | None
         invalid_row_handler=None if bad_rows is None else record_bad_row,
     )
     try:
-        with parser_errors(file, csv_format.advice(has_header)), open_text(file) as stream:
+        with parser_errors(file, csv_format.advice(has_header)), csv_format.open(file) as stream:
             reader = arrow_csv.open_csv(stream, read, parse, convert)
             # pyarrow decodes the names here, so that an error in them is turned into one that names the file.
             names = reader.schema.names
             yield pa.RecordBatch.from_arrays([pa.array([], pa.string()) for _ in names], schema=reader.schema)
-            yield from reader
+            yield from (_without_nulls(block, csv_format.nulls) for block in reader)
     except DataError as error:
         # The error may be a consequence of an open quote far before the row that it names.
-        if isinstance(error.__cause__, pa.ArrowInvalid) and (fault := find_open_quote(file, csv_format.delimiter)):
+        if isinstance(error.__cause__, pa.ArrowInvalid) and (fault := find_open_quote(file, csv_format)):
             raise DataError(f"{file}: {fault}. Close it, or write a quote that is part of a value twice.") from error
         raise
 
 
-def _convert(values: pa.Array, kind: pa.DataType) -> pa.Array:
+def _without_nulls(block: pa.RecordBatch, nulls: tuple[str, ...]) -> pa.RecordBatch:
+    """Returns a block of strings in which further spellings of a missing value are missing."""
+    if not nulls:
+        return block
+    spellings = pa.array(nulls, pa.string())
+    columns = [
+        pc.if_else(pc.is_in(pc.utf8_trim_whitespace(values), spellings), pa.scalar(None, pa.string()), values)
+        for values in block.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=block.schema)
+
+
+def _convert(values: pa.Array, kind: pa.DataType, layout: CsvFormat) -> pa.Array:
     """Returns strings as values of a type; except for text they are trimmed, and `NULLS` become null."""
     if pa.types.is_string(kind):
         return values
     trimmed = pc.utf8_trim_whitespace(values)
-    return pc.if_else(pc.is_in(trimmed, NULLS), None, trimmed).cast(kind)
+    present = pc.if_else(pc.is_in(trimmed, NULLS), None, trimmed)
+    return (present if pa.types.is_boolean(kind) else layout.plain_numbers(present)).cast(kind)
 
 
-def _fits(values: pa.Array, kind: pa.DataType) -> bool:
+def _fits(values: pa.Array, kind: pa.DataType, layout: CsvFormat) -> bool:
     """Returns whether the type can represent all values, whole numbers without rounding."""
     try:
-        _convert(values, kind)
+        _convert(values, kind, layout)
     except pa.ArrowInvalid:
         return False
     return not pa.types.is_floating(kind) or _are_exact_in_float64(values)

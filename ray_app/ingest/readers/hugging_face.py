@@ -24,7 +24,6 @@ from ray_app.data.dataset import index_columns
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import sort_classes
 from ray_app.ingest.readers.image_files import NOT_AN_IMAGE
 from ray_app.storage.data_files import File, files_in, find_file, is_folder, open_parquet, parser_errors
 from ray_app.storage.files import Location, read_json
@@ -180,7 +179,7 @@ _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 class HuggingFace(base.SourceReader):
     """A folder of one data set with its splits, or one file."""
 
-    traits = FormatTraits(options=frozenset({"label", "columns", "ragged", "check", "tokenizer"}))
+    traits = FormatTraits(options=frozenset({"label", "classes", "columns", "ragged", "check", "tokenizer"}))
 
     def files(self) -> list[File]:
         """Returns the files, split by split, and the files that describe them."""
@@ -236,7 +235,7 @@ class HuggingFace(base.SourceReader):
             group for files in self._splits.values() for group in base.group_files(files, self.options.split_bytes)
         ]
         labels = set[str]().union(*run(partial(_label_values, label), groups))
-        classes = sort_classes(f"{self.path}: label column {label!r}", labels, self.skips)
+        classes = self.order_classes(f"{self.path}: label column {label!r}", labels)
         return {split: replace(form, classes=classes) for split, form in forms.items()}
 
     def _form(self, files: list[File]) -> Form:

@@ -22,7 +22,7 @@ from ray_app.data.arrays import is_list, is_numbers
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
+from ray_app.ingest.readers.base import list_text_files, open_text
 from ray_app.storage.data_files import HEAD_BYTES, File, parser_errors
 
 MAX_LINE_BYTES = 64 << 20
@@ -53,7 +53,7 @@ class JsonLines(base.SourceReader):
     value of another type than in other lines is refused in any case, because nothing tells which one is wrong.
     """
 
-    traits = FormatTraits(options=frozenset({"label", "columns", "ragged", "tokenizer"}))
+    traits = FormatTraits(options=frozenset({"label", "classes", "columns", "ragged", "tokenizer"}))
 
     def files(self) -> list[File]:
         """Returns the files of JSON lines, sorted by name; those of one JSON list each where none has lines."""
@@ -87,9 +87,8 @@ class JsonLines(base.SourceReader):
                 )
         classes = None
         if label and pa.types.is_string(schema.field(label).type):
-            classes = sort_classes(
-                f"{self.path}: label key {label!r}", set().union(*(f.labels for f in facts)), self.skips
-            )
+            labels = set[str]().union(*(f.labels for f in facts))
+            classes = self.order_classes(f"{self.path}: label key {label!r}", labels)
         return _JsonLinesForm(schema, shapes, label, classes)
 
 

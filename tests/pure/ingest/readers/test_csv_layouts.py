@@ -1,0 +1,126 @@
+"""CSV files as people have them: encodings, marks of numbers, spellings of missing values, comments, chosen columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from ray_app.cli.ingest import main
+from ray_app.errors import ConfigError, DataError
+from ray_app.ingest.ingest import IngestOptions, PartSummary, ingest
+
+
+def ingest_csv(folder: Path, content: bytes | str, **options: Any) -> tuple[dict[str, list[Any]], PartSummary]:
+    """Ingests a file; returns its columns, sorted by row, without the ids, and the summary."""
+    file, out = folder / "a.csv", folder / "out"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    summary = ingest(IngestOptions("csv", str(out), str(file), **options)).parts[""]
+    table = pq.read_table(out / "part-00000.parquet").sort_by("row_id").drop_columns("row_id")
+    return table.to_pydict(), summary
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "cp1252", "utf-16"])
+def test_each_encoding_is_read_as_it_was_written(tmp_path: Path, encoding: str) -> None:
+    columns, _ = ingest_csv(tmp_path, "größe,wort\n1,ä\n2,ß\n".encode(encoding), encoding=encoding)
+    assert columns == {"größe": [1, 2], "wort": ["ä", "ß"]}
+
+
+def test_another_encoding_than_the_named_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"it is not cp1252: .*Name another encoding"):
+        ingest_csv(tmp_path, b"a,b\n1,\x81\n", encoding="cp1252")
+    with pytest.raises(DataError, match="name another delimiter or encoding"):
+        ingest_csv(tmp_path, "a,b\n1,ä\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"it is UTF-16.*--encoding utf-16"):
+        ingest_csv(tmp_path, "a,b\n1,2\n".encode("utf-16"))
+
+
+def test_decimal_commas_and_groups_of_digits_are_numbers(tmp_path: Path) -> None:
+    text = "price;count;word\n1,5;1.000;1,5x\n-2.000,25;12;y\n;1.234.567;\n"
+    columns, summary = ingest_csv(tmp_path, text, decimal=",", thousands=".")
+    assert columns == {"price": [1.5, -2000.25, None], "count": [1000, 12, 1234567], "word": ["1,5x", "y", ""]}
+    assert "a semicolon was recognized" in summary.notes[0]
+
+
+@pytest.mark.parametrize("value", ["1.5", "12.34", "1.2345", "1,5,0"])
+def test_a_number_in_another_notation_than_the_named_one_stays_text(tmp_path: Path, value: str) -> None:
+    columns, _ = ingest_csv(tmp_path, f"a;b\n{value};1\n2,5;2\n", decimal=",", thousands=".")
+    assert columns["a"] == [value, "2,5"]
+
+
+def test_further_spellings_are_missing_values_in_numbers_and_text(tmp_path: Path) -> None:
+    text = "n,t,k\n1,?,x\n?,-,y\n3, ? ,x\n"
+    columns, summary = ingest_csv(tmp_path, text, null=["?", "-"], label="k")
+    assert columns == {"n": [1, None, 3], "t": [None] * 3, "label": [0, 1, 0]}
+    assert summary.columns["n"]["nulls"] == 1
+    with pytest.raises(DataError, match="rows without a value"):
+        ingest_csv(tmp_path / ".." / tmp_path.name, "n,k\n1,?\n2,x\n", null="?", label="k")
+
+
+def test_lines_before_the_header_and_comments_are_left_out(tmp_path: Path) -> None:
+    text = "exported by a tool\n\n# made 2026\na,b\n# no row\n1,x\n2,#y\n"
+    columns, _ = ingest_csv(tmp_path, text, skip_lines=2, comment="#")
+    assert columns == {"a": [1, 2], "b": ["x", "#y"]}
+
+
+def test_a_long_line_that_is_a_comment_is_left_out_as_a_whole(tmp_path: Path) -> None:
+    columns, _ = ingest_csv(tmp_path, f"a\n#{'1,' * (1 << 20)}\n7\n", comment="#")
+    assert columns == {"a": [7]}
+
+
+def test_columns_are_chosen_and_dropped(tmp_path: Path) -> None:
+    text = "a,b,k\n1,2,x\n"
+    assert ingest_csv(tmp_path, text, columns=["a"], label="k")[0] == {"a": [1], "label": [0]}
+    (tmp_path / "two").mkdir()
+    assert ingest_csv(tmp_path / "two", text, drop=["b"], rename={"a": "c"})[0] == {"c": [1], "k": ["x"]}
+    (tmp_path / "three").mkdir()
+    with pytest.raises(ConfigError, match=r"drop names 'z'; the columns are \['a', 'b', 'k'\]"):
+        ingest_csv(tmp_path / "three", text, drop=["z"])
+    with pytest.raises(ConfigError, match="drop names all columns"):
+        ingest_csv(tmp_path / "three", text, drop=["a", "b", "k"])
+
+
+def test_classes_have_the_order_that_is_named_and_numbers_are_names(tmp_path: Path) -> None:
+    columns, summary = ingest_csv(tmp_path, "a,k\n1,1\n2,-1\n", label="k", classes=["-1", "1"])
+    assert columns["label"] == [1, 0]
+    assert (summary.classes, summary.class_counts) == (["-1", "1"], {"-1": 1, "1": 1})
+    (tmp_path / "two").mkdir()
+    text = "a,k\n1,small\n2,large\n3,huge\n"
+    with pytest.raises(DataError, match=r"has the values \['huge'\], which classes lacks"):
+        ingest_csv(tmp_path / "two", text, label="k", classes=["small", "large"])
+    options = {"label": "k", "classes": ["small", "large"], "on_bad_row": "skip"}
+    columns, summary = ingest_csv(tmp_path / "two", text, **options)
+    assert (columns["label"], summary.refused) == ([0, 1], 1)
+
+
+def test_a_header_of_numbers_is_refused_with_both_commands(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        ingest_csv(tmp_path, "1,2.5\n3,4\n")
+    assert "--column_names '[column_1, column_2]' or --column_names '[\"1\", \"2.5\"]'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"thousands": "x"}, "thousands is 'x'; allowed is"),
+        ({"decimal": ",", "thousands": ","}, "decimal is ',', and so is"),
+        ({"decimal": ",", "delimiter": ","}, "decimal is ',', and so is"),
+        ({"comment": "no"}, "comment is 'no'; allowed is one ASCII character"),
+        ({"skip_lines": -1}, "skip_lines is -1; allowed is 0 or more"),
+        ({"classes": ["a", "a"], "label": "k"}, "allowed are names that are not empty, each once"),
+        ({"classes": ["a"]}, "classes is given without a label"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ingest_csv(tmp_path, "a,k\n1,a\n", **options)
+
+
+def test_the_command_takes_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.csv").write_bytes("größe;k\n1,5;?\n2;x\n".encode("cp1252"))
+    command = ["--source", "csv", "--input", str(tmp_path / "a.csv"), "--out", str(tmp_path / "out")]
+    options = ["--encoding", "cp1252", "--decimal", ",", "--null", "?", "--comment", "#", "--skip_lines", "0"]
+    assert main([*command, *options]) == 0, capsys.readouterr().err
+    assert pq.read_table(tmp_path / "out" / "part-00000.parquet")["größe"].to_pylist() in ([1.5, 2.0], [2.0, 1.5])
