@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ray_app.devices import constant_tensor, to_device
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Losses, Mistake, Task, class_names, count_classes, uniform
+from ray_app.task.fields import MAX_COUNTED_CLASSES
 
 ClassWeights = list[float] | Literal["balanced"] | None
 """The weight of a row of each class in the training loss.
@@ -38,15 +39,29 @@ _COLUMN = 24
 _ANGLE = 25
 
 
-def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes: int) -> list[float] | None:
+def text_classes(data: DataFacts, label: str) -> list[str]:
+    """Returns the distinct values of a column of text, sorted; raises DataError for missing or too many values."""
+    assert data.count is not None, "a data set that was opened"
+    names = sorted(map(str, data.count(label)))
+    if len(names) > MAX_COUNTED_CLASSES:
+        raise DataError(
+            f"Column {label!r} of {data.path} has {len(names)} different values; {MAX_COUNTED_CLASSES} classes are"
+            " allowed. Name another column in task.init_args.label."
+        )
+    return names
+
+
+def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, names: Sequence[str]) -> list[float] | None:
     """Returns the weight of every class as a number, None where all are 1; `balanced` reads the label column.
 
     A weight of `balanced` is rows / (classes that have rows x rows of the class); their mean over the rows is 1. Raises
     ConfigError unless there is one weight of at least 0 for each class.
     """
+    classes = len(names)
     if weights == "balanced":
         assert data.count is not None, "a data set that was opened"
-        rows = data.count(label)
+        index_of: dict[Any, int] = {name: index for index, name in enumerate(names)}
+        rows = {index_of.get(value, value): count for value, count in data.count(label).items()}
         return [data.num_rows / (len(rows) * rows[c]) if c in rows else 0.0 for c in range(classes)]
     if weights is not None and (
         isinstance(weights, str)
@@ -134,9 +149,15 @@ class Classification(Task):
 
     def set_classes(self, data: DataFacts) -> None:
         """Completes a task in `prepare` with the number and names of the classes and their weights."""
-        self.num_classes = count_classes(data, self.label, self.num_classes)
-        self.classes = class_names(data, self.num_classes)
-        self.weights = resolve_weights(self.class_weights, data, self.label, self.num_classes)
+        facts = data.columns.get(self.label)
+        if facts is not None and facts.kind == "text":
+            # The classes of evaluation data are those of the training data.
+            self.classes = self.classes or text_classes(data, self.label)
+            self.num_classes = len(self.classes)
+        else:
+            self.num_classes = count_classes(data, self.label, self.num_classes)
+            self.classes = class_names(data, self.num_classes)
+        self.weights = resolve_weights(self.class_weights, data, self.label, self.classes)
 
     @property
     def class_count(self) -> int:
@@ -149,7 +170,12 @@ class Classification(Task):
         return [self.label]
 
     def decode_labels(self, values: Any) -> npt.NDArray[np.int64]:
-        """Returns a column of class indices as int64, (rows,); raises ValueError for one outside the classes."""
+        """Returns the classes of rows, given by index or name, as int64, (rows,); raises ValueError for others."""
+        if isinstance(values, list):
+            index_of = {name: index for index, name in enumerate(self.classes)}
+            if others := sorted({str(value) for value in values if value not in index_of}):
+                raise ValueError(f"label {others[0]!r} is not one of the {len(index_of)} classes that were trained on")
+            return np.array([index_of[value] for value in values], np.int64)
         labels = np.asarray(values).astype(np.int64)
         if labels.size and not 0 <= labels.min() <= labels.max() < self.class_count:
             raise ValueError(f"label outside 0 to {self.class_count - 1}: {labels.min()} to {labels.max()}")

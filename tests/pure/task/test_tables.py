@@ -278,3 +278,20 @@ def test_an_unknown_word_and_a_missing_column_are_told_apart(tmp_path: Path) -> 
     assert encode_rows(task.fitted, {"sex": ["male", "robot"]})["categories"].tolist() == [[1], [2]]
     with pytest.raises(ValueError, match="the column 'sex' is missing; there are 'gender'"):
         encode_rows(task.fitted, {"gender": ["male"]})
+
+
+@pytest.mark.parametrize("weights", [None, "balanced"])
+def test_a_label_of_text_in_parquet_is_a_class(tmp_path: Path, weights: Any) -> None:
+    columns = {"x": [1.0, 2.0, 3.0, 4.0], "label": pa.array(["no", "yes", "no", "no"]).dictionary_encode()}
+    train = write_table(tmp_path / "train", columns)
+    task = prepare(train, class_weights=weights)
+    assert (task.classes, task.num_classes) == (["no", "yes"], 2)
+    assert task.weights == (None if weights is None else [4 / (2 * 3), 4 / (2 * 1)])
+    assert decode_all_rows(task, train)["label"].tolist() == [0, 1, 0, 0]
+    evaluated = write_table(tmp_path / "eval", {"x": [1.0, 2.0], "label": ["yes", "yes"]})
+    assert decode_all_rows(task.prepare(evaluated.facts), evaluated)["label"].tolist() == [1, 1]
+    other = write_table(tmp_path / "other", {"x": [1.0, 2.0], "label": ["yes", "maybe"]})
+    with pytest.raises(BadRowError, match=r"row 1.*label 'maybe' is not one of the 2 classes"):
+        decode_all_rows(task.prepare(other.facts), other)
+    with pytest.raises(DataError, match="1 missing values"):
+        prepare(write_table(tmp_path / "gap", {"x": [1.0, 2.0], "label": ["yes", None]}))
