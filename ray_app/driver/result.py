@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,11 @@ from ray_app.models.export import open_rows, read_decoded, read_rows
 from ray_app.report.comparison import Comparison, run_cell
 from ray_app.report.facts import read_facts
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
+from ray_app.runlog.history import means
 from ray_app.runlog.journal import StepRecord, read_records
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, to_location
-from ray_app.task.base import Batch, Task, WithoutTargets
+from ray_app.task.base import Batch, Rows, Task, WithoutTargets
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Arrays, Field, concat_fields, to_batch
 from ray_app.train.job import Job
@@ -120,32 +122,50 @@ class Result:
         """
         return read_rows(self.task, path)
 
-    def evaluate(self, path: str, checkpoint: str = "best", workers: int | None = None) -> dict[str, float]:
+    def evaluate(
+        self,
+        data: str | dict[str, Any],
+        checkpoint: str = "best",
+        workers: int | None = None,
+        batch_size: int | None = None,
+    ) -> dict[str, float]:
         """Scores a model on a data set, such as test rows that were used for no choice.
 
         The scores are not recorded.
 
         Args:
-            path: Folder (or file) of Parquet, with the columns of the training data.
+            data: Folder (or file) of Parquet, with the columns of the training data; or its columns by name, as in
+                `predict`.
             checkpoint: See `ExportOptions.checkpoint`.
-            workers: Number of Ray actors that score the rows together, each with `evaluate.num_cpus` and `num_gpus` of
-                the run; the cluster is that of a training. Default: this process scores them on the CPU, without Ray.
-                The scores are bit-identical for any number. Those of this process may differ in the last bits, because
-                it may compute with other threads.
+            workers: Number of Ray actors that score the rows of a folder together, each with `evaluate.num_cpus` and
+                `num_gpus` of the run; the cluster is that of a training. Default: this process scores them on the CPU,
+                without Ray. The scores are bit-identical for any number. Those of this process may differ in the last
+                bits, because it may compute with other threads.
+            batch_size: Rows of one forward pass; default: `evaluate.batch_size` of the run.
 
         Returns:
             The mean `loss` and the task's metrics of one number, by name.
 
         Raises:
-            ConfigError: `workers` is not a number of at least 1.
-            DataError: The data set does not exist, or cannot be decoded.
+            ConfigError: `workers` is not a number of at least 1, or the actors would have to read columns of this
+                process.
+            DataError: The data set does not exist, or cannot be decoded, or a column is missing.
         """
         model, job = self.load_model(checkpoint), self._job
+        size = batch_size or job.config.evaluate.batch_size
         if workers is None:
-            chunks = score(self.task, model, read_decoded(self.task, path), job.config.evaluate.batch_size, HOST)
-            return combine(self.task, chunks).values
-        fields = {"evaluate__workers": workers, "evaluate__where": "actor", "data__eval_path": path}
-        config = job.config.replace(**fields, scaling__min_workers=1, scaling__max_workers=1)
+            if isinstance(data, str):
+                rows = read_decoded(self.task, data)
+            else:
+                rows = self._decoded(data, self.task.columns(), self.task.decode)
+            return combine(self.task, score(self.task, model, rows, size, HOST)).values
+        if not isinstance(data, str):
+            raise ConfigError(
+                f"workers={workers} evaluates a folder or file of Parquet that the actors read, and got columns of this"
+                " process. Give a path, or leave out workers."
+            )
+        fields = {"evaluate__workers": workers, "evaluate__where": "actor", "data__eval_path": data}
+        config = job.config.replace(**fields, evaluate__batch_size=size, scaling__min_workers=1, scaling__max_workers=1)
         check_config(config)
         # These modules import Ray, which nothing else here needs.
         from ray_app.cluster.resources import cluster
@@ -153,18 +173,22 @@ class Result:
         from ray_app.evaluate.job import EvaluationJob
 
         exact = config.train.reduction == "exact"
-        data = open_rows(self.task, path)
-        evaluation = EvaluationJob(config.evaluate, self.task, str(self.path), job.fence, data, deterministic=exact)
+        evaluation = EvaluationJob(
+            config.evaluate, self.task, str(self.path), job.fence, open_rows(self.task, data), deterministic=exact
+        )
         with cluster(config):
             return combine(self.task, score_on_actors(evaluation, model.state_dict())).values
 
-    def predict(self, data: str | npt.ArrayLike | dict[str, Any], checkpoint: str = "best") -> dict[str, Field]:
+    def predict(
+        self, data: str | npt.ArrayLike | dict[str, Any], checkpoint: str = "best", batch_size: int | None = None
+    ) -> dict[str, Field]:
         """Predicts rows in this process, without Ray; the rows need no targets.
 
         Args:
             data: Columns by name, as in the training data: arrays (rows, ...), or lists of bytes. If the task reads one
                 column besides its targets, the array alone is enough. Or the folder (or file) of a data set.
             checkpoint: See `ExportOptions.checkpoint`.
+            batch_size: See `evaluate`.
 
         Returns:
             The result of `Task.predictions` by name, each (rows, ...) or `Ragged`: for a classification `predicted`,
@@ -173,8 +197,12 @@ class Result:
         Raises:
             DataError: A column is missing.
         """
-        model, size = self.load_model(checkpoint), self._job.config.evaluate.batch_size
-        rows = read_decoded(self.task, data, targets=False) if isinstance(data, str) else self._decoded(data)
+        model, size = self.load_model(checkpoint), batch_size or self._job.config.evaluate.batch_size
+        if isinstance(data, str):
+            rows = read_decoded(self.task, data, targets=False)
+        else:
+            decode = WithoutTargets(self.task)
+            rows = self._decoded(data, decode.columns, decode)
         parts = []
         with torch.inference_mode():
             for low in range(0, len(next(iter(rows.values()))), size):
@@ -182,16 +210,14 @@ class Result:
                 parts.append(self.task.predictions(self.task.forward(model, batch), batch))
         return {name: concat_fields([part[name] for part in parts]) for name in parts[0]}
 
-    def _decoded(self, data: Any) -> Arrays:
+    def _decoded(self, data: Any, columns: list[str], decode: Callable[[Rows], Arrays]) -> Arrays:
         """Decodes columns of the caller."""
-        decode = WithoutTargets(self.task)
-        rows = data if isinstance(data, dict) else dict.fromkeys(decode.columns[:1], np.asarray(data))
-        if missing := [name for name in decode.columns if name not in rows]:
+        rows = data if isinstance(data, dict) else dict.fromkeys(columns[:1], np.asarray(data))
+        if missing := [name for name in columns if name not in rows]:
             raise DataError(
-                f"No column {', '.join(map(repr, missing))} is given; the task reads {decode.columns}. Give all by"
-                " name."
+                f"No column {', '.join(map(repr, missing))} is given; the task reads {columns}. Give all by name."
             )
-        return decode({name: rows[name] for name in decode.columns})
+        return decode({name: rows[name] for name in columns})
 
     def metrics(self) -> list[StepRecord]:
         """Returns the record of every step, in order."""
@@ -200,6 +226,17 @@ class Result:
     def evaluations(self) -> list[Evaluation]:
         """Returns the evaluations by step."""
         return read_evaluations(RunPaths(self.path))
+
+    def epochs(self) -> list[dict[str, float]]:
+        """Returns for each epoch the means over its training rows, and its evaluation with `val_` before the names."""
+        job = self._job
+        evaluations = {evaluation.step: evaluation.metrics for evaluation in self.evaluations()}
+        epochs = []
+        for epoch, records in groupby(self.metrics(), lambda record: (record.step - 1) // job.steps_per_epoch):
+            last_step = min((epoch + 1) * job.steps_per_epoch, job.total_steps)
+            scores = evaluations.get(last_step, {})
+            epochs.append(means(list(records)) | {f"val_{name}": value for name, value in scores.items()})
+        return epochs
 
     @property
     def _job(self) -> Job:

@@ -20,7 +20,7 @@ import logging
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -385,10 +385,17 @@ def ingest_arrays(
         ConfigError: The folder holds something else.
         DataError: The arrays differ in rows, or do not hold numbers.
     """
+    return ingest_named_arrays(folder, arrays, eval_fraction, seed)
+
+
+def ingest_named_arrays(
+    folder: str, arrays: Mapping[str, npt.ArrayLike], eval_fraction: float | None = None, seed: int = 0
+) -> DatasetSummary:
+    """Makes a data set of arrays by their names, see `ingest_arrays`."""
     with tempfile.TemporaryDirectory(prefix="ray_app-arrays-") as temporary:
         for name, values in arrays.items():
             file = Path(temporary) / f"{name}.npy"
-            np.save(file, _to_numbers(name, values), allow_pickle=False)
+            np.save(file, to_numbers(name, values), allow_pickle=False)
             _set_content_time(file)
         return ingest(IngestOptions("numpy", folder, temporary, eval_fraction=eval_fraction, seed=seed))
 
@@ -469,8 +476,8 @@ def _set_content_time(file: Path) -> None:
     os.utime(file, ns=(content_ns, content_ns))
 
 
-def _to_numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
-    """Returns the values as an array of numbers, rows first."""
+def to_numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
+    """Returns the values as an array of numbers, rows first; raises DataError for missing values and other types."""
     try:
         array = np.ma.asarray(values) if isinstance(values, np.ma.MaskedArray) else np.asarray(values)
     except ValueError as error:

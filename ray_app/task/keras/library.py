@@ -10,7 +10,8 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +131,27 @@ def program_session(settings: Settings | None) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+@contextmanager
+def notice_models(notice: Callable[[Any], object]) -> Iterator[None]:
+    """Calls a function with each model that this thread begins to make in a block, also with those inside a model."""
+    import_keras()
+    from keras.src.trainers.trainer import Trainer
+
+    # Every model is a trainer, and TensorFlow's looks here for the strategy of the scope, too.
+    original, thread = Trainer.__init__, threading.get_ident()
+
+    def initialize(trainer: Any) -> None:
+        original(trainer)
+        if threading.get_ident() == thread:
+            notice(trainer)
+
+    Trainer.__init__ = initialize
+    try:
+        yield
+    finally:
+        Trainer.__init__ = original
+
+
 def device_scope(device: torch.device) -> Any:
     """Returns a context in which Keras makes tensors on a device."""
     return import_keras().device(str(device))
@@ -230,6 +252,20 @@ def compiled_metrics(program: Any) -> list[tuple[str, Any]]:
         elif metric is not program._loss_tracker:
             named[metric.name] = metric
     return list(named.items())
+
+
+def weighted_metrics(program: Any) -> list[Any]:
+    """Returns the metrics of a model that use the weights of rows: `weighted_metrics` of `compile`."""
+    parts = [] if program._compile_metrics is None else program._compile_metrics._flat_weighted_metrics or []
+    return [metric for part in parts if part is not None for metric in part.metrics]
+
+
+def has_mask(outputs: Any) -> bool:
+    """Returns whether an output has a mask, by which Keras leaves parts of rows out of losses and metrics."""
+    keras = import_keras()
+    from keras.src.backend import get_keras_mask
+
+    return any(get_keras_mask(tensor) is not None for tensor in keras.tree.flatten(outputs))
 
 
 def is_higher_better(metric: Any) -> bool | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
+from ray_app.storage.files import to_location
 from ray_app.task.keras import library
 from ray_app.task.keras.module import KerasModule, fit_inputs, fit_targets, refuse_steps
 from ray_app.task.transforms import Spec, instantiate
@@ -38,6 +42,33 @@ def load_json(path: str) -> Any:
     keras = library.import_keras()
     with open(path, encoding="utf-8") as file:
         return keras.models.model_from_json(file.read())
+
+
+def load_saved(path: str, custom_objects: dict[str, str] | None = None) -> Any:
+    """Returns the compiled model of a `.keras` file on a disk or in a bucket.
+
+    Args:
+        custom_objects: Import paths of classes and functions by the names that the file has for them.
+
+    Raises:
+        ConfigError: Keras cannot make the model from the file.
+    """
+    keras = library.import_keras()
+    with tempfile.TemporaryDirectory(prefix="ray_app-keras-") as folder:
+        # Keras reads disks only.
+        file = Path(folder) / "model.keras"
+        file.write_bytes(to_location(path).read_bytes())
+        try:
+            objects = {name: load_class(import_path) for name, import_path in (custom_objects or {}).items()}
+            with warnings.catch_warnings():
+                # A run has its own state of the optimizer.
+                warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+                return keras.saving.load_model(file, objects)
+        except (TypeError, ValueError, ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"Keras cannot make the model of {path} again: {error}\nGive a function that returns the compiled"
+                " model, in a module that workers can import; then it is called instead of reading a file."
+            ) from error
 
 
 def read_settings(spec: Spec) -> library.Settings:

@@ -282,8 +282,12 @@ class KerasTask(BatchTask):
 
         from ray_app.task.keras.metrics import KerasMetric
 
-        metrics = _make_metrics(type(self), json.dumps(vars(self)), load_class(self.model["class_path"]))
+        metrics = self.compiled_metrics()
         return MetricCollection({name: KerasMetric(metric) for name, metric in metrics}, compute_groups=False)
+
+    def compiled_metrics(self) -> list[tuple[str, Any]]:
+        """Returns the metrics of Keras that the model was compiled with by their names, in Keras' order."""
+        return _make_metrics(type(self), json.dumps(vars(self)), load_class(self.model["class_path"]))
 
     def update(self, metrics: MetricCollection, outputs: Evaluated, batch: Batch) -> None:
         """Updates the metrics with the states that they have after a batch."""

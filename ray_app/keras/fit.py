@@ -1,0 +1,337 @@
+"""`fit`, `evaluate` and `predict` of Keras programs, with the arguments and the results of `keras.Model`.
+
+`fit` writes its arrays and its model where workers read them, makes a configuration with a `KerasTask` of its
+arguments, and calls `run_training`. So a call is a run like any other, with a directory, a report and a resume.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from io import StringIO
+from os import fspath
+from typing import Any
+
+from rich.console import Console
+
+from ray_app.config.config import Config
+from ray_app.config.sections import RunSection
+from ray_app.config.strategies import STRATEGIES
+from ray_app.data.dataset import open_dataset
+from ray_app.driver.parsing import load_config
+from ray_app.driver.result import Result
+from ray_app.driver.run import run_training
+from ray_app.errors import ConfigError, RunExistsError
+from ray_app.keras.inputs import FitColumns, fill_columns, is_path, split_arrays, store_arrays, store_program
+from ray_app.keras.strategies import Strategy, strategy_of
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.stored_config import stored_config
+from ray_app.storage.files import to_location
+from ray_app.task.keras import library
+from ray_app.task.keras.task import Columns, KerasTask
+
+logger = logging.getLogger(__name__)
+
+_TASK = "ray_app.task.keras.KerasTask"
+_BATCH_SIZE = 32
+"""Keras' default."""
+_WORKERS = "scaling.max_workers"
+_INPUTS, _TARGETS = ("image", "features"), ("label", "target")
+"""Names that an ingest gives columns."""
+Fields = dict[str, Any]
+"""Fields of a configuration by their dotted names."""
+
+
+@dataclass(frozen=True)
+class History:
+    """The course of a run by epoch, as `Model.fit` returns it, and the run itself.
+
+    Args:
+        history: The values of each epoch by name: `loss` and the metrics over the training rows, and with `val_` before
+            their names those of the validation data. A metric that is not a mean over rows, such as AUC, has
+            only the latter.
+        epoch: The numbers of the epochs, from 0.
+        result: The run.
+        checkpoint: The checkpoint with the weights that training has ended with: `newest`, or `best`.
+    """
+
+    history: dict[str, list[float]]
+    epoch: list[int]
+    result: Result = field(repr=False)
+    checkpoint: str = "newest"
+
+    def keras_model(self) -> Any:
+        """Returns the trained `keras.Model`."""
+        return self.result.keras_model(self.checkpoint)
+
+
+def fit(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: int | str = "auto",
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: bool = True,
+    class_weight: Mapping[int, float] | None = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: int = 1,
+    *,
+    name: str | None = None,
+    workers: int | str | None = None,
+    inputs: Columns | None = None,
+    target: Columns | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> History:
+    """Trains a compiled Keras model as a run, with the arguments of `keras.Model.fit`.
+
+    A model, as opposed to a function, has the trained weights afterwards, as `Model.fit` leaves them. Its optimizer is
+    as before: another call begins with a new one.
+
+    Args:
+        model: A function that returns a compiled `keras.Model`, its import path, or the model itself, which Keras
+            writes to a file with its weights.
+        x: Arrays: NumPy, torch, or several in a list or dictionary. Or the path of a data set that `ray-app ingest`
+            has written.
+        y: The targets in the same forms; with a path None.
+        batch_size: Rows of a step over all workers; by default 32.
+        verbose: 0 shows nothing.
+        validation_split: The fraction of the arrays, their last rows, that is held out as validation data.
+        validation_data: `(x, y)`, `(x, y, sample_weight)`, or the path of a data set.
+        shuffle: True: rows are shuffled in each epoch, which cannot be switched off.
+        class_weight: The weight of each class in training.
+        sample_weight: The weight of each row; with a path the name of the column.
+        steps_per_epoch: Steps of an epoch; the next one continues with the rows after these.
+        validation_batch_size: Rows of one forward pass of an evaluation; by default `batch_size`.
+        validation_freq: Epochs between two evaluations.
+        name: The name of the run. A call with the name of an earlier run continues it, with more epochs, or after it
+            was interrupted. By default each call is a new run.
+        workers: The largest number of workers, or `all` of the cluster. By default that of the strategy, if the model
+            was made in the scope of one; else the model trains in this process.
+        inputs: With a path: the columns of the inputs, see `KerasTask`; by default `image` or `features`.
+        target: With a path: the columns of the targets; by default `label` or `target`.
+        fields: Further fields of the configuration by their dotted names: `{"train.precision": "bf16"}`.
+
+    Raises:
+        ConfigError: An argument is refused; nothing was started.
+        DataError: The data is refused.
+        RayAppError: The run failed; starting it again with its name continues it.
+    """
+    _refuse(
+        {
+            f"initial_epoch is {initial_epoch}; a run continues by its name. Give name= and the higher number of"
+            " epochs.": initial_epoch != 0,
+            f"validation_steps is {validation_steps}; an evaluation uses all rows. Give fewer rows, or"
+            ' fields={"evaluate.max_rows": ...}, an equal share of all parts.': validation_steps is not None,
+            f"shuffle is {shuffle!r}; rows are shuffled in every epoch, in an order that depends on the seed alone."
+            " Leave it out.": shuffle is not True,
+            f"validation_freq is {validation_freq!r}; it must be a number of epochs.": not isinstance(
+                validation_freq, int
+            ),
+            "validation_split and validation_data are given; leave one of them out.": bool(validation_split)
+            and validation_data is not None,
+        }
+    )
+    more = dict(fields or {})
+    storage_path = more.get("run.storage_path", RunSection.storage_path)
+    if is_path(x):
+        _refuse(
+            {
+                "y is given with a path; name the column of the targets: target=.": y is not None,
+                "validation_split is given with a path; ray-app ingest --eval_fraction holds rows out. Give"
+                " validation_data=.": bool(validation_split),
+            }
+        )
+        path, columns = fspath(x), _choose_columns(fspath(x), inputs, target, sample_weight)
+    else:
+        if inputs is not None or target is not None:
+            raise ConfigError("inputs and target name columns of a data set, and x is not a path. Leave them out.")
+        arrays = (x, y, sample_weight)
+        if validation_split:
+            arrays, validation_data = split_arrays(arrays, validation_split)
+        columns = FitColumns.name(*arrays)
+        path = store_arrays(storage_path, columns.fill(*arrays))
+    init_args = {
+        "model": store_program(model, storage_path, more.get("seed", Config.seed)),
+        "class_weight": class_weight and {int(key): float(value) for key, value in class_weight.items()},
+        **asdict(columns),
+    }
+    settings: Fields = {
+        "task": {"class_path": _TASK, "init_args": init_args},
+        "data.path": path,
+        "data.global_batch_size": batch_size or _BATCH_SIZE,
+        "train.epochs": epochs,
+        "train.steps_per_epoch": steps_per_epoch,
+        "run.name": name,
+        "checkpoint.every_epochs": validation_freq,
+        "evaluate.batch_size": validation_batch_size or batch_size or _BATCH_SIZE,
+        **_worker_fields(strategy_of(model), workers),
+    }
+    if validation_data is not None:
+        settings["data.eval_path"] = _open_validation(storage_path, validation_data, columns)
+        settings |= _evaluation_fields(str(more.get("train.strategy", settings["train.strategy"])), epochs)
+    settings |= more
+    config = load_config(**{key.replace(".", "__"): value for key, value in settings.items()})
+    _refuse_other_arrays(config)
+    history = _make_history(run_training(config, Console(file=StringIO()) if verbose == 0 else Console()))
+    if isinstance(model, library.import_keras().Model):
+        _set_weights(model, history.keras_model())
+    return history
+
+
+def _refuse_other_arrays(config: Config) -> None:
+    """Raises RunExistsError if a run of this name was trained on other rows; the name of a folder is their digest."""
+    name = config.run.name
+    before = stored_config(RunPaths(to_location(config.run.storage_path) / name)) if name is not None else None
+    if before is not None and to_location(before.data.path).name != to_location(config.data.path).name:
+        raise RunExistsError(
+            f"The run {name!r} was trained on other rows: {before.data.path}, now {config.data.path}. Give another name"
+            " for a new run, or the same rows to continue it."
+        )
+
+
+def _make_history(result: Result) -> History:
+    """Returns the course of a run; warns of metrics that it has of the validation data alone."""
+    epochs = result.epochs()
+    names = dict.fromkeys(name for values in epochs for name in values)
+    if missing := [name for name in names if name.startswith("val_") and name.removeprefix("val_") not in names]:
+        logger.warning(
+            "The history has %s, and not the same of the training rows: these are not means over rows.",
+            ", ".join(missing),
+        )
+    history = {name: [values[name] for values in epochs if name in values] for name in names}
+    return History(history, list(range(len(epochs))), result)
+
+
+def evaluate(
+    run: History,
+    x: Any,
+    y: Any = None,
+    batch_size: int | None = None,
+    sample_weight: Any = None,
+    return_dict: bool = False,
+) -> float | list[float] | dict[str, float]:
+    """Scores the trained model of a run in this process, as `keras.Model.evaluate` does.
+
+    Args:
+        run: The result of `fit`.
+        x: Arrays as in `fit`, or the path of a data set.
+        y: The targets; with a path None.
+        batch_size: Rows of one forward pass; by default that of the run's evaluations.
+        sample_weight: The weight of each row; by default 1.
+
+    Returns:
+        The loss; with metrics a list of the loss and them; with `return_dict` all by their names.
+
+    Raises:
+        ConfigError: The arrays are not structured like those of `fit`.
+        DataError: The data is refused.
+    """
+    task = _task_of(run)
+    if is_path(x):
+        data: Any = fspath(x)
+    else:
+        data = FitColumns(task.model_inputs, task.model_target, task.sample_weight).fill(x, y, sample_weight)
+    values = run.result.evaluate(data, run.checkpoint, batch_size)
+    if return_dict:
+        return values
+    # Keras puts metrics that it reports by other names than their own behind the others, sorted.
+    names = [name for name, metric in task.compiled_metrics() if name in values and name == metric.name]
+    others = sorted(values.keys() - {"loss", *names})
+    return [values[name] for name in ["loss", *names, *others]] if len(values) > 1 else values["loss"]
+
+
+def predict(run: History, x: Any, batch_size: int | None = None) -> Any:
+    """Predicts rows by the trained model of a run in this process, as `keras.Model.predict` does.
+
+    Args:
+        run: The result of `fit`.
+        x: Arrays as in `fit`, or the path of a data set.
+        batch_size: Rows of one forward pass; by default that of the run's evaluations.
+
+    Returns:
+        An array (rows, ...); of several outputs a list of arrays, or a dictionary.
+
+    Raises:
+        ConfigError: The arrays are not structured like those of `fit`.
+        DataError: The data is refused.
+    """
+    task = _task_of(run)
+    data: Any = fspath(x) if is_path(x) else fill_columns(task.model_inputs, x, "x")
+    outputs = run.result.predict(data, run.checkpoint, batch_size)
+    if outputs.keys() == {"predicted"}:
+        return outputs["predicted"]
+    is_list = list(outputs) == [f"predicted_{number}" for number in range(len(outputs))]
+    return list(outputs.values()) if is_list else outputs
+
+
+def _refuse(problems: Mapping[str, bool]) -> None:
+    """Raises ConfigError with all problems that apply."""
+    if applying := [problem for problem, applies in problems.items() if applies]:
+        raise ConfigError("\n".join(applying))
+
+
+def _task_of(run: History) -> KerasTask:
+    if not isinstance(run, History):
+        raise ConfigError(
+            f"The first argument is a {type(run).__name__}; give what fit has returned. A model that was given to fit"
+            " has the trained weights, so its own evaluate and predict work, too."
+        )
+    assert isinstance(run.result.task, KerasTask)
+    return run.result.task
+
+
+def _choose_columns(path: str, inputs: Columns | None, target: Columns | None, weights: Any) -> FitColumns:
+    """Returns the columns of a data set that a model takes, by default those of the names that an ingest gives."""
+    if weights is not None and not isinstance(weights, str):
+        raise ConfigError(f"sample_weight is a {type(weights).__name__}; with a path it is the name of a column.")
+    columns = open_dataset(path).facts.columns
+    inputs = inputs or next((name for name in _INPUTS if name in columns), None)
+    if inputs is None:
+        raise ConfigError(
+            f"{path} has the columns {', '.join(columns)}, of which none is {' or '.join(_INPUTS)}. Name the inputs and"
+            ' the target: inputs="pixels", target="digit".'
+        )
+    return FitColumns(inputs, target or next((name for name in _TARGETS if name in columns), None), weights)
+
+
+def _open_validation(storage_path: str, data: Any, columns: FitColumns) -> str:
+    """Returns the path of the validation data, which is written if it is arrays."""
+    if is_path(data):
+        return fspath(data)
+    if not isinstance(data, list | tuple) or not 1 <= len(data) <= 3:
+        raise ConfigError(
+            f"validation_data is a {type(data).__name__}; give (x, y), (x, y, sample_weight), or the path of a data"
+            " set."
+        )
+    return store_arrays(storage_path, columns.fill(*data))
+
+
+def _worker_fields(strategy: Strategy | None, workers: int | str | None) -> Fields:
+    """Returns the strategy and the numbers of workers."""
+    if strategy is None:
+        return {"train.strategy": "single"} if workers is None else {"train.strategy": "ddp", _WORKERS: workers}
+    return strategy.fields() | ({} if workers is None else {_WORKERS: workers})
+
+
+def _evaluation_fields(strategy: str, epochs: int) -> Fields:
+    """Returns how each epoch is evaluated: by the workers where the strategy allows it, as `Model.fit` does."""
+    refused = {(value.field, value.value) for value in STRATEGIES[strategy].refused_values}
+    if ("evaluate.where", "workers") in refused:
+        # An evaluator that lags behind may skip no epoch.
+        return {"evaluate.where": "actor", "evaluate.max_pending": max(epochs, 1)}
+    return {"evaluate.where": "workers"}
+
+
+def _set_weights(model: Any, trained: Any) -> None:
+    """Gives a model the weights of its trained copy; a model that its first batch would build is built."""
+    if not model.built:
+        model.build_from_config(trained.get_build_config())
+    model.set_weights(trained.get_weights())

@@ -1,0 +1,191 @@
+"""`ray_app.keras.fit`, `evaluate` and `predict` beside `fit`, `evaluate` and `predict` of `keras.Model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ray_app.errors import ConfigError, RunExistsError
+from ray_app.keras import History, evaluate, fit, predict
+from ray_app.task.keras.library import import_keras, program_session
+from tests.support import keras_programs
+
+keras = import_keras()
+RTOL, ATOL = 1e-5, 1e-6
+"""Tolerance of float32: the mean of a loss is the same sum, divided in another place."""
+ROWS = 60
+
+
+def images(rows: int = ROWS, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (rows, 8, 8, 1), dtype=np.uint8), (np.arange(rows) % 5).astype("int64")
+
+
+def get_twice(function: Callable[[], Any]) -> list[Any]:
+    """Returns a model and another one with the same names and weights."""
+    models = []
+    for _ in range(2):
+        with program_session(None):
+            models.append(function())
+    models[1].set_weights(models[0].get_weights())
+    return models
+
+
+def fit_here(
+    folder: Path, model: Any, *arguments: Any, fields: dict[str, Any] | None = None, **options: Any
+) -> History:
+    """Calls `fit` without MLflow, with its run in a folder."""
+    fields = {"run.storage_path": str(folder), "tracking.enabled": False, **(fields or {})}
+    return fit(model, *arguments, **{"verbose": 0, "fields": fields, **options})
+
+
+def check_equal_histories(ours: History, theirs: Any, left_out: tuple[str, ...] = ()) -> None:
+    assert ours.epoch == theirs.epoch
+    assert ours.history.keys() == theirs.history.keys() - set(left_out)
+    for name, values in ours.history.items():
+        np.testing.assert_allclose(values, theirs.history[name], RTOL, ATOL, err_msg=name)
+
+
+def check_equal_weights(ours: Any, theirs: Any) -> None:
+    for one, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, RTOL, ATOL)
+
+
+def test_a_model_takes_the_course_of_its_own_fit_and_keeps_the_trained_weights(tmp_path: Path) -> None:
+    """With all rows in one step their order changes no more than the last bits."""
+    x, y = images()
+    x = x.astype("float64")
+    weights = np.linspace(0.5, 2, ROWS)
+    ours, theirs = get_twice(keras_programs.get_measured)
+    options = {"batch_size": ROWS, "epochs": 3, "sample_weight": weights, "validation_split": 0.25}
+    history = fit_here(tmp_path, ours, x, y, **options)
+    expected = theirs.fit(x, y, verbose=0, **options)
+    # Neither a maximum, nor a matrix, nor a mean over weights of rows is a mean over rows.
+    check_equal_histories(history, expected, ("highest", "mean_io_u", "weighted_accuracy"))
+    check_equal_weights(ours, theirs)
+    check_equal_weights(history.keras_model(), theirs)
+
+    x_test, y_test = images(23, seed=1)
+    x_test = x_test.astype("float32")
+    np.testing.assert_allclose(evaluate(history, x_test, y_test), theirs.evaluate(x_test, y_test, verbose=0), RTOL)
+    by_name = theirs.evaluate(x_test, y_test, verbose=0, return_dict=True)
+    assert evaluate(history, x_test, y_test, return_dict=True) == pytest.approx(by_name, RTOL)
+    np.testing.assert_allclose(predict(history, x_test), theirs.predict(x_test, verbose=0), 1e-4, ATOL)
+
+
+@pytest.mark.rest
+def test_several_inputs_and_outputs_are_dictionaries_of_arrays(tmp_path: Path) -> None:
+    pixels, kind = images()
+    size = torch.linspace(0, 5, ROWS)
+    x = {"picture": pixels, "number": size[:, None]}
+    y = {"kind": kind, "size": size}
+    ours, theirs = get_twice(keras_programs.get_two_inputs)
+    options = {"batch_size": ROWS, "epochs": 2, "validation_data": (x, y)}
+    history = fit_here(tmp_path, ours, x, y, **options)
+    check_equal_histories(history, theirs.fit(x, y, verbose=0, **options))
+    check_equal_weights(ours, theirs)
+    np.testing.assert_allclose(evaluate(history, x, y), theirs.evaluate(x, y, verbose=0), RTOL)
+    expected = theirs.predict(x, verbose=0)
+    for name, values in predict(history, x).items():
+        np.testing.assert_allclose(values, expected[name], 1e-4, ATOL)
+
+
+@pytest.mark.rest
+def test_a_function_continues_by_name_and_has_the_weights_of_one_long_run(tmp_path: Path) -> None:
+    x, y = images()
+    options: dict[str, Any] = {"batch_size": 12, "validation_data": (x, y), "class_weight": {0: 2.0}}
+    function = keras_programs.get_convolutional
+    once = fit_here(tmp_path, function, x, y, epochs=2, **options)
+    first = fit_here(tmp_path, function, x, y, epochs=1, name="longer", **options)
+    longer = fit_here(tmp_path, function, x, y, epochs=2, name="longer", **options)
+    assert longer.result.summary["params_digest"] == once.result.summary["params_digest"]
+    assert first.history == {name: values[:1] for name, values in once.history.items()}
+    assert longer.history == once.history
+    assert set(once.history) == {"loss", "accuracy", "top2", "val_loss", "val_accuracy", "val_top2"}
+    assert len(list((tmp_path / "fit-inputs").iterdir())) == 1, "the same arrays are written once"
+    with pytest.raises(RunExistsError, match="trained on other rows"):
+        fit_here(tmp_path, function, x[::-1] // 2, y, epochs=2, name="longer", **options)
+
+
+@pytest.mark.rest
+def test_an_ingested_data_set_and_a_function_of_a_script_train_alike(tmp_path: Path) -> None:
+    """A function of a notebook is called once, and its model has the weights that workers would draw."""
+    from ray_app import ingest_arrays
+
+    x, y = images()
+    ingest_arrays(str(tmp_path / "data"), x=x, y=y)
+
+    def get_here() -> Any:
+        return keras_programs.get_plain()
+
+    histories = [
+        fit_here(tmp_path, get_here, str(tmp_path / "data"), batch_size=20, validation_data=tmp_path / "data")
+        for _ in range(2)
+    ]
+    assert histories[0].history == histories[1].history
+    assert histories[0].result.summary["params_digest"] == histories[1].result.summary["params_digest"]
+    assert evaluate(histories[0], tmp_path / "data", return_dict=True) == pytest.approx(
+        {name.removeprefix("val_"): values[-1] for name, values in histories[0].history.items() if "val_" in name}
+    )
+
+
+@pytest.mark.rest
+def test_a_network_without_an_input_shape_is_built_by_its_rows(tmp_path: Path) -> None:
+    x, y = np.ones((20, 3)), np.ones((20, 1))
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(loss="mse", optimizer="sgd")
+    history = fit_here(tmp_path, model, x, y, batch_size=10, steps_per_epoch=1, epochs=2)
+    assert model.evaluate(x, y, verbose=0) == pytest.approx(evaluate(history, x, y))
+    assert history.result.summary["steps"] == 2
+
+
+class Local(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x
+
+
+Local.__module__ = "__main__"
+
+
+def get_with(layer: Any) -> Any:
+    model = keras.Sequential([keras.Input((8, 8, 1)), layer, keras.layers.Flatten(), keras.layers.Dense(5)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+ROWS_OF_A_GENERATOR = (row for row in ())
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("uncompiled", {}, "not compiled"),
+        ("own_step", {}, "train_step of its own"),
+        ("plain", {"x": ROWS_OF_A_GENERATOR, "y": None}, "generator, and fit takes arrays"),
+        ("plain", {"initial_epoch": 1}, "a run continues by its name"),
+        ("plain", {"shuffle": False}, "shuffled in every epoch"),
+        ("plain", {"validation_steps": 3}, "evaluate.max_rows"),
+        ("plain", {"validation_split": 0.99}, "both parts need rows"),
+        ("plain", {"validation_split": 0.5, "validation_data": images()}, "leave one of them out"),
+        ("plain", {"validation_data": images()[0]}, "validation_data is a ndarray"),
+        ("plain", {"inputs": "image"}, "x is not a path"),
+        ("plain", {"batch_size": 7, "workers": 2}, "global_batch_size"),
+        ("plain", {"fields": {"train.speed": 1}}, "train.speed"),
+        (keras.Sequential([keras.layers.Dense(1)]), {}, "not compiled"),
+        (get_with(Local()), {}, "__main__.Local, which workers cannot import"),
+        (get_with(keras.layers.Lambda(lambda x: x)), {}, "Keras cannot make the model"),
+        (3, {}, "give a compiled keras.Model"),
+    ],
+)
+def test_what_fit_cannot_do_is_refused(tmp_path: Path, model: Any, options: dict[str, Any], message: str) -> None:
+    if isinstance(model, str):
+        model = getattr(keras_programs, f"get_{model}")()
+    x, y = images(20)
+    with pytest.raises(ConfigError, match=message):
+        fit_here(tmp_path, model, **{"x": x, "y": y, **options})
+    assert [path.name for path in tmp_path.iterdir() if path.name != "fit-inputs"] == [], "no run was started"
