@@ -228,11 +228,15 @@ class Result:
         return read_evaluations(RunPaths(self.path))
 
     def epochs(self) -> list[dict[str, float]]:
-        """Returns for each epoch the means over its training rows, and its evaluation with `val_` before the names."""
+        """Returns for each epoch the means over its training rows, and its evaluation with `val_` before the names.
+
+        Steps after early stopping are left out.
+        """
         job = self._job
         evaluations = {evaluation.step: evaluation.metrics for evaluation in self.evaluations()}
         epochs = []
-        for epoch, records in groupby(self.metrics(), lambda record: (record.step - 1) // job.steps_per_epoch):
+        steps = [record for record in self.metrics() if record.step <= self.summary["steps"]]
+        for epoch, records in groupby(steps, lambda record: (record.step - 1) // job.steps_per_epoch):
             last_step = min((epoch + 1) * job.steps_per_epoch, job.total_steps)
             scores = evaluations.get(last_step, {})
             epochs.append(means(list(records)) | {f"val_{name}": value for name, value in scores.items()})

@@ -7,7 +7,7 @@ arguments, and calls `run_training`. So a call is a run like any other, with a d
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from os import fspath
@@ -23,6 +23,7 @@ from ray_app.driver.parsing import load_config
 from ray_app.driver.result import Result
 from ray_app.driver.run import run_training
 from ray_app.errors import ConfigError, RunExistsError
+from ray_app.keras.callbacks import add_schedule, plan_callbacks
 from ray_app.keras.inputs import FitColumns, fill_columns, is_path, split_arrays, store_arrays, store_program
 from ray_app.keras.strategies import Strategy, strategy_of
 from ray_app.runlog.paths import RunPaths
@@ -73,6 +74,7 @@ def fit(
     batch_size: int | None = None,
     epochs: int = 1,
     verbose: int | str = "auto",
+    callbacks: Sequence[Any] | None = None,
     validation_split: float = 0.0,
     validation_data: Any = None,
     shuffle: bool = True,
@@ -103,6 +105,8 @@ def fit(
         y: The targets in the same forms; with a path None.
         batch_size: Rows of a step over all workers; by default 32.
         verbose: 0 shows nothing.
+        callbacks: Callbacks of Keras. What has a counterpart in a run is mapped, and a line says to what; what has none
+            is refused.
         validation_split: The fraction of the arrays, their last rows, that is held out as validation data.
         validation_data: `(x, y)`, `(x, y, sample_weight)`, or the path of a data set.
         shuffle: True: rows are shuffled in each epoch, which cannot be switched off.
@@ -141,6 +145,59 @@ def fit(
     )
     more = dict(fields or {})
     storage_path = more.get("run.storage_path", RunSection.storage_path)
+    plans = plan_callbacks(callbacks)
+    columns, data = _locate_rows(storage_path, (x, y, sample_weight), validation_split, validation_data, inputs, target)
+    init_args = {
+        "model": store_program(model, storage_path, more.get("seed", Config.seed)),
+        "class_weight": class_weight and {int(key): float(value) for key, value in class_weight.items()},
+        **asdict(columns),
+    }
+    settings: Fields = {
+        "task": {"class_path": _TASK, "init_args": init_args},
+        **data,
+        "data.global_batch_size": batch_size or _BATCH_SIZE,
+        "train.epochs": epochs,
+        "train.steps_per_epoch": steps_per_epoch,
+        "checkpoint.every_epochs": validation_freq,
+        "evaluate.batch_size": validation_batch_size or batch_size or _BATCH_SIZE,
+        **_worker_fields(strategy_of(model), workers),
+        **{key: value for plan in plans for key, value in plan.fields.items()},
+        **({} if name is None else {"run.name": name}),
+    }
+    if "data.eval_path" in settings:
+        settings |= _evaluation_fields(str(more.get("train.strategy", settings["train.strategy"])), epochs)
+    elif "evaluate.metric" in settings:
+        raise ConfigError("A callback decides by val_ metrics, and validation_data is missing. Give it.")
+    config = load_config(**{key.replace(".", "__"): value for key, value in {**settings, **more}.items()})
+    _refuse_other_arrays(config)
+    config, rates = add_schedule(config, plans)
+    console = Console(file=StringIO()) if verbose == 0 else Console()
+    for plan in plans:
+        console.print(plan.text, markup=False, highlight=False)
+    checkpoint = next((plan.checkpoint for plan in plans if plan.checkpoint), "newest")
+    history = _make_history(run_training(config, console), checkpoint, rates)
+    if isinstance(model, library.import_keras().Model):
+        _set_weights(model, history.keras_model())
+    for plan in plans:
+        if plan.at_end is not None:
+            plan.at_end(history)
+    return history
+
+
+def _locate_rows(
+    storage_path: str,
+    rows: tuple[Any, Any, Any],
+    validation_split: float,
+    validation_data: Any,
+    inputs: Columns | None,
+    target: Columns | None,
+) -> tuple[FitColumns, Fields]:
+    """Returns the columns that the model takes, and the paths of the data, which is written if it is arrays.
+
+    Args:
+        rows: The arguments x, y and sample_weight.
+    """
+    x, y, sample_weight = rows
     if is_path(x):
         _refuse(
             {
@@ -153,37 +210,14 @@ def fit(
     else:
         if inputs is not None or target is not None:
             raise ConfigError("inputs and target name columns of a data set, and x is not a path. Leave them out.")
-        arrays = (x, y, sample_weight)
         if validation_split:
-            arrays, validation_data = split_arrays(arrays, validation_split)
-        columns = FitColumns.name(*arrays)
-        path = store_arrays(storage_path, columns.fill(*arrays))
-    init_args = {
-        "model": store_program(model, storage_path, more.get("seed", Config.seed)),
-        "class_weight": class_weight and {int(key): float(value) for key, value in class_weight.items()},
-        **asdict(columns),
-    }
-    settings: Fields = {
-        "task": {"class_path": _TASK, "init_args": init_args},
-        "data.path": path,
-        "data.global_batch_size": batch_size or _BATCH_SIZE,
-        "train.epochs": epochs,
-        "train.steps_per_epoch": steps_per_epoch,
-        "run.name": name,
-        "checkpoint.every_epochs": validation_freq,
-        "evaluate.batch_size": validation_batch_size or batch_size or _BATCH_SIZE,
-        **_worker_fields(strategy_of(model), workers),
-    }
+            rows, validation_data = split_arrays(rows, validation_split)
+        columns = FitColumns.name(*rows)
+        path = store_arrays(storage_path, columns.fill(*rows))
+    data = {"data.path": path}
     if validation_data is not None:
-        settings["data.eval_path"] = _open_validation(storage_path, validation_data, columns)
-        settings |= _evaluation_fields(str(more.get("train.strategy", settings["train.strategy"])), epochs)
-    settings |= more
-    config = load_config(**{key.replace(".", "__"): value for key, value in settings.items()})
-    _refuse_other_arrays(config)
-    history = _make_history(run_training(config, Console(file=StringIO()) if verbose == 0 else Console()))
-    if isinstance(model, library.import_keras().Model):
-        _set_weights(model, history.keras_model())
-    return history
+        data["data.eval_path"] = _open_validation(storage_path, validation_data, columns)
+    return columns, data
 
 
 def _refuse_other_arrays(config: Config) -> None:
@@ -197,7 +231,7 @@ def _refuse_other_arrays(config: Config) -> None:
         )
 
 
-def _make_history(result: Result) -> History:
+def _make_history(result: Result, checkpoint: str, rates: list[float]) -> History:
     """Returns the course of a run; warns of metrics that it has of the validation data alone."""
     epochs = result.epochs()
     names = dict.fromkeys(name for values in epochs for name in values)
@@ -207,7 +241,9 @@ def _make_history(result: Result) -> History:
             ", ".join(missing),
         )
     history = {name: [values[name] for values in epochs if name in values] for name in names}
-    return History(history, list(range(len(epochs))), result)
+    if rates:
+        history["learning_rate"] = rates[: len(epochs)]
+    return History(history, list(range(len(epochs))), result, checkpoint)
 
 
 def evaluate(

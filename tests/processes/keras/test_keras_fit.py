@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,37 @@ def test_a_network_without_an_input_shape_is_built_by_its_rows(tmp_path: Path) -
     assert history.result.summary["steps"] == 2
 
 
+@pytest.mark.rest
+def test_callbacks_have_the_effects_of_those_of_keras(tmp_path: Path) -> None:
+    x, y = images()
+    x = x.astype("float32")
+    models = get_twice(keras_programs.get_plain)
+    options: dict[str, Any] = {"batch_size": ROWS, "epochs": 8, "validation_data": (x, y)}
+    histories = []
+    for name, model, fit_model in zip("ab", models, (partial(fit_here, tmp_path), fit_by_keras), strict=True):
+        callbacks = [
+            keras.callbacks.CSVLogger(tmp_path / f"{name}.csv"),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * (0.5 if epoch else 1)),
+            keras.callbacks.ModelCheckpoint(tmp_path / f"{name}.keras", "val_accuracy", save_best_only=True),
+            keras.callbacks.EarlyStopping("val_accuracy", patience=2, restore_best_weights=True),
+        ]
+        histories.append(fit_model(model, x, y, callbacks=callbacks, **options))
+    ours, theirs = histories
+    assert len(theirs.epoch) < 8, "it was stopped early"
+    check_equal_histories(ours, theirs)
+    check_equal_weights(*models)
+    assert ours.result.status == "stopped_early"
+    tables = [np.genfromtxt(tmp_path / f"{name}.csv", delimiter=",", names=True) for name in "ab"]
+    for name in tables[1].dtype.names or ():
+        np.testing.assert_allclose(tables[0][name], tables[1][name], RTOL, ATOL)
+    saved = [keras.models.load_model(tmp_path / f"{name}.keras") for name in "ab"]
+    check_equal_weights(*saved)
+
+
+def fit_by_keras(model: Any, *arguments: Any, **options: Any) -> Any:
+    return model.fit(*arguments, verbose=0, **options)
+
+
 class Local(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         return x
@@ -176,6 +208,8 @@ ROWS_OF_A_GENERATOR = (row for row in ())
         ("plain", {"inputs": "image"}, "x is not a path"),
         ("plain", {"batch_size": 7, "workers": 2}, "global_batch_size"),
         ("plain", {"fields": {"train.speed": 1}}, "train.speed"),
+        ("plain", {"callbacks": [keras.callbacks.EarlyStopping()]}, "validation_data is missing"),
+        ("plain", {"callbacks": [keras.callbacks.ReduceLROnPlateau()]}, "no counterpart in a run"),
         (keras.Sequential([keras.layers.Dense(1)]), {}, "not compiled"),
         (get_with(Local()), {}, "__main__.Local, which workers cannot import"),
         (get_with(keras.layers.Lambda(lambda x: x)), {}, "Keras cannot make the model"),

@@ -1,0 +1,244 @@
+"""Callbacks of Keras as fields of a configuration: what has a counterpart is mapped, and all else is refused.
+
+Callbacks run between the steps of one process, and a run has no such process: workers come and go, and a lost step is
+done again. So a callback becomes a setting of the run, or work at its end.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ray_app.config.config import Config
+from ray_app.data.dataset import open_dataset
+from ray_app.errors import ConfigError
+from ray_app.preflight.inputs import make_plan, make_task, read_classes
+from ray_app.task.keras import library
+from ray_app.task.keras.optimizer import SCHEDULE
+
+if TYPE_CHECKING:
+    from ray_app.keras.fit import History
+
+_VALIDATION = "val_"
+_OBSERVER = (
+    'Give fields={"observers": [...]}, classes of yours that the driver notifies of evaluations, checkpoints and the'
+    " end of a run (docs/runs.md)"
+)
+_REFUSED = {
+    "ReduceLROnPlateau": "The learning rate of a step must not depend on when an evaluation is done, so that a resume"
+    " repeats it. Compile the model with a schedule, such as keras.optimizers.schedules.CosineDecay, or use"
+    " EarlyStopping.",
+    "LambdaCallback": f"{_OBSERVER}.",
+    "RemoteMonitor": f"{_OBSERVER}, such as ray_app.Webhook.",
+    "SwapEMAWeights": 'Give fields={"train.ema_decay": 0.999}: the average is evaluated and saved.',
+    "OrbaxCheckpoint": "Use ModelCheckpoint.",
+}
+"""The callbacks of Keras without a counterpart, and what to use instead."""
+
+
+@dataclass(frozen=True)
+class CallbackPlan:
+    """What a callback becomes.
+
+    Args:
+        text: What it becomes, for the user.
+        fields: Fields of the configuration by their dotted names.
+        checkpoint: The checkpoint with the weights that training ends with, if the callback decides that.
+        schedule: Returns the learning rate of each epoch: a function of the epoch and the rate before.
+        at_end: Called with the history after training.
+    """
+
+    text: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+    schedule: Callable[..., float] | None = None
+    at_end: Callable[[History], None] | None = None
+
+
+def plan_callbacks(callbacks: Any) -> list[CallbackPlan]:
+    """Returns what each callback becomes.
+
+    Raises:
+        ConfigError: One has no counterpart; two need different values of a field.
+    """
+    keras = library.import_keras()
+    plans: list[CallbackPlan] = []
+    origins: dict[str, tuple[Any, str]] = {}
+    for callback in callbacks or []:
+        name = type(callback).__name__
+        if type(callback) is not getattr(keras.callbacks, name, None):
+            raise ConfigError(
+                f"{name} is a callback of yours, and no process calls it after each step or epoch of a run."
+                f" {_OBSERVER}; what happens in a step belongs to the model: compute_loss, metrics, layers."
+            )
+        if (advice := _REFUSED.get(name)) is not None:
+            raise ConfigError(f"{name} has no counterpart in a run. {advice}")
+        if (make := _PLANS.get(name)) is None:
+            raise ConfigError(f"{name} is not known here; the callbacks with a counterpart are {', '.join(_PLANS)}.")
+        plan = make(callback)
+        for key, value in plan.fields.items():
+            earlier, origin = origins.setdefault(key, (value, name))
+            if earlier != value:
+                raise ConfigError(
+                    f"{origin} needs {key} = {earlier!r}, and {name} needs {value!r}; a run has one. Let both have the"
+                    " same."
+                )
+        plans.append(plan)
+    return plans
+
+
+def _plan_early_stopping(callback: Any) -> CallbackPlan:
+    _refuse_set(callback, baseline=None, start_from_epoch=0)
+    # Keras stops after the first evaluation that is not better with a patience of 0, as with 1.
+    fields = {"evaluate.patience": max(1, callback.patience), "evaluate.min_delta": abs(callback.min_delta)}
+    text = f"EarlyStopping: evaluate.patience {fields['evaluate.patience']}; training ends with the best weights"
+    # A run goes on while its last evaluations are compared, so that the weights of the stop are not kept.
+    return CallbackPlan(text, fields | _monitored(callback), "best")
+
+
+def _plan_model_checkpoint(callback: Any) -> CallbackPlan:
+    path = callback.filepath
+    if "{" in path:
+        raise ConfigError(
+            f"ModelCheckpoint has the filepath {path!r} with fields. Name one file; result.export(folder, 'step-500')"
+            " writes the model of a certain checkpoint."
+        )
+    if callback.best is not None:
+        raise ConfigError("ModelCheckpoint has initial_value_threshold, which has no counterpart. Leave it out.")
+    checkpoint = "best" if callback.save_best_only else "newest"
+
+    def write(history: History) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        model = history.result.keras_model(checkpoint)
+        (model.save_weights if callback.save_weights_only else model.save)(path)
+
+    text = f"ModelCheckpoint: the {checkpoint} model is written to {path} at the end; the run has checkpoints meanwhile"
+    monitored = _monitored(callback) if callback.save_best_only else {}
+    return CallbackPlan(text, _save_fields(callback.save_freq) | monitored, at_end=write)
+
+
+def _plan_backup(callback: Any) -> CallbackPlan:
+    name = Path(callback.backup_dir).name
+    return CallbackPlan(
+        "BackupAndRestore: another call with the same name continues the run, by default that of backup_dir",
+        {"run.name": name, **_save_fields(callback.save_freq)},
+    )
+
+
+def _plan_tensorboard(callback: Any) -> CallbackPlan:
+    _refuse_set(callback, histogram_freq=0, write_images=False, embeddings_freq=0)
+    steps = {} if callback.update_freq == "epoch" else {"tracking.every_steps": callback.update_freq}
+    return CallbackPlan(
+        f"TensorBoard: event files are in the run's folder tensorboard, and not in {callback.log_dir}",
+        {"tracking.tensorboard": True, **steps},
+    )
+
+
+def _plan_csv(callback: Any) -> CallbackPlan:
+    path = Path(callback.filename)
+
+    def write(history: History) -> None:
+        has_rows = callback.append and path.exists() and path.stat().st_size > 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a" if callback.append else "w", newline="") as file:
+            names = ["epoch", *sorted(history.history)]
+            writer = csv.DictWriter(file, names, restval="NA", delimiter=callback.sep)
+            if not has_rows:
+                writer.writeheader()
+            complete = {name: values for name, values in history.history.items() if len(values) == len(history.epoch)}
+            for epoch, values in enumerate(history.result.epochs()):
+                writer.writerow({"epoch": epoch, **values, **{name: one[epoch] for name, one in complete.items()}})
+
+    return CallbackPlan(f"CSVLogger: {path} is written at the end", at_end=write)
+
+
+def _plan_schedule(callback: Any) -> CallbackPlan:
+    return CallbackPlan("LearningRateScheduler: called for all epochs before the start", schedule=callback.schedule)
+
+
+_PLANS: dict[str, Callable[[Any], CallbackPlan]] = {
+    "EarlyStopping": _plan_early_stopping,
+    "ModelCheckpoint": _plan_model_checkpoint,
+    "BackupAndRestore": _plan_backup,
+    "TensorBoard": _plan_tensorboard,
+    "CSVLogger": _plan_csv,
+    "LearningRateScheduler": _plan_schedule,
+    "TerminateOnNaN": lambda callback: CallbackPlan("TerminateOnNaN: every run does that"),
+    "History": lambda callback: CallbackPlan("History: fit returns it"),
+    "ProgbarLogger": lambda callback: CallbackPlan("ProgbarLogger: a run shows its progress"),
+}
+"""What each callback with a counterpart becomes."""
+
+
+def add_schedule(config: Config, plans: Sequence[CallbackPlan]) -> tuple[Config, list[float]]:
+    """Returns a configuration with the schedule of a callback, and the learning rate of each epoch; else none.
+
+    The function gets the rate that the model is compiled with for the first epoch.
+
+    Raises:
+        ConfigError: The model or the configuration has a schedule already, or the function returns no float.
+    """
+    schedules = [plan.schedule for plan in plans if plan.schedule is not None]
+    if not schedules:
+        return config, []
+    dataset = open_dataset(config.data.path)
+    task = make_task(config).prepare(dataset.facts)
+    fields = task.optimizer_fields()
+    if len(schedules) > 1 or config.schedule is not None or "schedule" in fields:
+        raise ConfigError(
+            "LearningRateScheduler sets the learning rate of each epoch, and another schedule sets it, too. Leave one"
+            " of them out."
+        )
+    rates = make_rates(schedules[0], fields["optimizer"]["init_args"]["lr"], config.train.epochs)
+    plan = make_plan(config, dataset.manifest, read_classes(config, dataset))
+    steps = config.train.steps_per_epoch or plan.steps_per_epoch
+    keras_schedules = library.import_keras().optimizers.schedules
+    # The last boundary is that of the last epoch, since Keras needs at least one.
+    boundaries = [steps * (epoch + 1) - 1 for epoch in range(len(rates))]
+    decay = keras_schedules.PiecewiseConstantDecay(boundaries, [*rates, rates[-1]])
+    spec = {"class_path": SCHEDULE, "init_args": {"serialized": keras_schedules.serialize(decay)}}
+    return config.replace(schedule=spec), rates
+
+
+def make_rates(schedule: Callable[..., float], rate: float, epochs: int) -> list[float]:
+    """Returns the learning rate of each epoch as `LearningRateScheduler` sets it, from the rate of the optimizer."""
+    rates = []
+    for epoch in range(epochs):
+        try:
+            rate = schedule(epoch, rate)
+        except TypeError:
+            rate = schedule(epoch)
+        if not isinstance(rate, float | np.floating):
+            raise ConfigError(f"The schedule returned {rate!r} for epoch {epoch}; it must return a float.")
+        # An optimizer keeps its rate as float32, and the schedule gets that of the epoch before.
+        rate = float(np.float32(rate))
+        rates.append(rate)
+    return rates
+
+
+def _refuse_set(callback: Any, **defaults: Any) -> None:
+    """Raises ConfigError for arguments of a callback that are not at their defaults."""
+    for name, default in defaults.items():
+        if (value := getattr(callback, name)) != default:
+            raise ConfigError(f"{type(callback).__name__} has {name} = {value!r}, without a counterpart. Leave it out.")
+
+
+def _monitored(callback: Any) -> dict[str, Any]:
+    """Returns the fields with the metric that decides."""
+    monitor = callback.monitor
+    if not monitor.startswith(_VALIDATION):
+        raise ConfigError(
+            f"{type(callback).__name__} monitors {monitor!r} of the training rows; a run decides by its evaluations."
+            f" Monitor {_VALIDATION}{monitor}, and give validation_data."
+        )
+    mode = {} if callback.mode == "auto" else {"evaluate.mode": callback.mode}
+    return {"evaluate.metric": monitor.removeprefix(_VALIDATION), **mode}
+
+
+def _save_fields(save_freq: int | str) -> dict[str, Any]:
+    return {"checkpoint.every_steps": save_freq} if isinstance(save_freq, int) else {}
