@@ -278,10 +278,11 @@ def evaluate(
     values = run.result.evaluate(data, run.checkpoint, batch_size)
     if return_dict:
         return values
-    # Keras puts metrics that it reports by other names than their own behind the others, sorted.
-    names = [name for name, metric in task.compiled_metrics() if name in values and name == metric.name]
-    others = sorted(values.keys() - {"loss", *names})
-    return [values[name] for name in ["loss", *names, *others]] if len(values) > 1 else values["loss"]
+    if len(values) == 1:
+        return values["loss"]
+    # As in Keras: metrics by their own names, in their order, and then those that are reported by others, sorted.
+    names = ["loss", *(metric.name for _, metric in task.compiled_metrics() if metric.name in values)]
+    return [values[name] for name in [*names, *sorted(values.keys() - set(names))]]
 
 
 def predict(run: History, x: Any, batch_size: int | None = None) -> Any:
