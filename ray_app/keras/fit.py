@@ -275,7 +275,7 @@ def evaluate(
         data: Any = fspath(x)
     else:
         data = FitColumns(task.model_inputs, task.model_target, task.sample_weight).fill(x, y, sample_weight)
-    values = run.result.evaluate(data, run.checkpoint, batch_size)
+    values = run.result.evaluate(data, run.checkpoint, batch_size=batch_size)
     if return_dict:
         return values
     if len(values) == 1:
@@ -302,7 +302,7 @@ def predict(run: History, x: Any, batch_size: int | None = None) -> Any:
     """
     task = _task_of(run)
     data: Any = fspath(x) if is_path(x) else fill_columns(task.model_inputs, x, "x")
-    outputs = run.result.predict(data, run.checkpoint, batch_size)
+    outputs = run.result.predict(data, run.checkpoint, batch_size=batch_size)
     if outputs.keys() == {"predicted"}:
         return outputs["predicted"]
     is_list = list(outputs) == [f"predicted_{number}" for number in range(len(outputs))]
