@@ -10,19 +10,17 @@ import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ray_app.config.config import Config
 from ray_app.data.dataset import open_dataset
+from ray_app.driver.result import Result
 from ray_app.errors import ConfigError
 from ray_app.preflight.inputs import make_plan, make_task, read_classes
 from ray_app.task.keras import library
 from ray_app.task.keras.optimizer import SCHEDULE
-
-if TYPE_CHECKING:
-    from ray_app.keras.fit import History
 
 _VALIDATION = "val_"
 _OBSERVER = (
@@ -39,6 +37,29 @@ _REFUSED = {
     "OrbaxCheckpoint": "Use ModelCheckpoint.",
 }
 """The callbacks of Keras without a counterpart, and what to use instead."""
+
+
+@dataclass(frozen=True)
+class History:
+    """The course of a run by epoch, as `Model.fit` returns it, and the run itself.
+
+    Args:
+        history: The values of each epoch by name: `loss` and the metrics over the training rows, and with `val_` before
+            their names those of the validation data. A metric that is not a mean over rows, such as AUC, has
+            only the latter.
+        epoch: The numbers of the epochs, from 0.
+        result: The run.
+        checkpoint: The checkpoint with the weights that training has ended with: `newest`, or `best`.
+    """
+
+    history: dict[str, list[float]]
+    epoch: list[int]
+    result: Result = field(repr=False)
+    checkpoint: str = "newest"
+
+    def keras_model(self) -> Any:
+        """Returns the trained `keras.Model`."""
+        return self.result.keras_model(self.checkpoint)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from io import StringIO
 from os import fspath
 from typing import Any
@@ -23,7 +23,7 @@ from ray_app.driver.parsing import load_config
 from ray_app.driver.result import Result
 from ray_app.driver.run import run_training
 from ray_app.errors import ConfigError, RunExistsError
-from ray_app.keras.callbacks import add_schedule, plan_callbacks
+from ray_app.keras.callbacks import History, add_schedule, plan_callbacks
 from ray_app.keras.inputs import FitColumns, fill_columns, is_path, split_arrays, store_arrays, store_program
 from ray_app.keras.strategies import Strategy, strategy_of
 from ray_app.runlog.paths import RunPaths
@@ -42,29 +42,6 @@ _INPUTS, _TARGETS = ("image", "features"), ("label", "target")
 """Names that an ingest gives columns."""
 Fields = dict[str, Any]
 """Fields of a configuration by their dotted names."""
-
-
-@dataclass(frozen=True)
-class History:
-    """The course of a run by epoch, as `Model.fit` returns it, and the run itself.
-
-    Args:
-        history: The values of each epoch by name: `loss` and the metrics over the training rows, and with `val_` before
-            their names those of the validation data. A metric that is not a mean over rows, such as AUC, has
-            only the latter.
-        epoch: The numbers of the epochs, from 0.
-        result: The run.
-        checkpoint: The checkpoint with the weights that training has ended with: `newest`, or `best`.
-    """
-
-    history: dict[str, list[float]]
-    epoch: list[int]
-    result: Result = field(repr=False)
-    checkpoint: str = "newest"
-
-    def keras_model(self) -> Any:
-        """Returns the trained `keras.Model`."""
-        return self.result.keras_model(self.checkpoint)
 
 
 def fit(

@@ -219,20 +219,19 @@ class KerasModule(nn.Module):
             return {}
         weighted = library.weighted_metrics(self.program) if weights is not None else []
         with library.device_scope(self.device), torch.no_grad():
-            values = self._compute_metrics(x, y, weights, outputs)
-            means = [
-                name
-                for name, metric in (self._metrics or {}).items()
+            metrics = self._update_metrics(x, y, weights, outputs)
+            return {
+                name: metric.result().detach()
+                for name, metric in metrics.items()
                 if library.is_mean(metric) and metric not in weighted
-            ]
-            return {name: torch.as_tensor(values[name]).detach() for name in means if name in values}
+            }
 
-    def _compute_metrics(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, Any]:
-        """Updates the model's metrics with a batch, and returns what the model gives as their values."""
-        values: dict[str, Any] = self.program.compute_metrics(x, y, outputs, weights)
+    def _update_metrics(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, Any]:
+        """Updates the model's metrics with a batch, and returns them by their names."""
+        library.update_metrics(self.program, x, y, outputs, weights)
         if self._metrics is None:
             self._metrics = dict(library.compiled_metrics(self.program))
-        return values
+        return self._metrics
 
     def saved_program(self) -> Any:
         """Returns the model with the tensors that are registered now, as its own methods take it."""
