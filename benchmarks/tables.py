@@ -17,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def make_penguins() -> tuple[pd.DataFrame, pd.Series]:
     rows = 344
     species = generator.choice(["Adelie", "Chinstrap", "Gentoo"], rows, p=[0.44, 0.2, 0.36])
     kind = pd.Series(species)
-    measures = {
+    measures: dict[str, dict[str, tuple[float, float]]] = {
         "bill_length": {"Adelie": (38.8, 2.7), "Chinstrap": (48.8, 3.3), "Gentoo": (47.5, 3.1)},
         "bill_depth": {"Adelie": (18.3, 1.2), "Chinstrap": (18.4, 1.1), "Gentoo": (15.0, 1.0)},
         "flipper": {"Adelie": (190, 6.5), "Chinstrap": (196, 7.1), "Gentoo": (217, 6.5)},
@@ -123,9 +124,7 @@ def make_penguins() -> tuple[pd.DataFrame, pd.Series]:
 
 
 TABLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.Series]]] = {
-    **{
-        name: (lambda name=name: load_bundled(name)) for name in ("iris", "wine", "breast_cancer", "digits", "diabetes")
-    },
+    **{name: partial(load_bundled, name) for name in ("iris", "wine", "breast_cancer", "digits", "diabetes")},
     "titanic": make_titanic,
     "adult": make_adult,
     "penguins": make_penguins,
@@ -139,8 +138,8 @@ def score_network(train: pd.DataFrame, test: pd.DataFrame, is_regression: bool, 
         table.to_csv(folder / f"{name}.csv", index=False)
     classes = None if is_regression else sorted(train[label].astype(str).unique())
     for name in ("train", "test"):
-        label_options = {} if is_regression else {"label": label, "classes": classes}
-        ingest(IngestOptions("csv", str(folder / name), str(folder / f"{name}.csv"), **label_options))
+        named = None if is_regression else label
+        ingest(IngestOptions("csv", str(folder / name), str(folder / f"{name}.csv"), label=named, classes=classes))
     kind = "TabularRegression" if is_regression else "TabularClassification"
     config = load_config(
         None,

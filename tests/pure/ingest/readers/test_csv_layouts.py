@@ -55,8 +55,9 @@ def test_further_spellings_are_missing_values_in_numbers_and_text(tmp_path: Path
     columns, summary = ingest_csv(tmp_path, text, null=["?", "-"], label="k")
     assert columns == {"n": [1, None, 3], "t": [None] * 3, "label": [0, 1, 0]}
     assert summary.columns["n"]["nulls"] == 1
+    (tmp_path / "two").mkdir()
     with pytest.raises(DataError, match="rows without a value"):
-        ingest_csv(tmp_path / ".." / tmp_path.name, "n,k\n1,?\n2,x\n", null="?", label="k")
+        ingest_csv(tmp_path / "two", "n,k\n1,?\n2,x\n", null="?", label="k")
 
 
 def test_lines_before_the_header_and_comments_are_left_out(tmp_path: Path) -> None:
