@@ -21,7 +21,7 @@ import torch
 from ray_app.cluster.resources import cluster, cluster_capacity
 from ray_app.config.config import Config
 from ray_app.config.strategies import StrategyName
-from ray_app.devices import accelerator
+from ray_app.devices import HOST, accelerator
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
 
@@ -186,10 +186,10 @@ def _replicas_of(devices: list[str] | None) -> tuple[int, dict[str, Any]]:
         return max(1, torch.accelerator.device_count()), {}
     matches = [_DEVICE.fullmatch(device) for device in devices]
     kinds = {match[1].lower() if match else "" for match in matches}
-    if not devices or len(kinds) > 1 or not kinds <= {"cpu", "gpu"}:
+    if not devices or len(kinds) > 1 or not kinds <= {HOST.type, "gpu"}:
         raise ConfigError(f"devices are {devices}; they must be all GPUs (gpu:0) or all CPUs (cpu:0).")
     numbers = sorted(int(match[2]) for match in matches if match)
-    if kinds == {"cpu"}:
+    if HOST.type in kinds:
         return len(devices), {"scaling.gpus_per_worker": 0}
     if numbers != list(range(len(numbers))):
         variable = accelerator().visible_variable

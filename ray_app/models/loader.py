@@ -112,7 +112,7 @@ class Predictor:
         """
         del params
         columns = self._encoding["columns"] if self._encoding else []
-        if self._encode_rows and all(column["name"] in data for column in columns):
+        if self._encoding and self._encode_rows and all(column["name"] in data for column in columns):
             data = self._encode_rows(self._encoding, {column["name"]: data[column["name"]] for column in columns})
         with torch.no_grad():
             outputs = self.module(

@@ -15,7 +15,7 @@ import operator
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import PurePosixPath
@@ -74,7 +74,7 @@ class DataFacts:
     classes: tuple[str, ...] | None = None
     count: Callable[[str], dict[int, int]] | None = None
     index_columns: tuple[str, ...] = ()
-    read: Callable[[list[str]], Iterator[dict[str, Any]]] | None = None
+    read: Callable[[list[str]], Iterator[dict[str, Any]]] | None = field(default=None, compare=False)
 
 
 def find_similar_names(names: Iterable[str]) -> list[list[str]]:

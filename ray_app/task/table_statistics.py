@@ -275,7 +275,7 @@ class ExactSum:
     """A sum of float64 numbers with one rounding at its end, so that their order does not matter.
 
     Shewchuk, "Adaptive Precision Floating-Point Arithmetic", 1997, by `math.fsum`. Of each block it keeps the rounded
-    sum and what the rounding has dropped.
+    sum, and the rounded sums of what each rounding before has dropped, until nothing is left.
     """
 
     def __init__(self) -> None:
@@ -285,8 +285,10 @@ class ExactSum:
     def add(self, numbers: npt.NDArray[np.float64]) -> None:
         """Adds a block of numbers, (n,)."""
         values = numbers.tolist()
-        high = math.fsum(values)
-        self._parts += [high, math.fsum(itertools.chain(values, [-high]))]
+        block: list[float] = []
+        while (rest := math.fsum(itertools.chain(values, (-part for part in block)))) and math.isfinite(rest):
+            block.append(rest)
+        self._parts += block if math.isfinite(rest) else [rest]
         self.count += len(values)
 
     @property

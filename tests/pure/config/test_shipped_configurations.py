@@ -139,6 +139,7 @@ def test_a_configuration_in_the_docs_loads(block: str, tmp_path: Path, monkeypat
     (tmp_path / "my_task.py").write_text(
         "from ray_app.task.tabular import TabularClassification\n\nclass MyTask(TabularClassification):\n    pass\n"
     )
+    (tmp_path / "my_program.py").write_text("def get_compiled_model():\n    raise NotImplementedError\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "conf.yaml").write_text(block)
     values = yaml.safe_load(block)

@@ -538,7 +538,7 @@ def test_no_row_both_selects_a_checkpoint_and_judges_it_in_the_gate(
     )
     monkeypatch.setattr(comparison, "fetch_auto", fetch_in_process)
     scored = comparison._read_arrays(
-        comparison.ScoringRequest(source, sample_segments(dataset.manifest, 500), {}, chosen=gate_rows)
+        source, comparison.ScoringRequest(source, sample_segments(dataset.manifest, 500), {}, chosen=gate_rows)
     )
     assert np.array_equal(scored["x"], x(tmp_path / "eval")[gate_rows])
     (tmp_path / "eval" / "b" / "c.parquet").rename(tmp_path / "eval" / "c.parquet")
