@@ -171,7 +171,7 @@ class Classification(Task):
 
     def decode_labels(self, values: Any) -> npt.NDArray[np.int64]:
         """Returns the classes of rows, given by index or name, as int64, (rows,); raises ValueError for others."""
-        if isinstance(values, list):
+        if isinstance(values, list) and any(isinstance(value, str) for value in values):
             index_of = {name: index for index, name in enumerate(self.classes)}
             if others := sorted({str(value) for value in values if value not in index_of}):
                 raise ValueError(f"label {others[0]!r} is not one of the {len(index_of)} classes that were trained on")

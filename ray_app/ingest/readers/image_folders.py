@@ -284,7 +284,7 @@ class Images(base.SourceReader):
     def _labels_in_file(self, run: base.Run) -> _Labels:
         """Returns the rows of the file of labels."""
         # It reads the file twice, like every CSV: once to learn the types of its columns.
-        part = Csv(str(self._label_file), replace(self.options, source="csv", label=None)).parts(run)[0]
+        part = Csv(str(self._label_file), replace(self.options, source="csv", label=None, columns=None)).parts(run)[0]
         refused: list[tuple[str, str]] = []
         tables = [table for split in part.input_splits for table in split.tables(lambda *row: refused.append(row))]
         table = pa.concat_tables(tables)

@@ -234,7 +234,8 @@ def test_rows_that_vanish_while_reading_are_an_error(tmp_path: Path, monkeypatch
     [
         (
             {"source": "tar", "input": "a"},
-            "allowed are images, csv, jsonl, numpy, idx, cifar, webdataset, tfrecord, hf, digits, parquet",
+            "allowed are images, coco, voc, yolo, csv, jsonl, numpy, idx, cifar, webdataset, tfrecord, hf, digits,"
+            " parquet",
         ),
         ({"source": "csv"}, "needs an input"),
         ({"source": "csv", "input": ""}, "needs an input"),
@@ -243,14 +244,20 @@ def test_rows_that_vanish_while_reading_are_an_error(tmp_path: Path, monkeypatch
         ({"source": "csv", "input": "s3://b/c", "out": "s3://b/c/d"}, "lies in the input"),
         ({"source": "csv", "input": "a", "out": ""}, "needs a folder to create"),
         ({"source": "parquet", "input": "a"}, "trained on as it is"),
-        ({"source": "csv", "input": "a", "columns": ["b"]}, "only jsonl, webdataset, tfrecord, hf have it"),
+        (
+            {"source": "numpy", "input": "a", "columns": ["b"]},
+            "only images, csv, jsonl, webdataset, tfrecord, hf have it",
+        ),
         (
             {"source": "csv", "input": "a", "max_bad_rows": -1},
             "max_bad_rows -1; allowed are fail or skip, and 0 or more",
         ),
         ({"source": "csv", "input": "a", "out": "a/b"}, "lies in the input"),
-        ({"source": "numpy", "input": "a", "label": "y"}, "only csv, jsonl, webdataset, tfrecord, hf have it"),
-        ({"source": "csv", "input": "a", "check": False}, "only images, webdataset, tfrecord, hf have it"),
+        ({"source": "numpy", "input": "a", "label": "y"}, "only images, csv, jsonl, webdataset, tfrecord, hf have it"),
+        (
+            {"source": "csv", "input": "a", "check": False},
+            "only images, coco, voc, yolo, webdataset, tfrecord, hf have it",
+        ),
         ({"source": "csv", "input": "a", "eval_fraction": 1.0}, "allowed is 0 to below 1"),
         ({"source": "csv", "input": "a", "row_group_rows": 0}, "row_group_rows is 0; allowed is 1 or more"),
         ({"source": "csv", "input": "a", "row_group_bytes": 1 << 31}, "up to 1073741824"),

@@ -165,13 +165,15 @@ def test_an_unnamed_column_is_a_feature_only_if_configured(tmp_path: Path, name:
 def test_the_start_reports_unused_columns_with_a_reason(tmp_path: Path) -> None:
     price = [str(i) for i in range(16)]
     price[7] = "?"
-    data = write_labelled(tmp_path / "a", LABELS, ["cat", "dog"], price=price, city=["Ulm"] * 16)
+    letters = [bytes([65 + i]) for i in range(16)]
+    data = write_labelled(tmp_path / "a", LABELS, ["cat", "dog"], price=price, city=["Ulm"] * 16, scan=letters)
     used, unused = prepare_tabular(data).data
-    assert used == "Columns used: x; to predict label, 2 classes: cat, dog"
+    assert used == "Columns used: city, x; to predict label, 2 classes: cat, dog"
     assert (
         unused
-        == "Columns not used: 'price' (text: 15 of the first 16 values are numbers or missing, '?' in row 7 is not),"
-        " 'city' (text)"
+        == "Columns not used: 'price' (text with 16 different values in 16 rows; categories can name it: 15 of the"
+        " first 16 values are numbers or missing, '?' in row 7 is not),"
+        " 'scan' (bytes)"
     )
 
 
