@@ -15,7 +15,7 @@ from ray_app.cli.main import exit_code
 from ray_app.errors import ConfigError
 
 _TEMPLATES = Path(__file__).parent / "project"
-"""The folder `common` has the files of all projects, and `task` and `keras` those of one kind."""
+"""The folder `common` has the files of all projects; `task` and `keras` have the files of one kind of project."""
 _NAME = "PACKAGE"
 """Placeholder for the package's name in the files of the template, where its folder is called `package`."""
 _TAKEN = {"tests", "data", "runs", "predictions", "make_data"}

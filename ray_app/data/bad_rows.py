@@ -120,7 +120,7 @@ _NO_VALUE, _MISSING_INSIDE = "no value", "a missing value inside its value"
 def find_missing_values(table: pa.Table, columns: Iterable[str] = ()) -> dict[int, str]:
     """Returns the reason for each row with a missing value, also inside a list or an object, by its index.
 
-    Those of `columns` that are `OptionalColumn` are left out.
+    Columns of the type `OptionalColumn` are left out.
     """
     reasons: dict[int, str] = {}
     optional = {name for name in columns if isinstance(name, OptionalColumn)}

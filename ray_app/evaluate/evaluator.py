@@ -303,7 +303,7 @@ class _Scorer:
         self._model = job.task.build_model().to(self._device)
 
     def use_device(self) -> None:
-        """Makes the device that of the calling thread, which uses the first GPU otherwise."""
+        """Selects the device for the calling thread, which otherwise uses the first GPU."""
         kind_of(self._device).use(self._device)
 
     def load(self, state: Mapping[str, Tensor]) -> None:

@@ -74,8 +74,8 @@ class IngestOptions:
             needed if it is called label. For webdataset: the key of an integer in each .json; not needed with .cls.
         labels: For images: a CSV file with a row for each image, on a disk or in a bucket. The first column that names
             an image in its first row has the names; the only other column, or the one that the option label names,
-            becomes `label` (`target`, if it holds fractions), further ones keep their names. `none`: there is no label.
-            Default: the class is the folder of an image.
+            becomes `label` (`target`, if it holds fractions), further ones keep their names. `none`: the images
+            have no label. Default: the class is the folder of an image.
         targets: With labels: columns of numbers that together become the array column `target`, in this order, such as
             0 and 1 for each of several labels.
         masks: For images: a folder with the mask of each image, of the same path without its suffix or with `_mask` at
@@ -283,7 +283,7 @@ def _check_text(options: IngestOptions) -> None:
     if options.classes is not None and (len(set(options.classes)) != len(options.classes) or "" in options.classes):
         raise ConfigError(f"classes is {options.classes}; allowed are names that are not empty, each once.")
     if options.classes is not None and options.label is None:
-        raise ConfigError("classes is given without a label; name the column of the label, too.")
+        raise ConfigError("classes is set and label is not; name the column of the label, too.")
     if options.columns is not None and not options.columns:
         raise ConfigError("columns is []; name at least one column to keep, or leave it out to keep all.")
     if options.column_names is not None:

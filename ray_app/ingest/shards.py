@@ -151,7 +151,7 @@ class Shards(RowWriter):
         self._writer, self._shard_rows = None, 0
 
     def _describe(self, table: pa.Table) -> None:
-        """Counts labels, or those of boxes, up to `MAX_COUNTED_LABELS` different ones, and missing values."""
+        """Counts labels of rows or boxes, up to `MAX_COUNTED_LABELS` different ones, and missing values."""
         for column in table.schema:
             self._columns.setdefault(column.name, column_facts(column))["nulls"] += table[column.name].null_count
         labels: pa.ChunkedArray | None = None

@@ -293,7 +293,7 @@ class Texts:
             )
         if TOKENS in table.column_names and name != TOKENS:
             raise ConfigError(
-                f"the column {name!r} becomes {TOKENS!r}, but there is another one of that name. Give it a name by"
+                f"the column {name!r} becomes {TOKENS!r}, but the data has another column of this name. Name it by"
                 f" rename."
             )
         table = without_rows(table, pc.is_null(table[name]), refuse, f"no {name}; every row needs a text")

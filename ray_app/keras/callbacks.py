@@ -45,7 +45,7 @@ class History:
 
     Args:
         history: The values of each epoch by name: `loss` and the metrics over the training rows, and with `val_` before
-            their names those of the validation data. A metric that is not a mean over rows, such as AUC, has
+            their names the values over the validation data. A metric that is not a mean over rows, such as AUC, has
             only the latter.
         epoch: The numbers of the epochs, from 0.
         result: The run.
@@ -146,7 +146,7 @@ def _plan_model_checkpoint(callback: Any) -> CallbackPlan:
 def _plan_backup(callback: Any) -> CallbackPlan:
     name = Path(callback.backup_dir).name
     return CallbackPlan(
-        "BackupAndRestore: another call with the same name continues the run, by default that of backup_dir",
+        "BackupAndRestore: another call with the same name continues the run, by default the name of backup_dir",
         {"run.name": name, **_save_fields(callback.save_freq)},
     )
 
@@ -219,7 +219,7 @@ def add_schedule(config: Config, plans: Sequence[CallbackPlan]) -> tuple[Config,
     plan = make_plan(config, dataset.manifest, read_classes(config, dataset))
     steps = config.train.steps_per_epoch or plan.steps_per_epoch
     keras_schedules = library.import_keras().optimizers.schedules
-    # The last boundary is that of the last epoch, since Keras needs at least one.
+    # The last epoch adds a boundary, since Keras needs at least one.
     boundaries = [steps * (epoch + 1) - 1 for epoch in range(len(rates))]
     decay = keras_schedules.PiecewiseConstantDecay(boundaries, [*rates, rates[-1]])
     spec = {"class_path": SCHEDULE, "init_args": {"serialized": keras_schedules.serialize(decay)}}
@@ -236,7 +236,7 @@ def make_rates(schedule: Callable[..., float], rate: float, epochs: int) -> list
             rate = schedule(epoch)
         if not isinstance(rate, float | np.floating):
             raise ConfigError(f"The schedule returned {rate!r} for epoch {epoch}; it must return a float.")
-        # An optimizer keeps its rate as float32, and the schedule gets that of the epoch before.
+        # An optimizer keeps its rate as float32, and the schedule gets the rate of the epoch before.
         rate = float(np.float32(rate))
         rates.append(rate)
     return rates

@@ -84,7 +84,7 @@ def fit(
         verbose: 0 shows nothing.
         callbacks: Callbacks of Keras. What has a counterpart in a run is mapped, and a line says to what; what has none
             is refused.
-        validation_split: The fraction of the arrays, their last rows, that is held out as validation data.
+        validation_split: The fraction of the arrays, their last rows, that become validation data.
         validation_data: `(x, y)`, `(x, y, sample_weight)`, or the path of a data set.
         shuffle: True: rows are shuffled in each epoch, which cannot be switched off.
         class_weight: The weight of each class in training.
@@ -94,8 +94,8 @@ def fit(
         validation_freq: Epochs between two evaluations.
         name: The name of the run. A call with the name of an earlier run continues it, with more epochs, or after it
             was interrupted. By default each call is a new run.
-        workers: The largest number of workers, or `all` of the cluster. By default that of the strategy, if the model
-            was made in the scope of one; else the model trains in this process.
+        workers: The largest number of workers, or `all` of the cluster. A model that was
+            built in the scope of a strategy has its number by default; without a strategy it trains in this process.
         inputs: With a path: the columns of the inputs, see `KerasTask`; by default `image` or `features`.
         target: With a path: the columns of the targets; by default `label` or `target`.
         fields: Further fields of the configuration by their dotted names: `{"train.precision": "bf16"}`.
@@ -116,7 +116,7 @@ def fit(
             f"validation_freq is {validation_freq!r}; it must be a number of epochs.": not isinstance(
                 validation_freq, int
             ),
-            "validation_split and validation_data are given; leave one of them out.": bool(validation_split)
+            "validation_split and validation_data are set; leave one of them out.": bool(validation_split)
             and validation_data is not None,
         }
     )
@@ -178,8 +178,8 @@ def _locate_rows(
     if is_path(x):
         _refuse(
             {
-                "y is given with a path; name the column of the targets: target=.": y is not None,
-                "validation_split is given with a path; ray-app ingest --eval_fraction holds rows out. Give"
+                "y is set, and x is a path; name the column of the targets: target=.": y is not None,
+                "validation_split is set, and x is a path; ray-app ingest --eval_fraction holds rows out. Give"
                 " validation_data=.": bool(validation_split),
             }
         )
@@ -237,14 +237,14 @@ def evaluate(
         run: The result of `fit`.
         x: Arrays as in `fit`, or the path of a data set.
         y: The targets; with a path None.
-        batch_size: Rows of one forward pass; by default that of the run's evaluations.
+        batch_size: Rows of one forward pass; default: `evaluate.batch_size` of the run.
         sample_weight: The weight of each row; by default 1.
 
     Returns:
         The loss; with metrics a list of the loss and them; with `return_dict` all by their names.
 
     Raises:
-        ConfigError: The arrays are not structured like those of `fit`.
+        ConfigError: The structure of the arrays differs from the arrays of `fit`.
         DataError: The data is refused.
     """
     task = _task_of(run)
@@ -268,13 +268,13 @@ def predict(run: History, x: Any, batch_size: int | None = None) -> Any:
     Args:
         run: The result of `fit`.
         x: Arrays as in `fit`, or the path of a data set.
-        batch_size: Rows of one forward pass; by default that of the run's evaluations.
+        batch_size: Rows of one forward pass; default: `evaluate.batch_size` of the run.
 
     Returns:
         An array (rows, ...); of several outputs a list of arrays, or a dictionary.
 
     Raises:
-        ConfigError: The arrays are not structured like those of `fit`.
+        ConfigError: The structure of the arrays differs from the arrays of `fit`.
         DataError: The data is refused.
     """
     task = _task_of(run)
@@ -303,7 +303,7 @@ def _task_of(run: History) -> KerasTask:
 
 
 def _choose_columns(path: str, inputs: Columns | None, target: Columns | None, weights: Any) -> FitColumns:
-    """Returns the columns of a data set that a model takes, by default those of the names that an ingest gives."""
+    """Returns the columns of a data set that a model takes; by default an ingest has named them."""
     if weights is not None and not isinstance(weights, str):
         raise ConfigError(f"sample_weight is a {type(weights).__name__}; with a path it is the name of a column.")
     columns = open_dataset(path).facts.columns

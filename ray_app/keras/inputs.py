@@ -61,7 +61,7 @@ class FitColumns:
         """
         columns = fill_columns(self.inputs, x, "x") | fill_columns(self.target, y, "y")
         if self.sample_weight is None and sample_weight is not None:
-            raise ConfigError("sample_weight is given, and the model is trained without. Leave it out.")
+            raise ConfigError("The data has a sample_weight, and the training had none. Leave it out.")
         if sample_weight is None:
             sample_weight = np.ones(len(next(iter(columns.values()))), np.float32)
         return columns | fill_columns(self.sample_weight, sample_weight, "sample_weight")
@@ -198,7 +198,7 @@ def _store_model(model: Any, storage_path: str) -> dict[str, Any]:
                 model.save(file)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise ConfigError(f"Keras cannot write the model {model.name!r} to a file: {error}\n{_ADVICE}") from error
-        # The digest is not that of the file, which has the time of its writing.
+        # The file itself contains the time of its writing, so its digest would differ each time.
         weights = {f"{number}": value for number, value in enumerate(model.get_weights())}
         digest = hashlib.sha256(f"{text}{digest_of(weights)}".encode()).hexdigest()[:20]
         target = to_location(storage_path) / SHARED_FOLDER / f"model-{digest}{_SUFFIX}"

@@ -40,7 +40,7 @@ _DEVICE = re.compile(r"/?(?:device:)?(\w+):(\d+)", re.IGNORECASE)
 _current: ContextVar[Strategy | None] = ContextVar("strategy", default=None)
 """The strategy of the scope that this thread is in."""
 _of_models: WeakKeyDictionary[Any, Strategy] = WeakKeyDictionary()
-"""The strategies of the models that were made in a scope."""
+"""The strategy of each model that was built in a scope."""
 
 
 class Strategy:
@@ -110,8 +110,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     """The same with the workers of several machines.
 
     Args:
-        workers: The number of replicas; by default that of the workers in `TF_CONFIG`, of the GPUs of the Ray cluster,
-            or of its nodes.
+        workers: The number of replicas; by default the number of workers in `TF_CONFIG`, of GPUs of the Ray cluster, or
+            of its nodes.
     """
 
     name = "ddp"
@@ -141,9 +141,9 @@ class ParameterServerStrategy(Strategy):
     """Servers hold parameters and optimizer. Steps are synchronous, unless `fields` has `train.staleness` above 0.
 
     Args:
-        workers: The number of replicas; by default that of the workers in `TF_CONFIG`, of the GPUs of the Ray cluster,
-            or of its nodes.
-        servers: The number of servers; by default that of `ps` in `TF_CONFIG`, or 1.
+        workers: The number of replicas; by default the number of workers in `TF_CONFIG`, of GPUs of the Ray cluster, or
+            of its nodes.
+        servers: The number of servers; by default the number of `ps` in `TF_CONFIG`, or 1.
     """
 
     name = "parameter_server"
@@ -175,7 +175,7 @@ class OneDeviceStrategy(Strategy):
 
 
 def strategy_of(model: Any) -> Strategy | None:
-    """Returns the strategy of a model that was made in a scope; of anything else that of the present scope."""
+    """Returns the strategy with the scope in which a model was built; for other objects the present strategy."""
     made_in = _of_models.get(model) if isinstance(model, library.import_keras().Model) else None
     return made_in or _current.get()
 

@@ -186,7 +186,7 @@ def read_categories(annotations: str) -> list[int]:
     """Returns the ids of the categories in a JSON file of COCO by label: the first is of label 1.
 
     Raises:
-        ConfigError: There is no such file, or it has no categories.
+        ConfigError: The file does not exist, or has no categories.
     """
     file = find_file(to_location(annotations))
     items = [item for key, item in iterate_json(file) if key == "categories"] if file else []

@@ -503,7 +503,7 @@ def build_bucketed_reducer(train: TrainSection, model: nn.Module, world: World) 
 
 
 def build_reducer(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
-    """Returns the gradient reducer that is configured: that of the user, a bucketed one, or one for `fsdp`.
+    """Returns the configured gradient reducer: a class of the user, a bucketed one, or one for `fsdp`.
 
     Raises:
         ConfigError: `train.reducer` is not a `GradientReducer`.

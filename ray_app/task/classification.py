@@ -170,7 +170,7 @@ class Classification(Task):
         return [self.label]
 
     def decode_labels(self, values: Any) -> npt.NDArray[np.int64]:
-        """Returns the classes of rows, given by index or name, as int64, (rows,); raises ValueError for others."""
+        """Returns the classes of rows from their indices or names, as int64, (rows,); raises ValueError for others."""
         if isinstance(values, list) and any(isinstance(value, str) for value in values):
             index_of = {name: index for index, name in enumerate(self.classes)}
             if others := sorted({str(value) for value in values if value not in index_of}):

@@ -29,7 +29,7 @@ PARTS = ("year", "month", "day", "weekday", "hour", "minute", "seconds")
 
 
 def encode_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """Encodes rows, given by column, as `features`, float32 (rows, inputs), and `categories`, int64 (rows, columns).
+    """Encodes the columns of rows as `features`, float32 (rows, inputs), and `categories`, int64 (rows, columns).
 
     A field without columns is left out. A column is a sequence with one value for each row; None and NaN are missing
     values, and so is an empty text of a category or a date.
@@ -134,7 +134,7 @@ def _parse_date(value: Any) -> datetime | None:
 
 def _values(rows: Mapping[str, Any], column: Mapping[str, Any]) -> Any:
     if column["name"] not in rows:
-        raise ValueError(f"the column {column['name']!r} is missing; there are {', '.join(map(repr, rows))}")
+        raise ValueError(f"the column {column['name']!r} is missing; the columns are {', '.join(map(repr, rows))}")
     return rows[column["name"]]
 
 

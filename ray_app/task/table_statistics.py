@@ -313,7 +313,7 @@ def _fill_value(
         total.add(part)
     if not total.count:
         raise DataError(
-            f"Column {name!r} of {data.path} has missing values only, of which there is no {method}. Leave it out of"
+            f"Column {name!r} of {data.path} has missing values only, and so no {method}. Leave it out of"
             " task.init_args.features, or give {constant: VALUE}."
         )
     missing = data.num_rows - total.count

@@ -103,7 +103,7 @@ class _Stored:
                 values = np.frombuffer(data, dtype).reshape(block, *self._row_shape(shape)[1:])
                 yield self._converted(values)
             if last == shape[0] and file.read(1):
-                raise ValueError(f"there is more data after the last of {shape[0]} rows")
+                raise ValueError(f"the file goes on after the last of {shape[0]} rows")
 
     def _converted(self, values: Array) -> Array:
         """Returns values in the machine's byte order, names of classes as their numbers."""
@@ -148,7 +148,7 @@ def _read_fortran(file: IO[bytes], dtype: np.dtype, shape: tuple[int, ...], firs
         column[:] = np.frombuffer(data, dtype)
         file.seek((shape[0] - last) * dtype.itemsize, 1)
     if file.read(1):
-        raise ValueError(f"there is more data after the last of {shape[0]} rows")
+        raise ValueError(f"the file goes on after the last of {shape[0]} rows")
     return np.ascontiguousarray(values.T.reshape(rows, *shape[1:], order="F"))
 
 
@@ -217,7 +217,7 @@ class Numpy(base.SourceReader):
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns a part for each data set that the names of all arrays tell; otherwise one part.
 
-        Names are those of Keras' `mnist.npz` (`x_train`), or of MedMNIST (`train_images`). x and images become `image`
+        The names follow Keras' `mnist.npz` (`x_train`), or of MedMNIST (`train_images`). x and images become `image`
         or `features`, y and labels `label` or `target`, other arrays keep their names. Labels may have the shape
         (rows, 1), and texts as labels are classes.
         """

@@ -149,7 +149,7 @@ class SourceReader(ABC):
         return kept
 
     def order_classes(self, where: str, values: set[str]) -> tuple[str, ...]:
-        """Returns the names of the classes of a label: those of the option `classes`, or its values, sorted.
+        """Returns the names of the classes of a label: the option `classes`, or the sorted values of the label.
 
         "" among the values stands for a row without a value. Raises DataError for a value that is not among `classes`,
         and see `sort_classes`; where rows may be skipped, those rows are refused later.

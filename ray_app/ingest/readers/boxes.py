@@ -95,7 +95,7 @@ def _order_splits(names: Iterable[str]) -> list[str]:
 
 
 class Coco(AnnotatedImages):
-    """One JSON file of COCO, or a folder with those of several data sets."""
+    """One JSON file of COCO, or a folder with the JSON files of several data sets."""
 
     traits = FormatTraits(options=frozenset({"check", "images", "segmentation"}), eval_fraction=0.1)
 
@@ -295,9 +295,7 @@ class Voc(AnnotatedImages):
             return {"": [xml[stem] for stem in sorted(xml)]}
         for split, names in stems.items():
             if missing := [name for name in names if name not in xml]:
-                raise DataError(
-                    f"{lists}: the list of {split!r} names {missing[0]!r}, of which there is no XML file. Add it."
-                )
+                raise DataError(f"{lists}: the list of {split!r} names {missing[0]!r}, which has no XML file. Add it.")
         return {split: [xml[name] for name in stems[split]] for split in _order_splits(stems) if stems[split]}
 
     def annotations(self) -> dict[str, Annotations]:
@@ -571,7 +569,7 @@ def _yolo_line(words: list[str], classes: int) -> tuple[int, Box, tuple[float, .
     except ValueError as error:
         raise ValueError("it holds something else than numbers") from error
     if not 0 <= category < classes:
-        raise ValueError(f"class {category}; there are {classes}, from 0 on")
+        raise ValueError(f"class {category}; the classes are 0 to {classes - 1}")
     if not all(-0.01 <= number <= 1.01 for number in numbers):
         raise ValueError("a number is no fraction of the image; expected 0 to 1")
     if len(numbers) == 4:

@@ -50,7 +50,7 @@ _EXPECTED = "expected one sub-folder a class, with the images directly inside: D
 _MAX_DEPTH = 32
 """Maximum number of folders inside each other; a link may lead to a folder above itself."""
 _MAX_LABEL_BYTES = 512 << 20
-"""Limit of a file of labels, which is held in memory."""
+"""Maximum size of a file of labels, which one process reads into memory."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Images(base.SourceReader):
 
     def _labels_in_file(self, run: base.Run) -> _Labels:
         """Returns the rows of the file of labels."""
-        # It reads the file twice, like every CSV: once to learn the types of its columns.
+        # `Csv` reads the file twice; the first pass finds the types of the columns.
         part = Csv(str(self._label_file), replace(self.options, source="csv", label=None, columns=None)).parts(run)[0]
         refused: list[tuple[str, str]] = []
         tables = [table for split in part.input_splits for table in split.tables(lambda *row: refused.append(row))]
@@ -453,7 +453,7 @@ def without_suffix(path: str) -> str:
 
 
 def has_image_suffix(file: File) -> bool:
-    """Returns whether the name of a file ends as that of an image."""
+    """Returns whether the name of a file has the suffix of an image."""
     return file.location.name.lower().endswith(IMAGE_SUFFIXES)
 
 

@@ -56,7 +56,7 @@ class JsonLines(base.SourceReader):
     traits = FormatTraits(options=frozenset({"label", "classes", "columns", "ragged", "tokenizer"}))
 
     def files(self) -> list[File]:
-        """Returns the files of JSON lines, sorted by name; those of one JSON list each where none has lines."""
+        """Returns the files of JSON lines, sorted by name; without any, the files that hold one JSON list each."""
         files = list_text_files(self.path, (*_SUFFIXES, *_LIST_SUFFIXES), "JSON lines")
         return [file for file in files if file.location.name.endswith(_SUFFIXES)] or files
 
@@ -482,7 +482,7 @@ def iterate_json(file: File) -> Iterator[tuple[str, Any]]:
         else:
             raise ValueError("it begins with neither [ nor {")
         if text.peek():
-            raise ValueError(f"there is more after the end of the JSON, at character {text.position}")
+            raise ValueError(f"the file goes on after the end of the JSON, at character {text.position}")
 
 
 class _JsonText:

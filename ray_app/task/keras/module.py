@@ -139,7 +139,7 @@ class KerasModule(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device of the model's tensors; the CPU for a model without any."""
-        # `parameters()` would search for submodules, of which there are none, in every step.
+        # `parameters()` would search for submodules in every step, and this module has none.
         tensors = (*self._parameters.values(), *registered_buffers(self).values())
         return next((tensor.device for tensor in tensors if tensor is not None), HOST)
 

@@ -276,7 +276,7 @@ def test_an_unknown_word_and_a_missing_column_are_told_apart(tmp_path: Path) -> 
     task = prepare(write_table(tmp_path, PEOPLE), features=["sex"])
     assert task.fitted is not None
     assert encode_rows(task.fitted, {"sex": ["male", "robot"]})["categories"].tolist() == [[1], [2]]
-    with pytest.raises(ValueError, match="the column 'sex' is missing; there are 'gender'"):
+    with pytest.raises(ValueError, match="the column 'sex' is missing; the columns are 'gender'"):
         encode_rows(task.fitted, {"gender": ["male"]})
 
 

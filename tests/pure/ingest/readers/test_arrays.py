@@ -67,7 +67,7 @@ def test_large_and_damaged_arrays_in_fortran_order_are_refused(tmp_path: Path, m
     np.save(file, np.asfortranarray(np.zeros((8, 3))))
     whole = file.read_bytes()
     file.write_bytes(whole + b"x")
-    assert "more data after the last of 8 rows" in ingest_error(tmp_path, "numpy", tmp_path / "in")
+    assert "goes on after the last of 8 rows" in ingest_error(tmp_path, "numpy", tmp_path / "in")
     file.write_bytes(whole[:-1])
     assert "ends before row" in ingest_error(tmp_path, "numpy", tmp_path / "in")
     file.write_bytes(whole)

@@ -195,7 +195,7 @@ def test_json_is_read_item_by_item_at_any_block_size(
         ("[1,]", "Expecting value"),
         ('{"a": [1], 3: 4}', "no key"),
         ('{"a" [1]}', "no key"),
-        ("[1] 2", "more after the end"),
+        ("[1] 2", "goes on after the end"),
         ("[NaN]", "NaN is no JSON"),
         ('["abc', "Unterminated string"),
         ("[" * 100_000, "too deep"),
@@ -362,7 +362,7 @@ def test_data_sets_of_yolo_are_data_sets(tmp_path: Path, settings: str, folders:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("2 0.5 0.5 0.1 0.1", "1.txt:1: class 2; there are 2"),
+        ("2 0.5 0.5 0.1 0.1", "1.txt:1: class 2; the classes are 0 to 1"),
         ("0 0.5 0.5 0.1", "3 numbers after the class"),
         ("0 20 10 5 5", "no fraction of the image"),
         ("cat 0.5 0.5 0.1 0.1", "something else than numbers"),

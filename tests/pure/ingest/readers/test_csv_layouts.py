@@ -111,7 +111,7 @@ def test_a_header_of_numbers_is_refused_with_both_commands(tmp_path: Path) -> No
         ({"comment": "no"}, "comment is 'no'; allowed is one ASCII character"),
         ({"skip_lines": -1}, "skip_lines is -1; allowed is 0 or more"),
         ({"classes": ["a", "a"], "label": "k"}, "allowed are names that are not empty, each once"),
-        ({"classes": ["a"]}, "classes is given without a label"),
+        ({"classes": ["a"]}, "classes is set and label is not"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
