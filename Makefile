@@ -80,7 +80,8 @@ dist: sbom ## source archive and wheel in build/dist, checked as an index would;
 
 sbom: $(INSTALLED) ## every installed library with its version, its licence and what needs it, as CycloneDX in build/sbom.json
 	mkdir -p build
-	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(BIN)/python
+	@# In an environment of its own: it needs rfc3987-syntax, whose import would add seconds to each start of Ray here.
+	$(BIN)/uv tool run --from cyclonedx-bom==7.5.0 cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(BIN)/python
 
 clean: ## remove what the commands above made, but the environment and the runs
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
