@@ -171,11 +171,12 @@ class _SharedConnection:
         self._closing = ExitStack()
         # The number of runs that use the connection, and of blocks that hold it open.
         self._users = self._holds = 0
+        self._is_open = False
 
     @property
     def is_connected(self) -> bool:
         """Whether there is a connection that the runs have opened."""
-        return self._users > 0
+        return self._is_open
 
     @contextmanager
     def connected(self, connect: Callable[[], object]) -> Iterator[bool]:
@@ -187,7 +188,8 @@ class _SharedConnection:
             is_first = not self._users and not ray.is_initialized()
             if is_first:
                 self._open(connect)
-            is_counted = bool(is_first or self._users)
+            # A connection that only a block still holds open is one that a run has opened, too.
+            is_counted = self._is_open
             self._users += is_counted
         try:
             yield is_first
@@ -211,6 +213,7 @@ class _SharedConnection:
     def _close_unused(self) -> None:
         """Closes the connection, if it was opened here, unless it is used or kept."""
         if not self._users and not self._holds:
+            self._is_open = False
             self._closing.close()
 
     def _open(self, connect: Callable[[], object]) -> None:
@@ -221,7 +224,7 @@ class _SharedConnection:
             stack.callback(ray.shutdown)
             with connection_errors():
                 connect()
-            self._closing = stack.pop_all()
+            self._closing, self._is_open = stack.pop_all(), True
 
 
 _shared = _SharedConnection()

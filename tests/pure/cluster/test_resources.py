@@ -23,6 +23,7 @@ from ray_app.cluster.resources import (
     cluster,
     count_fitting_on_gpus,
     keep_connection,
+    reconnect,
     resolve_scaling,
     workers_that_fit,
 )
@@ -338,6 +339,25 @@ def test_a_start_connects_to_a_joined_cluster_once(monkeypatch: pytest.MonkeyPat
     assert calls == ["connect", "disconnect"]
     with keep_connection(), pytest.raises(ConfigError):
         resolve_scaling(config.replace(scaling__min_workers=1000))
+    assert calls == ["connect", "disconnect"] * 2
+
+
+def test_a_kept_connection_stays_open_for_a_use_that_outlasts_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(calls) and calls[-1] == "connect")
+    monkeypatch.setattr(ray, "init", lambda **_: calls.append("connect"))
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("disconnect"))
+    config = ALL.replace(run__ray_address="10.0.0.1:6379")
+    evaluation = cluster(config)
+    with keep_connection():
+        with cluster(config):
+            pass
+        # As `Result.evaluate` does in another thread while a run in the background ends.
+        evaluation.__enter__()
+    assert calls == ["connect"]
+    reconnect(config)
+    assert calls == ["connect", "disconnect", "connect"]
+    evaluation.__exit__(None, None, None)
     assert calls == ["connect", "disconnect"] * 2
 
 
