@@ -147,12 +147,12 @@ class Result:
             The mean `loss` and the task's metrics of one number, by name.
 
         Raises:
-            ConfigError: `workers` is not a number of at least 1, or the actors would have to read columns of this
-                process.
-            DataError: The data set does not exist, or cannot be decoded, or a column is missing.
+            ConfigError: `workers` or `batch_size` is below 1, or the actors would have to read columns of this process.
+            DataError: The data set does not exist, or cannot be decoded; a column is missing, there are no rows, or
+                columns differ in rows.
         """
-        model, job = self.load_model(checkpoint), self._job
-        size = batch_size or job.config.evaluate.batch_size
+        size, job = self._batch_size(batch_size), self._job
+        model = self.load_model(checkpoint)
         if workers is None:
             if isinstance(data, str):
                 rows = read_decoded(self.task, data)
@@ -195,9 +195,11 @@ class Result:
                 `predicted_index` and `confidence`.
 
         Raises:
-            DataError: A column is missing.
+            ConfigError: `batch_size` is below 1.
+            DataError: A column is missing, there are no rows, or columns differ in rows.
         """
-        model, size = self.load_model(checkpoint), batch_size or self._job.config.evaluate.batch_size
+        size = self._batch_size(batch_size)
+        model = self.load_model(checkpoint)
         if isinstance(data, str):
             rows = read_decoded(self.task, data, targets=False)
         else:
@@ -210,6 +212,12 @@ class Result:
                 parts.append(self.task.predictions(self.task.forward(model, batch), batch))
         return {name: concat_fields([part[name] for part in parts]) for name in parts[0]}
 
+    def _batch_size(self, batch_size: int | None) -> int:
+        """Returns the rows of one forward pass: by default those of the run's evaluations."""
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1, or None for that of the run.")
+        return batch_size or self._job.config.evaluate.batch_size
+
     def _decoded(self, data: Any, columns: list[str], decode: Callable[[Rows], Arrays]) -> Arrays:
         """Decodes columns of the caller."""
         rows = data if isinstance(data, dict) else dict.fromkeys(columns[:1], np.asarray(data))
@@ -217,6 +225,9 @@ class Result:
             raise DataError(
                 f"No column {', '.join(map(repr, missing))} is given; the task reads {columns}. Give all by name."
             )
+        numbers = {name: len(rows[name]) for name in columns}
+        if len(set(numbers.values())) != 1 or not all(numbers.values()):
+            raise DataError(f"The columns have {numbers} rows; all must have the same number, at least 1.")
         return decode({name: rows[name] for name in columns})
 
     def metrics(self) -> list[StepRecord]:

@@ -71,3 +71,10 @@ def test_rows_without_labels_are_predicted_from_a_path_and_from_arrays(
     )
     with pytest.raises(DataError, match=r"No column 'image' is given; the task reads \['image'\]"):
         result.predict({"x": images})
+    for lacking in ([], images[:0]):
+        with pytest.raises(DataError, match="at least 1"):
+            result.predict({"image": lacking})
+    with pytest.raises(DataError, match="all must have the same number"):
+        result.evaluate({"image": images[:3], "label": [0, 1]})
+    with pytest.raises(ConfigError, match="batch_size is -1; it must be at least 1"):
+        result.predict(images, batch_size=-1)
