@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from ray_app.errors import ConfigError
@@ -214,6 +214,15 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits]) -
     if traits.has_output != bool(options.out):
         needs = "needs a folder to create" if traits.has_output else "is trained on as it is; leave out away"
         raise ConfigError(f"out is {options.out!r}: source {options.source!r} {needs}.")
+    if not traits.has_output:
+        names = [option.name for option in fields(options) if option.name not in ("source", "input")]
+        if changed := [
+            name for name in names if getattr(options, name) != getattr(IngestOptions(options.source), name)
+        ]:
+            raise ConfigError(
+                f"{changed[0]} is {getattr(options, changed[0])!r}: source {options.source!r} is trained on as it is,"
+                " and nothing is written; leave it out."
+            )
     if options.input and options.out and is_within(to_location(options.out), to_location(options.input)):
         raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; give a folder beside it.")
     for name in sorted(frozenset[str]().union(*(t.options for t in formats.values())) - traits.options):

@@ -6,9 +6,9 @@ show it) and `labels` (from 1).
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -16,12 +16,25 @@ from typing import Any
 from xml.etree import ElementTree
 from xml.parsers import expat
 
+import numpy as np
 import yaml
 
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.image_files import IGNORED, AnnotatedImages, Annotations, Box, ObjectRow, Shape
+from ray_app.ingest.readers.image_files import (
+    IGNORED,
+    AnnotatedImages,
+    Annotations,
+    Box,
+    ObjectRow,
+    Shape,
+    decode_text,
+    is_numbers,
+    parse_coco_shape,
+    read_small_file,
+    read_small_files,
+)
 from ray_app.ingest.readers.image_folders import IMAGE_SUFFIXES, has_image_suffix, without_suffix
 from ray_app.ingest.readers.json_lines import iterate_json
 from ray_app.storage.data_files import (
@@ -34,11 +47,12 @@ from ray_app.storage.data_files import (
     printable_name,
 )
 from ray_app.storage.files import Location, to_location
-from ray_app.storage.object_stores import CONNECTIONS
 
-_MAX_FILE_BYTES = 16 << 20
-"""Limit of the annotations of one image, and of a file with names of classes."""
 _MAX_XML_DEPTH = 16
+_NO_SHAPE = (
+    "a segmentation that is neither polygons ([[x, y, x, y, x, y], ...]) nor runs ({size: [height, width], counts:"
+    " ...}). Correct it, or leave segmentation out"
+)
 
 
 class _Folder:
@@ -67,27 +81,6 @@ def _is_below(name: str) -> bool:
     """Returns whether a name in annotations leads to a file below a folder, whatever folder that is."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
-
-
-def _read_small(file: File) -> bytes:
-    """Returns the content of a file of at most `_MAX_FILE_BYTES`."""
-    if file.size > _MAX_FILE_BYTES:
-        raise DataError(f"{file} has {file.size} bytes; allowed are {_MAX_FILE_BYTES}. Is it another kind of file?")
-    with parser_errors(file, ""), file.open() as stream:
-        return stream.read()
-
-
-def _read_all(files: Sequence[File]) -> Iterator[bytes]:
-    """Yields the contents of small files, read by several threads."""
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        yield from pool.map(_read_small, files)
-
-
-def _text(file: File, content: bytes) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8: {error}. Save it as UTF-8.") from error
 
 
 def _order_splits(names: Iterable[str]) -> list[str]:
@@ -167,6 +160,7 @@ class _CocoFile:
         self.images: dict[int, tuple[str, tuple[int, int] | None]] = {}
         self._categories: dict[int, str] = {}
         self._objects: dict[int, list[tuple[int, Any, bool, Shape | None, Any]]] = {}
+        """By image: category, box, whether it is a crowd, outline, and id of each object."""
         self._counts: dict[str, int] = {}
 
     def add(self, key: str, item: Any) -> None:
@@ -178,7 +172,10 @@ class _CocoFile:
         if not isinstance(item, dict):
             raise DataError(f"{where} is no object. Expected a JSON file of COCO.")
         if key == "categories":
-            self._categories[_integer(where, item, "id")] = _string(where, item, "name")
+            category = _integer(where, item, "id")
+            if category in self._categories:
+                raise DataError(f"{where} has the id {category} of an earlier one. Give each category its own.")
+            self._categories[category] = _string(where, item, "name")
         elif key == "images":
             image_id = _integer(where, item, "id")
             if image_id in self.images:
@@ -188,26 +185,10 @@ class _CocoFile:
             self.images[image_id] = _string(where, item, "file_name"), size
         else:
             is_crowd = bool(item.get("iscrowd"))
-            shape = self._shape(where, item.get("segmentation")) if self._segmentation else None
+            shape = parse_coco_shape(item.get("segmentation")) if self._segmentation else None
             category, box = _integer(where, item, "category_id"), item.get("bbox")
             image_id = _integer(where, item, "image_id")
             self._objects.setdefault(image_id, []).append((category, box, is_crowd, shape, item.get("id", number)))
-
-    def _shape(self, where: str, value: Any) -> Shape | None:
-        """Returns the outline of an object."""
-        if isinstance(value, list) and all(_is_polygon(points) for points in value):
-            return Shape(tuple(tuple(map(float, points)) for points in value)) if value else None
-        if isinstance(value, dict):
-            size, runs = value.get("size"), value.get("counts")
-            if isinstance(size, list) and len(size) == 2 and all(type(length) is int for length in size):
-                if isinstance(runs, str):
-                    return Shape(runs=runs, size=(size[0], size[1]))
-                if isinstance(runs, list) and all(type(length) is int for length in runs):
-                    return Shape(runs=tuple(runs), size=(size[0], size[1]))
-        raise DataError(
-            f"{where} has a segmentation that is neither polygons ([[x, y, x, y, x, y], ...]) nor runs"
-            " ({size: [height, width], counts: ...}). Correct it, or leave segmentation out."
-        )
 
     def annotations(self, files: dict[int, File | None]) -> Annotations:
         """Returns the rows; a row is refused if its image is missing or one of its objects cannot be used."""
@@ -239,25 +220,19 @@ class _CocoFile:
             if category not in labels:
                 reason = f"the annotation {annotation} has the category {category}, which 'categories' lacks"
                 return replace(row, image=None, reason=reason)
+            if self._segmentation and shape is None:
+                return replace(row, image=None, reason=f"the annotation {annotation} has {_NO_SHAPE}")
             if shape:
                 shapes.append((shape, IGNORED if is_crowd else labels[category]))
             if is_crowd:
                 continue
-            if not _is_numbers(box, 4):
+            if not is_numbers(box, 4):
                 reason = f"the annotation {annotation} has the bbox {box!r}; expected [left, top, width, height]"
                 return replace(row, image=None, reason=reason)
             left, top, width, height = map(float, box)
             boxes.append((left, top, left + width, top + height))
             numbers.append(labels[category])
         return replace(row, boxes=tuple(boxes), labels=tuple(numbers), shapes=tuple(shapes))
-
-
-def _is_numbers(value: Any, count: int) -> bool:
-    return isinstance(value, list) and len(value) == count and all(type(item) in (int, float) for item in value)
-
-
-def _is_polygon(points: Any) -> bool:
-    return isinstance(points, list) and len(points) % 2 == 0 and len(points) >= 6 and _is_numbers(points, len(points))
 
 
 def _integer(where: str, item: dict[str, Any], key: str) -> int:
@@ -288,21 +263,30 @@ class Voc(AnnotatedImages):
             raise DataError(
                 f"{self.path}: no XML file in it or in its folder Annotations; expected annotations of Pascal VOC."
             )
-        lists = self.path / "ImageSets" / "Main"
-        files_of_lists = {split: find_file(lists / f"{name}.txt") for name, split in _VOC_LISTS.items()}
-        stems = {split: _text(file, _read_small(file)).split() for split, file in files_of_lists.items() if file}
+        stems = {split: decode_text(file, read_small_file(file)).split() for split, file in self._lists.items()}
         if "train" not in stems:
             return {"": [xml[stem] for stem in sorted(xml)]}
         for split, names in stems.items():
             if missing := [name for name in names if name not in xml]:
-                raise DataError(f"{lists}: the list of {split!r} names {missing[0]!r}, which has no XML file. Add it.")
+                raise DataError(f"{self._lists[split]}: it names {missing[0]!r}, which has no XML file. Add it.")
         return {split: [xml[name] for name in stems[split]] for split in _order_splits(stems) if stems[split]}
+
+    def files(self) -> Iterator[File]:
+        """Yields the lists of data sets, the files of annotations and the images."""
+        yield from self._lists.values()
+        yield from super().files()
+
+    @cached_property
+    def _lists(self) -> dict[str, File]:
+        """The lists in `ImageSets/Main` by their data sets."""
+        files = {split: find_file(self.path / "ImageSets" / "Main" / f"{n}.txt") for n, split in _VOC_LISTS.items()}
+        return {split: file for split, file in files.items() if file}
 
     def annotations(self) -> dict[str, Annotations]:
         """Returns the annotations of each data set; the classes are the sorted names of all objects."""
         listing = _Folder()
         trees = {
-            name: [_parse_xml(file, content) for file, content in zip(files, _read_all(files), strict=True)]
+            name: [_parse_xml(file, content) for file, content in zip(files, read_small_files(files), strict=True)]
             for name, files in self.annotation_files().items()
         }
         objects = {id(tree): _voc_objects(tree) for several in trees.values() for tree in several}
@@ -310,8 +294,9 @@ class Voc(AnnotatedImages):
         if not classes:
             raise DataError(f"{self.path}: no object in any of the XML files. Give another input.")
         # VOC counts pixels from 1, and a right or bottom edge includes its pixel; some tools count from 0.
-        edges = [min(box[:2]) for several in objects.values() if isinstance(several, list) for _, box in several]
-        first = 1.0 if min(edges) >= 1 else 0.0
+        # A box far outside its image is a bad row, and says nothing about the others.
+        boxes = [box for several in objects.values() if isinstance(several, list) for _, box in several]
+        first = 0.0 if any(-1 <= min(box[:2]) < 1 for box in boxes) else 1.0
         note = (
             "boxes count pixels from 1, as VOC does" if first else "boxes count pixels from 0, since one begins there"
         )
@@ -341,10 +326,13 @@ class Voc(AnnotatedImages):
         usual = [self.path / "JPEGImages", self.path / "images", above]
         folders = [to_location(self.options.images)] if self.options.images else usual
         name = (tree.findtext("filename") or "").strip()
-        image = next(
+        named = next(
             (f for d in folders if _is_below(name) and (f := listing.find(d, name)) and has_image_suffix(f)), None
         )
-        image = image or next((f for d in folders if (f := listing.find_image(d, stem))), None)
+        # The name of the XML file counts, as in VOC: tools that rename or copy files leave old names in them.
+        image = named
+        if named is None or without_suffix(named.location.name) != stem:
+            image = next((f for d in folders if (f := listing.find_image(d, stem))), named)
         if image is None:
             return replace(row, reason=f"no image {name or stem!r} in {[str(folder) for folder in folders]}")
         size = [tree.findtext(f"size/{key}", "").strip() for key in ("width", "height")]
@@ -364,12 +352,14 @@ def _voc_objects(tree: ElementTree.Element) -> list[tuple[str, Box]] | str:
         name = (item.findtext("name") or "").strip()
         texts = [(item.findtext(f"bndbox/{key}") or "").strip() for key in ("xmin", "ymin", "xmax", "ymax")]
         try:
-            left, top, right, bottom = map(float, texts)
+            box = (float(texts[0]), float(texts[1]), float(texts[2]), float(texts[3]))
+            if not all(map(math.isfinite, box)):
+                raise ValueError
         except ValueError:
             return f"object {number} has the edges {texts}; expected four numbers (xmin, ymin, xmax, ymax)"
         if not name:
             return f"object {number} has no name"
-        objects.append((name, (left, top, right, bottom)))
+        objects.append((name, box))
     return objects
 
 
@@ -407,15 +397,16 @@ class Yolo(AnnotatedImages):
     traits = FormatTraits(options=frozenset({"check", "segmentation"}), eval_fraction=0.1)
 
     def annotation_files(self) -> dict[str, list[File]]:
-        """Returns the files with the names of the classes and the data sets, and all labels."""
+        """Returns the files with the names of the classes and the data sets, the lists of images, and all labels."""
+        lists = [one for several in self._named_images.values() for one in several if isinstance(one, File)]
         labels = [label for _, label in (pair for pairs in self._pairs.values() for pair in pairs) if label]
-        return {"": [self._names_file, *labels]}
+        return {"": [self._names_file, *lists, *labels]}
 
     def annotations(self) -> dict[str, Annotations]:
         """Returns the annotations of each data set."""
         result = {}
         for name, pairs in self._pairs.items():
-            contents = dict(zip(files := [label for _, label in pairs if label], _read_all(files), strict=True))
+            contents = dict(zip(files := [label for _, label in pairs if label], read_small_files(files), strict=True))
             rows = [self._row(image, label, contents[label] if label else b"") for image, label in pairs]
             result[name] = Annotations(rows, self._classes)
         if not any(row.boxes or row.reason for one in result.values() for row in one.rows):
@@ -439,13 +430,15 @@ class Yolo(AnnotatedImages):
     def _settings(self) -> dict[str, Any]:
         """The content of `data.yaml`; of a file with a name of a class in each line, these names."""
         file = self._names_file
-        text = _text(file, _read_small(file))
+        text = decode_text(file, read_small_file(file))
         if not file.location.name.endswith((".yaml", ".yml")):
             return {"names": [line.strip() for line in text.splitlines() if line.strip()]}
         with parser_errors(file, "Expected the data.yaml of a data set of YOLO. Correct it."):
             settings = yaml.safe_load(text)
         if not isinstance(settings, dict):
             raise DataError(f"{file}: no settings in it; expected names, train and val. Correct it.")
+        if "kpt_shape" in settings:
+            raise DataError(f"{file}: kpt_shape says that the labels have keypoints; allowed are boxes and polygons.")
         return settings
 
     @cached_property
@@ -461,33 +454,49 @@ class Yolo(AnnotatedImages):
         return tuple(map(str, names))
 
     @cached_property
+    def _named_images(self) -> dict[str, list[Location | File]]:
+        """The folders of images and the lists of images that `data.yaml` names, by data set."""
+        named: dict[str, list[Location | File]] = {}
+        for key, name in (("train", "train"), ("val", "eval"), ("test", "test")):
+            if entries := self._settings.get(key):
+                named[name] = [self._find(entry) for entry in (entries if isinstance(entries, list) else [entries])]
+        return named
+
+    @cached_property
     def _pairs(self) -> dict[str, list[tuple[File, File | None]]]:
         """The images of each data set with the files of their labels, if they have one."""
         listing = _Folder()
+        named = self._named_images or self._usual_folders()
         splits: dict[str, list[tuple[File, File | None]]] = {}
-        for key, name in (("train", "train"), ("val", "eval"), ("test", "test")):
-            entries = self._settings.get(key) or []
-            images = [
-                image for entry in ([entries] if isinstance(entries, str) else entries) for image in self._images(entry)
-            ]
-            if images:
-                splits[name] = [(image, self._label_of(image, listing)) for image in images]
-        if not splits:
-            root = self._names_file.location.parent
-            root = root.parent if root.name == "labels" else root
-            folder = root / "images" if is_folder(root / "images") else root
-            inner = {base.SPLITS.get(inner.name.lower(), ""): inner for inner in folders_in(folder)}
-            above = {"": folder} if "" in inner or "train" not in inner else {n: inner[n] for n in _order_splits(inner)}
-            splits = {
-                name: [(image, self._label_of(image, listing)) for image in _images_below(one)]
-                for name, one in above.items()
-            }
-        if not any(splits.values()):
-            raise DataError(f"{self.path}: no image in it; expected images/1.jpg and labels/1.txt. Give another input.")
+        for name, several in named.items():
+            images = []
+            for one in several:
+                images += self._listed_images(one) if isinstance(one, File) else _images_below(one)
+                if not images:
+                    raise DataError(f"{self._names_file}: no image in {one}. Correct it, or add images.")
+            splits[name] = [(image, self._label_of(image, listing)) for image in images]
         return {"" if list(splits) == ["train"] else name: pairs for name, pairs in splits.items()}
 
-    def _images(self, entry: Any) -> list[File]:
-        """Returns the images of a folder, or of a list of images, that `data.yaml` names."""
+    def _usual_folders(self) -> dict[str, list[Location | File]]:
+        """Returns the folder `images`, or the folders of data sets in it."""
+        root = self._names_file.location.parent
+        root = root.parent if root.name == "labels" else root
+        folder = root / "images" if is_folder(root / "images") else root
+        inner = folders_in(folder)
+        splits: dict[str, list[Location | File]] = {}
+        for one in inner:
+            splits.setdefault(base.SPLITS.get(one.name.lower(), ""), []).append(one)
+        if "" in splits or "train" not in splits:
+            return {"": [folder]}
+        if len(splits) < len(inner) or any(has_image_suffix(file) for file in files_in(folder)):
+            raise DataError(
+                f"{folder}: two of the folders {sorted(one.name for one in inner)} are one data set, or images are"
+                " beside them. Name the folders in data.yaml by train, val and test."
+            )
+        return {name: splits[name] for name in _order_splits(splits)}
+
+    def _find(self, entry: Any) -> Location | File:
+        """Returns a folder of images, or a list of images, that `data.yaml` names."""
         if not isinstance(entry, str) or "\0" in entry:
             raise DataError(
                 f"{self._names_file}: it names {entry!r}; expected a folder of images, or a list. Correct it."
@@ -498,11 +507,9 @@ class Yolo(AnnotatedImages):
         bases = [beside / root / bare] if isinstance(root, str) and _is_below(root) else []
         for location in [*bases, beside / bare]:
             if is_folder(location):
-                if images := _images_below(location):
-                    return images
-                raise DataError(f"{self._names_file}: it names {entry!r}, and no image in {location}. Correct it.")
-            if (file := find_file(location)) and location.name.endswith(".txt"):
-                return self._listed_images(file)
+                return location
+            if location.name.endswith(".txt") and (file := find_file(location)):
+                return file
         raise DataError(
             f"{self._names_file}: it names {entry!r}, which is no folder and no list beside it. Correct path, train,"
             " val and test, or leave them out."
@@ -510,7 +517,7 @@ class Yolo(AnnotatedImages):
 
     def _listed_images(self, file: File) -> list[File]:
         images = []
-        for line in filter(None, map(str.strip, _text(file, _read_small(file)).splitlines())):
+        for line in filter(None, map(str.strip, decode_text(file, read_small_file(file)).splitlines())):
             bare = line.removeprefix("./")
             image = find_file(file.location.parent / bare) if _is_below(bare) else None
             if image is None:
@@ -540,7 +547,7 @@ class Yolo(AnnotatedImages):
         boxes: list[Box] = []
         labels: list[int] = []
         shapes: list[tuple[Shape, int]] = []
-        for number, line in enumerate(_text(label, content).splitlines(), 1):
+        for number, line in enumerate(decode_text(label, content).splitlines(), 1):
             if not line.strip():
                 continue
             try:
@@ -549,7 +556,11 @@ class Yolo(AnnotatedImages):
                 return replace(row, image=None, reason=f"{label.name}:{number}: {error}")
             boxes.append(box)
             labels.append(category + 1)
-            shapes.append((Shape((points,)), category + 1))
+            if self.options.segmentation:
+                if not points:
+                    reason = f"{label.name}:{number}: a box without a polygon. Leave segmentation out"
+                    return replace(row, image=None, reason=reason)
+                shapes.append((Shape((np.array(points, np.float64),)), category + 1))
         return replace(row, boxes=tuple(boxes), labels=tuple(labels), shapes=tuple(shapes))
 
 
@@ -562,7 +573,7 @@ def _yolo_id(names: File, image: File) -> str:
 def _yolo_line(words: list[str], classes: int) -> tuple[int, Box, tuple[float, ...]]:
     """Returns class, box and polygon of a line: class, middle and size of a box, or class and the points of a polygon.
 
-    All are fractions of width and height. Raises ValueError for any other line.
+    The polygon of a box is empty. All are fractions of width and height. Raises ValueError for any other line.
     """
     try:
         category, numbers = int(words[0]), [float(word) for word in words[1:]]
@@ -575,8 +586,7 @@ def _yolo_line(words: list[str], classes: int) -> tuple[int, Box, tuple[float, .
     if len(numbers) == 4:
         x, y, width, height = numbers
         xs, ys = [x - width / 2, x + width / 2], [y - height / 2, y + height / 2]
-        points = (xs[0], ys[0], xs[1], ys[0], xs[1], ys[1], xs[0], ys[1])
-        return category, (xs[0], ys[0], xs[1], ys[1]), points
+        return category, (xs[0], ys[0], xs[1], ys[1]), ()
     if len(numbers) < 6 or len(numbers) % 2:
         raise ValueError(f"{len(numbers)} numbers after the class; expected 4, or the points of a polygon")
     xs, ys = numbers[::2], numbers[1::2]

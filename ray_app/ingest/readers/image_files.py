@@ -13,9 +13,11 @@ import hashlib
 import io
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,7 +29,9 @@ from ray_app.config.import_paths import require
 from ray_app.data.arrays import to_list_array
 from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.readers import base
-from ray_app.storage.data_files import HEAD_BYTES, File, is_convertible_image
+from ray_app.storage.data_files import HEAD_BYTES, File, is_convertible_image, parser_errors
+from ray_app.storage.files import Location
+from ray_app.storage.object_stores import CONNECTIONS
 from ray_app.task.images import MAX_PIXELS, decode_image, decode_mask
 from ray_app.task.ragged import Ragged
 
@@ -45,6 +49,10 @@ BACKGROUND = "background"
 _EDGE = 1.0
 """Pixels by which a box may lie outside its image, as `ObjectDetection` allows."""
 _MAX_CLASSES = IGNORED
+_MAX_FILE_BYTES = 16 << 20
+"""Limit of the annotations of one image, and of a file with names of classes."""
+_MAX_NUMBER = 1e9
+"""Limit of a coordinate: larger ones are no pixels, and integers may be too large for a float."""
 
 
 Box = tuple[float, float, float, float]
@@ -227,9 +235,33 @@ class Shape:
         size: Height and width of a mask of runs.
     """
 
-    polygons: tuple[tuple[float, ...], ...] = ()
+    polygons: tuple[npt.NDArray[np.float64], ...] = ()
     runs: tuple[int, ...] | str = ()
     size: tuple[int, int] = (0, 0)
+
+
+def parse_coco_shape(value: Any) -> Shape | None:
+    """Returns the outline of an object; None for another value."""
+    if isinstance(value, list) and value and all(_is_polygon(points) for points in value):
+        return Shape(tuple(np.array(points, np.float64) for points in value))
+    if isinstance(value, dict):
+        size, runs = value.get("size"), value.get("counts")
+        if isinstance(size, list) and len(size) == 2 and all(type(length) is int for length in size):
+            if isinstance(runs, str):
+                return Shape(runs=runs, size=(size[0], size[1]))
+            if isinstance(runs, list) and all(type(length) is int for length in runs):
+                return Shape(runs=tuple(runs), size=(size[0], size[1]))
+    return None
+
+
+def is_numbers(value: Any, count: int) -> bool:
+    """Returns whether a value is a list of so many numbers, each of at most `_MAX_NUMBER`."""
+    is_list = isinstance(value, list) and len(value) == count
+    return is_list and all(type(item) in (int, float) and abs(item) <= _MAX_NUMBER for item in value)
+
+
+def _is_polygon(points: Any) -> bool:
+    return isinstance(points, list) and len(points) % 2 == 0 and len(points) >= 6 and is_numbers(points, len(points))
 
 
 @dataclass(frozen=True)
@@ -255,6 +287,28 @@ class ObjectRow:
     image_id: int | None = None
     is_fraction: bool = False
     reason: str = ""
+
+
+def read_small_file(file: File) -> bytes:
+    """Returns the content of a file of at most `_MAX_FILE_BYTES`."""
+    if file.size > _MAX_FILE_BYTES:
+        raise DataError(f"{file} has {file.size} bytes; allowed are {_MAX_FILE_BYTES}. Is it another kind of file?")
+    with parser_errors(file, ""), file.open() as stream:
+        return stream.read()
+
+
+def read_small_files(files: Sequence[File]) -> Iterator[bytes]:
+    """Yields the contents of small files, read by several threads."""
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        yield from pool.map(read_small_file, files)
+
+
+def decode_text(file: File, content: bytes) -> str:
+    """Returns the text of a file of UTF-8, with or without a mark of the byte order."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8: {error}. Save it as UTF-8.") from error
 
 
 @dataclass(frozen=True)
@@ -301,12 +355,19 @@ class AnnotatedImages(base.SourceReader):
                 f"{self.path}: the classes of {others[0]!r} are {list(several[others[0]].classes)}, of the first data"
                 f" set {list(classes)}. Give all of them the same classes."
             )
+        if repeated := [name for name, count in Counter((BACKGROUND, *classes)).items() if count > 1]:
+            raise DataError(
+                f"{self.path}: two classes have the name {repeated[0]!r} (class 0 is {BACKGROUND!r}). Rename one of"
+                " them."
+            )
         if len(classes) >= _MAX_CLASSES and self.options.segmentation:
             raise DataError(f"{self.path}: {len(classes)} classes; a mask has fewer than {_MAX_CLASSES}.")
         tables = partial(_tables, self.options.check, self.options.segmentation)
         parts = []
         for name, one in several.items():
-            rows = sorted(one.rows, key=lambda row: hashlib.blake2b(row.row_id.encode(), key=b"order").digest())
+            rows = sorted(
+                _refuse_repeated(one.rows), key=lambda row: hashlib.blake2b(row.row_id.encode(), key=b"order").digest()
+            )
             groups = base.group_items(
                 rows,
                 lambda row: row.image.size if row.image else 0,
@@ -320,6 +381,21 @@ class AnnotatedImages(base.SourceReader):
             named = (BACKGROUND, *classes)
             parts.append(base.Part(name, splits, named, keeps_order=True, notes=tuple(notes)))
         return parts
+
+
+def _refuse_repeated(rows: list[ObjectRow]) -> list[ObjectRow]:
+    """Returns rows, those refused whose image an earlier one of the data set has."""
+    first_of: dict[Location, str] = {}
+    checked = []
+    for row in rows:
+        if row.image and (before := first_of.get(row.image.location)) is not None:
+            reason = f"its image is that of {before}, too; an image has one row. Put its annotations together"
+            checked.append(replace(row, image=None, reason=reason))
+            continue
+        if row.image:
+            first_of[row.image.location] = row.row_id
+        checked.append(row)
+    return checked
 
 
 def _tables(check: bool, segmentation: bool, rows: list[ObjectRow], refuse: base.Refuse) -> Iterator[pa.Table]:
@@ -339,7 +415,7 @@ def _tables(check: bool, segmentation: bool, rows: list[ObjectRow], refuse: base
 
 def _read(
     check: bool, segmentation: bool, rows: list[ObjectRow], refuse: base.Refuse
-) -> Iterator[tuple[ObjectRow, bytes, npt.NDArray[np.float64], bytes]]:
+) -> Iterator[tuple[ObjectRow, bytes, npt.NDArray[np.float32], bytes]]:
     """Yields each row that can be used with its image, boxes in pixels, and mask (empty without `segmentation`)."""
     for row in rows:
         try:
@@ -347,9 +423,11 @@ def _read(
                 raise ValueError(row.reason)
             encoded = read_image(row.image, check)
             width, height = _size_of(row, encoded, check)
-            boxes = np.array(row.boxes, np.float64).reshape(-1, 4)
+            pixels = np.array(row.boxes, np.float64).reshape(-1, 4)
             if row.is_fraction:
-                boxes *= [width, height, width, height]
+                pixels *= [width, height, width, height]
+            # The checks are of the values that are stored: a thin box has no size any more.
+            boxes = pixels.astype(np.float32)
             _check_boxes(boxes, width, height)
             mask = encode_mask(_draw(row, width, height)) if segmentation else b""
         except ValueError as error:
@@ -361,6 +439,8 @@ def _read(
 def _size_of(row: ObjectRow, encoded: bytes, check: bool) -> tuple[int, int]:
     """Returns width and height of an image as viewers show it; raises ValueError if its annotations say otherwise."""
     if not check and row.size:
+        if not 0 < row.size[0] * row.size[1] <= MAX_PIXELS or min(row.size) < 1:
+            raise ValueError(f"its annotations are for an image of {row.size} pixels; allowed are 1 to {MAX_PIXELS}")
         return row.size
     height, width = decode_image(encoded).shape[-2:]
     if row.size and row.size != (width, height):
@@ -372,7 +452,7 @@ def _size_of(row: ObjectRow, encoded: bytes, check: bool) -> tuple[int, int]:
     return width, height
 
 
-def _check_boxes(boxes: npt.NDArray[np.float64], width: int, height: int) -> None:
+def _check_boxes(boxes: npt.NDArray[np.float32], width: int, height: int) -> None:
     """Raises ValueError for a box without a size, or outside the image."""
     left, top, right, bottom = boxes.T
     has_size = (left < right) & (top < bottom)
@@ -391,36 +471,37 @@ def _draw(row: ObjectRow, width: int, height: int) -> npt.NDArray[np.uint8]:
 
     Crowds are `IGNORED`, and lie below all objects.
     """
-    drawn = [(_rasterize(shape, row.is_fraction, width, height), label) for shape, label in row.shapes]
-    drawn.sort(key=lambda one: (one[1] != IGNORED, -int(one[0].sum())))
+    from pycocotools import mask as coco
+
+    # The masks of all objects at once would fill the memory; their runs are small.
+    packed = [(_to_runs(shape, row.is_fraction, width, height), label) for shape, label in row.shapes]
+    packed.sort(key=lambda one: (one[1] != IGNORED, -int(coco.area(one[0]))))
     mask = np.zeros((height, width), np.uint8)
-    for inside, label in drawn:
-        mask[inside] = label
+    for runs, label in packed:
+        mask[coco.decode(runs).astype(np.bool_)] = label
     return mask
 
 
-def _rasterize(shape: Shape, is_fraction: bool, width: int, height: int) -> npt.NDArray[np.bool_]:
-    """Returns which pixels an object has, (height, width), as pycocotools computes it."""
+def _to_runs(shape: Shape, is_fraction: bool, width: int, height: int) -> Any:
+    """Returns which pixels an object has as runs that pycocotools has packed."""
     from pycocotools import mask as coco
 
     if shape.polygons:
         scale = np.array([width, height] if is_fraction else [1, 1], np.float64)
-        polygons = [np.array(points, np.float64).reshape(-1, 2) * scale for points in shape.polygons]
+        polygons = [points.reshape(-1, 2) * scale for points in shape.polygons]
         limit = 2 * max(width, height)
         if any(not np.isfinite(points).all() or np.abs(points).max() > limit for points in polygons):
             raise ValueError("a polygon lies far outside the image. Correct or remove the annotation")
-        runs = coco.frPyObjects([points.ravel().tolist() for points in polygons], height, width)
-        return coco.decode(coco.merge(runs)).astype(np.bool_)
+        return coco.merge(coco.frPyObjects([points.ravel().tolist() for points in polygons], height, width))
     if shape.size != (height, width):
         raise ValueError(f"a mask of an object is {shape.size[1]} wide and {shape.size[0]} high, unlike the image")
-    lengths = _unpack_runs(shape.runs) if isinstance(shape.runs, str) else np.array(shape.runs, np.int64)
-    if (lengths < 0).any() or (lengths > height * width).any() or lengths.sum() != height * width:
+    lengths = _unpack_runs(shape.runs) if isinstance(shape.runs, str) else list(shape.runs)
+    if not all(0 <= length <= height * width for length in lengths) or sum(lengths) != height * width:
         raise ValueError("the runs of a mask of an object (RLE) do not add up to the pixels of the image")
-    values = np.arange(len(lengths)) % 2 == 1
-    return np.repeat(values, lengths).reshape(width, height).T
+    return coco.frPyObjects({"counts": lengths, "size": [height, width]}, height, width)
 
 
-def _unpack_runs(text: str) -> npt.NDArray[np.int64]:
+def _unpack_runs(text: str) -> list[int]:
     """Returns the lengths of runs that COCO has packed into a text.
 
     Each is a number of digits of 5 bits, the last with its sixth bit cleared; from the fourth on it is the difference
@@ -439,4 +520,4 @@ def _unpack_runs(text: str) -> npt.NDArray[np.int64]:
                 number -= 1 << shift
             lengths.append(number + (lengths[-2] if len(lengths) > 2 else 0))
             number = shift = 0
-    return np.array(lengths, np.int64)
+    return lengths

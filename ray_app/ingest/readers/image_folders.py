@@ -249,8 +249,10 @@ class Images(base.SourceReader):
         if self.options.masks is None:
             return row
         stem = without_suffix(path)
-        if mask := self._masks.get(stem) or self._masks.get(f"{stem}_mask"):
-            return replace(row, mask=mask)
+        for mask in (self._masks.get(stem), self._masks.get(f"{stem}_mask")):
+            # Where images and masks are in one folder, an image is not its own mask.
+            if mask and mask.location != image.location:
+                return replace(row, mask=mask)
         reason = f"no mask; expected {stem}.png or {stem}_mask.png in {self.options.masks}"
         return replace(row, image=None, reason=printable_name(reason))
 
@@ -330,7 +332,8 @@ class Images(base.SourceReader):
         if wrong := [name for name in targets if not _is_number(table[name].type)]:
             raise DataError(f"{self._label_file}: targets names {wrong[0]!r}, which holds {table[wrong[0]].type}.")
         chosen = list(dict.fromkeys(chosen))
-        if "image" in chosen or "mask" in chosen or (label and label != "label" and "label" in chosen):
+        taken = {"image", "mask"} | ({"label"} if label else set()) | ({"target"} if targets else set())
+        if taken & {*chosen} - {label, *targets}:
             raise DataError(
                 f"{self._label_file}: the columns {chosen} and those of the images have names in common. Rename one in"
                 " the file, or leave it out by columns."
@@ -422,7 +425,7 @@ def _walk(folder: Location, depth: int = 0) -> dict[Location, list[File]]:
 
 def _clean_name(name: Any) -> str:
     """Returns the name of an image in a file of labels as a path below the input."""
-    return str(name).strip().replace("\\", "/").removeprefix("./")
+    return "" if name is None else str(name).strip().replace("\\", "/").removeprefix("./")
 
 
 def _names_of(images: list[File], root: Location) -> dict[str, list[File]]:
@@ -493,7 +496,7 @@ def _tables(form: _Form, rows: list[ImageRow], values: pa.Table, refuse: base.Re
 
 def _stack_targets(values: pa.Table, targets: Sequence[str]) -> npt.NDArray[np.float32]:
     """Returns columns of numbers as an array (rows, columns), with NaN for missing values."""
-    columns = [values[name].cast(pa.float64()).to_numpy() for name in targets]
+    columns = [values[name].cast(pa.float64(), safe=False).to_numpy() for name in targets]
     return np.stack(columns, axis=1).astype(np.float32)
 
 
