@@ -132,12 +132,18 @@ def count_labels(root: str, manifest: Manifest, column: str) -> dict[int, int]:
     return dict(zip(labels, np.bincount(label_of_row, minlength=len(labels)).tolist(), strict=True))
 
 
+_BLOCK_ROWS = 65_536
+"""Maximum rows that `read_rows` converts together, so that only the stored form of a large row group is in memory."""
+
+
 def read_rows(root: str, manifest: Manifest, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of each row group by column, in manifest order, with missing values; see `table_to_rows`."""
+    """Yields all rows by column, in blocks in manifest order, with missing values; see `table_to_rows`."""
     for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
         with DataFile(root, manifest.paths[number], manifest.partitions) as file:
             for index in map(int, manifest.index_in_file[list(groups)]):
-                yield table_to_rows(file.read_row_group(index, columns))
+                table = file.read_row_group(index, columns)
+                for first in range(0, table.num_rows, _BLOCK_ROWS):
+                    yield table_to_rows(table.slice(first, _BLOCK_ROWS))
 
 
 DESCRIPTION = "dataset.json"

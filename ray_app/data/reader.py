@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ray_app.data.arrays import (
     ArraySpec,
@@ -226,13 +227,20 @@ def _column_values(item: pa.Field, column: pa.ChunkedArray) -> Any:
         return column.to_pylist()
     if is_exact_decimal(item.type):
         return column.cast(pa.float64()).to_numpy()
-    if (array := fixed_lists(column)) is not None:
-        return array
-    if (lists := ragged_lists(column)) is not None:
-        return lists
-    return column.to_numpy()
+    if pa.types.is_integer(item.type) and column.null_count and _has_large_integer(column):
+        return np.array(column.to_pylist(), object)
+    array = fixed_lists(column)
+    lists = ragged_lists(column) if array is None else array
+    return column.to_numpy() if lists is None else lists
 
 
+def _has_large_integer(column: pa.ChunkedArray) -> bool:
+    """Returns whether float64, to which NumPy converts integers with missing values, may round a value."""
+    limits = pc.min_max(column).as_py()
+    return any(value is not None and abs(value) > _MAX_EXACT_INTEGER for value in limits.values())
+
+
+_MAX_EXACT_INTEGER = 1 << 53
 _MAX_TASKS_OF_GROUP = 4
 """One task reads all needed rows of a row group of up to so many tasks' rows; a larger row group is read in slices."""
 

@@ -111,9 +111,11 @@ class Predictor:
             ValueError: An array does not match the model's input, or an input is missing.
         """
         del params
-        columns = self._encoding["columns"] if self._encoding else []
-        if self._encoding and self._encode_rows and all(column["name"] in data for column in columns):
-            data = self._encode_rows(self._encoding, {column["name"]: data[column["name"]] for column in columns})
+        if self._encoding and self._encode_rows and hasattr(data, "keys"):
+            names = [column["name"] for column in self._encoding["columns"]]
+            # Raw rows that lack a column are an error of the encoding: other numbers of a table never take its place.
+            if all(name in data for name in names) or not all(spec["name"] in data for spec in self._inputs):
+                data = self._encode_rows(self._encoding, {name: data[name] for name in names if name in data})
         with torch.no_grad():
             outputs = self.module(
                 *(_input_tensor(_input_values(data, spec, len(self._inputs) == 1), spec) for spec in self._inputs)

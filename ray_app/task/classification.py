@@ -153,6 +153,11 @@ class Classification(Task):
         if facts is not None and facts.kind == "text":
             # The classes of evaluation data are those of the training data.
             self.classes = self.classes or text_classes(data, self.label)
+            if self.num_classes not in (None, len(self.classes)):
+                raise ConfigError(
+                    f"task.init_args.num_classes is {self.num_classes}, but the column {self.label!r} of text has"
+                    f" {len(self.classes)} different values, which are the classes. Leave num_classes out."
+                )
             self.num_classes = len(self.classes)
         else:
             self.num_classes = count_classes(data, self.label, self.num_classes)

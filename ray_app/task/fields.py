@@ -24,7 +24,7 @@ class OptionalColumn(str):
     """The name of a column for `Task.columns` in which a value may be missing, so that a row without it is not bad.
 
     `Task.decode` gets NaN for a missing number, NaT for a missing time, and None for other missing values. Integers
-    with missing values come as float64.
+    with missing values come as float64, or, if float64 would round one, as an array of objects with None.
     """
 
     __slots__ = ()

@@ -21,7 +21,7 @@ Schema = Mapping[str, Any]
 """A schema as JSON, with the entries `columns` and `classes`.
 
 `columns` has name, kind and dtype of each column that is read; `classes` has the class names, None if there are none.
-A stored one may have `fitted`, see `Task.fitted`.
+A stored one may have `fitted`, see `Task.fitted`, and `class_names`, those of a label whose names no ingest recorded.
 """
 
 
@@ -36,6 +36,9 @@ def prepare_task(task: Task, data: DataFacts, stored: Schema | None = None) -> T
     if stored and stored.get("fitted"):
         task = copy.copy(task)
         task.fitted = stored["fitted"]
+    if stored and stored.get("class_names"):
+        task = copy.copy(task)
+        task.classes = stored["class_names"]
     prepared = task.prepare(data)
     vars(prepared)["data_schema"] = schema_of(data, prepared.columns())
     return prepared
@@ -43,7 +46,8 @@ def prepare_task(task: Task, data: DataFacts, stored: Schema | None = None) -> T
 
 def stored_schema(task: Task) -> Schema:
     """Returns the schema of a prepared task as a run stores it, see `prepare_task`."""
-    return {**task.data_schema, **({"fitted": task.fitted} if task.fitted else {})}
+    names = {} if task.data_schema["classes"] else {"class_names": task.classes}
+    return {**task.data_schema, **{name: value for name, value in {"fitted": task.fitted, **names}.items() if value}}
 
 
 def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
@@ -57,7 +61,8 @@ def refuse_other_schema(schema: Schema, data: DataFacts, where: str, of: str) ->
     """Raises DataError for columns of other types, or classes of other names, than the task's."""
     for name, kind, dtype in schema.get("columns", []):
         facts = data.columns.get(name)
-        if facts is not None and facts.nulls != data.num_rows and not _fits(kind, dtype, facts):
+        is_empty = facts is not None and (facts.nulls == data.num_rows or facts.dtype == "null")
+        if facts is not None and not is_empty and not _fits(kind, dtype, facts):
             raise DataError(
                 f"Column {name!r} of {where} holds {_described(facts.kind, facts.dtype)}; of {of} it holds"
                 f" {_described(kind, dtype)}. Both must be of one type: convert the one, or ingest both the same way."

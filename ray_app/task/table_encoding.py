@@ -77,8 +77,13 @@ def category_count(column: Mapping[str, Any]) -> int:
 
 
 def is_missing(value: Any) -> bool:
-    """Returns whether a value is None, NaN, NaT or an empty text."""
-    return value is None or value == "" or bool(value != value)  # noqa: PLR0124 - only NaN and NaT are unlike themselves
+    """Returns whether a value is None, NaN, NaT, pandas.NA or an empty text."""
+    return _is_none(value) or value == "" or bool(value != value)  # noqa: PLR0124 - only NaN and NaT are unlike themselves
+
+
+def _is_none(value: Any) -> bool:
+    # A comparison with pandas.NA has no truth value, and this module does not import pandas.
+    return value is None or type(value).__name__ == "NAType"
 
 
 def category_text(value: Any) -> str | None:
@@ -99,7 +104,7 @@ def to_floats(values: Any) -> npt.NDArray[Any]:
     """Returns numbers as an array, NaN for None; raises ValueError for other values."""
     array = np.asarray(values)
     if array.dtype == object:
-        array = np.array([np.nan if value is None else value for value in array.tolist()])
+        array = np.array([np.nan if _is_none(value) else value for value in array.tolist()])
     if array.dtype.kind not in "fiub":
         raise ValueError(f"it holds {array.dtype}, and not numbers")
     return array
@@ -147,7 +152,8 @@ def _number_inputs(column: Mapping[str, Any], values: Any) -> list[npt.NDArray[A
     numbers = numbers.reshape(len(numbers), -1)
     missing = np.isnan(numbers) if numbers.dtype.kind == "f" else np.zeros(numbers.shape, np.bool_)
     if column["fill"] is not None:
-        numbers = np.where(missing, column["fill"], numbers)
+        # In a narrower type, the value would be rounded before the numbers are standardized.
+        numbers = np.where(missing, column["fill"], numbers.astype(np.float64))
     if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
         raise ValueError(f"column {name!r} is NaN or infinite; correct the value or drop the row")
     if column["log"]:

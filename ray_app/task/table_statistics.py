@@ -7,6 +7,7 @@ number of workers. Sums are exact (`ExactSum`), a median is the middle of all va
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,10 @@ ROW_ID = "row_id"
 MAX_AUTO_CATEGORIES = 256
 """Columns of text with more different values are categories only if `categories` names them."""
 MAX_CATEGORIES = 100_000
+logger = logging.getLogger(__name__)
 _DATE_TYPES = ("timestamp", "date")
+_MANY_ROWS = 1_000_000
+"""A line is logged for each pass over as many rows, which takes seconds."""
 _BITS, _DIGITS = 16, 4
 
 
@@ -60,6 +64,7 @@ def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, An
     _check_settings(settings, data)
     kinds, left_out = _choose_columns(settings, data)
     counted = _count_categories(settings, data, kinds, left_out)
+    _check_kinds(settings, kinds)
     columns = [_fit_column(settings, data, name, kinds[name], counted) for name in kinds]
     if not columns:
         texts = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
@@ -102,6 +107,27 @@ def _check_settings(settings: TableSettings, data: DataFacts) -> None:
         raise ConfigError(
             f"task.init_args.categories names {both[0]!r}, and so does dates, log or standardize; name it once."
         )
+
+
+def _check_kinds(settings: TableSettings, kinds: dict[str, str]) -> None:
+    """Refuses settings for numbers of columns that are not used as numbers, which would have no effect."""
+    standardized = () if isinstance(settings.standardize, bool) else settings.standardize
+    for setting, names, allowed in (
+        ("log", settings.log, ("number",)),
+        ("standardize", standardized, ("number", "date")),
+    ):
+        if wrong := [name for name in names if kinds.get(name) not in allowed]:
+            use = kinds.get(wrong[0], "no feature")
+            raise ConfigError(
+                f"task.init_args.{setting} names {wrong[0]!r}, which is used as {use}; allowed are columns"
+                f" that are used as {' or '.join(allowed)}. Leave it out."
+            )
+    for name, method in settings.missing.items():
+        if method == "category" and kinds.get(name) in ("number", "date"):
+            raise ConfigError(
+                f"task.init_args.missing.{name} is 'category', but the column is used as {kinds[name]}; name it in"
+                " task.init_args.categories, or use mean, median, indicator or {constant: VALUE}."
+            )
 
 
 def _choose_columns(settings: TableSettings, data: DataFacts) -> tuple[dict[str, str], dict[str, str]]:
@@ -153,17 +179,21 @@ def _count_categories(
     settings: TableSettings, data: DataFacts, kinds: dict[str, str], left_out: dict[str, str]
 ) -> dict[str, Counter[str | None]]:
     """Returns how many rows have each category; drops columns of text that are unlike categories from `kinds`."""
-    counted = count_values(data, [name for name, kind in kinds.items() if kind == "category"])
+    is_auto = settings.features is None and settings.categories == "auto"
+    limit = MAX_AUTO_CATEGORIES if is_auto else MAX_CATEGORIES
+    counted = count_values(data, [name for name, kind in kinds.items() if kind == "category"], limit)
     for name, counts in counted.items():
         values, present = len(counts) - (None in counts), counts.total() - counts[None]
-        if values > MAX_CATEGORIES:
+        if values > limit and not is_auto:
             raise DataError(
                 f"Column {name!r} of {data.path} has more than {MAX_CATEGORIES} different values; as many categories"
                 " are allowed. Leave it out of task.init_args.features and categories."
             )
-        if settings.features is not None or settings.categories != "auto":
+        if not is_auto:
             continue
-        if values > MAX_AUTO_CATEGORIES or 2 * values > present:
+        if values > limit:
+            left_out[name] = f"text with more than {limit} different values; categories can name it"
+        elif 2 * values > present:
             left_out[name] = f"text with {values:,} different values in {present:,} rows; categories can name it"
         elif counts[None] and _method(settings, name) == "refuse":
             left_out[name] = (
@@ -175,16 +205,17 @@ def _count_categories(
     return counted
 
 
-def count_values(data: DataFacts, names: Sequence[str]) -> dict[str, Counter[str | None]]:
+def count_values(data: DataFacts, names: Sequence[str], limit: int = MAX_CATEGORIES) -> dict[str, Counter[str | None]]:
     """Returns how many rows have each value of columns as a text, None for missing values.
 
-    It stops counting a column after `MAX_CATEGORIES` different values.
+    It stops reading a column after more than `limit` different values.
     """
     counted = {name: Counter[str | None]() for name in names}
-    for rows in _read(data, names):
-        for name, counts in counted.items():
-            if len(counts) <= MAX_CATEGORIES + 1:
-                counts.update(map(category_text, np.asarray(rows[name], object).tolist()))
+    for name, counts in counted.items():
+        for rows in _read(data, [name]):
+            counts.update(map(category_text, np.asarray(rows[name], object).tolist()))
+            if len(counts) - (None in counts) > limit:
+                break
     return counted
 
 
@@ -192,6 +223,8 @@ def _read(data: DataFacts, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     if not names:
         return iter(())
     assert data.read is not None, "a data set that was opened"
+    if data.num_rows >= _MANY_ROWS:
+        logger.info("Reading %s of %s rows for the statistics of the table.", ", ".join(names), f"{data.num_rows:,}")
     return data.read(list(names))
 
 
@@ -214,18 +247,23 @@ def _fit_column(
     to_numbers: Callable[[Any], npt.NDArray[Any]] = to_seconds if kind == "date" else to_floats
     # An array never has a missing value: its row is a bad row then.
     if method == "constant":
-        column["fill"] = float(to_numbers([constant])[0])
+        column["fill"] = _constant(name, kind, constant, to_numbers)
     elif method not in ("refuse", "category") and facts.kind != "array":
         column["fill"], missing = _fill_value(data, name, method, to_numbers)
         column["indicator"] = method == "indicator" and (missing > 0 or name in settings.missing)
-    elif facts.nulls or (method == "category" and name in settings.missing):
+    elif facts.nulls:
         raise _missing_error(data, name, f"{facts.nulls} ")
     if kind == "date":
         first, has_missing = math.inf, False
         for part in _numbers(data, name, to_seconds):
-            first, has_missing = min(first, *part[~np.isnan(part)].tolist()), has_missing or bool(np.isnan(part).any())
+            first, has_missing = (
+                min(first, float(np.nanmin(part, initial=math.inf))),
+                has_missing or bool(np.isnan(part).any()),
+            )
         if has_missing and column["fill"] is None:
             raise _missing_error(data, name, "")
+        # Without a date in any row all dates are the constant.
+        first = column["fill"] if math.isinf(first) else first
         return column | {"parts": list(settings.dates[name]), "first": first}
     if name in settings.log and facts.minimum is not None and facts.minimum <= -1:
         raise DataError(
@@ -233,6 +271,20 @@ def _fit_column(
             " out of task.init_args.log."
         )
     return column | {"log": name in settings.log}
+
+
+def _constant(name: str, kind: str, value: Any, to_numbers: Callable[[Any], npt.NDArray[Any]]) -> float:
+    """Returns the value of `{constant: VALUE}` as a number or in seconds; raises ConfigError for another kind."""
+    try:
+        number = float(to_numbers([value])[0])
+    except ValueError as error:
+        raise ConfigError(
+            f"The constant of task.init_args.missing for the {kind} column {name!r} is {value!r}: {error}. Set"
+            f" task.init_args.missing.{name}."
+        ) from error
+    if not math.isfinite(number):
+        raise ConfigError(f"The constant of task.init_args.missing for the column {name!r} is {value!r}, not a number.")
+    return number
 
 
 def _missing_error(data: DataFacts, name: str, count: str) -> DataError:
@@ -266,9 +318,15 @@ def _numbers(
     """Yields the values of a column as float64, (rows,), NaN for a missing value; raises DataError for others."""
     for rows in _read(data, [name]):
         try:
-            yield to_numbers(rows[name]).astype(np.float64)
+            numbers = to_numbers(rows[name]).astype(np.float64)
         except ValueError as error:
             raise DataError(f"Column {name!r} of {data.path}: {error}. Correct it, or leave it out.") from error
+        if np.isinf(numbers).any():
+            raise DataError(
+                f"Column {name!r} of {data.path} has infinite values, and so no statistics. Correct them, or leave it"
+                " out of task.init_args.features."
+            )
+        yield numbers
 
 
 class ExactSum:
@@ -280,21 +338,28 @@ class ExactSum:
 
     def __init__(self) -> None:
         self._parts: list[float] = []
+        self._low, self._high = math.inf, -math.inf
         self.count = 0
 
     def add(self, numbers: npt.NDArray[np.float64]) -> None:
-        """Adds a block of numbers, (n,)."""
+        """Adds a block of finite numbers, (n,); raises OverflowError if a float64 cannot represent their sum."""
         values = numbers.tolist()
         block: list[float] = []
-        while (rest := math.fsum(itertools.chain(values, (-part for part in block)))) and math.isfinite(rest):
+        while rest := math.fsum(itertools.chain(values, (-part for part in block))):
             block.append(rest)
-        self._parts += block if math.isfinite(rest) else [rest]
+        self._parts += block
         self.count += len(values)
+        self._low = float(np.min(numbers, initial=self._low))
+        self._high = float(np.max(numbers, initial=self._high))
 
     @property
     def mean(self) -> float:
-        """The mean of all numbers."""
-        return math.fsum(self._parts) / self.count
+        """The mean of all numbers; raises OverflowError as `add` does.
+
+        The roundings of the sum and of the division can give a mean outside of the numbers, so that equal numbers would
+        deviate from it. It is then the nearest number.
+        """
+        return min(max(math.fsum(self._parts) / self.count, self._low), self._high)
 
 
 def _fill_value(
@@ -308,19 +373,25 @@ def _fill_value(
     def present() -> Iterator[npt.NDArray[np.float64]]:
         return (part[~np.isnan(part)] for part in _numbers(data, name, to_numbers))
 
-    total = ExactSum()
-    for part in present():
-        total.add(part)
-    if not total.count:
+    count = sum(len(part) for part in present())
+    if not count:
         raise DataError(
             f"Column {name!r} of {data.path} has missing values only, and so no {method}. Leave it out of"
             " task.init_args.features, or give {constant: VALUE}."
         )
-    missing = data.num_rows - total.count
+    missing = data.num_rows - count
     if method != "median":
-        return total.mean, missing
-    low, high = (select_rank(present, rank) for rank in ((total.count - 1) // 2, total.count // 2))
-    return low / 2 + high / 2, missing
+        try:
+            return float(_column_means(part[:, None] for part in present())[0]), missing
+        except OverflowError as error:
+            raise DataError(
+                f"Column {name!r} of {data.path} has values whose sum is too large for a float64. Correct them, or set"
+                f" task.init_args.missing.{name} to median or {{constant: VALUE}}."
+            ) from error
+    low = select_rank(present, (count - 1) // 2)
+    if count % 2:
+        return low, missing
+    return low / 2 + select_rank(present, count // 2) / 2, missing
 
 
 def select_rank(parts: Callable[[], Iterator[npt.NDArray[np.float64]]], rank: int) -> float:
@@ -374,13 +445,20 @@ def _standardization(settings: TableSettings, data: DataFacts, encoding: dict[st
                 inputs = input_matrix(encoding, rows)
             except ValueError as error:
                 raise DataError(f"{data.path}: {error}.") from error
-            yield np.concatenate(inputs, axis=1).astype(np.float64)
+            yield np.where(is_chosen, np.concatenate(inputs, axis=1).astype(np.float64), 0.0)
 
     widths = _input_widths(data, encoding)
     is_chosen = np.repeat([name in flags for name in widths], list(widths.values()))
-    mean = np.where(is_chosen, _column_means(blocks()), 0.0)
-    variance = _column_means((block - mean) ** 2 for block in blocks())
-    std = np.where(is_chosen & (variance > 0), np.sqrt(variance), 1.0)
+    try:
+        mean = _column_means(blocks())
+        with np.errstate(over="raise"):
+            variance = _column_means((block - mean) ** 2 for block in blocks())
+    except (OverflowError, FloatingPointError) as error:
+        raise DataError(
+            f"{data.path} has values that are too large for a standard deviation in float64. Correct them, or name the"
+            " other columns in task.init_args.standardize."
+        ) from error
+    std = np.where(variance > 0, np.sqrt(variance), 1.0)
     return {"mean": mean.tolist(), "std": std.tolist()}
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import math
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,6 +27,7 @@ from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
 from ray_app.models.export import load_model, write_export
 from ray_app.preflight.data_summary import describe_training_columns
+from ray_app.task import table_statistics
 from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task, stored_schema
 from ray_app.task.table_encoding import encode_rows
@@ -211,6 +214,11 @@ def test_decimals_are_numbers_where_float64_has_all_their_digits(tmp_path: Path)
         ({"missing": {"aeg": "mean"}}, "task.init_args.missing names 'aeg', which is not a feature"),
         ({"log": ["label"]}, "task.init_args.log names 'label', which is not a feature"),
         ({"categories": ["class"], "standardize": ["class"]}, "task.init_args.categories names 'class', and so does"),
+        ({"log": ["sex"]}, "task.init_args.log names 'sex', which is used as category; allowed"),
+        ({"standardize": ["age", "sex"]}, "task.init_args.standardize names 'sex', which is used as category"),
+        ({"missing": {"age": "category"}}, "missing.age is 'category', but the column is used as number"),
+        ({"missing": {"age": {"constant": "old"}}}, "for the number column 'age' is 'old': it holds"),
+        ({"missing": {"age": {"constant": math.nan}}}, "for the column 'age' is nan, not a number"),
         ({"features": ["sex"], "standardize": True}, "task.init_args.standardize has no column of numbers"),
     ],
 )
@@ -241,7 +249,106 @@ def test_an_exact_sum_does_not_depend_on_the_cut_into_blocks(numbers: list[float
     total = ExactSum()
     for first in range(0, len(numbers), block):
         total.add(np.array(numbers[first : first + block]))
-    assert total.mean == math.fsum(numbers) / len(numbers)
+    assert total.mean == min(max(math.fsum(numbers) / len(numbers), min(numbers)), max(numbers))
+
+
+def test_a_constant_column_is_zero_when_it_is_standardized(tmp_path: Path) -> None:
+    # The mean of three numbers 0.1, with a rounding of the sum and one of the division, is not 0.1.
+    dataset = write_table(tmp_path, {"x": [0.1, 0.1, 0.1], "label": [0, 1, 0]})
+    task = prepare(dataset, standardize=True)
+    assert decode_all_rows(task, dataset)["features"].tolist() == [[0], [0], [0]]
+    assert task.fitted is not None
+    assert task.fitted["std"] == [1]
+
+
+@pytest.mark.parametrize("values", [[math.inf, -math.inf, 1.0, None], [math.inf, 1.0, 2.0, None]])
+@pytest.mark.parametrize("method", ["mean", "median", "indicator"])
+def test_a_column_with_infinite_values_has_no_statistics(tmp_path: Path, values: list[Any], method: str) -> None:
+    dataset = write_table(tmp_path, {"x": values, "label": [0, 1, 0, 1]})
+    with pytest.raises(DataError, match=r"'x' of .* has infinite values"):
+        prepare(dataset, missing={"x": method})
+
+
+def test_values_whose_statistics_overflow_are_refused(tmp_path: Path) -> None:
+    dataset = write_table(
+        tmp_path, {"x": [1e308, 1e308, 1.0, None], "y": [1e200, 1.0, 2.0, 3.0], "label": [0, 1, 0, 1]}
+    )
+    with pytest.raises(DataError, match=r"'x' of .* whose sum is too large"):
+        prepare(dataset, features=["x"], missing={"x": "mean"})
+    with pytest.raises(DataError, match="too large for a standard deviation"):
+        prepare(dataset, features=["y"], standardize=True)
+    task = prepare(dataset, features=["x"], missing={"x": "median"})
+    assert task.fitted is not None
+    assert task.fitted["columns"][0]["fill"] == 1e308
+
+
+def test_a_large_integer_is_one_category_whatever_rows_are_read_with_it(tmp_path: Path) -> None:
+    identifiers = pa.array([2**53 + 1, None, 2**53 + 1, 2**53 + 1], pa.int64())
+    dataset = write_table(tmp_path, {"id": identifiers, "label": [0, 1, 0, 1]})
+    task = prepare(dataset, categories=["id"], missing={"id": "category"})
+    assert task.category_columns[0]["values"] == [str(2**53 + 1)]
+    assert decode_all_rows(task, dataset)["categories"][:, 0].tolist() == [0, 2, 0, 0]
+
+
+def test_a_value_is_filled_before_it_is_rounded(tmp_path: Path) -> None:
+    column = pa.array([0.1, None, 0.3], pa.float32())
+    dataset = write_table(tmp_path, {"x": column, "label": [0, 1, 0]})
+    task = prepare(dataset, missing={"x": {"constant": 1e300}}, scale=1e300)
+    assert decode_all_rows(task, dataset)["features"][1, 0] == 1
+
+
+def test_much_free_text_is_left_out_after_a_part_of_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_statistics, "MAX_CATEGORIES", 4)
+    monkeypatch.setattr(table_statistics, "MAX_AUTO_CATEGORIES", 3)
+    names = [f"name {i}" for i in range(20)]
+    dataset = write_table(tmp_path, {"x": [1.0] * 20, "name": names, "label": [0, 1] * 10})
+    blocks = []
+    read = dataset.facts.read
+    assert read is not None
+    facts = replace(dataset.facts, read=lambda columns: map(lambda rows: blocks.append(rows) or rows, read(columns)))
+    task = prepare_task(TabularClassification(), facts)
+    assert task.left_out == {"name": "text with more than 3 different values; categories can name it"}
+    assert len(blocks) == 2
+
+
+def test_pandas_na_is_a_missing_value(tmp_path: Path) -> None:
+    task = prepare(
+        write_table(tmp_path, PEOPLE), features=["age", "cabin"], missing={"age": "median", "cabin": "category"}
+    )
+    table = {"age": pd.array([22, None], "Int64"), "cabin": pd.array([None, "C85"], "string")}
+    assert task.fitted is not None
+    fields = encode_rows(task.fitted, table)
+    assert (fields["features"].tolist(), fields["categories"].tolist()) == ([[22], [30.5]], [[3], [0]])
+
+
+def test_dates_that_are_all_missing_count_from_the_constant(tmp_path: Path) -> None:
+    when = pa.array([None, None], pa.timestamp("us"))
+    dataset = write_table(tmp_path, {"when": when, "label": [0, 1]})
+    task = prepare(dataset, dates={"when": ["seconds"]}, missing={"when": {"constant": "2000-01-01"}})
+    assert decode_all_rows(task, dataset)["features"].tolist() == [[0], [0]]
+
+
+def test_a_table_that_lacks_a_column_is_not_taken_for_encoded_rows() -> None:
+    encoding = {"columns": [{"name": "age"}, {"name": "fare"}]}
+    inputs = [{"name": "features", "dtype": "float32", "shape": [2]}]
+
+    def refuse(encoding: Any, rows: dict[str, Any]) -> dict[str, Any]:
+        raise ValueError(f"a column is missing beside {sorted(rows)}")
+
+    predictor = loader.Predictor(torch.nn.Identity(), inputs, encoding, refuse)
+    with pytest.raises(ValueError, match=r"missing beside \['age'\]"):
+        predictor.predict(pd.DataFrame({"age": [1.0], "id": [7.0]}))
+    encoded = np.ones((1, 2), np.float32)
+    assert predictor.predict({"features": encoded}).tolist() == [[1, 1]]
+
+
+def test_a_run_keeps_the_order_of_its_classes_of_text(tmp_path: Path) -> None:
+    train = write_table(tmp_path / "train", {"x": [1.0, 2.0], "answer": ["no", "yes"]})
+    stored = json.loads(json.dumps(stored_schema(prepare(train, label="answer"))))
+    changed = write_table(tmp_path / "changed", {"x": [1.0, 2.0], "answer": ["maybe", "yes"]})
+    assert prepare_task(TabularClassification("answer"), changed.facts, stored).classes == ["no", "yes"]
+    with pytest.raises(ConfigError, match=r"num_classes is 5, but .* 2 different values"):
+        prepare(train, label="answer", num_classes=5)
 
 
 @given(FLOATS, st.data())
