@@ -7,8 +7,10 @@ done again. So a callback becomes a setting of the run, or work at its end.
 from __future__ import annotations
 
 import csv
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from ray_app.data.dataset import open_dataset
 from ray_app.driver.result import Result
 from ray_app.errors import ConfigError
 from ray_app.preflight.inputs import make_plan, make_task, read_classes
+from ray_app.storage.files import put_atomic, to_location
 from ray_app.task.keras import library
 from ray_app.task.keras.optimizer import SCHEDULE
 
@@ -90,7 +93,8 @@ def plan_callbacks(callbacks: Any) -> list[CallbackPlan]:
     keras = library.import_keras()
     plans: list[CallbackPlan] = []
     origins: dict[str, tuple[Any, str]] = {}
-    for callback in callbacks or []:
+    # Keras takes one callback without a list, too.
+    for callback in keras.tree.flatten(callbacks or []):
         name = type(callback).__name__
         if type(callback) is not getattr(keras.callbacks, name, None):
             raise ConfigError(
@@ -131,12 +135,15 @@ def _plan_model_checkpoint(callback: Any) -> CallbackPlan:
         )
     if callback.best is not None:
         raise ConfigError("ModelCheckpoint has initial_value_threshold, which has no counterpart. Leave it out.")
-    checkpoint = "best" if callback.save_best_only else "newest"
+    checkpoint, target = "best" if callback.save_best_only else "newest", to_location(path)
 
     def write(history: History) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         model = history.result.keras_model(checkpoint)
-        (model.save_weights if callback.save_weights_only else model.save)(path)
+        with tempfile.TemporaryDirectory(prefix="ray_app-keras-") as folder:
+            # Keras writes to disks only, and chooses the format by the end of the name.
+            file = Path(folder) / Path(path).name
+            (model.save_weights if callback.save_weights_only else model.save)(file)
+            put_atomic(target, file.read_bytes())
 
     text = f"ModelCheckpoint: the {checkpoint} model is written to {path} at the end; the run has checkpoints meanwhile"
     monitored = _monitored(callback) if callback.save_best_only else {}
@@ -164,18 +171,35 @@ def _plan_csv(callback: Any) -> CallbackPlan:
     path = Path(callback.filename)
 
     def write(history: History) -> None:
-        has_rows = callback.append and path.exists() and path.stat().st_size > 0
+        header, *rows = _table_lines(history, callback.sep)
+        before = _read_lines(path) if callback.append else []
+        # A run that was continued has the epochs of its earlier calls again.
+        known = max(count for count in range(len(rows) + 1) if before[len(before) - count :] == rows[:count])
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if callback.append else "w", newline="") as file:
-            names = ["epoch", *sorted(history.history)]
-            writer = csv.DictWriter(file, names, restval="NA", delimiter=callback.sep)
-            if not has_rows:
-                writer.writeheader()
-            complete = {name: values for name, values in history.history.items() if len(values) == len(history.epoch)}
-            for epoch, values in enumerate(history.result.epochs()):
-                writer.writerow({"epoch": epoch, **values, **{name: one[epoch] for name, one in complete.items()}})
+            file.writelines([*([] if before else [header]), *rows[known:]])
 
     return CallbackPlan(f"CSVLogger: {path} is written at the end", at_end=write)
+
+
+def _table_lines(history: History, separator: str) -> list[str]:
+    """Returns the lines of a CSV file with the values of each epoch, and the names before them."""
+    text = StringIO()
+    names = ["epoch", *sorted(history.history)]
+    writer = csv.DictWriter(text, names, restval="NA", delimiter=separator)
+    writer.writeheader()
+    complete = {name: values for name, values in history.history.items() if len(values) == len(history.epoch)}
+    for epoch, values in enumerate(history.result.epochs()):
+        writer.writerow({"epoch": epoch, **values, **{name: one[epoch] for name, one in complete.items()}})
+    return text.getvalue().splitlines(keepends=True)
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Returns the lines of a file with their ends; none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return file.readlines()
 
 
 def _plan_schedule(callback: Any) -> CallbackPlan:

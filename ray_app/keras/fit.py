@@ -126,17 +126,18 @@ def fit(
     columns, data = _locate_rows(storage_path, (x, y, sample_weight), validation_split, validation_data, inputs, target)
     init_args = {
         "model": store_program(model, storage_path, more.get("seed", Config.seed)),
-        "class_weight": class_weight and {int(key): float(value) for key, value in class_weight.items()},
+        "class_weight": None if class_weight is None else _read_class_weight(class_weight),
         **asdict(columns),
     }
+    rows = _BATCH_SIZE if batch_size is None else batch_size
     settings: Fields = {
         "task": {"class_path": _TASK, "init_args": init_args},
         **data,
-        "data.global_batch_size": batch_size or _BATCH_SIZE,
+        "data.global_batch_size": rows,
         "train.epochs": epochs,
         "train.steps_per_epoch": steps_per_epoch,
         "checkpoint.every_epochs": validation_freq,
-        "evaluate.batch_size": validation_batch_size or batch_size or _BATCH_SIZE,
+        "evaluate.batch_size": rows if validation_batch_size is None else validation_batch_size,
         **_worker_fields(strategy_of(model), workers),
         **{key: value for plan in plans for key, value in plan.fields.items()},
         **({} if name is None else {"run.name": name}),
@@ -163,7 +164,7 @@ def fit(
 
 def _locate_rows(
     storage_path: str,
-    rows: tuple[Any, Any, Any],
+    rows: Sequence[Any],
     validation_split: float,
     validation_data: Any,
     inputs: Columns | None,
@@ -188,7 +189,7 @@ def _locate_rows(
         if inputs is not None or target is not None:
             raise ConfigError("inputs and target name columns of a data set, and x is not a path. Leave them out.")
         if validation_split:
-            rows, validation_data = split_arrays(rows, validation_split)
+            rows, validation_data = split_arrays((x, y, sample_weight), validation_split)
         columns = FitColumns.name(*rows)
         path = store_arrays(storage_path, columns.fill(*rows))
     data = {"data.path": path}
@@ -328,6 +329,16 @@ def _open_validation(storage_path: str, data: Any, columns: FitColumns) -> str:
     return store_arrays(storage_path, columns.fill(*data))
 
 
+def _read_class_weight(weights: Mapping[int, float]) -> dict[int, float]:
+    """Returns weights by the numbers of classes."""
+    try:
+        return {int(number): float(weight) for number, weight in weights.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"class_weight is {weights!r}; give a weight for each number of a class: {{0: 1.0}}.") from (
+            error
+        )
+
+
 def _worker_fields(strategy: Strategy | None, workers: int | str | None) -> Fields:
     """Returns the strategy and the numbers of workers."""
     if strategy is None:
@@ -337,8 +348,11 @@ def _worker_fields(strategy: Strategy | None, workers: int | str | None) -> Fiel
 
 def _evaluation_fields(strategy: str, epochs: int) -> Fields:
     """Returns how each epoch is evaluated: by the workers where the strategy allows it, as `Model.fit` does."""
-    refused = {(value.field, value.value) for value in STRATEGIES[strategy].refused_values}
-    if ("evaluate.where", "workers") in refused:
+    # `load_config` refuses a strategy that does not exist.
+    traits = STRATEGIES.get(strategy)
+    if traits is not None and ("evaluate.where", "workers") in {
+        (one.field, one.value) for one in traits.refused_values
+    }:
         # An evaluator that lags behind may skip no epoch.
         return {"evaluate.where": "actor", "evaluate.max_pending": max(epochs, 1)}
     return {"evaluate.where": "workers"}

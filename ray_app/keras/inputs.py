@@ -60,6 +60,8 @@ class FitColumns:
             ConfigError: The arrays have another structure than the names.
         """
         columns = fill_columns(self.inputs, x, "x") | fill_columns(self.target, y, "y")
+        if not columns:
+            raise ConfigError(f"x is an empty {type(x).__name__}; the model needs at least one array of rows.")
         if self.sample_weight is None and sample_weight is not None:
             raise ConfigError("The data has a sample_weight, and the training had none. Leave it out.")
         if sample_weight is None:
@@ -104,28 +106,36 @@ def fill_columns(columns: Columns | None, values: Any, argument: str) -> Arrays:
     return {name: _to_column(arrays[key], argument) for key, name in names.items()}
 
 
-def split_arrays(values: Any, fraction: float) -> tuple[Any, Any]:
+def split_arrays(arguments: tuple[Any, Any, Any], fraction: float) -> tuple[list[Any], list[Any]]:
     """Returns the first rows of arrays and the last ones, a fraction of all, as `validation_split` divides them.
+
+    Args:
+        arguments: The arguments x, y and sample_weight of `fit`.
 
     Raises:
         ConfigError: One of the two would have no rows.
     """
-    first = next((array for array in _flatten(values) if array is not None), None)
-    rows = 0 if first is None else len(first)
+    first = next((array for array in _flatten(list(arguments)) if array is not None), None)
+    rows = len(_to_column(first, "x"))
     split_at = math.floor(rows * (1.0 - fraction))
     if not 0 < split_at < rows:
         raise ConfigError(
             f"validation_split is {fraction} of {rows} rows; both parts need rows. Give a number between 0 and 1."
         )
 
-    def part(value: Any, rows: slice) -> Any:
+    def part(value: Any, argument: str, rows: slice) -> Any:
         if isinstance(value, Mapping):
-            return {key: part(one, rows) for key, one in value.items()}
+            return {key: part(one, argument, rows) for key, one in value.items()}
         if _is_list(value):
-            return [part(one, rows) for one in value]
-        return None if value is None else _to_column(value, "x, y or sample_weight")[rows]
+            return [part(one, argument, rows) for one in value]
+        return None if value is None else _to_column(value, argument)[rows]
 
-    return part(values, slice(split_at)), part(values, slice(split_at, None))
+    named = list(zip(("x", "y", "sample_weight"), arguments, strict=True))
+    first_rows, last_rows = slice(split_at), slice(split_at, None)
+    return (
+        [part(value, argument, first_rows) for argument, value in named],
+        [part(value, argument, last_rows) for argument, value in named],
+    )
 
 
 def digest_of(arrays: Mapping[str, npt.NDArray]) -> str:
@@ -133,7 +143,8 @@ def digest_of(arrays: Mapping[str, npt.NDArray]) -> str:
     sha = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name, values in arrays.items():
         sha.update(f"{name}\0{values.dtype.str}\0{values.shape}\0".encode())
-        sha.update(np.ascontiguousarray(values).data)
+        # The interface of buffers lacks types such as bfloat16, which weights may have.
+        sha.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
     return sha.hexdigest()
 
 
@@ -259,7 +270,8 @@ def _name_columns(prefix: str, values: Any) -> Columns:
 def _to_column(values: Any, argument: str) -> npt.NDArray:
     """Returns an array as a column of a data set; floats become float32, as `Model.fit` makes them."""
     if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
+        # NumPy has no bfloat16.
+        values = (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
     if not hasattr(values, "__array__") or not np.ndim(values):
         raise ConfigError(
             f"{argument} has a {type(values).__name__}, and fit takes arrays of rows: NumPy, torch, or several in a"

@@ -274,8 +274,12 @@ def is_higher_better(metric: Any) -> bool | None:
 
 
 def is_mean(metric: Any) -> bool:
-    """Returns whether a metric is the mean of one number per row, which the result of a batch then is, too."""
-    return isinstance(metric, import_keras().metrics.Mean)
+    """Returns whether a metric is the mean of one number per row, which the result of a batch then is, too.
+
+    A function of the mean, such as the root of RootMeanSquaredError, is not: its means over batches differ from it.
+    """
+    mean = import_keras().metrics.Mean
+    return isinstance(metric, mean) and type(metric).result is mean.result
 
 
 def _add_metrics(named: dict[str, Any], parts: list[Any], prefix: str) -> None:

@@ -57,7 +57,13 @@ def load_saved(path: str, custom_objects: dict[str, str] | None = None) -> Any:
     with tempfile.TemporaryDirectory(prefix="ray_app-keras-") as folder:
         # Keras reads disks only.
         file = Path(folder) / "model.keras"
-        file.write_bytes(to_location(path).read_bytes())
+        try:
+            file.write_bytes(to_location(path).read_bytes())
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"There is no file {path}, which the task names as its model. Give the path of a .keras file that every"
+                " node can read."
+            ) from error
         try:
             objects = {name: load_class(import_path) for name, import_path in (custom_objects or {}).items()}
             with warnings.catch_warnings():

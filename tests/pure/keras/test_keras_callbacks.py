@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from ray_app.driver.result import Result
 from ray_app.errors import ConfigError
-from ray_app.keras.callbacks import make_rates, plan_callbacks
+from ray_app.keras.callbacks import History, make_rates, plan_callbacks
 from ray_app.task.keras.library import import_keras
 
 callbacks = import_keras().callbacks
@@ -45,6 +47,56 @@ def test_a_callback_with_a_counterpart_becomes_fields_and_a_line(callback: Any, 
     assert plan.fields == fields
     assert plan.text.startswith(f"{type(callback).__name__}: ")
     assert plan.checkpoint == ("best" if isinstance(callback, callbacks.EarlyStopping) else None)
+
+
+def test_one_callback_needs_no_list() -> None:
+    assert len(plan_callbacks(callbacks.TerminateOnNaN())) == 1
+
+
+class FakeResult:
+    """A run of some epochs, with a model that writes its name."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses = losses
+
+    def epochs(self) -> list[dict[str, float]]:
+        return [{"loss": loss} for loss in self.losses]
+
+    def keras_model(self, checkpoint: str) -> Any:
+        class Model:
+            def save(self, file: Path) -> None:
+                file.write_text(checkpoint)
+
+        return Model()
+
+
+def finish(callback: Any, losses: list[float]) -> None:
+    """Does what a callback becomes at the end of a run."""
+    [plan] = plan_callbacks([callback])
+    assert plan.at_end is not None
+    result = cast(Result, FakeResult(losses))
+    plan.at_end(History({"loss": losses}, list(range(len(losses))), result))
+
+
+def test_a_run_that_is_continued_adds_its_new_epochs_to_a_table(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    for losses in ([3.0], [3.0, 2.0], [9.0]):
+        finish(callbacks.CSVLogger(file, append=True), losses)
+    assert file.read_text().split() == ["epoch,loss", "0,3.0", "1,2.0", "0,9.0"]
+    finish(callbacks.CSVLogger(file), [1.0])
+    assert file.read_text().split() == ["epoch,loss", "0,1.0"]
+
+
+def test_a_model_is_written_to_a_bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keras itself would write to disks only."""
+    written = {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "ray_app.keras.callbacks.put_atomic", lambda path, data: written.__setitem__(str(path), data.decode())
+    )
+    finish(callbacks.ModelCheckpoint("s3://bucket/models/m.keras"), [1.0])
+    assert written == {"s3://bucket/models/m.keras": "newest"}
+    assert list(tmp_path.iterdir()) == []
 
 
 class Printer(callbacks.Callback):

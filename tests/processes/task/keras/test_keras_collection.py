@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -21,27 +18,11 @@ from ray_app.config.config import Config
 from ray_app.data.arrays import to_column
 from ray_app.testing import WorkerPool, make_job
 from tests.support.keras_collection import COLLECTION, Program
+from tests.support.plain_keras import predict_by_plain_keras
 
 ROWS, UNSEEN = 36, 7
 RTOL, ATOL = 1e-5, 1e-6
 """Tolerance of float32: Keras predicts the rows in a batch of another size."""
-LOAD = """
-import json, os, sys
-os.environ["KERAS_BACKEND"] = "torch"
-import keras, numpy
-import tests.support.keras_collection  # the classes of the user
-folder = sys.argv[1]
-model = keras.saving.load_model(sys.argv[2])
-columns = dict(numpy.load(folder + "/x.npz"))
-names = json.loads(sys.argv[3])
-if isinstance(names, dict):
-    x = {name: columns[column] for name, column in names.items()}
-else:
-    x = [columns[column] for column in names] if isinstance(names, list) else columns[names]
-y = model.predict(x, verbose=0)
-numpy.savez(folder + "/y.npz", **(y if isinstance(y, dict) else {"predicted": y}))
-assert not any(name.split(".")[0] in ("ray", "ray_app") for name in sys.modules), "Keras alone"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +101,8 @@ def test_a_program_trains_by_its_configuration_and_plain_keras_runs_its_export(
     predicted = result.predict({**rows, **lists})
     described = result.export(str(tmp_path / "export"))
     assert "model.keras" in described["files"]
-    np.savez(tmp_path / "x.npz", **keras_inputs(program, unseen))
-    arguments = [str(tmp_path), str(tmp_path / "export" / "model.keras"), json.dumps(program.inputs)]
-    subprocess.run([sys.executable, "-c", LOAD, *arguments], check=True)
-    with np.load(tmp_path / "y.npz") as alone:
-        assert alone.keys() == predicted.keys()
-        for name, values in alone.items():
-            np.testing.assert_allclose(values, predicted[name], RTOL, ATOL, err_msg=name)
+    arrays, classes = keras_inputs(program, unseen), ("tests.support.keras_collection",)
+    alone = predict_by_plain_keras(tmp_path / "export", arrays, program.inputs, classes)
+    assert alone.keys() == predicted.keys()
+    for name, values in alone.items():
+        np.testing.assert_allclose(values, predicted[name], RTOL, ATOL, err_msg=name)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,7 @@ from ray_app import Result, load_model, run_training
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from tests.support.local_world import write_images
-
-LOAD = """
-import os, sys
-os.environ["KERAS_BACKEND"] = "torch"
-import keras, numpy
-model = keras.saving.load_model(sys.argv[1])
-numpy.save(sys.argv[3], model.predict(numpy.load(sys.argv[2]), verbose=0))
-assert not any(name.startswith("ray") for name in sys.modules), "Keras alone"
-assert model.compiled
-"""
+from tests.support.plain_keras import predict_by_plain_keras
 
 
 def train(folder: Path, data: Path, task: dict[str, Any]) -> Result:
@@ -65,10 +54,8 @@ def test_plain_keras_loads_an_export_and_predicts_the_same(data: Path, tmp_path:
     described = result.export(str(tmp_path / "export"))
     assert (described["format"], described["refused"]) == ("torch.export", [])
     assert "model.keras" in json.loads((tmp_path / "export" / "export.json").read_text())["files"]
-    np.save(tmp_path / "x.npy", pixels)
-    arguments = [tmp_path / "export" / "model.keras", tmp_path / "x.npy", tmp_path / "y.npy"]
-    subprocess.run([sys.executable, "-c", LOAD, *map(str, arguments)], check=True, cwd=tmp_path)
-    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), predicted)
+    alone = predict_by_plain_keras(tmp_path / "export", {"image": pixels}, "image")
+    np.testing.assert_array_equal(alone["predicted"], predicted)
     served = load_model(tmp_path / "export").predict({"image": images[:, None]})
     np.testing.assert_allclose(served, predicted, 1e-6)
 

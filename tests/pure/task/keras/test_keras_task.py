@@ -245,6 +245,13 @@ def test_masks_get_the_axis_of_the_outputs() -> None:
     assert fit_targets(mask, torch.ones(2, 4, 4, 3)) is mask
 
 
+def test_only_means_over_rows_are_means() -> None:
+    """The root of a mean over all rows is no mean of the roots of batches."""
+    metrics = keras.metrics
+    assert [library.is_mean(one()) for one in (metrics.MeanSquaredError, metrics.BinaryAccuracy)] == [True, True]
+    assert not library.is_mean(metrics.RootMeanSquaredError())
+
+
 def test_a_sum_is_that_of_one_logical_worker(data: Path) -> None:
     assert prepare_run(data, "get_summed", scaling__max_workers=1).logical_workers == 1
 
