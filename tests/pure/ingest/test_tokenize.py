@@ -166,7 +166,7 @@ def test_another_tokenizer_is_another_data_set(tmp_path: Path, words: str) -> No
     [
         ({"text": "said"}, r"no column 'said' of texts; the columns are \['text', 'n'\]"),
         ({"text": "n"}, "column 'n' holds int64, no text"),
-        ({"rename": {"n": "tokens"}}, "the column 'text' becomes 'tokens', but the data has another column of this name"),
+        ({"rename": {"n": "tokens"}}, "becomes 'tokens', but the data has another column of this name"),
         ({"end_of_text": "<eos>"}, "end_of_text '<eos>' is no token of "),
         ({"tokenizer": None, "pack": 8}, "pack is 8, which is of texts that become tokens; give a tokenizer, too"),
         ({"pack": 0}, "pack is 0; allowed is 1 or more"),
