@@ -105,14 +105,15 @@ class WorkerPool:
 
     Args:
         folder: Folder for the files at which process groups meet.
-        preloaded: Modules that are imported once for all processes; those of the first pool of this process count.
+        preloaded: Modules that are imported once for all processes, if they are installed; those of the first pool of
+            this process count. pyarrow imports pandas at its first array.
     """
 
     def __init__(
         self,
         size: int,
         folder: Path,
-        preloaded: Sequence[str] = ("ray_app.testing", "ray_app.task.image", "torchmetrics"),
+        preloaded: Sequence[str] = ("ray_app.testing", "ray_app.task.image", "torchmetrics", "pandas", "pytest"),
     ) -> None:
         self._folder, self._num_groups = folder, 0
         self._context = multiprocessing.get_context("forkserver")

@@ -349,7 +349,7 @@ def _explain_unusable(column: ColumnFacts, missing: int, rows: int) -> str | Non
     return "it has no value in any row" if rows and missing == rows else None
 
 
-_MISSING = pa.array(["", "NA", "N/A", "NaN", "nan", "null", "NULL", "n/a", "#N/A"])
+_MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "n/a", "#N/A")
 _NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 _WRITTEN = r"^\s*[$€£]?\s?[+-]?(\d{1,3}([., '’]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£]?\s*$"
 """Numbers as people and spreadsheets write them.
@@ -386,7 +386,7 @@ class TextColumns:
         return self._counts
 
     def _add(self, name: str, row_ids: pa.ChunkedArray, values: pa.ChunkedArray) -> None:
-        present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, _MISSING)))
+        present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, pa.array(_MISSING))))
         row_ids, values = row_ids.filter(present), values.filter(present)
         numbers, truth = (pc.match_substring_regex(values, pattern) for pattern in (_NUMBER, _TRUTH))
         written = pc.match_substring_regex(values, _WRITTEN)

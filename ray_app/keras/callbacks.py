@@ -174,10 +174,10 @@ def _plan_csv(callback: Any) -> CallbackPlan:
         header, *rows = _table_lines(history, callback.sep)
         before = _read_lines(path) if callback.append else []
         # A run that was continued has the epochs of its earlier calls again.
-        known = max(count for count in range(len(rows) + 1) if before[len(before) - count :] == rows[:count])
+        written = max(count for count in range(len(rows) + 1) if before[len(before) - count :] == rows[:count])
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if callback.append else "w", newline="") as file:
-            file.writelines([*([] if before else [header]), *rows[known:]])
+            file.writelines([*([] if before else [header]), *rows[written:]])
 
     return CallbackPlan(f"CSVLogger: {path} is written at the end", at_end=write)
 
@@ -195,7 +195,7 @@ def _table_lines(history: History, separator: str) -> list[str]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Returns the lines of a file with their ends; none if there is no file."""
+    """Returns the lines of a file with their ends; an empty list if the file does not exist."""
     if not path.exists():
         return []
     with path.open(newline="") as file:

@@ -21,7 +21,7 @@ Schema = Mapping[str, Any]
 """A schema as JSON, with the entries `columns` and `classes`.
 
 `columns` has name, kind and dtype of each column that is read; `classes` has the class names, None if there are none.
-A stored one may have `fitted`, see `Task.fitted`, and `class_names`, those of a label whose names no ingest recorded.
+A stored one may have `fitted`, see `Task.fitted`, and `class_names`, if the task found the names, not ingest.
 """
 
 

@@ -49,10 +49,7 @@ from ray_app.storage.data_files import (
 from ray_app.storage.files import Location, to_location
 
 _MAX_XML_DEPTH = 16
-_NO_SHAPE = (
-    "a segmentation that is neither polygons ([[x, y, x, y, x, y], ...]) nor runs ({size: [height, width], counts:"
-    " ...}). Correct it, or leave segmentation out"
-)
+_NO_SHAPE = "a segmentation that is neither polygons nor runs (RLE). Correct it, or leave segmentation out"
 
 
 class _Folder:

@@ -33,7 +33,7 @@ from ray_app.storage.data_files import File, parser_errors
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
 """Delimiters that are recognized without the option `delimiter`, and their names for messages."""
-NULLS = pa.array(arrow_csv.ConvertOptions().null_values)
+NULLS = tuple(arrow_csv.ConvertOptions().null_values)
 """Spellings of a missing value, as pyarrow has them."""
 KINDS = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_(), pa.string())
 """Types of CSV columns; a column gets the first one that all of its values fit."""
@@ -521,7 +521,7 @@ def _convert(values: pa.Array, kind: pa.DataType, layout: CsvFormat) -> pa.Array
     if pa.types.is_string(kind):
         return values
     trimmed = pc.utf8_trim_whitespace(values)
-    present = pc.if_else(pc.is_in(trimmed, NULLS), None, trimmed)
+    present = pc.if_else(pc.is_in(trimmed, pa.array(NULLS)), None, trimmed)
     return (present if pa.types.is_boolean(kind) else layout.plain_numbers(present)).cast(kind)
 
 

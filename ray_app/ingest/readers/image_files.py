@@ -384,7 +384,7 @@ class AnnotatedImages(base.SourceReader):
 
 
 def _refuse_repeated(rows: list[ObjectRow]) -> list[ObjectRow]:
-    """Returns rows, those refused whose image an earlier one of the data set has."""
+    """Returns rows; refuses a row if an earlier one of the data set has the same image."""
     first_of: dict[Location, str] = {}
     checked = []
     for row in rows:

@@ -287,7 +287,7 @@ LEAK = (
         (voc(("", (1, 2, 3, 4))), "object 1 has no name"),
         (voc(("dog", (1, 2, WIDTH + 5, 4))), "lies outside the image"),
         (voc(("dog", (9, 2, 3, 4))), "has no size"),
-        (voc(("dog", ("nan", 2, 3, 4))), "has no size"),
+        (voc(("dog", ("nan", 2, 3, 4))), "expected four numbers"),
         (voc(("dog", (1, 2, 3, 4)), size=(3, 3)), "its annotations are for one 3 wide"),
     ],
 )
@@ -320,7 +320,7 @@ POLYGON = "1 0.1 0.1 0.5 0.1 0.5 0.6"
 def test_yolo_fractions_become_pixels(tmp_path: Path, names: str) -> None:
     root = write_yolo(tmp_path / "in", {"1": "0 0.5 0.5 1.0 1.0\n1 0.25 0.5 0.1 0.2\n", "2": None, "3": POLYGON})
     (root / names).write_text("cat\ndog\n" if names == "classes.txt" else "names: {0: cat, 1: dog}\nnc: 2\n")
-    part = run(tmp_path, "yolo", root, segmentation=True).parts[""]
+    part = run(tmp_path, "yolo", root).parts[""]
     rows = read_columns(tmp_path / "out")
     assert rows["row_id"] == ["images/1.png", "images/2.png", "images/3.png"]
     assert np.allclose(rows["boxes"][0], [[0, 0, 40, 30], [8, 12, 12, 18]], atol=1e-5)
@@ -328,9 +328,20 @@ def test_yolo_fractions_become_pixels(tmp_path: Path, names: str) -> None:
     assert np.allclose(rows["boxes"][2], [[4, 3, 20, 18]], atol=1e-5)
     assert rows["labels"] == [[1, 2], [], [2]]
     assert part.classes == ["background", "cat", "dog"]
+
+
+def test_yolo_polygons_become_masks_and_a_box_alone_is_refused(tmp_path: Path) -> None:
+    root = write_yolo(tmp_path / "in", {"1": "0 0.5 0.5 1.0 1.0\n", "3": POLYGON})
+    (root / "classes.txt").write_text("cat\ndog\n")
+    error = ingest_error(tmp_path / "refused", "yolo", root, segmentation=True)
+    assert "1.txt:1: a box without a polygon. Leave segmentation out" in error
+    (root / "labels" / "1.txt").unlink()
+    run(tmp_path, "yolo", root, segmentation=True)
+    rows = read_columns(tmp_path / "out")
+    assert not decode_mask(rows["mask"][0]).any()
     polygon = (np.array(POLYGON.split()[1:], float).reshape(-1, 2) * [WIDTH, HEIGHT]).ravel().tolist()
     inside = coco_masks.decode(coco_masks.merge(coco_masks.frPyObjects([polygon], HEIGHT, WIDTH)))
-    assert np.array_equal(decode_mask(rows["mask"][2]), 2 * inside)
+    assert np.array_equal(decode_mask(rows["mask"][1]), 2 * inside)
 
 
 @pytest.mark.parametrize(

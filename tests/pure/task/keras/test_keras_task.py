@@ -246,7 +246,7 @@ def test_masks_get_the_axis_of_the_outputs() -> None:
 
 
 def test_only_means_over_rows_are_means() -> None:
-    """The root of a mean over all rows is no mean of the roots of batches."""
+    """The root of a mean over all rows is not the mean of the roots of batches."""
     metrics = keras.metrics
     assert [library.is_mean(one()) for one in (metrics.MeanSquaredError, metrics.BinaryAccuracy)] == [True, True]
     assert not library.is_mean(metrics.RootMeanSquaredError())
