@@ -29,7 +29,7 @@ test: $(INSTALLED) ## the tests that run before every commit: all without Ray bu
 	$(PYTEST) -m "not rest and not campaign and not search"
 
 test-rest: $(INSTALLED) ## slow variants, one run on real Ray for each further guarantee, the commands of the pages, the wheel
-	$(PYTEST) -m "rest and not search"
+	$(PYTEST) -m "rest and not search" $(if $(HALF),--half $(HALF))
 
 test-again: $(INSTALLED) ## what failed last, one after the other
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none

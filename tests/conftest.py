@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import uuid
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 LONGEST_FIRST = ("ray", "own_cluster", "processes", "pure")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--half", choices=("1", "2"), help="run one half of the tests, divided by their names")
+
+
 def pytest_configure() -> None:
     """Sets the signal handler and the environment that every process started by a test inherits."""
     # A shell starts background processes with SIGINT ignored.
@@ -36,8 +41,12 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks every test with its folder, and tests on real Ray without the mark `guarantee` or `rest` as `campaign`."""
+    if half := config.getoption("half"):
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % 2 + 1 != int(half)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % 2 + 1 == int(half)]
     for item in items:
         folder = _folder(item)
         item.add_marker(folder)
