@@ -12,6 +12,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ PHRASES = {
     r"\btells? of\b|\btold of\b": "reports",
     r"\bis no (run|file|folder|number|mapping|list|name|field|class|image|mean|row|column|task)\b": "is not a ...",
 }
+ANY_PHRASE = re.compile("|".join(f"(?:{phrase})" for phrase in PHRASES))
 EXCEPTIONS: dict[str, str] = {
     "ray_app/retrain/gate.py: least_drop": "a key of the audit record",
 }
@@ -98,9 +100,15 @@ def words_of(name: str) -> list[str]:
     return [word.lower() for part in name.split("_") for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", part)]
 
 
-def names_defined(tree: ast.AST) -> Iterator[tuple[str, int]]:
+@lru_cache(1)
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Returns all nodes of the syntax tree of a module."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def names_defined(path: Path) -> Iterator[tuple[str, int]]:
     """Yields each name that a module defines, with its line."""
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id, node.lineno
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -123,10 +131,12 @@ def prose_of(path: Path) -> Iterator[tuple[str, int]]:
             if not is_code:
                 yield re.sub(r"`[^`]*`", "`", line), number
         return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string.lstrip("# "), token.start[0]
-    for node in ast.walk(ast.parse(text)):
+    # To tokenize a module takes longest, so only modules in which a comment seems to have a phrase are.
+    if any(ANY_PHRASE.search(line.partition("#")[2].lstrip("# ")) for line in text.splitlines() if "#" in line):
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.string.lstrip("# "), token.start[0]
+    for node in nodes_of(path):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
             if isinstance(statement, ast.Expr) and isinstance(value := statement.value, ast.Constant):
@@ -139,7 +149,7 @@ def problems(path: Path) -> list[str]:
     findings = list[str]()
     relative = path.resolve().relative_to(ROOT)
     if path.suffix == ".py":
-        for name, line in names_defined(ast.parse(path.read_text())):
+        for name, line in names_defined(path):
             bare = name.strip("_").lower()
             words = words_of(name)
             if bare in EMPTY_NAMES and f"{relative}: {name}" not in EXCEPTIONS:
@@ -149,7 +159,7 @@ def problems(path: Path) -> list[str]:
                     findings.append(f"{relative}:{line}: {word!r} in {name!r}; say {WORDS[word]}")
         findings += [f"{relative}:{line}: more than two names in one assignment" for line in crowded_assignments(path)]
     for line_text, line in prose_of(path):
-        for phrase, better in PHRASES.items():
+        for phrase, better in PHRASES.items() if ANY_PHRASE.search(line_text) else ():
             if (match := re.search(phrase, line_text)) and f"{relative}: {match[0]}" not in EXCEPTIONS:
                 findings.append(f"{relative}:{line}: {match[0]!r}; {better}")
     return findings
@@ -159,7 +169,7 @@ def crowded_assignments(path: Path) -> list[int]:
     """Returns the lines of a module that assign a tuple to more than two names; `_TOP, ...` may be one value."""
     return [
         node.lineno
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
         for target in node.targets
         if isinstance(target, ast.Tuple) and len(target.elts) > 2 and ast.unparse(target) not in ONE_VALUE
@@ -171,7 +181,7 @@ def repeated_classes(paths: list[Path]) -> list[str]:
     lines: dict[str, list[str]] = {}
     for path in paths:
         if path.suffix == ".py":
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes_of(path):
                 if isinstance(node, ast.ClassDef):
                     lines.setdefault(node.name, []).append(f"{path.resolve().relative_to(ROOT)}:{node.lineno}")
     return [
