@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import time
@@ -98,6 +99,20 @@ class RankResult:
     trace: str = ""
 
 
+PRELOADED_MODULES = ("ray_app.testing", "ray_app.task.image", "torchmetrics", "pandas", "pytest")
+"""Modules that take long to import; pyarrow imports pandas at its first array."""
+
+
+def make_context(preloaded: Sequence[str] = PRELOADED_MODULES) -> multiprocessing.context.ForkServerContext:
+    """Returns a context of multiprocessing, the processes of which are forked where modules are imported already.
+
+    The modules of the first process that this process starts count for all others: so each test uses this context.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preloaded))
+    return context
+
+
 class WorkerPool:
     """Worker processes that live through many trainings, so that each imports torch only once.
 
@@ -105,19 +120,17 @@ class WorkerPool:
 
     Args:
         folder: Folder for the files at which process groups meet.
-        preloaded: Modules that are imported once for all processes, if they are installed; those of the first pool of
-            this process count. pyarrow imports pandas at its first array.
+        preloaded: Modules that are imported once for all processes, if they are installed; see `make_context`.
     """
 
     def __init__(
         self,
         size: int,
         folder: Path,
-        preloaded: Sequence[str] = ("ray_app.testing", "ray_app.task.image", "torchmetrics", "pandas", "pytest"),
+        preloaded: Sequence[str] = PRELOADED_MODULES,
     ) -> None:
         self._folder, self._num_groups = folder, 0
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(preloaded))
+        self._context = make_context(preloaded)
         self._workers = [self._start() for _ in range(size)]
 
     def __enter__(self) -> Self:

@@ -9,7 +9,6 @@ proves the death.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -27,7 +26,7 @@ import torch
 
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.reduction.base import World
-from ray_app.testing import cache_windows
+from ray_app.testing import cache_windows, make_context
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags, GenerationInfo
@@ -178,8 +177,7 @@ class Campaign:
         self._windows = windows
         self._device = device
         self._random = random.Random(seed)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.support.campaign", "ray_app.task.image", "torchmetrics"])
+        self._context = make_context()
         self._live: list[_Worker] = []
         self._number = 0
         # The newest step, and the number of generations in a row that did not advance it.

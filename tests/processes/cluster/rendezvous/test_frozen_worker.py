@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from ray_app.cluster.rendezvous.members import Member
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.cluster.rendezvous.server import ConnectionServer, encode
 from ray_app.runlog.paths import RunPaths
+from ray_app.testing import make_context
 from ray_app.train.membership import Flags, Heartbeat
 from tests.support.waiting import wait_until
 
@@ -76,7 +76,7 @@ def meeting() -> Iterator[_RendezvousThread]:
 
 @pytest.fixture
 def worker(meeting: _RendezvousThread, tmp_path: Path) -> Iterator[Any]:
-    process = multiprocessing.get_context("forkserver").Process(
+    process = make_context().Process(
         target=_run_worker, args=(meeting.address_and_secret, tmp_path / "run"), daemon=True
     )
     process.start()
