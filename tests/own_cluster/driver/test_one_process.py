@@ -86,7 +86,7 @@ def refusal(begin, name):
         return str(error)
 
 said = [refusal(lambda name: start_training(config(name, train__strategy="single")).wait().status, "background")]
-first = threading.Thread(target=lambda: said.append(trained("first", train__strategy="single", train__epochs=40)))
+first = threading.Thread(target=lambda: said.append(trained("first", train__strategy="single", train__epochs=10)))
 first.start()
 wait_until(lambda: os.path.exists(FOLDER + "/first/metrics"), "it did not begin", 60)
 said.append(refusal(lambda name: trained(name, train__strategy="single"), "second"))

@@ -54,6 +54,7 @@ def test_a_strategy_that_adds_in_any_order_trains_in_order(
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "local_sgd", "central_storage"])
 def test_a_strategy_has_the_digest_of_the_cpu(
     device_pool: WorkerPool, worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
