@@ -104,9 +104,10 @@ PRELOADED_MODULES = ("ray_app.testing", "ray_app.task.image", "torchmetrics", "p
 
 
 def make_context(preloaded: Sequence[str] = PRELOADED_MODULES) -> multiprocessing.context.ForkServerContext:
-    """Returns a context of multiprocessing, the processes of which are forked where modules are imported already.
+    """Returns a context of multiprocessing: processes are forks of a server that has imported modules already.
 
-    The modules of the first process that this process starts count for all others: so each test uses this context.
+    A process has one such server, and the first context that starts a process decides what the server imports. So
+    start all processes of tests in contexts of this function: without the modules, each would import them again.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preloaded))

@@ -42,11 +42,17 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks every test with its folder, and tests on real Ray without the mark `guarantee` or `rest` as `campaign`."""
+    """Marks every test with its folder, and tests on real Ray without the mark `guarantee` or `rest` as `campaign`.
+
+    With `--half` the tests of the other half are left out.
+    """
     if half := config.getoption("half"):
-        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % 2 + 1 != int(half)]
+        halves: dict[str, list[pytest.Item]] = {"1": [], "2": []}
+        for item in items:
+            halves[str(zlib.crc32(item.nodeid.encode()) % 2 + 1)].append(item)
+        items[:] = halves.pop(half)
+        [others] = halves.values()
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % 2 + 1 == int(half)]
     for item in items:
         folder = _folder(item)
         item.add_marker(folder)
