@@ -69,18 +69,22 @@ def imports_in(code: str) -> Iterator[Imported]:
         handlers = node.handlers if isinstance(node, ast.Try) else []
         is_optional |= any(handler.type and "ImportError" in ast.unparse(handler.type) for handler in handlers)
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, is_lazy, is_optional)
+            # Expressions have no imports.
+            if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+                yield from visit(child, is_lazy, is_optional)
 
     return visit(ast.parse(code), False, False)
 
 
 def required_extras(file: Path) -> set[str]:
     """Returns the extras that a module asks for by `require`."""
+    code = file.read_text()
     return {
         EXTRAS[node.args[0].value]
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(ast.parse(code if "require(" in code else ""))
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "require"
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "require"
         and isinstance(node.args[0], ast.Constant)
         and isinstance(node.args[0].value, str)
     }

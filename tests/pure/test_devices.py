@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -223,6 +224,9 @@ def device_kinds(code: str) -> list[str]:
 
     Keys of dictionaries are names of records, and `Tensor.cpu` copies to the host from any kind.
     """
+    # A module that has none of these words names no kind.
+    if not re.search(rf"\b(is_)?({'|'.join(KIND_NAMES)}|cudnn)\b", code):
+        return []
     tree = ast.parse(code)
     keys = {key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
     named = [

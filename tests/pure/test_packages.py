@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 
 import pytest
 
 from docs.picture import PICTURE, svg
-from tests.support.library_names import Names
+from tests.support.library_names import Names, dotted_name
 from tests.support.paths import ROOT
 
 ALLOWED = {"data/ray_tasks.py": {"ray.data._internal.progress"}}
@@ -30,9 +31,9 @@ def private_names(code: str) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute) and node not in attributes:
+        elif isinstance(node, ast.Attribute) and node not in attributes and (name := dotted_name(node)) is not None:
             attributes |= set(ast.walk(node))
-            names.add(ast.unparse(node))
+            names.add(name)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names.add(node.value)
     return set(filter(is_private, names))
@@ -55,11 +56,19 @@ def test_private_names_of_ray_are_recognized(code: str, expected: set[str]) -> N
     assert private_names(code) == expected
 
 
-def test_private_names_of_ray_are_only_in_the_package_cluster() -> None:
+@cache
+def private_names_by_file() -> dict[str, set[str]]:
+    """Returns the private names of Ray in each module of the package that has any."""
     folder, names_of = ROOT / "ray_app", {}
     for file in folder.rglob("*.py"):
-        if names := private_names(file.read_text()):
+        code = file.read_text()
+        if re.search(r"\bray\b", code, re.IGNORECASE) and (names := private_names(code)):
             names_of[file.relative_to(folder).as_posix()] = names
+    return names_of
+
+
+def test_private_names_of_ray_are_only_in_the_package_cluster() -> None:
+    names_of = private_names_by_file()
     outside = {file: names for file, names in names_of.items() if not file.startswith("cluster/")}
     assert outside == ALLOWED
     assert "cluster/ray_private.py" in names_of
@@ -67,12 +76,12 @@ def test_private_names_of_ray_are_only_in_the_package_cluster() -> None:
 
 def test_only_the_controller_fails_to_import_without_private_names_of_ray() -> None:
     """With a version of Ray that does not have them, runs recover by restart, which does not use the controller."""
-    folder, files = ROOT / "ray_app", list[str]()
-    for file in folder.rglob("*.py"):
-        tree = ast.parse(file.read_text())
+    files = list[str]()
+    for file in private_names_by_file():
+        tree = ast.parse((ROOT / "ray_app" / file).read_text())
         for node in [child for child in tree.body if isinstance(child, ast.Import | ast.ImportFrom)]:
             if private_names(ast.unparse(node)):
-                files.append(file.relative_to(folder).as_posix())
+                files.append(file)
     assert {*files} == {
         f"cluster/controller/{name}.py" for name in ("controller", "pending_workers", "scaling_policy", "worker_group")
     }
@@ -82,7 +91,8 @@ def private_torch_names(code: str) -> set[str]:
     """Returns the names of torch of which a part begins with `_`, except names such as `__version__`, and the private
     attributes of its objects.
     """
-    names = {name for name in Names(ast.parse(code)).first_lines if name.split(".")[0] == "torch"}
+    tree = ast.parse(code if "torch" in code else "")
+    names = {name for name in Names(tree).first_lines if name.split(".")[0] == "torch"}
     return {
         name for name in names if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
     } | set(
@@ -125,7 +135,8 @@ def test_tests_import_shared_code_from_support_and_not_from_other_tests() -> Non
     imports = {
         f"{file.relative_to(ROOT)}: {node.module}"
         for file in (ROOT / "tests").rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
+        if re.search(r"from tests\.\S*test_", code := file.read_text())
+        for node in ast.walk(ast.parse(code))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests.") and "test_" in str(node.module)
     }
     assert imports == set(), "a test module imports another one; move the shared code to tests/support"

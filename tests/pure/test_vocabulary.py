@@ -12,7 +12,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -95,6 +95,7 @@ ONE_VALUE = {"(_TOP, _RIGHT, _BOTTOM)", "(per_epoch, text, (epoch, epoch_step))"
 """Tuples that are one value: the margins of a chart, the parts of a progress line."""
 
 
+@cache
 def words_of(name: str) -> list[str]:
     """Returns the words of an identifier in lower case."""
     return [word.lower() for part in name.split("_") for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", part)]
@@ -104,6 +105,14 @@ def words_of(name: str) -> list[str]:
 def nodes_of(path: Path) -> list[ast.AST]:
     """Returns all nodes of the syntax tree of a module."""
     return list(ast.walk(ast.parse(path.read_text())))
+
+
+def statements_of(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the statements of a syntax tree, nested ones included; there are far fewer of them than nodes."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield child
+            yield from statements_of(child)
 
 
 def names_defined(path: Path) -> Iterator[tuple[str, int]]:
@@ -154,7 +163,7 @@ def problems(path: Path) -> list[str]:
             words = words_of(name)
             if bare in EMPTY_NAMES and f"{relative}: {name}" not in EXCEPTIONS:
                 findings.append(f"{relative}:{line}: the name {name!r} does not say what it is")
-            for word in WORDS.keys() & set(words):
+            for word in WORDS.keys() & words:
                 if f"{relative}: {name}" not in EXCEPTIONS:
                     findings.append(f"{relative}:{line}: {word!r} in {name!r}; say {WORDS[word]}")
         findings += [f"{relative}:{line}: more than two names in one assignment" for line in crowded_assignments(path)]
@@ -181,7 +190,7 @@ def repeated_classes(paths: list[Path]) -> list[str]:
     lines: dict[str, list[str]] = {}
     for path in paths:
         if path.suffix == ".py":
-            for node in nodes_of(path):
+            for node in statements_of(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
                     lines.setdefault(node.name, []).append(f"{path.resolve().relative_to(ROOT)}:{node.lineno}")
     return [

@@ -40,11 +40,12 @@ class Names(ast.NodeVisitor):
     def __init__(self, tree: ast.Module) -> None:
         self.first_lines: dict[str, int] = {}
         self._aliases: dict[str, str] = {}
+        nodes = list(ast.walk(tree))
         # Imports within functions may come after lines of other functions that use the names.
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._import(node)
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _is_import(node.value):
                 self._aliases[node.targets[0].id] = "keras"
         self.visit(tree)
@@ -91,6 +92,13 @@ class Names(ast.NodeVisitor):
         self.generic_visit(node)
 
 
+def dotted_name(node: ast.expr) -> str | None:
+    """Returns the text of a chain of attributes on a name, such as `a.b.c`; None for other expressions."""
+    if isinstance(node, ast.Attribute) and (owner := dotted_name(node.value)) is not None:
+        return f"{owner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
+
+
 def _is_import(node: ast.expr) -> bool:
     """Returns whether an expression is a call of `import_keras`, by which the package imports Keras."""
     if not isinstance(node, ast.Call):
@@ -104,7 +112,11 @@ def names() -> dict[str, str]:
     """Returns each name of a library, with the file and line of its first use."""
     first: dict[str, str] = {}
     for file in FILES:
-        for name, line in Names(ast.parse(file.read_text())).first_lines.items():
+        code = file.read_text()
+        # Without the name of a library a module uses none.
+        if not any(library in code for library in LIBRARIES):
+            continue
+        for name, line in Names(ast.parse(code)).first_lines.items():
             first.setdefault(name, f"{file.relative_to(ROOT)}:{line}")
     return first
 

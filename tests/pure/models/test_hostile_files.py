@@ -437,6 +437,9 @@ def test_names_of_evaluators_that_are_paths_are_refused(tmp_path: Path, digits_c
 
 def find_insecure_calls(source: str) -> list[str]:
     """Returns what in a program turns authentication off, opens a dashboard or listens on all addresses."""
+    # Each problem has one of these words.
+    if not re.search(r"RAY_AUTH_MODE|0\.0\.0\.0|\binit\b|\bCluster\b", source):
+        return []
     nodes = list(ast.walk(ast.parse(source)))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     names = {ast.unparse(call.func) for call in calls}
