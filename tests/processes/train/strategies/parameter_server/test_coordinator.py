@@ -38,6 +38,8 @@ from tests.support.server_world import ServerWorld
 ROWS = [[50, 1], [46]]
 CLIPPED = {"train__grad_clip_norm": 0.5}
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
+StepRows = tuple[int, list[int], list[int]]
+"""Step, rows and row hashes of a recorded step."""
 
 
 @pytest.fixture(scope="session")
@@ -63,17 +65,26 @@ def train_on_servers(job: Job, workers: int) -> TrainedRun:
     return read_trained_run(job)
 
 
-def read_consumed_rows(job: Job) -> list[tuple[int, list[int], list[int]]]:
+def read_consumed_rows(job: Job) -> list[StepRows]:
     """Returns step, rows and row hashes of each recorded step."""
     reader = MetricsReader(job.paths)
     reader.poll()
     return [(step, r.rows, r.row_hash) for step, r in sorted(reader.records.items())]
 
 
-def read_planned_rows(data: Path, folder: Path, pool: WorkerPool) -> list[tuple[int, list[int], list[int]]]:
+@pytest.fixture(scope="module")
+def planned_rows(worker_pool: WorkerPool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepRows]:
+    """The rows of each step by the plan, which are those of `ddp`."""
+    folder = tmp_path_factory.mktemp("planned") / "run"
     job = make_server_job(folder, data, train__strategy="ddp", train__servers=1)
-    pool.train_to_end(job, 1, cache_windows)
+    worker_pool.train_to_end(job, 1, cache_windows)
     return read_consumed_rows(job)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    """A run of one worker in which nothing fails."""
+    return train_on_servers(make_server_job(tmp_path_factory.mktemp("undisturbed") / "run", data), 1)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +186,7 @@ def test_a_resume_on_other_workers_and_servers_is_bit_identical(data: Path, tmp_
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_lost_worker_and_a_joining_worker_leave_the_rows_as_planned(
-    worker_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
+    data: Path, planned_rows: list[StepRows], undisturbed: TrainedRun, tmp_path: Path, staleness: int
 ) -> None:
     """The worker is lost after its gradient is applied and before it reports: its unit runs again and counts once."""
     world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=staleness), 3)
@@ -192,13 +203,10 @@ def test_a_lost_worker_and_a_joining_worker_leave_the_rows_as_planned(
     assert world.workers[name]._result is not None, "the joining worker gets no unit"
     world.run()
     job = world.job
-    assert read_consumed_rows(job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
+    assert read_consumed_rows(job) == planned_rows
     assert [e.details["workers"] for e in read_events(job.paths, "formed")][-3:] == [3, 2, 3]
     if not staleness:
-        assert (
-            read_trained_run(job).digests
-            == train_on_servers(make_server_job(tmp_path / "undisturbed", data), 1).digests
-        )
+        assert read_trained_run(job).digests == undisturbed.digests
 
 
 def test_a_leaving_worker_finishes_its_unit_and_takes_no_other(data: Path, tmp_path: Path) -> None:
@@ -241,7 +249,7 @@ def test_a_gradient_that_arrives_twice_is_applied_once(data: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_lost_server_rolls_all_servers_back_to_the_last_checkpoint(
-    worker_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
+    data: Path, planned_rows: list[StepRows], undisturbed: TrainedRun, tmp_path: Path, staleness: int
 ) -> None:
     world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=staleness), 2)
     while world.coordinator._units.complete < 8:
@@ -250,7 +258,7 @@ def test_a_lost_server_rolls_all_servers_back_to_the_last_checkpoint(
     world.run()
     [lost] = read_events(world.job.paths, "server_lost")
     assert lost.details["back_to"] == 5
-    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
+    assert read_consumed_rows(world.job) == planned_rows
     store = CheckpointStore(world.job.paths)
     assert [c.step for c in store.commits()] == [5, 10, 15, world.job.total_steps]
     rows = [rows for _, rows, _ in read_consumed_rows(world.job)]
@@ -261,10 +269,7 @@ def test_a_lost_server_rolls_all_servers_back_to_the_last_checkpoint(
         applied = sum(map(bool, itertools.chain(*rows[: commit.step]))) if staleness else commit.step
         assert {int(values["step"]) for values in state.values()} == {applied}
     if not staleness:
-        assert (
-            read_trained_run(world.job).digests
-            == train_on_servers(make_server_job(tmp_path / "undisturbed", data), 1).digests
-        )
+        assert read_trained_run(world.job).digests == undisturbed.digests
 
 
 def test_prefetching_large_rows_is_bit_identical_after_a_rollback(
@@ -284,7 +289,9 @@ def test_prefetching_large_rows_is_bit_identical_after_a_rollback(
     assert read_trained_run(world.job).digests == undisturbed.digests
 
 
-def test_a_coordinator_that_starts_without_servers_waits_for_them(data: Path, tmp_path: Path) -> None:
+def test_a_coordinator_that_starts_without_servers_waits_for_them(
+    data: Path, undisturbed: TrainedRun, tmp_path: Path
+) -> None:
     """The former coordinator had a higher era, and a server is lost before the new coordinator starts."""
     world = ServerWorld(make_server_job(tmp_path / "run", data), 2)
     world.servers.lose(0)
@@ -302,14 +309,11 @@ def test_a_coordinator_that_starts_without_servers_waits_for_them(data: Path, tm
     world.servers.call = call  # type: ignore[method-assign]
     world.run()
     assert world.coordinator._served.era > former._served.era
-    assert (
-        read_trained_run(world.job).digests
-        == train_on_servers(make_server_job(tmp_path / "undisturbed", data), 1).digests
-    )
+    assert read_trained_run(world.job).digests == undisturbed.digests
 
 
 def test_a_coordinator_that_starts_without_storage_retries(
-    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, data: Path, undisturbed: TrainedRun, tmp_path: Path
 ) -> None:
     world = ServerWorld(make_server_job(tmp_path / "run", data), 2)
     load, raised_errors = CheckpointStore.load_newest, []
@@ -331,10 +335,7 @@ def test_a_coordinator_that_starts_without_storage_retries(
     assert not world.coordinator.is_waiting
     world.run()
     assert [e.details["step"] for e in read_events(world.job.paths, "resumed")] == [5]
-    assert (
-        read_trained_run(world.job).digests
-        == train_on_servers(make_server_job(tmp_path / "undisturbed", data), 1).digests
-    )
+    assert read_trained_run(world.job).digests == undisturbed.digests
 
 
 class Handle:
@@ -445,7 +446,7 @@ def test_a_coordinator_that_cannot_start_raises_its_error_in_each_worker(
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_results_for_a_coordinator_that_died_with_all_servers_are_dropped(
-    worker_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
+    data: Path, planned_rows: list[StepRows], undisturbed: TrainedRun, tmp_path: Path, staleness: int
 ) -> None:
     """Ray sends a worker's result for the former coordinator to the new one; its gradient is lost with the servers."""
     world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=staleness), 2)
@@ -465,12 +466,9 @@ def test_results_for_a_coordinator_that_died_with_all_servers_are_dropped(
     assert world.coordinator._units._next == [5, 5, 5, 5]
     world.workers = {name: world.worker(name) for name in world.workers}
     world.run()
-    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
+    assert read_consumed_rows(world.job) == planned_rows
     if not staleness:
-        assert (
-            read_trained_run(world.job).digests
-            == train_on_servers(make_server_job(tmp_path / "undisturbed", data), 1).digests
-        )
+        assert read_trained_run(world.job).digests == undisturbed.digests
 
 
 def test_steps_that_a_new_coordinator_repeats_are_counted(data: Path, tmp_path: Path) -> None:
@@ -520,9 +518,8 @@ def test_a_call_for_another_era_changes_no_state(data: Path, tmp_path: Path, sta
     assert 3 in server._sums[0].received
 
 
-def test_a_step_that_is_applied_twice_counts_once(data: Path, tmp_path: Path) -> None:
+def test_a_step_that_is_applied_twice_counts_once(data: Path, undisturbed: TrainedRun, tmp_path: Path) -> None:
     """A coordinator that got no answer calls again."""
-    undisturbed = train_on_servers(make_server_job(tmp_path / "undisturbed", data), 1)
     world = ServerWorld(make_server_job(tmp_path / "run", data), 1)
     call = world.servers.call
 
@@ -594,7 +591,7 @@ def test_any_error_of_ray_that_ends_a_server_marks_it_lost(monkeypatch: pytest.M
     assert RayServers((Handle(SimpleNamespace(address_and_secret=lambda: None)),)).call("era", [()]) is None
 
 
-def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Path) -> None:
+def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, undisturbed: TrainedRun, tmp_path: Path) -> None:
     """A server is out of reach for a moment; the coordinator does not know whether the call arrived."""
     world = ServerWorld(make_server_job(tmp_path / "run", data), 2)
     call, lost_answers = world.servers.call, []
@@ -608,10 +605,7 @@ def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Pa
     world.servers.call = fail_once  # type: ignore[method-assign]
     world.run()
     assert lost_answers
-    assert (
-        read_trained_run(world.job).digests
-        == train_on_servers(make_server_job(tmp_path / "undisturbed", data), 1).digests
-    )
+    assert read_trained_run(world.job).digests == undisturbed.digests
 
 
 def test_a_lost_server_rolls_back_to_the_last_snapshot(data: Path, tmp_path: Path) -> None:
@@ -625,7 +619,7 @@ def test_a_lost_server_rolls_back_to_the_last_snapshot(data: Path, tmp_path: Pat
 
 
 def test_a_stop_commits_a_checkpoint_at_the_next_common_step(
-    worker_pool: WorkerPool, data: Path, tmp_path: Path
+    data: Path, planned_rows: list[StepRows], tmp_path: Path
 ) -> None:
     world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=3, checkpoint__every_steps=None), 2)
     while world.coordinator._units.begun < 7:
@@ -638,7 +632,7 @@ def test_a_stop_commits_a_checkpoint_at_the_next_common_step(
     [commit] = CheckpointStore(world.job.paths).commits()
     assert (commit.step, commit.why) == (begun, "extra")
     ServerWorld(dataclasses.replace(world.job, fence=2), 1).run()
-    assert read_consumed_rows(world.job) == read_planned_rows(data, tmp_path / "plan", worker_pool)
+    assert read_consumed_rows(world.job) == planned_rows
     assert read_trained_run(world.job).commit.step == world.job.total_steps
 
 
