@@ -129,7 +129,7 @@ def test_shard_off_shuffles_each_logical_worker_differently() -> None:
 
 
 @given(plans("row", "off", balanced=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_balancing_uses_all_classes_equally_often_and_all_their_rows(plan: Plan) -> None:
     assert plan.classes is not None
     of_row, max_rows = plan.classes.of_row, int(plan.classes.totals.max())
@@ -153,7 +153,7 @@ def test_balancing_uses_all_classes_equally_often_and_all_their_rows(plan: Plan)
 
 
 @given(plans("file", "off"), plans("row", balanced=True), st.integers(0, 2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_position_depends_on_earlier_lookups(one: Plan, other: Plan, epoch: int) -> None:
     for plan in (one, other):
         positions = [(v, step) for step in range(plan.steps_per_epoch) for v in range(plan.logical_workers)]

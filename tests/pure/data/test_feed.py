@@ -242,7 +242,7 @@ def data_sets_and_plans(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any
 
 
 @given(data_sets_and_plans(), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_any_data_set_is_delivered_once_and_resumes_at_any_cursor(
     case: tuple[list[list[int]], dict[str, Any]], data: st.DataObject
 ) -> None:

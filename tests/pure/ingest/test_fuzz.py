@@ -25,7 +25,7 @@ from tests.support.ingest_inputs import write_cifar, write_idx, write_images, wr
 from tests.support.mutations import damage
 from tests.support.paths import SUPPORT
 
-FEW, MANY = 25, 500
+FEW, MANY = 10, 500
 """Mutants of each reader in `make test`, and in the tests marked `search`."""
 _MAX_SECONDS, _MAX_BYTES = 10.0, 512 << 20
 

@@ -34,7 +34,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans(), st.integers(0, 3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_row_is_planned_once_per_epoch(plan: Plan, epoch: int) -> None:
     order = plan.epoch(epoch)
     counts: Counter[int] = Counter()
@@ -56,7 +56,7 @@ def test_every_row_is_planned_once_per_epoch(plan: Plan, epoch: int) -> None:
 
 
 @given(plans(), st.integers(0, 3), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_rows_at_a_position_do_not_depend_on_earlier_calls(plan: Plan, epoch: int, data: st.DataObject) -> None:
     """The rows are the same in any order of calls, and for a process that has asked for no other position before."""
     positions = [(v, s) for s in range(plan.steps_per_epoch) for v in range(plan.logical_workers)]

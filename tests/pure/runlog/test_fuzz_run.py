@@ -19,7 +19,7 @@ from ray_app.runlog.stored_config import read_config, read_manifest
 from tests.support.checkpoints import make_store_of_three
 from tests.support.mutations import mutate
 
-FEW, MANY = 25, 500
+FEW, MANY = 10, 500
 USER_CONFIG = """
 task: {class_path: ray_app.task.image.ImageClassification}
 optimizer:
