@@ -65,9 +65,9 @@ def test_an_unreachable_server_is_reported(folder: ObjectPath, request_: str) ->
 def test_a_server_that_times_out_is_reported(
     request: pytest.FixtureRequest, server: str, request_: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_stores, "_TIMEOUT_S", 1)
+    monkeypatch.setattr(object_stores, "_TIMEOUT_S", 0.25)
     process: S3Server | GoogleServer = request.getfixturevalue(f"{server}_server")
-    process.fail(".*", times=-1, delay_s=4)
+    process.fail(".*", times=-1, delay_s=1)
     try:
         with expect_refusal(TimeoutError, r"the server does not answer \(.*time-out\)\. Check the address"):
             REQUESTS[request_](process.path("folder"))

@@ -120,7 +120,7 @@ def test_a_chunk_of_rows_of_different_length_is_one_forward_pass() -> None:
             assert batch["image"].shape[1] == int(batch["image_lengths"].max()), "a pass is padded to its longest row"
             return torch.zeros(len(batch["label"]), 3)
 
-    rows = 1000
+    rows = 100
     words = Ragged.of([np.ones(1 + row % 7) for row in range(rows)], np.float32)
     task = Words()
     task.num_classes, task.classes = 3, ["a", "b", "c"]

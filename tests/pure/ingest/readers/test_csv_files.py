@@ -140,17 +140,17 @@ def test_a_column_without_a_name_keeps_the_empty_name(tmp_path: Path) -> None:
 
 
 def test_errors_about_many_columns_name_only_the_wrong_ones(tmp_path: Path) -> None:
-    names = [f"c{i}" for i in range(900)]
+    names = [f"c{i}" for i in range(300)]
     message = ingest_error(
-        tmp_path, "csv", write_file(tmp_path, ",".join([*names[:899], "c7"]) + "\n" + ",".join("1" * 900))
+        tmp_path, "csv", write_file(tmp_path, ",".join([*names[:299], "c7"]) + "\n" + ",".join("1" * 300))
     )
-    assert "two columns of one name: 'c7' (columns [8, 900])" in message
+    assert "two columns of one name: 'c7' (columns [8, 300])" in message
     assert len(message) < 400
     (tmp_path / "in").mkdir()
     for i, header in enumerate((names, [*names[:-1], "other"])):
-        (tmp_path / "in" / f"{i}.csv").write_text(",".join(header) + "\n" + ",".join("1" * 900))
+        (tmp_path / "in" / f"{i}.csv").write_text(",".join(header) + "\n" + ",".join("1" * 300))
     message = ingest_error(tmp_path, "csv", tmp_path / "in")
-    assert "it lacks ['c899'] and has also ['other']" in message
+    assert "it lacks ['c299'] and has also ['other']" in message
     assert len(message) < 700
     assert len(ingest_error(tmp_path, "csv", tmp_path / "in" / "0.csv", label="missing")) < 1000
 
