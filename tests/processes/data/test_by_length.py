@@ -22,7 +22,13 @@ from tests.support.local_world import disk_cached, write_images
 from tests.support.micro_batches import BatchPosition, assert_equal_batches, collect_batches
 
 FILES = [[30, 7], [1, 22], [19], [18]]
-ORDERS = [("row", None), ("file", None), ("off", None), ("row", "label"), ("off", "label")]
+ORDERS = [
+    ("row", None),
+    ("file", None),
+    ("off", None),
+    ("row", "label"),
+    pytest.param("off", "label", marks=pytest.mark.rest),
+]
 
 
 @pytest.fixture(scope="module")

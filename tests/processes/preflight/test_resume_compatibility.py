@@ -74,7 +74,7 @@ DEFAULT = vars(Config().optimizer)
 @pytest.mark.parametrize(
     "fields",
     [
-        {"optimizer": ADAM},
+        pytest.param({"optimizer": ADAM}, marks=pytest.mark.rest),
         {
             "optimizer": DEFAULT,
             "optimizers": {

@@ -125,7 +125,7 @@ def test_fsdp_with_a_custom_training_step_is_bit_identical_to_ddp(
     )
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.rest)])
 def test_a_lost_worker_rolls_its_peers_back_to_the_last_snapshot(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, lost: int
 ) -> None:

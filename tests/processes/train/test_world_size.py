@@ -45,7 +45,7 @@ def assert_bit_identical(runs: list[TrainedRun]) -> None:
         assert run.steps == runs[0].steps
 
 
-@pytest.mark.parametrize("windows", [stream_windows, cache_windows])
+@pytest.mark.parametrize("windows", [stream_windows, pytest.param(cache_windows, marks=pytest.mark.rest)])
 def test_training_is_bit_identical_for_all_world_sizes(
     worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, windows: OpenWindows
 ) -> None:
@@ -58,7 +58,14 @@ def test_training_is_bit_identical_for_all_world_sizes(
     assert runs[0].steps[-1][1] < runs[0].steps[0][1], "the loss did not fall"
 
 
-@pytest.mark.parametrize(("logical_workers", "sizes"), [(3, (1, 2, 3)), (5, (1, 2, 3, 4)), (6, (1, 3, 4))])
+@pytest.mark.parametrize(
+    ("logical_workers", "sizes"),
+    [
+        pytest.param(3, (1, 2, 3), marks=pytest.mark.rest),
+        (5, (1, 2, 3, 4)),
+        pytest.param(6, (1, 3, 4), marks=pytest.mark.rest),
+    ],
+)
 def test_uneven_reduction_trees_are_bit_identical(
     worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, logical_workers: int, sizes: tuple[int, ...]
 ) -> None:
@@ -93,7 +100,7 @@ def test_a_last_step_with_one_row_or_none_per_worker_is_bit_identical(
     "fields",
     [
         {"train__grad_clip_norm": 0.05},
-        {"train__precision": "bf16"},
+        pytest.param({"train__precision": "bf16"}, marks=pytest.mark.rest),
         pytest.param(
             {
                 "optimizer": {

@@ -166,7 +166,7 @@ def test_parameters_that_differ_from_the_committed_digest_are_refused(job: Job) 
         result_of(job).load_model("newest")
 
 
-@pytest.mark.parametrize("eval_data", [False, True])
+@pytest.mark.parametrize("eval_data", [pytest.param(False, marks=pytest.mark.rest), True])
 def test_a_run_that_skips_bad_rows_is_exported_although_its_first_row_is_bad(tmp_path: Path, eval_data: bool) -> None:
     pictures = [io.BytesIO() for _ in range(8)]
     for shade, picture in enumerate(pictures):

@@ -77,7 +77,7 @@ def refusal_of(*arguments: Any, **fields: Any) -> str:
 # --- The rows of the dry run.
 
 
-@pytest.mark.parametrize("long_at", [3, ROWS - 1])
+@pytest.mark.parametrize("long_at", [pytest.param(3, marks=pytest.mark.rest), ROWS - 1])
 def test_the_longest_row_is_run_through_the_model_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_at: int
 ) -> None:
@@ -94,7 +94,9 @@ def test_the_longest_row_is_run_through_the_model_once(
     assert sorted(lengths)[-3:] == [16, 32, LONG], "two other lengths serve the cost estimate"
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MAX_OPERATIONS", 1e6), ("max_probe_bytes", lambda: 1e6)])
+@pytest.mark.parametrize(
+    ("limit", "value"), [("MAX_OPERATIONS", 1e6), pytest.param("max_probe_bytes", lambda: 1e6, marks=pytest.mark.rest)]
+)
 def test_a_row_above_the_cost_limit_is_skipped_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str, value: Any
 ) -> None:
@@ -111,7 +113,7 @@ def test_a_row_above_the_cost_limit_is_skipped_and_logged(
     )
 
 
-@pytest.mark.parametrize("multiple", [1, 24])
+@pytest.mark.parametrize("multiple", [pytest.param(1, marks=pytest.mark.rest), 24])
 def test_the_cost_of_a_long_row_is_extrapolated_from_short_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiple: int
 ) -> None:

@@ -98,7 +98,9 @@ def refusal_of(*arguments: Any) -> str:
 # --- Longer rows.
 
 
-@pytest.mark.parametrize("long_at", [0, 511, ROWS - 1])
+@pytest.mark.parametrize(
+    "long_at", [pytest.param(0, marks=pytest.mark.rest), pytest.param(511, marks=pytest.mark.rest), ROWS - 1]
+)
 def test_a_row_longer_than_the_positions_of_the_model_is_refused(tmp_path: Path, plain: str, long_at: int) -> None:
     long = write(tmp_path / "long", long_at=long_at)
     start(texts(), plain, plain, tmp_path)

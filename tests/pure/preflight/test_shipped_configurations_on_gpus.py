@@ -29,12 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # The start checks of each of these configurations take ten seconds.
 LARGE = ("resnet50_imagenet", "detection", "segmentation")
+# Those of these take seconds and are quickest in one process.
+MEDIUM = ("language_model", "retrain_digits", "text")
 CASES = [
     pytest.param(
         file,
         fields,
         id=f"{variant}-{file.stem}",
-        marks=pytest.mark.rest if file.stem in LARGE else (),
+        marks=pytest.mark.rest if file.stem in LARGE or (file.stem in MEDIUM and variant != "single") else (),
     )
     for variant, fields in VARIANTS.items()
     for file in FILES

@@ -295,7 +295,7 @@ def write_new_delivery(config: Config) -> None:
     pq.write_table(pa.table({"a": np.arange(50), "label": np.arange(50) % 3}), Path(config.data.path) / "part.parquet")
 
 
-@pytest.mark.parametrize("concluded", [False, True])
+@pytest.mark.parametrize("concluded", [False, pytest.param(True, marks=pytest.mark.rest)])
 def test_an_unrecorded_promotion_is_recorded_although_other_data_was_delivered(
     config: Config, tmp_path: Path, concluded: bool
 ) -> None:
@@ -326,7 +326,7 @@ def test_an_unrecorded_promotion_is_recorded_although_other_data_was_delivered(
     assert len(read_audit_entries(promotion.paths)) == 2
 
 
-@pytest.mark.parametrize("is_judged", [False, True])
+@pytest.mark.parametrize("is_judged", [pytest.param(False, marks=pytest.mark.rest), True])
 def test_a_superseded_round_records_the_data_of_its_version(config: Config, tmp_path: Path, is_judged: bool) -> None:
     promotion = UnrecordedPromotion(config, tmp_path)
     if is_judged:

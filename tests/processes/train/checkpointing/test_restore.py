@@ -78,7 +78,9 @@ def test_a_run_resumes_from_every_step(worker_pool: WorkerPool, tmp_path: Path, 
     assert resumed_steps == list(range(every, 18, every)), "a resume is missing; the run has two epochs of nine steps"
 
 
-@pytest.mark.parametrize(("strategy", "cache"), [("ddp", "none"), ("parameter_server", "memory")])
+@pytest.mark.parametrize(
+    ("strategy", "cache"), [("ddp", "none"), pytest.param("parameter_server", "memory", marks=pytest.mark.rest)]
+)
 def test_a_run_resumes_from_some_steps(worker_pool: WorkerPool, tmp_path: Path, strategy: str, cache: str) -> None:
     assert resume_from_checkpoints(worker_pool, tmp_path, strategy, cache, stride=6) == [1, 7, 13]
 

@@ -51,7 +51,7 @@ def _train_captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, m
     return graphs.captures, graphs.replays
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.rest), 2])
 @pytest.mark.parametrize(
     ("task", "fields"),
     [

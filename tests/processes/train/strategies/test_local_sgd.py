@@ -191,7 +191,9 @@ class Branches(TinyImages):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["sgd", "adam"]
+    "optimizer",
+    [pytest.param(SGD, marks=pytest.mark.rest), {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}],
+    ids=["sgd", "adam"],
 )
 def test_a_parameter_without_a_gradient_on_some_logical_workers_is_averaged(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, optimizer: dict[str, Any]

@@ -60,7 +60,10 @@ def gradients_of(model: Any) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [v.value for v in model.trainable_variables]))
 
 
-@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in CLASSES), *OPTIONS])
+REST_OPTIONS = [pytest.param(*case, marks=pytest.mark.rest) for case in OPTIONS]
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in CLASSES), *REST_OPTIONS])
 def test_a_hundred_steps_give_the_weights_of_keras_bit_for_bit(name: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     keras_optimizer = getattr(keras.optimizers, name)(**options)
