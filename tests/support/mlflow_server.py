@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -30,8 +31,21 @@ def _migrated() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+@cache
+def _skip_syncs() -> None:
+    """Turns off the syncs of SQLite in this process, since no test cuts the power: each commit would wait for it."""
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    @event.listens_for(Engine, "connect")
+    def turn_off(connection: Any, _record: Any) -> None:
+        if isinstance(connection, sqlite3.Connection):
+            connection.execute("PRAGMA synchronous = OFF")
+
+
 def make_database(path: Path) -> str:
     """Writes an MLflow database as a copy of a migrated one, since a migration takes seconds; returns its URI."""
+    _skip_syncs()
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(_migrated().name) / "mlflow.db", path)
     return f"sqlite:///{path}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,22 @@ from ray_app.track.mlflow_client import connect
 from tests.support.mlflow_server import make_database
 
 SECTION = RetrainSection()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hash_code_once() -> Iterator[None]:
+    """Remembers the digest of the code: no test here changes code, and each start would parse all modules again."""
+    digests, digest_code = dict[tuple[str, ...], str](), rounds._digest_code
+
+    def digest_once(config: Config) -> str:
+        names = tuple(sorted(rounds.iter_import_paths(config)))
+        if names not in digests:
+            digests[names] = digest_code(config)
+        return digests[names]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rounds, "_digest_code", digest_once)
+        yield
 
 
 @pytest.fixture
