@@ -73,10 +73,13 @@ def pytest_collection_finish() -> None:
 
 
 class ByCluster(LoadScopeScheduling):
-    """Runs tests that share the cluster in one process, and so the tests of each other file."""
+    """Runs tests that share the cluster in one process, those with Keras too, and those of each other file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
+        # Each process takes seconds to import Keras.
+        if "keras" in file:
+            return "keras"
         return "tests/ray" if file.startswith("tests/ray/") else file
 
 
