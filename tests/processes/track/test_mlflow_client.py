@@ -240,18 +240,18 @@ def test_a_crash_before_the_cursor_is_stored_doubles_no_point(run: RecordedRun) 
     run.record(1, 20, losses={3: math.nan})
     assert run.tracker().close("FAILED", 20)
     older = read_json(run.paths.tracking)
-    run.record(16, 2600, fence=2)
+    run.record(16, 1100, fence=2)
     run.evaluate(20)
     assert run.tracker().close("FAILED", 20)
-    assert_tracked(run, 2600, "FAILED")
+    assert_tracked(run, 1100, "FAILED")
     put_json(run.paths.tracking, older)
     assert run.tracker().close("FAILED", 20)
-    assert_tracked(run, 2600, "FAILED")
+    assert_tracked(run, 1100, "FAILED")
     put_json(run.paths.tracking, {"run_uuid": older["run_uuid"]})
     last = run.tracker()
     assert last.close("FINISHED", 20)
     assert last.run_id == older["run_id"]
-    assert_tracked(run, 2600, "FINISHED")
+    assert_tracked(run, 1100, "FINISHED")
 
 
 def test_a_run_deleted_in_mlflow_is_sent_completely_to_a_new_one(
