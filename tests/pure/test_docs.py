@@ -10,8 +10,10 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import jsonargparse
 import pytest
@@ -47,7 +49,14 @@ def commands() -> Iterator[tuple[str, str]]:
                     yield block.page, command.rstrip().removesuffix('",')
 
 
-@pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
+def cases() -> Iterator[Any]:
+    """Yields the commands as parameters, all but the first three of a page with the mark `rest`."""
+    for page, pairs in groupby(sorted(set(commands())), key=itemgetter(0)):
+        for number, (_, command) in enumerate(pairs):
+            yield pytest.param(page, command, marks=pytest.mark.rest if number >= 3 else ())
+
+
+@pytest.mark.parametrize(("page", "command"), cases())
 def test_a_command_in_the_documentation_parses(
     page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

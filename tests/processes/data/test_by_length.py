@@ -25,7 +25,7 @@ FILES = [[30, 7], [1, 22], [19], [18]]
 ORDERS = [
     ("row", None),
     ("file", None),
-    ("off", None),
+    pytest.param("off", None, marks=pytest.mark.rest),
     ("row", "label"),
     pytest.param("off", "label", marks=pytest.mark.rest),
 ]

@@ -26,7 +26,7 @@ OTHERS: dict[str, Fields] = {
     "fsdp, bf16": OVERLAPPED | FSDP | BF16,
 }
 """Settings with which the order of additions depends on the number of devices."""
-QUICK = ("ddp", "fsdp, offload", "local_sgd", "central_storage")
+QUICK = ("ddp", "fsdp, offload", "central_storage")
 
 
 def rest_but(names: tuple[str, ...], cases: dict[str, Fields]) -> list[Any]:

@@ -221,7 +221,9 @@ def policy_job(folder: Path, data: Path, name: str, **fields: Any) -> Job:
     return make_job(folder, data, logical_workers=4, batch=24, task=TinyImages(), **fields)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.rest if name == "balanced off" else ()) for name in POLICIES]
+)
 def test_the_feed_follows_the_plan(tmp_path: Path, data: Path, name: str) -> None:
     job = policy_job(tmp_path / "run", data, name, data__shuffle_window_rows=12)
     keys: dict[tuple[int, int, int], list[int]] = {}

@@ -180,7 +180,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
 @pytest.mark.parametrize(
     "shape", [pytest.param(name, marks=() if name in QUICK_SHAPES else pytest.mark.rest) for name in SHAPES]
 )
-@pytest.mark.parametrize("keep_last", [True, False])
+@pytest.mark.parametrize("keep_last", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_every_row_is_delivered_once_on_every_world_size(
     datasets: dict[str, Dataset], shape: str, keep_last: bool
 ) -> None:
@@ -205,7 +205,9 @@ def test_the_feed_delivers_the_rows_of_the_plan(datasets: dict[str, Dataset]) ->
         assert batch.fields["id"].tolist() == plan.epoch(epoch).rows_at(v, step).tolist()
 
 
-@pytest.mark.parametrize("open_windows", OPENERS)
+@pytest.mark.parametrize(
+    "open_windows", [pytest.param(open_streamed, marks=pytest.mark.rest), open_threaded, open_cached]
+)
 @pytest.mark.parametrize(
     "window",
     [pytest.param(1, marks=pytest.mark.rest), 6, pytest.param(1000, marks=pytest.mark.rest)],

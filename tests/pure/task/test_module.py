@@ -88,7 +88,11 @@ def refusal_of(task: dict[str, Any], data: dict[str, Any], tmp_path: Path, **fie
 
 @pytest.mark.parametrize(
     ("metric", "mode"),
-    [({}, ("loss", "min")), ({"best_metric": "r2"}, ("r2", "max")), ({"best_metric": "error"}, ("error", "min"))],
+    [
+        ({}, ("loss", "min")),
+        ({"best_metric": "r2"}, ("r2", "max")),
+        pytest.param({"best_metric": "error"}, ("error", "min"), marks=pytest.mark.rest),
+    ],
 )
 def test_the_best_mode_follows_from_the_metric(
     metric: dict[str, str], mode: tuple[str, str], numbers: dict[str, Any], tmp_path: Path

@@ -98,7 +98,11 @@ def test_groups_equal_those_of_plain_torch(worker_pool: WorkerPool, data: Path, 
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"optimizer": optimizer("SGD", momentum=0.9), "schedule": ONE_CYCLE, "train__grad_clip_norm": 0.5}]
+    "fields",
+    [
+        pytest.param({}, marks=pytest.mark.rest),
+        {"optimizer": optimizer("SGD", momentum=0.9), "schedule": ONE_CYCLE, "train__grad_clip_norm": 0.5},
+    ],
 )
 def test_parameter_servers_with_groups_are_bit_identical_to_ddp(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]

@@ -167,6 +167,7 @@ def test_rows_without_weight_change_no_parameter(data: Path, tmp_path: Path, str
     assert [(r.loss, r.weight, r.metrics) for r in results] == [(0.0, 0.0, {})] * 4
 
 
+@pytest.mark.rest
 def test_parameter_servers_are_bit_identical_to_ddp(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {"train__grad_clip_norm": 0.3, "optimizer": SGD}
     ddp = worker_pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
@@ -213,6 +214,7 @@ def test_with_staleness_each_logical_worker_weights_its_own_rows(data: Path, tmp
         assert torch.allclose(value, state.model.state_dict()[name], atol=1e-6)
 
 
+@pytest.mark.rest
 def test_fsdp_with_weights_is_bit_identical_to_ddp(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     def run(strategy: str) -> TrainedRun:
         fields = {"task": Tokens(plainly=True), "optimizer": SGD, "train__strategy": strategy}

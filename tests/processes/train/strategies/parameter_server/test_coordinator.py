@@ -131,7 +131,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_app.train.strategies.parameter_server.layout._MIN_PART_BYTES", 1 << 10)
 
 
-@pytest.mark.parametrize("clipped", [{}, {"train__grad_clip_norm": 0.01}])
+@pytest.mark.parametrize("clipped", [pytest.param({}, marks=pytest.mark.rest), {"train__grad_clip_norm": 0.01}])
 def test_training_with_split_variables_is_bit_identical_to_ddp(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, small_parts: None, clipped: dict[str, Any]
 ) -> None:
@@ -444,7 +444,7 @@ def test_a_coordinator_that_cannot_start_raises_its_error_in_each_worker(
             world.turn(name)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.rest)])
 def test_results_for_a_coordinator_that_died_with_all_servers_are_dropped(
     data: Path, planned_rows: list[StepRows], undisturbed: TrainedRun, tmp_path: Path, staleness: int
 ) -> None:
