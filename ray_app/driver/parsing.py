@@ -204,7 +204,7 @@ def parse_with_sections(
         raise ConfigError(
             f"The configuration is refused: a class_path below init_args cannot be imported: {error}."
         ) from error
-    values = yaml.safe_load(dumped) or {}
+    values = _restore_keys(yaml.safe_load(dumped) or {}, parsed.as_dict())
     if not values.get("optimizer"):
         raise ConfigError(
             "The configuration is refused: optimizer is empty; write a class_path below it, or leave the section out."
@@ -385,6 +385,16 @@ def _fields(sections: dict[str, type]) -> list[str]:
         "seed",
         *(f"{name}.{field.name}" for name, section in sections.items() for field in dataclasses.fields(section)),
     ]
+
+
+def _restore_keys(values: Any, parsed: Any) -> Any:
+    """Returns dumped values with the keys that were parsed: the parser dumps those of `dict[int, ...]` as text."""
+    if isinstance(values, list) and isinstance(parsed, list | tuple):
+        return [_restore_keys(value, part) for value, part in zip(values, parsed, strict=True)]
+    if not isinstance(values, dict) or not isinstance(parsed, dict):
+        return values
+    keys = {str(key): key for key in parsed}
+    return {keys.get(key, key): _restore_keys(value, parsed.get(keys.get(key, key))) for key, value in values.items()}
 
 
 def _without_defaults(value: Any) -> Any:

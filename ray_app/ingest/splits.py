@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.config.import_paths import require
+from ray_app.data.arrays import fixed_array, spec_of_field
 from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
@@ -177,12 +178,14 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refu
     table = pa.table(table.columns, pa.schema([f.with_name(n) for f, n in zip(table.schema, names, strict=True)]))
     if "label" not in names:
         return table
-    table = _to_integer_label(table, refuse)
+    table = _to_integer_label(_to_single_label(table), refuse)
     kind = table.schema.field("label").type
     if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+        spec = spec_of_field(table.schema.field("label"))
+        held = f"arrays of shape {spec.shape}" if spec is not None else f"values of type {kind}"
         raise DataError(
-            f"the column `label` is of type {kind}; allowed are integers. Name a column of strings with the option "
-            "label (csv, jsonl), or rename a column of numbers to 'target' for regression."
+            f"the column `label` has {held}; allowed are integers. Name a column of strings with the option label (csv,"
+            " jsonl, hf), or rename a column of numbers to 'target' for regression."
         )
     table = without_rows(table, table["label"].is_null(), refuse, _NO_LABEL)
     if pa.types.is_uint64(kind):
@@ -193,6 +196,16 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refu
         table = table.filter(pc.invert(too_large))
     final = pa.field("label", pa.int64(), nullable=False)
     return table.set_column(names.index("label"), final, table["label"].cast(pa.int64()))
+
+
+def _to_single_label(table: pa.Table) -> pa.Table:
+    """Returns the table with the numbers of a label of arrays with one number each."""
+    spec = spec_of_field(table.schema.field("label"))
+    if spec is None or spec.shape != (1,):
+        return table
+    return table.set_column(
+        table.column_names.index("label"), "label", pa.array(fixed_array(table["label"], spec)[:, 0])
+    )
 
 
 def _to_integer_label(table: pa.Table, refuse: base.Refuse) -> pa.Table:

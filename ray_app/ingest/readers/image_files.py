@@ -36,8 +36,8 @@ from ray_app.task.images import MAX_PIXELS, decode_image, decode_mask
 from ray_app.task.ragged import Ragged
 
 NOT_AN_IMAGE = (
-    "not an image that can be decoded ({}). Allowed is one intact still image as png, jpeg, webp or gif. Convert it, or"
-    " give check=False to store it unread"
+    "not an image that can be decoded ({}). Allowed is one intact still image of a usual format, such as png, jpeg,"
+    " webp, gif, tiff or bmp. Convert it, or give check=False to store it unread"
 )
 IGNORED = 255
 """Class of the pixels of a mask that count in no loss (`ignore_index`)."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ray_app import load_config
+from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError
 from tests.support.paths import ROOT
 
@@ -30,6 +31,32 @@ def test_a_malformed_file_is_refused_with_its_line_and_the_remedy(tmp_path: Path
         load_config(file)
     assert str(file) in str(caught.value)
     assert message in str(caught.value)
+
+
+def test_integer_keys_of_a_configuration_stay_integers(tmp_path: Path) -> None:
+    file, stored = tmp_path / "masks.yaml", tmp_path / "config.yaml"
+    file.write_text(MASKS)
+    config = load_config(file, data__path=str(tmp_path))
+    assert config.task is not None
+    assert config.task.init_args["mask_values"] == {0: 0, 255: 1}
+    stored.write_text(config.to_yaml())
+    assert load_config(stored) == config
+    arguments = [f"--config={file}", "--task.init_args.mask_values={0: 0, 7: 1}", f"--data.path={tmp_path}"]
+    parsed, _ = parse_with_sections(arguments, {}, "ray-app train")
+    assert parsed.task is not None
+    assert parsed.task.init_args["mask_values"] == {0: 0, 7: 1}
+
+
+MASKS = """
+task:
+  class_path: ray_app.task.module.ModuleTask
+  init_args:
+    model: {class_path: torch.nn.Flatten}
+    loss: {class_path: torch.nn.CrossEntropyLoss}
+    inputs: [image]
+    target: mask
+    mask_values: {0: 0, 255: 1}
+"""
 
 
 def test_the_shipped_digits_configurations_are_read() -> None:

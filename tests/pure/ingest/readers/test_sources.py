@@ -80,6 +80,7 @@ def test_each_json_key_has_one_type_over_all_files(tmp_path: Path) -> None:
         (['{"a": []}'], {}, "'a' holds lists that are not of numbers, or all empty"),
         (['{"a": [[], [1]]}', '{"a": [[], []]}'], {}, "'a' holds lists that are not of numbers, or all empty"),
         (['{"a": [1, 2]}', '{"a": [1]}'], {}, "row f.jsonl:2: 'a' is no list of shape [2]"),
+        (['{"a": 1, "y": [1, 2]}'], {"label": "y"}, "the column `label` has arrays of shape (2,); allowed are integers"),
         (['{"a": 1}'], {"label": "b"}, "no key 'b'; the keys are ['a']"),
         (['{"a": 1, "y": "u"}', '{"a": 2}'], {"label": "y"}, "rows without a value"),
         (['{"a": 1, "y": 1}', '{"a": 2}'], {"label": "y"}, "row f.jsonl:2: no label"),
@@ -89,6 +90,11 @@ def test_each_json_key_has_one_type_over_all_files(tmp_path: Path) -> None:
 def test_bad_json_lines_are_refused(tmp_path: Path, lines: list[str], options: dict[str, Any], expected: str) -> None:
     (tmp_path / "f.jsonl").write_text("\n".join(lines))
     assert expected in ingest_error(tmp_path, "jsonl", tmp_path / "f.jsonl", **options)
+
+
+def test_json_lists_of_one_integer_are_labels(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_text('{"a": 1, "y": [3]}\n{"a": 2, "y": [0]}\n')
+    assert ingest_and_read(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y")["label"] == [3, 0]
 
 
 def test_on_bad_row_skip_leaves_out_bad_json_lines(tmp_path: Path) -> None:
