@@ -19,7 +19,7 @@ from typing import Any, Literal
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
-from ray_app.plan.class_balancing import Classes
+from ray_app.plan.order import Classes
 from ray_app.preflight.inputs import make_plan, make_task
 from ray_app.report.facts import Facts, read_facts
 from ray_app.report.page import write_report

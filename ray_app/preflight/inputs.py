@@ -22,9 +22,8 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.models.export import is_export
 from ray_app.models.loader import DESCRIPTION, WEIGHTS
 from ray_app.models.registry import download_version, load_parameters, resolve_version
-from ray_app.plan.class_balancing import Classes
 from ray_app.plan.manifest import Manifest
-from ray_app.plan.order import Plan, count_rows_by_file
+from ray_app.plan.order import Classes, Plan, count_rows_by_file
 from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact

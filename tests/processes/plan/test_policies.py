@@ -21,9 +21,8 @@ from ray_app.data.dataset import open_dataset, read_labels
 from ray_app.driver.finalize import stored_job, summarize
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.assignment import logical_workers_of
-from ray_app.plan.class_balancing import Classes
 from ray_app.plan.manifest import Manifest
-from ray_app.plan.order import Cursor, Plan
+from ray_app.plan.order import Classes, Cursor, Plan
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.image import ImageClassification
