@@ -1,6 +1,7 @@
 """The interface of a gradient reducer, and what every reducer and collective of a step shares.
 
 - `GradientReducer` is what a step calls; `bucketed.py` and `sharded.py` implement it.
+- `TreeSum` adds in one fixed binary tree, so that a sum is bit-identical for every assignment of its terms to ranks.
 - `World` is one worker's view of the group, and `plan_stages` decides how partial sums travel: first within each host,
   then between the hosts, so that little crosses the network. In a stage each rank of a group cuts its sums into as many
   shards as the group has ranks, receives one shard of the sums of every rank of the group, and adds these shards in the
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ray_app.errors import ConfigError, PeerLostError, TaskError
-from ray_app.plan.assignment import Node, logical_workers_of, subtrees
+from ray_app.plan.assignment import Node, logical_workers_of, split_point, subtrees
 from ray_app.reduction import group_state
 from ray_app.torch_private import OPERATORS_FILE, foreach_mul_, foreach_norm
 
@@ -93,6 +94,67 @@ def scale_and_clip(gradients: list[Tensor], factor: float, norm: float, max_norm
         clip_factor = np.float32(1) / (np.float32(norm) + np.float32(1e-6)) * np.float32(max_norm)
         if clip_factor < 1:
             foreach_mul_(gradients, float(clip_factor))
+
+
+def tree_parents(logical_workers: int) -> dict[Node, Node]:
+    """Returns the parent of every node of the tree except the root."""
+    parents: dict[Node, Node] = {}
+
+    def descend(node: Node) -> None:
+        if node[1] - node[0] > 1:
+            for child in ((node[0], split_point(node)), (split_point(node), node[1])):
+                parents[child] = node
+                descend(child)
+
+    descend((0, logical_workers))
+    return parents
+
+
+class TreeSum:
+    """Adds tensors in the tree as they are pushed from left to right; keeps at most log2(terms) + 1 tensors at a time.
+
+    A tensor that is pushed belongs to the tree, because each sum is written into its left operand. So the sum of the
+    whole tree is in the tensor of the leftmost node, unless `total` is given.
+
+    Args:
+        parents: The tree, see `tree_parents`.
+        total: The tensor into which the last addition, that of the root, writes; it may be one of the terms.
+
+    Attributes:
+        nodes: The nodes with a sum that has not been added to another one yet, and these sums, from left to right.
+    """
+
+    def __init__(self, parents: dict[Node, Node], total: Tensor | None = None) -> None:
+        self._parents, self._total = parents, total
+        self.nodes: list[tuple[Node, Tensor]] = []
+
+    def push(self, node: Node, value: Tensor) -> list[Tensor]:
+        """Adds the tensor of the next node and returns the tensors that the tree no longer needs.
+
+        Args:
+            node: The node to the right of all that were pushed before.
+            value: The sum of the node.
+        """
+        freed = []
+        self.nodes.append((node, value))
+        while len(self.nodes) > 1:
+            (left, low), (right, high) = self.nodes[-2:]
+            # Two neighbors are added only if they are the two children of one node.
+            if left not in self._parents or self._parents.get(left) != self._parents.get(right):
+                break
+            parent = self._parents[left]
+            # Only the root has no parent.
+            out = low if self._total is None or parent in self._parents else self._total
+            torch.add(low, high, out=out)
+            freed.append(high)
+            self.nodes[-2:] = [(parent, out)]
+        return freed
+
+    def clear(self) -> list[Tensor]:
+        """Drops all nodes and returns their tensors."""
+        tensors = [value for _, value in self.nodes]
+        self.nodes = []
+        return tensors
 
 
 @dataclass(frozen=True)

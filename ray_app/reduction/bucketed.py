@@ -32,15 +32,16 @@ from ray_app.reduction.base import (
     GradientReducer,
     Stage,
     T,
+    TreeSum,
     World,
     checksum,
     gradient_norms,
     launch_guard,
     partial_gradient_error,
+    tree_parents,
 )
 from ray_app.reduction.overlap import SideStream, SideThread
 from ray_app.reduction.transport import BufferPool, CollectiveTransport, DirectTransport, Transport
-from ray_app.reduction.tree import TreeSum, tree_parents
 from ray_app.torch_private import run_backward
 
 _MEBI = 1 << 20

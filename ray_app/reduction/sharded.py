@@ -29,14 +29,15 @@ from ray_app.devices import kind_of
 from ray_app.errors import ConfigError
 from ray_app.reduction.base import (
     GradientReducer,
+    TreeSum,
     World,
     collective,
     gradient_norms,
     launch_guard,
     partial_gradient_error,
+    tree_parents,
 )
 from ray_app.reduction.overlap import record_on_current_stream
-from ray_app.reduction.tree import TreeSum, tree_parents
 from ray_app.torch_private import (
     BatchNorm,
     DefaultAllGather,

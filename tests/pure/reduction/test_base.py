@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ray_app.plan.assignment import Node, logical_workers_of, subtrees
-from ray_app.reduction.base import Stage, World, plan_stages, reduction_hosts
-from ray_app.reduction.tree import TreeSum, tree_parents
+from ray_app.reduction.base import Stage, TreeSum, World, plan_stages, reduction_hosts, tree_parents
 
 NodeSums = list[tuple[Node, Tensor]]
 
