@@ -29,9 +29,8 @@ from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.checkpointing.step_log import BadRows, StepLog
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Membership, Phase
-from ray_app.train.sdc_monitor import SdcMonitor
 from ray_app.train.state.state import NO_STATE
-from ray_app.train.step.sdc import ComparedWorkers
+from ray_app.train.step.sdc import ComparedWorkers, SdcMonitor
 from ray_app.train.step.step_stats import StepResult
 from ray_app.train.step.validation import Validation
 from ray_app.train.stragglers import StepTimer, StragglerReporter
@@ -212,7 +211,7 @@ class _Worker:
         if world.rank in divergent_ranks:
             self._step_log.discard_copies()
         self._step_log.align(world, generation.number)
-        self._sdc_monitor.mark_checkpoints(world, self._step_log)
+        self._sdc_monitor.mark_checkpoints(world, self._step_log.suspect)
         if world.rank == 0:
             number = generation.number
             details = {"lost_s": broken_since_s} if broken_since_s is not None else {}

@@ -9,13 +9,18 @@ In some steps every rank recomputes one share of another rank (at a high rate se
 does, so that no rank waits for one with more work. If two checksums differ, a tie-breaking rank computes the share once
 more.
 
-`SdcChecker` does this in the steps of a generation, as a hook of the step.
+`SdcChecker` does this in the steps of a generation, as a hook of the step. `SdcMonitor` does the rest over all
+generations of a worker: it gathers the workers of each generation, writes an event for each finding, marks the
+checkpoints to which a corrupt worker may have contributed, and compares the parameters of all workers at intervals
+(`failure.compare_params_every_steps`).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import pickle
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,13 +29,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ray_app.checkpoint.format import params_digest
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import IrreproducibleError, PeerLostError, WrongResultError
 from ray_app.plan.hashing import key
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, collective
+from ray_app.reduction.base import World, collective, gather
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.transport import P2PWork, receive, start_send, sum_over_ranks
+from ray_app.runlog.journal import put_event
+from ray_app.task.environment import describe
+from ray_app.train.job import Job
+from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import Passes, ReplicaBuffers
 from ray_app.train.step.step import StepHook
 from ray_app.train.step.step_stats import StepResult
@@ -364,3 +374,80 @@ def _receive_batch(owner: int) -> MicroBatch:
     receive(data, owner)
     batch: MicroBatch = pickle.loads(data.numpy().tobytes())
     return batch
+
+
+class SdcMonitor:
+    """Runs SDC detection over all generations of a worker.
+
+    Args:
+        job: The run.
+        state: The training state.
+        device: Device on which this worker computes.
+    """
+
+    def __init__(self, job: Job, state: TrainingState, device: torch.device) -> None:
+        self._job = job
+        self._state = state
+        self._device = device
+        # Last step in which a recomputed share of a worker was right, by the worker's name, see `ComparedWorkers`.
+        self._last_clean_steps = dict[str, int]()
+        # The findings for which no checkpoints have been marked yet.
+        self._findings = list[SdcFinding]()
+        self._rank = 0
+
+    def mark_checkpoints(self, world: World, suspect: Callable[[int, str], None]) -> None:
+        """Marks as suspect the checkpoints to which a corrupt worker may have contributed.
+
+        It is called at the start of a generation, because the generation in which a worker is found corrupt ends at
+        once. All remaining ranks have the findings, and rank 0 marks.
+
+        Args:
+            world: The workers of the new generation.
+            suspect: Marks the checkpoints after a step, and records the reason, see `StepLog.suspect`.
+        """
+        self._rank = world.rank
+        for finding in self._findings if world.rank == 0 else []:
+            reason = f"{finding.worker.name} ({finding.worker.device}) computed step {finding.step} wrongly"
+            suspect(finding.clean, f"{reason}; it was last known to be right after step {finding.clean}")
+        self._findings.clear()
+
+    def gather_workers(self, world: World) -> ComparedWorkers | None:
+        """Returns the workers of a generation for SDC checks; a collective, in which the ranks gather their devices.
+
+        Without SDC checks, or with a single worker, it returns None and is no collective.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        rate = self._job.config.failure.sdc_check_rate
+        if not rate or world.size == 1:
+            return None
+        environment = describe(self._device)
+        name = f"{platform.node()}, process {os.getpid()}"
+        worker = WorkerDevice(name, environment["device"], tuple(sorted(environment.items())))
+        workers = gather(worker, world)
+        return ComparedWorkers(rate, self._job.config.seed, workers, self._last_clean_steps, self._report)
+
+    def _report(self, finding: SdcFinding) -> None:
+        """Notes a finding; the reporting rank writes the event `sdc_detected`."""
+        self._findings.append(finding)
+        if self._rank == finding.reporting_rank:
+            worker = {"rank": finding.rank, "name": finding.worker.name, "device": finding.worker.device}
+            details = {"step": finding.step, "logical_worker": finding.logical_worker, "clean": finding.clean}
+            put_event(self._job.paths, "sdc_detected", self._job.fence, **worker, **details)
+
+    def compare_parameters(self, world: World, finished_steps: int) -> None:
+        """Compares the parameters of all workers if that is due after this step; a collective then.
+
+        Parameters that differ break the generation; when the next one forms, ranks that differ from the majority get
+        the state of the others, see `StateSync.share`.
+
+        Raises:
+            PeerLostError: The parameters differ, or a peer left meanwhile.
+        """
+        every = self._job.config.failure.compare_params_every_steps
+        if every is None or finished_steps % every or world.size == 1:
+            return
+        digests = gather(params_digest(self._state.model.state_dict()), world)
+        if len(set(digests)) > 1:
+            raise PeerLostError(f"after step {finished_steps} the parameters of the workers are not the same")
