@@ -27,9 +27,9 @@ from benchmarks.harness import Sample, Stopwatch, alternate, ingest_rows, report
 from ray_app.drill.faults import Evidence
 from ray_app.drill.memory_faults import Flip, FlipTarget
 from ray_app.driver.run import Faults
+from ray_app.runlog.history import read_steps
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.step_records import read_steps
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 from ray_app.train.job import Hooks

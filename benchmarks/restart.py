@@ -21,9 +21,9 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import ROOT
+from ray_app.runlog.history import read_steps
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.step_records import read_steps
 
 BAR_S, LIMIT_S = 8.0, 120.0
 AFTER = 50

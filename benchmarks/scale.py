@@ -40,9 +40,9 @@ from ray_app.plan.order import Plan
 from ray_app.reduction.base import World, plan_stages
 from ray_app.reduction.transport import MAX_RING_RANKS, doubling_rounds
 from ray_app.runlog import journal
+from ray_app.runlog.history import _RecordColumns
 from ray_app.runlog.journal import FLUSH_S, MAX_SMALL_FILES, StepRecord
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.step_records import _RecordColumns
 from ray_app.storage.files import list_files
 from ray_app.train.membership import Heartbeat
 from ray_app.train.step import step_stats

@@ -25,8 +25,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import ROOT
+from ray_app.runlog.history import read_steps
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.step_records import read_steps
 
 BASELINE, AGAIN = "the least of Ray", "the least again"
 RUN, SINGLE = "two workers", "single"

@@ -25,12 +25,11 @@ from ray_app.report.facts import Facts, read_facts
 from ray_app.report.page import write_report
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import evaluated_steps, read_scores
-from ray_app.runlog.history import count, goodput, means, recoveries, restarts, start, world_sizes
+from ray_app.runlog.history import count, goodput, means, read_steps, recoveries, restarts, start, world_sizes
 from ray_app.runlog.journal import Event, StepRecord, newest_detail, put_event, read_events
 from ray_app.runlog.lease import acquire_lease, is_released, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import HIDDEN, redact
-from ray_app.runlog.step_records import read_steps
 from ray_app.runlog.stored_config import read_config, read_manifest
 from ray_app.storage.files import list_files, read_json, replace_nan, to_location
 from ray_app.track.mlflow_client import DataSet

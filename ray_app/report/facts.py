@@ -21,12 +21,11 @@ from ray_app.errors import ConfigError
 from ray_app.report.charts import Clock, seconds, start_events
 from ray_app.runlog.endings import RunEnd, metric_key, read_ends
 from ray_app.runlog.evaluations import Evaluation, evaluator_names, rank_evaluations, read_evaluations
-from ray_app.runlog.history import counted_word, disturbances, goodput, recoveries, world_sizes
+from ray_app.runlog.history import Course, StepsReader, counted_word, disturbances, goodput, recoveries, world_sizes
 from ray_app.runlog.journal import Event, EventsReader, StepRecord, newest_detail
 from ray_app.runlog.lease import is_held
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact_value
-from ray_app.runlog.step_records import Course, StepsReader
 from ray_app.runlog.stored_config import read_config
 from ray_app.storage.files import list_files, read_all, read_json
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ray_app.errors import ConfigError
 from ray_app.reduction.base import World
+from ray_app.runlog.history import read_steps
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.step_records import read_steps
 from ray_app.task.base import Batch
 from ray_app.testing import TrainedRun, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import OpenWindows

@@ -33,9 +33,9 @@ from ray_app.report.facts import describe_cluster, logical_worker_shares, read_f
 from ray_app.report.figures import learning_figures
 from ray_app.report.page import render, write_report
 from ray_app.report.tables import budgets, by_class, comparison, counters, happenings, time_parts
+from ray_app.runlog.history import Course
 from ray_app.runlog.journal import Event, StepRecord
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.step_records import Course
 from ray_app.storage.files import put_json
 from ray_app.watch.terminal import format_loss_curve
 from tests.support.paths import ROOT

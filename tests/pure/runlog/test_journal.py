@@ -19,7 +19,7 @@ from ray_app.errors import ConfigError
 from ray_app.runlog import journal
 from ray_app.runlog import journal as segments
 from ray_app.runlog.evaluations import Evaluation, early_stop, put_evaluation
-from ray_app.runlog.history import means
+from ray_app.runlog.history import means, read_steps
 from ray_app.runlog.journal import (
     MAX_SMALL_FILES,
     MetricsReader,
@@ -34,7 +34,6 @@ from ray_app.runlog.journal import (
     read_events,
 )
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.step_records import read_steps
 from ray_app.task.base import STEP_METRICS
 from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, Point, SentState, make_evaluation_point, make_step_point
 from tests.support.waiting import wait_until

@@ -18,9 +18,9 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.disk_cache import SUMS
 from ray_app.driver.run import Faults
 from ray_app.errors import BudgetSpentError, ConfigError, RunExistsError
+from ray_app.runlog.history import read_steps
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.step_records import read_steps
 from ray_app.train.job import Hooks, Job
 from tests.support.cluster import record_of
 from tests.support.injector import Kill, KillEvaluator

@@ -15,8 +15,8 @@ from ray_app.checkpoint.store import SUSPECT, CheckpointStore
 from ray_app.drill.faults import Evidence
 from ray_app.drill.memory_faults import Flip, FlipTarget
 from ray_app.errors import ConfigError, IrreproducibleError, WrongResultError
+from ray_app.runlog.history import read_steps
 from ray_app.runlog.journal import read_events
-from ray_app.runlog.step_records import read_steps
 from ray_app.task.base import Batch
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
