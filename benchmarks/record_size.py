@@ -22,7 +22,7 @@ from unittest import mock
 
 from ray_app.config.config import Config
 from ray_app.report.facts import read_facts
-from ray_app.report.page import render
+from ray_app.report.html import render
 from ray_app.runlog.history import goodput, read_steps, recoveries, world_sizes
 from ray_app.runlog.journal import MAX_SMALL_FILES, MetricsWriter, StepRecord, join_segments, put_event, read_events
 from ray_app.runlog.node_metrics import NodeSample, join_samples, put_sample

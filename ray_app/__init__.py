@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ray_app.ingest.ingest import ingest_arrays, ingest_table
     from ray_app.models.export import load_for_training, load_model, read_rows
     from ray_app.preflight.prepare import TaskCheck, check_task
-    from ray_app.report.comparison import Comparison
+    from ray_app.report.html import Comparison
     from ray_app.task.base import Losses, reduce
     from ray_app.task.ragged import Ragged
     from ray_app.task.transforms import drawing
@@ -57,7 +57,7 @@ logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 _MODULES = {
-    "Comparison": "report.comparison",
+    "Comparison": "report.html",
     "LocalCluster": "drill.local",
     "Loop": "task.user_loop",
     "Losses": "task.base",

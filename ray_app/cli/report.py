@@ -11,7 +11,7 @@ from ray_app.driver.finalize import close_orphan
 from ray_app.driver.parsing import add_current_folder_to_path
 from ray_app.errors import RayAppError
 from ray_app.report.facts import read_facts
-from ray_app.report.page import render
+from ray_app.report.html import render
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import put_atomic, to_location

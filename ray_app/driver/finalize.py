@@ -22,7 +22,7 @@ from ray_app.errors import ConfigError
 from ray_app.plan.order import Classes
 from ray_app.preflight.inputs import make_plan, make_task
 from ray_app.report.facts import Facts, read_facts
-from ray_app.report.page import write_report
+from ray_app.report.html import write_report
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import evaluated_steps, read_scores
 from ray_app.runlog.history import count, goodput, means, read_steps, recoveries, restarts, start, world_sizes

@@ -20,8 +20,8 @@ from ray_app.driver.model_export import ExportOptions, export_run
 from ray_app.driver.trained_run import choose_checkpoint, load_model
 from ray_app.errors import CheckpointError, ConfigError, DataError
 from ray_app.models.export import open_rows, read_decoded, read_rows
-from ray_app.report.comparison import Comparison, run_cell
 from ray_app.report.facts import read_facts
+from ray_app.report.html import Comparison, run_cell
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.history import means
 from ray_app.runlog.journal import StepRecord, read_records

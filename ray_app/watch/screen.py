@@ -19,7 +19,7 @@ from rich.text import Text
 from ray_app.errors import RayAppError
 from ray_app.report.charts import seconds, sparkline
 from ray_app.report.facts import Facts, FactsReader
-from ray_app.report.page import TONES
+from ray_app.report.html import TONES
 from ray_app.report.tables import budgets, happenings, health, sizes_text, time_parts
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact

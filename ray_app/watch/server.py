@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from urllib.parse import parse_qs, urlsplit
 
-from ray_app.report.page import Live, render
+from ray_app.report.html import Live, render
 from ray_app.watch.screen import RunState, RunWatcher
 
 logger = logging.getLogger(__name__)

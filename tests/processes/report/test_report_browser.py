@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ray_app.report.page import write_report
+from ray_app.report.html import write_report
 from tests.support.browser import FIND_LOW_CONTRAST_ELEMENTS, FIND_OVERFLOWING_ELEMENTS, Browser, browser
 from tests.support.run_directory import RunDirectory, make_full_run
 

@@ -18,7 +18,7 @@ from ray_app.driver.run import print_start
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import Prepared
 from ray_app.report.facts import read_facts
-from ray_app.report.page import render
+from ray_app.report.html import render
 from ray_app.runlog.evaluations import Evaluation, rank_evaluations
 from ray_app.runlog.history import goodput, recoveries, restarts, start, undisturbed_row_s, world_sizes
 from ray_app.runlog.journal import Event, StepRecord, put_event, read_events

@@ -9,8 +9,8 @@ import pytest
 import ray_app
 from ray_app import compare_runs
 from ray_app.errors import ConfigError
-from ray_app.report.comparison import run_cell
 from ray_app.report.facts import read_facts
+from ray_app.report.html import run_cell
 from tests.support.run_directory import RunDirectory, make_full_run
 
 

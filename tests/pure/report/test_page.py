@@ -31,7 +31,7 @@ from ray_app.report.charts import (
 )
 from ray_app.report.facts import describe_cluster, logical_worker_shares, read_facts
 from ray_app.report.figures import learning_figures
-from ray_app.report.page import render, write_report
+from ray_app.report.html import render, write_report
 from ray_app.report.tables import budgets, by_class, comparison, counters, happenings, time_parts
 from ray_app.runlog.history import Course
 from ray_app.runlog.journal import Event, StepRecord

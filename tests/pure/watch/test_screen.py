@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ray_app.cli.watch import main
 from ray_app.report.facts import Facts, FactsReader, read_facts
-from ray_app.report.page import render
+from ray_app.report.html import render
 from ray_app.runlog import journal
 from ray_app.runlog import journal as segments
 from ray_app.runlog.paths import RunPaths
@@ -254,7 +254,7 @@ def test_the_token_of_the_address_is_replaced_by_a_cookie(client: PageClient, ru
 
 
 def test_a_report_file_has_no_script_and_a_live_page_has_one(run: RunDirectory) -> None:
-    from ray_app.report.page import Live, render
+    from ray_app.report.html import Live, render
 
     facts = read_facts(RunPaths(run.paths.root))
     assert "<script" not in render(facts)
