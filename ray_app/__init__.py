@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray_app.version import __version__
 
 if TYPE_CHECKING:
-    from ray_app.drill.local import LocalCluster, kill_worker
+    from ray_app.drill.cluster import LocalCluster, kill_worker
     from ray_app.driver.background import Training, Worker, start_training
     from ray_app.driver.parsing import load_config
     from ray_app.driver.result import Result, compare_runs
@@ -58,7 +58,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 
 _MODULES = {
     "Comparison": "report.html",
-    "LocalCluster": "drill.local",
+    "LocalCluster": "drill.cluster",
     "Loop": "task.user_loop",
     "Losses": "task.base",
     "Observer": "watch.observers",
@@ -73,7 +73,7 @@ _MODULES = {
     "drawing": "task.transforms",
     "ingest_arrays": "ingest.ingest",
     "ingest_table": "ingest.ingest",
-    "kill_worker": "drill.local",
+    "kill_worker": "drill.cluster",
     "load_config": "driver.parsing",
     "load_for_training": "models.export",
     "load_model": "models.export",
