@@ -23,8 +23,7 @@ import psutil
 import ray
 import torch.distributed as dist
 
-from ray_app.drill.delays import MAX_WAIT_S
-from ray_app.drill.faults import Evidence
+from ray_app.drill.faults import MAX_WAIT_S, Evidence
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone, unmet
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks, Job

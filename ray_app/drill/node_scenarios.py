@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ray_app.drill.cluster import DrillCluster
-from ray_app.drill.delays import ActOnWaits, WaitForEvidence
+from ray_app.drill.faults import ActOnWaits, WaitForEvidence
 from ray_app.drill.process_scenarios import confirm_deaths, make_kill_for_replacement
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone, unmet
 from ray_app.driver.run import Faults

@@ -22,16 +22,21 @@ import ray
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
-from ray_app.drill.delays import ActOnWaits, Freeze, RefusedCommit, Slow, SlowCommit, WaitForEvidence
 from ray_app.drill.faults import (
+    ActOnWaits,
     DrillStopError,
     Evidence,
+    Freeze,
     HookChain,
     Kill,
     KillAt,
     KillJoiningWorker,
     KillOnCommit,
+    RefusedCommit,
+    Slow,
+    SlowCommit,
     Stop,
+    WaitForEvidence,
     make_driver_command,
 )
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone, unmet

@@ -13,8 +13,7 @@ from typing import Any
 
 from ray_app.config.config import Config
 from ray_app.drill.cluster import DrillCluster
-from ray_app.drill.delays import DelayPlan
-from ray_app.drill.faults import Evidence, HookChain
+from ray_app.drill.faults import DelayPlan, Evidence, HookChain
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe
 from ray_app.runlog.journal import Event, read_events

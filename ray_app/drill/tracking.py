@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.config.import_paths import explain_extra
-from ray_app.drill.delays import ActOnWaits, WaitForEvidence
-from ray_app.drill.faults import Evidence, HookChain
+from ray_app.drill.faults import ActOnWaits, Evidence, HookChain, WaitForEvidence
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, unmet
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import StepRecord, read_records

@@ -21,7 +21,7 @@ from io import StringIO
 from pathlib import Path
 from rich.console import Console
 from ray_app import load_config, run_training
-from ray_app.drill.delays import WaitForEvidence
+from ray_app.drill.faults import WaitForEvidence
 from ray_app.drill.faults import Evidence
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from ray_app import load_config, run_training
 from ray_app.drill.cluster import open_drill_cluster
-from ray_app.drill.delays import WaitForEvidence
+from ray_app.drill.faults import WaitForEvidence
 from ray_app.drill.faults import Evidence
 from ray_app.runlog.journal import read_events
 from ray_app.driver.run import Faults

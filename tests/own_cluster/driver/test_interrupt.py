@@ -27,7 +27,7 @@ import signal, sys
 sys.path.insert(0, {root!r})
 from ray_app import run_training, start_training
 from ray_app.config.config import from_yaml
-from ray_app.drill.delays import DelayPlan, WaitForEvidence
+from ray_app.drill.faults import DelayPlan, WaitForEvidence
 from ray_app.drill.faults import Evidence, HookChain
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks

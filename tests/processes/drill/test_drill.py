@@ -36,8 +36,7 @@ from ray_app.drill.certificate import (
     subtract_waits,
     summarize_results,
 )
-from ray_app.drill.delays import DelayPlan, Freeze, Slow
-from ray_app.drill.faults import Evidence, Kill, KillJoiningWorker
+from ray_app.drill.faults import DelayPlan, Evidence, Freeze, Kill, KillJoiningWorker, Slow
 from ray_app.drill.process_scenarios import evaluator, kill
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, kill_stopped_processes
 from ray_app.drill.session import SCENARIOS
