@@ -175,8 +175,7 @@ def make_saver(job: Job, folder: Path) -> Callable[[], None]:
 
 def run_side(name: str, folder: Path) -> Cost:
     """Runs one side in this process."""
-    from ray_app.data.local_readers import load_all
-    from ray_app.data.reader import fetch_in_process
+    from ray_app.data.reader import fetch_in_process, load_all
     from ray_app.data.windows import CachedWindows
     from ray_app.preflight.prepare import claim, prepare
     from ray_app.runlog.lease import acquire_lease

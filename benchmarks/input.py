@@ -32,9 +32,8 @@ from benchmarks.harness import Sample, alternate, ingest_rows, report
 from benchmarks.reading import BATCH, PIXELS, Epochs, photos_of, small_cluster, source_of
 from ray_app.data.dataset import open_dataset
 from ray_app.data.disk_cache import cached_fetch
-from ray_app.data.local_readers import choose_fetch, load_all
 from ray_app.data.ray_tasks import fetch_ray
-from ray_app.data.reader import Fetch, RowSource, fetch_in_process, plan_all_reads
+from ray_app.data.reader import Fetch, RowSource, choose_fetch, fetch_in_process, load_all, plan_all_reads
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.task.images import IMAGE, decode_columns

@@ -29,11 +29,10 @@ from ray_app.cluster.ray_private import TESTED_RAY, is_tested, use_stable_run_id
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
 from ray_app.config.config import Config
-from ray_app.data.local_readers import choose_fetch
 from ray_app.data.memory_cache import MemoryCacheHandle
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.ray_tasks import fetch_ray
-from ray_app.data.reader import Fetch
+from ray_app.data.reader import Fetch, choose_fetch
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.devices import HOST, assigned_device
 from ray_app.errors import PreemptedError, RayAppError, unwrap_app_error

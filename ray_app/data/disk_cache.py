@@ -184,7 +184,7 @@ _LIBRARIES = ("numpy", "torch", "torchvision", "Pillow", "simplejpeg")
 _DIGITS = 32
 _DECODING_CODE = (
     *(f"data/{name}.py" for name in ("dataset", "arrays", "parquet_files", "footer_trial", "reader", "bad_rows")),
-    *(f"data/{name}.py" for name in ("ray_tasks", "local_readers", "probes")),
+    *(f"data/{name}.py" for name in ("ray_tasks", "probes")),
     "storage/data_files.py",
     "plan/manifest.py",
     "task/**/*.py",

@@ -15,10 +15,9 @@ import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
 
-from ray_app.data.local_readers import Decoded, load_all
 from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
 from ray_app.data.ray_tasks import fetch_ray
-from ray_app.data.reader import Reader, ReadSpec, RowSource, fetch_in_process
+from ray_app.data.reader import Decoded, Reader, ReadSpec, RowSource, fetch_in_process, load_all
 from ray_app.errors import unwrap_app_error
 
 

@@ -1,10 +1,13 @@
-"""Planned reads: what one read task fetches and decodes, and the reading in this process.
+"""Planned reads: what one read task fetches and decodes, and the reading in this process and its threads.
 
 The plan decides which rows are read; a source only fetches them. Every decoded row carries its manifest position, so
 that the feed can check on arrival that it received exactly the planned rows.
 
 Parquet gives no access to the middle of a row group. So a `SliceReader` reads a row group that is larger than one read
 task once, from its beginning to its end and in slices, in the process that fetches.
+
+A worker that decodes rows in its own process reads in threads (`fetch_in_threads`). `load_all` reads a whole data set
+into memory.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ from __future__ import annotations
 import errno
 import logging
 import resource
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +31,7 @@ import pyarrow.compute as pc
 
 from ray_app.data.arrays import (
     ArraySpec,
+    Columns,
     fixed_array,
     fixed_lists,
     from_column,
@@ -43,6 +50,7 @@ from ray_app.data.bad_rows import (
     decode_good_rows,
     find_missing_values,
     insert_bad_rows,
+    read_reasons,
     usable_mask,
 )
 from ray_app.data.parquet_files import DataFile, OpenFiles, Partitions
@@ -53,6 +61,7 @@ from ray_app.plan.order import Segment
 from ray_app.retry import Retry
 from ray_app.storage.data_files import to_read_error
 from ray_app.storage.files import Location, to_location
+from ray_app.task.ragged import Field
 from ray_app.task.user_code import row_error_reason
 
 logger = logging.getLogger(__name__)
@@ -460,3 +469,70 @@ def read_with_retries(file: Location, read: Callable[[], T]) -> T:
         return _RETRY.call(read, (OSError, pa.ArrowException), f"Reading {file}", raise_if_lasting)
     except (OSError, pa.ArrowException) as error:
         raise to_error(error) from error
+
+
+def choose_fetch(threads: int, default: Fetch) -> Fetch:
+    """Returns a `Fetch` that reads in `threads` threads of this process, or `default` where `threads` is 0."""
+    return partial(fetch_in_threads, threads=threads) if threads else default
+
+
+def fetch_in_threads(reader: Reader, specs: Sequence[ReadSpec], threads: int) -> Iterator[pa.Table]:
+    """Runs read tasks concurrently in threads, which call `decode` at once, and yields their rows in order.
+
+    The calling thread reads the slices of large row groups.
+    """
+    waiting: deque[Future[list[pa.Table]]] = deque()
+    stop = threading.Event()
+    with closing(SliceReader.of(reader)) as slices, ThreadPoolExecutor(threads, "reader") as pool:
+        try:
+            for spec in specs:
+                spec_slices = [slices.take(span) for span in spec if span.group_rows]
+                waiting.append(pool.submit(_read_task, reader, spec, spec_slices, stop))
+                if len(waiting) > threads:
+                    yield from _drain(waiting.popleft().result())
+            while waiting:
+                yield from _drain(waiting.popleft().result())
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _drain(tables: list[pa.Table]) -> Iterator[pa.Table]:
+    """Yields the tables and removes each from the list, so that its memory is freed once it is consumed."""
+    while tables:
+        yield tables.pop(0)
+
+
+def _read_task(reader: Reader, spec: ReadSpec, slices: list[pa.Table], stop: threading.Event) -> list[pa.Table]:
+    """Returns all rows of a read task; returns early, with none, once `stop` is set and the result is not used."""
+    remaining, tables = iter(slices), list[pa.Table]()
+    for table in reader.read(spec, lambda _: next(remaining)):
+        if stop.is_set():
+            return []
+        tables.append(table)
+    return tables
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A data set in memory, with the reasons of bad rows by manifest position if the reader skips these."""
+
+    arrays: dict[str, Field]
+    reasons: dict[int, str]
+
+
+def load_all(fetch: Fetch, source: RowSource) -> Decoded:
+    """Decodes a whole data set into memory; raises DataError if rows are missing or not the planned ones."""
+    manifest = source.manifest
+    columns = Columns(source.fields, manifest.num_rows)
+    reasons: dict[int, str] = {}
+    done = 0
+    for table in fetch(source.reader, plan_all_reads(manifest, source.task_rows)):
+        positions = np.arange(done, done + table.num_rows)
+        check_positions(table, positions)
+        reasons |= read_reasons(table, positions)
+        columns.add(table)
+        done += table.num_rows
+    if done != manifest.num_rows:
+        raise DataError(f"Read {done} rows of {manifest.num_rows}; the data set changed while it was read.")
+    return Decoded(columns.all(), reasons)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ray_app.data.local_readers import Decoded
+from ray_app.data.reader import Decoded
 from ray_app.plan.hashing import hash_array, key
 from ray_app.plan.order import EpochOrder, order_by_length
 from ray_app.task.ragged import Arrays, Ragged

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.data.local_readers import load_all
 from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
-from ray_app.data.reader import Fetch, fetch_in_process
+from ray_app.data.reader import Fetch, fetch_in_process, load_all
 from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, unwrap_app_error
 from ray_app.evaluate.job import EvaluationJob, last_evaluated, pending_commits

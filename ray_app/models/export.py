@@ -28,9 +28,8 @@ import torch
 from torch import nn
 
 from ray_app.data.dataset import open_dataset
-from ray_app.data.local_readers import load_all
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_in_process, rows_per_task
+from ray_app.data.reader import Reader, RowSource, fetch_in_process, load_all, rows_per_task
 from ray_app.devices import kind_of
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader

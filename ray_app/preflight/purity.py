@@ -23,8 +23,7 @@ import torch
 from torch import nn
 
 from ray_app.config.import_paths import load_class
-from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_in_process
+from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import HOST
 from ray_app.plan.hashing import hash_array
 from ray_app.preflight.changes import iter_import_paths

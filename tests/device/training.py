@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_in_process
+from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import accelerator
 from ray_app.reduction.base import World, collective
 from ray_app.testing import RankResult, TrainedRun, WorkerPool, cache_windows, read_trained_run

@@ -66,8 +66,7 @@ def test_a_stored_model_predicts_on_a_device(
 def predict(rank: int, store: Path, data: Path, folder: Path, is_exported: bool) -> None:
     """Compares the outputs of a model on the host and on a device."""
     from ray_app.checkpoint.format import params_digest
-    from ray_app.data.local_readers import load_all
-    from ray_app.data.reader import fetch_in_process
+    from ray_app.data.reader import fetch_in_process, load_all
     from ray_app.models.loader import EXPORTED
     from ray_app.models.package import write_files
     from ray_app.task.ragged import to_batch

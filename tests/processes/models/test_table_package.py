@@ -11,8 +11,7 @@ import torch
 from ray_app import load_config, load_model
 from ray_app.checkpoint.format import params_digest
 from ray_app.data.dataset import open_dataset
-from ray_app.data.local_readers import load_all
-from ray_app.data.reader import RowSource, fetch_in_process
+from ray_app.data.reader import RowSource, fetch_in_process, load_all
 from ray_app.devices import HOST
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.models.export import read_decoded, write_export

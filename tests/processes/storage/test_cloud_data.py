@@ -13,10 +13,9 @@ import pytest
 from PIL import Image
 
 from ray_app.data.dataset import hash_files, open_dataset
-from ray_app.data.local_readers import load_all
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_in_process
+from ray_app.data.reader import Reader, RowSource, fetch_in_process, load_all
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.storage.data_files import file_versions, find_file, is_within

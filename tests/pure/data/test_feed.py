@@ -23,10 +23,9 @@ from ray_app.data import prefetch as prefetch_module
 from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.feed import Feed, Upload
-from ray_app.data.local_readers import choose_fetch, load_all
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import probe
-from ray_app.data.reader import Fetch, Reader, ReadSpec, RowSource, fetch_in_process
+from ray_app.data.reader import Fetch, Reader, ReadSpec, RowSource, choose_fetch, fetch_in_process, load_all
 from ray_app.data.windows import CachedWindows, MicroBatch, Window, Windows
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assignment import logical_workers_of

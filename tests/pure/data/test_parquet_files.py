@@ -28,10 +28,18 @@ from ray_app.data.arrays import ArraySpec, fixed_array, spec_of_values
 from ray_app.data.bad_rows import find_missing_values
 from ray_app.data.dataset import open_dataset, read_labels
 from ray_app.data.disk_cache import cached_fetch
-from ray_app.data.local_readers import fetch_in_threads, load_all
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import decode_first_row, infer_specs, probe
-from ray_app.data.reader import Reader, RowSource, Span, fetch_in_process, plan_all_reads, read_span
+from ray_app.data.reader import (
+    Reader,
+    RowSource,
+    Span,
+    fetch_in_process,
+    fetch_in_threads,
+    load_all,
+    plan_all_reads,
+    read_span,
+)
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.manifest import ColumnFacts
 from ray_app.storage.data_files import to_read_error

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ray_app.data.feed import Feed, Upload
-from ray_app.data.local_readers import Decoded
+from ray_app.data.reader import Decoded
 from ray_app.data.windows import CachedWindows, MicroBatch
 from ray_app.devices import get_stream
 from ray_app.plan.order import Cursor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ray_app.data import windows as windows_module
-from ray_app.data.local_readers import Decoded
+from ray_app.data.reader import Decoded
 from ray_app.data.windows import CachedWindows, MicroBatch, Window
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import EpochOrder, Plan

@@ -19,8 +19,7 @@ import torch
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.sections import EvaluateSection
-from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_in_process
+from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import HOST, KINDS
 from ray_app.errors import RunHeldError
 from ray_app.evaluate import evaluator as actor

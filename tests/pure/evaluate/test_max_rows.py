@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from ray_app.config.config import Config
 from ray_app.config.import_paths import OptimizerSpec
 from ray_app.config.sections import ClassSpec
-from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_in_process
+from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.plan.manifest import Manifest
 from ray_app.preflight.prepare import prepare
 

@@ -20,9 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_app.data.dataset import Dataset, open_dataset
-from ray_app.data.local_readers import load_all
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_in_process
+from ray_app.data.reader import Reader, RowSource, fetch_in_process, load_all
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
 from ray_app.models.export import load_model, write_export

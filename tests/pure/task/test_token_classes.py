@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from ray_app.data.arrays import spec_of_values, to_column
 from ray_app.data.dataset import open_dataset
-from ray_app.data.local_readers import load_all
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_in_process
+from ray_app.data.reader import Reader, RowSource, fetch_in_process, load_all
 from ray_app.driver.result import Result
 from ray_app.errors import DataError
 from ray_app.predict.actor import PredictActor, encode_part

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from ray_app import retry
-from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_in_process
+from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.preflight.inputs import open_evaluation_source
 from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations

@@ -10,8 +10,7 @@ import pytest
 
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_in_process
+from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.drill.faults import HookChain
 from ray_app.driver.single import train_in_process
 from ray_app.preflight.inputs import open_evaluation_source
