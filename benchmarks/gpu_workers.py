@@ -16,9 +16,8 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu_models import DRY, ON_GPU, Sizes, write_rows
-from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.reader import choose_fetch, fetch_in_process, load_all
-from ray_app.data.windows import CachedWindows, Windows
+from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
 from ray_app.plan.order import Cursor
 from ray_app.preflight.inputs import open_evaluation_source
 from ray_app.reduction.base import World, collective

@@ -19,11 +19,10 @@ import torch
 from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.feed import Feed
-from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import probe
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Fetch, Reader, RowSource, rows_per_task
-from ray_app.data.windows import Windows
+from ray_app.data.windows import StreamedWindows, Windows
 from ray_app.plan.order import Cursor, Plan
 from ray_app.task.image import ImageClassification
 

@@ -26,8 +26,8 @@ import torch
 
 from benchmarks.harness import ROOT, ingest_rows
 from ray_app.data.feed import Feed
-from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.ray_tasks import fetch_ray
+from ray_app.data.windows import StreamedWindows
 from ray_app.plan.order import Cursor
 from ray_app.train.job import Job
 

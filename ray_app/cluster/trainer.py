@@ -30,10 +30,9 @@ from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
 from ray_app.config.config import Config
 from ray_app.data.memory_cache import MemoryCacheHandle
-from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Fetch, choose_fetch
-from ray_app.data.windows import CachedWindows, Windows
+from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
 from ray_app.devices import HOST, assigned_device
 from ray_app.errors import PreemptedError, RayAppError, unwrap_app_error
 from ray_app.plan.order import Cursor

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 
 from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
-from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.reader import choose_fetch, fetch_in_process, load_all
-from ray_app.data.windows import CachedWindows, Windows
+from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
 from ray_app.devices import HOST, accelerator
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor

@@ -19,10 +19,9 @@ import safetensors.torch
 from torch import Tensor
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import decode_first_rows
 from ray_app.data.reader import RowSource, fetch_in_process, load_all
-from ray_app.data.windows import CachedWindows, Windows
+from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
 from ray_app.devices import HOST
 from ray_app.errors import PeerLostError, RayAppError
 from ray_app.models.package import write_files

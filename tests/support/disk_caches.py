@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ray_app.data.disk_cache import DiskCache, open_cache
-from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.reader import Reader, ReadSpec, fetch_in_process
-from ray_app.data.windows import MicroBatch
+from ray_app.data.windows import MicroBatch, StreamedWindows
 from ray_app.plan.order import Cursor
 from ray_app.task.base import Batch
 from ray_app.task.ragged import Ragged

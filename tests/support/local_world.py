@@ -22,10 +22,9 @@ from ray_app.config.config import Config, digest
 from ray_app.data.arrays import to_column
 from ray_app.data.dataset import open_dataset
 from ray_app.data.feed import Feed
-from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import probe
 from ray_app.data.reader import fetch_in_process
-from ray_app.data.windows import Windows
+from ray_app.data.windows import StreamedWindows, Windows
 from ray_app.plan.order import Cursor, Plan
 from ray_app.preflight.inputs import make_plan, read_classes
 from ray_app.reduction import group_state

@@ -19,14 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_app.data import feed as feed_module
-from ray_app.data import prefetch as prefetch_module
+from ray_app.data import windows as windows_module
 from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.feed import Feed, Upload
-from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import probe
 from ray_app.data.reader import Fetch, Reader, ReadSpec, RowSource, choose_fetch, fetch_in_process, load_all
-from ray_app.data.windows import CachedWindows, MicroBatch, Window, Windows
+from ray_app.data.windows import CachedWindows, MicroBatch, StreamedWindows, Window, Windows
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assignment import logical_workers_of
 from ray_app.plan.order import Cursor, Plan
@@ -269,7 +268,7 @@ def test_large_steps_are_gathered_ahead_and_equal_those_gathered_in_place(
     plan = plan_of(dataset, window=window)
     expected = deliver(dataset, plan, open_streamed, 1)
     monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
-    monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
+    monkeypatch.setattr("ray_app.data.windows._PREPARED_BYTES", 0)
     submitted: list[int] = []
     gather = feed_module._gather
 
@@ -298,7 +297,7 @@ def test_large_steps_are_gathered_ahead_and_equal_those_gathered_in_place(
 
 def test_a_closed_feed_leaves_no_thread(datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
-    monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
+    monkeypatch.setattr("ray_app.data.windows._PREPARED_BYTES", 0)
     before = set(threading.enumerate())
     plan = plan_of(datasets["prime and ragged"], window=1000)
     feed = Feed(plan, lambda cursor, assigned: open_streamed(datasets["prime and ragged"], plan, cursor, assigned), CPU)
@@ -316,7 +315,7 @@ def test_a_step_above_the_bytes_of_a_block_is_gathered_alone(
     monkeypatch.setattr(feed_module, "_MAX_LARGE_BLOCK_BYTES", 1)
     monkeypatch.setattr(feed_module, "BLOCK_BYTES", 1)
     monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
-    monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
+    monkeypatch.setattr("ray_app.data.windows._PREPARED_BYTES", 0)
     blocks: list[int] = []
     gather = feed_module._gather
 
@@ -504,7 +503,7 @@ def test_the_feed_reads_few_windows_ahead_and_closes_within_an_epoch(datasets: d
 def test_the_next_execution_starts_before_the_present_one_is_consumed(
     datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch_module, "_TASKS_PER_EXECUTION", 8)
+    monkeypatch.setattr(windows_module, "_TASKS_PER_EXECUTION", 8)
     dataset = datasets["small row groups"]
     # Each step has its own window, and each window its own read task.
     plan = plan_of(dataset, logical_workers=1, batch=3, window=3)
@@ -530,7 +529,7 @@ def test_the_next_execution_starts_before_the_present_one_is_consumed(
 def test_close_does_not_wait_for_an_execution_that_waits_for_a_cpu(
     datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch_module, "_TASKS_PER_EXECUTION", 8)
+    monkeypatch.setattr(windows_module, "_TASKS_PER_EXECUTION", 8)
     dataset = datasets["small row groups"]
     plan = plan_of(dataset, logical_workers=1, batch=3, window=3)
     cpu, waits = threading.Semaphore(), threading.Event()

@@ -24,10 +24,9 @@ from torch import Tensor
 from ray_app.data.arrays import from_column, ragged_lists, spec_of_field, to_column
 from ray_app.data.bad_rows import KEYS, decode_good_rows
 from ray_app.data.dataset import Dataset, open_dataset
-from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, RowSource, fetch_in_process, load_all
-from ray_app.data.windows import CachedWindows, MicroBatch, Windows
+from ray_app.data.windows import CachedWindows, MicroBatch, StreamedWindows, Windows
 from ray_app.plan.order import Cursor, Plan, order_by_length
 from ray_app.task.ragged import Ragged, concat_ragged, to_batch
 from ray_app.task.transforms import drawing

@@ -278,7 +278,7 @@ def test_prefetching_large_rows_is_bit_identical_after_a_rollback(
     fields: dict[str, Any] = {"data__shuffle_window_rows": 16, "train__max_steps": 8}
     undisturbed = train_on_servers(make_server_job(tmp_path / "undisturbed", data, **fields), 1)
     monkeypatch.setattr("ray_app.data.feed._MIN_THREAD_BYTES", 0)
-    monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
+    monkeypatch.setattr("ray_app.data.windows._PREPARED_BYTES", 0)
     world = ServerWorld(make_server_job(tmp_path / "run", data, **fields), 2, stream_windows)
     assert world.job.plan.steps_per_window > 1
     while world.coordinator._units.complete < 7:
