@@ -12,8 +12,7 @@ from rich.live import Live
 from ray_app.cli.main import exit_code
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import to_location
-from ray_app.watch.screen import RunWatcher, can_redraw, format_line, is_over, render_screen
-from ray_app.watch.server import PageServer
+from ray_app.watch.live_views import PageServer, RunWatcher, can_redraw, format_line, is_over, render_screen
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int:

@@ -27,7 +27,7 @@ from ray_app.report.facts import read_facts
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from ray_app.watch.screen import list_values
+from ray_app.watch.live_views import list_values
 from tests.support.head import RAY, Head, start_head
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.waiting import wait_until

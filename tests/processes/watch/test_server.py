@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.watch.screen import RunWatcher
-from ray_app.watch.server import PageServer
+from ray_app.watch.live_views import PageServer, RunWatcher
 from tests.support.browser import FIND_LOW_CONTRAST_ELEMENTS, FIND_OVERFLOWING_ELEMENTS, Browser, browser
 from tests.support.run_directory import RunDirectory, make_full_run
 from tests.support.waiting import wait_until

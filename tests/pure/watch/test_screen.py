@@ -19,8 +19,15 @@ from ray_app.report.html import render
 from ray_app.runlog import journal
 from ray_app.runlog import journal as segments
 from ray_app.runlog.paths import RunPaths
-from ray_app.watch.screen import RunState, RunWatcher, format_line, remaining_seconds, render_screen, rows_per_second
-from ray_app.watch.server import PageServer
+from ray_app.watch.live_views import (
+    PageServer,
+    RunState,
+    RunWatcher,
+    format_line,
+    remaining_seconds,
+    render_screen,
+    rows_per_second,
+)
 from tests.support.run_directory import RunDirectory, make_full_run
 from tests.support.waiting import wait_until
 
