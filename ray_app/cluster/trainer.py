@@ -41,7 +41,7 @@ from ray_app.runlog.journal import put_event
 from ray_app.runlog.output import copied_output
 from ray_app.runlog.redaction import register_secrets
 from ray_app.task.user_code import user_code
-from ray_app.train.checkpointing.snapshots import SnapshotSender
+from ray_app.train.checkpointing.persistence import SnapshotSender
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags

@@ -17,7 +17,7 @@ from ray_app.config.config import Config
 from ray_app.data.memory_cache import is_small, start_memory_cache
 from ray_app.data.ray_tasks import start_shared_actors
 from ray_app.errors import unwrap_app_error
-from ray_app.train.checkpointing.snapshots import start_snapshot_actors
+from ray_app.train.checkpointing.persistence import start_snapshot_actors
 from ray_app.train.job import Hooks, Job
 from ray_app.train.strategies.parameter_server.actors import start_parameter_service
 

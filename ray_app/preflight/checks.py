@@ -38,7 +38,7 @@ from ray_app.task.module import ModuleTask
 from ray_app.task.schema import prepare_task, refuse_other_names, refuse_other_schema
 from ray_app.task.user_loop import LoopTask
 from ray_app.task.whole_batches import BatchTask
-from ray_app.train.checkpointing.snapshots import check_snapshot_memory
+from ray_app.train.checkpointing.persistence import check_snapshot_memory
 from ray_app.train.job import Job
 
 

@@ -47,7 +47,7 @@ from ray_app.task.ragged import Arrays, repeat_rows, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.track.mlflow_client import mlflow_key
-from ray_app.train.checkpointing.snapshots import page_locked_memory_warnings
+from ray_app.train.checkpointing.persistence import page_locked_memory_warnings
 from ray_app.train.job import Job
 from ray_app.train.state.alternating_optimizers import TurnSchedules
 from ray_app.train.state.state import TrainingState

@@ -12,7 +12,7 @@ from ray_app.errors import CheckpointError
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.redaction import redact_value
 from ray_app.task import environment
-from ray_app.train.checkpointing.snapshots import SnapshotSender
+from ray_app.train.checkpointing.persistence import SnapshotSender
 from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Job
 from ray_app.train.state.state import NO_STATE, TrainingState

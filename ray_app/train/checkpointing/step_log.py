@@ -31,8 +31,7 @@ from ray_app.reduction.base import World, collective, gather
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
 from ray_app.storage.files import list_files, put_json
 from ray_app.task import environment
-from ray_app.train.checkpointing.snapshots import SnapshotSender
-from ray_app.train.checkpointing.writer import CheckpointWriter
+from ray_app.train.checkpointing.persistence import CheckpointWriter, SnapshotSender
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Membership, Phase
 from ray_app.train.state.state import TrainingState

@@ -22,8 +22,8 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage import object_stores
 from ray_app.storage.files import Content, Location, list_tree, put_atomic, put_json, render_content
-from ray_app.train.checkpointing import writer as writer_module
-from ray_app.train.checkpointing.writer import CheckpointWriter
+from ray_app.train.checkpointing import persistence as writer_module
+from ray_app.train.checkpointing.persistence import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
 from tests.support.waiting import wait_until
 

@@ -32,7 +32,7 @@ from ray_app.runlog.lease import (
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage import files as files_module
 from ray_app.storage.files import put_json, read_json
-from ray_app.train.checkpointing.writer import CheckpointWriter
+from ray_app.train.checkpointing.persistence import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until

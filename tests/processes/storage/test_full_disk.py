@@ -18,8 +18,8 @@ from ray_app.retry import Retry
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_tree, put_atomic
-from ray_app.train.checkpointing import writer as writer_module
-from ray_app.train.checkpointing.writer import CheckpointWriter
+from ray_app.train.checkpointing import persistence as writer_module
+from ray_app.train.checkpointing.persistence import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
 
 MIB = 1 << 20

@@ -49,8 +49,8 @@ from ray_app.storage.files import (
     to_location,
 )
 from ray_app.storage.object_stores import ObjectPath
-from ray_app.train.checkpointing import writer as writer_module
-from ray_app.train.checkpointing.writer import CheckpointWriter
+from ray_app.train.checkpointing import persistence as writer_module
+from ray_app.train.checkpointing.persistence import CheckpointWriter
 from tests.support.checkpoints import commit_of, make_store_of_three, snapshot_of
 from tests.support.paths import ROOT
 from tests.support.s3_server import S3Server

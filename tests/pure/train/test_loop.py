@@ -24,8 +24,8 @@ from ray_app.runlog.history import recoveries
 from ray_app.runlog.journal import MetricsReader, StepRecord, put_event, read_events
 from ray_app.storage.files import Location, list_tree
 from ray_app.testing import KilledError, cache_windows
-from ray_app.train.checkpointing import writer as writer_module
-from ray_app.train.checkpointing.snapshots import SnapshotSender
+from ray_app.train.checkpointing import persistence as writer_module
+from ray_app.train.checkpointing.persistence import SnapshotSender
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import _MAX_BROKEN_GENERATIONS, train
 from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Phase, SingleProcessMembership

@@ -23,7 +23,7 @@ from ray_app.config.config import Config
 from ray_app.errors import unwrap_app_error
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import register_secrets
-from ray_app.train.checkpointing.snapshots import SnapshotSender
+from ray_app.train.checkpointing.persistence import SnapshotSender
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import RendezvousStatus
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator

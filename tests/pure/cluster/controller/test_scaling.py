@@ -9,7 +9,7 @@ from ray_app.cluster.controller.decisions import ControllerState, WorkerState, c
 from ray_app.config.config import Config
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
-from ray_app.train.checkpointing.snapshots import check_snapshot_memory, page_locked_memory_warnings
+from ray_app.train.checkpointing.persistence import check_snapshot_memory, page_locked_memory_warnings
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ray_app.checkpoint.format import MODEL, pack
-from ray_app.train.checkpointing import snapshots
-from ray_app.train.checkpointing.snapshots import PackedSnapshot, SnapshotActor, SnapshotSender
+from ray_app.train.checkpointing import persistence
+from ray_app.train.checkpointing.persistence import PackedSnapshot, SnapshotActor, SnapshotSender
 from tests.support.checkpoints import snapshot_of
 
 
@@ -29,7 +29,7 @@ def flip_bit(snapshot: PackedSnapshot) -> PackedSnapshot:
 
 def make_sender(monkeypatch: pytest.MonkeyPatch, *stored: PackedSnapshot) -> SnapshotSender:
     """Returns a sender with a snapshot actor for each stored snapshot, all in this process."""
-    monkeypatch.setattr(snapshots.ray, "get", lambda answer, timeout: answer)
+    monkeypatch.setattr(persistence.ray, "get", lambda answer, timeout: answer)
     handles: list[Any] = []
     for snapshot in stored:
         actor = SnapshotActor()

@@ -34,8 +34,8 @@ from ray_app.runlog.evaluations import Evaluation, put_evaluation
 from ray_app.runlog.journal import PendingEvents, read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json
-from ray_app.train.checkpointing import writer as writer_module
-from ray_app.train.checkpointing.writer import CheckpointWriter
+from ray_app.train.checkpointing import persistence as writer_module
+from ray_app.train.checkpointing.persistence import CheckpointWriter
 
 KEEP_LAST = 2
 RUN_EVALUATOR: str | None = None
