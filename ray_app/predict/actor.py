@@ -33,7 +33,7 @@ from ray_app.storage.files import put_atomic, to_location
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.ragged import Field, Ragged, concat_fields, to_batch
-from ray_app.task.roi_align import use_eager_roi_align
+from ray_app.torch_private import use_eager_roi_align
 
 MADE_FROM = b"ray_app.made_from"
 """Key of the digest in the metadata of a part."""

@@ -28,8 +28,8 @@ from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Losses, Mistake, Task
 from ray_app.task.metric_states import load_states, make_metrics, metric_parts, reset_parts, state_key, states_of
 from ray_app.task.ragged import Arrays, Ragged, to_batch
-from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.task.user_code import user_code
+from ray_app.torch_private import use_eager_roi_align
 
 _BINCOUNT = "_bincount"
 """Name of torchmetrics' function that counts classes."""

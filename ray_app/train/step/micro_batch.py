@@ -24,9 +24,15 @@ from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, checksum, gather, launch_guard
 from ray_app.task import environment
 from ray_app.task.base import REDUCED, Batch, DeviceSums, Losses, Task, check_losses, sum_on_device
-from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.task.user_code import user_code
-from ray_app.torch_private import BatchNorm, foreach_copy_, registered_buffers, run_backward, tensor_version
+from ray_app.torch_private import (
+    BatchNorm,
+    foreach_copy_,
+    registered_buffers,
+    run_backward,
+    tensor_version,
+    use_eager_roi_align,
+)
 from ray_app.train.state.state import LossScale, seed_step
 from ray_app.train.step.step_stats import StepResult
 

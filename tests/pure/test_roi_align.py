@@ -11,7 +11,7 @@ import pytest
 import torch
 from torchvision import ops
 
-from ray_app.task import roi_align
+from ray_app import torch_private
 
 MODULE: Any = sys.modules["torchvision.ops.roi_align"]
 PARTS = 3
@@ -23,10 +23,10 @@ def eager_roi_align(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "_roi_align", MODULE._roi_align)
     monkeypatch.setattr(MODULE, "is_compile_supported", lambda device: False)
     monkeypatch.setattr(MODULE, "_has_ops", lambda: False)
-    monkeypatch.setattr(roi_align, "_ROIS_AT_ONCE", PARTS)
+    monkeypatch.setattr(torch_private, "_ROIS_AT_ONCE", PARTS)
     # A process that scores and trains calls it twice.
-    roi_align.use_eager_roi_align()
-    roi_align.use_eager_roi_align()
+    torch_private.use_eager_roi_align()
+    torch_private.use_eager_roi_align()
 
 
 def inputs(regions: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,5 +71,5 @@ def test_roi_align_does_not_call_the_compiler(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_torchvision_the_replacement_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torchvision.ops.roi_align")
-    roi_align.use_eager_roi_align()
+    torch_private.use_eager_roi_align()
     assert "torchvision.ops.roi_align" not in sys.modules
