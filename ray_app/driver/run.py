@@ -52,7 +52,7 @@ from ray_app.storage.files import poll_interval_s
 from ray_app.track.mlflow_client import SHORT_TIMEOUTS
 from ray_app.track.tensorboard import EventFileWriter
 from ray_app.track.tracker import Tracker, check_available
-from ray_app.train.checkpointing.restore import record_fallback
+from ray_app.train.checkpointing.step_log import record_fallback
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, Phase, RendezvousStatus
 from ray_app.version import __version__

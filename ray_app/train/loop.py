@@ -25,8 +25,7 @@ from ray_app.task.ragged import Arrays
 from ray_app.task.user_code import user_code
 from ray_app.train.build import build_state, build_step
 from ray_app.train.checkpointing.persistence import SnapshotSender
-from ray_app.train.checkpointing.restore import restore_state
-from ray_app.train.checkpointing.step_log import BadRows, StepLog
+from ray_app.train.checkpointing.step_log import BadRows, StepLog, restore_state
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Membership, Phase
 from ray_app.train.state.state import NO_STATE

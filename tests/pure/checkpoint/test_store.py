@@ -39,7 +39,7 @@ from ray_app.storage.files import put_atomic
 from ray_app.testing import DieAfter, KilledError, TrainedRun, cache_windows, read_trained_run
 from ray_app.train.checkpointing import persistence as writer_module
 from ray_app.train.checkpointing.persistence import CheckpointWriter
-from ray_app.train.checkpointing.restore import record_fallback
+from ray_app.train.checkpointing.step_log import record_fallback
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from tests.support.checkpoints import commit_of, make_store_of_three, snapshot_of

@@ -32,8 +32,7 @@ from ray_app.reduction.base import World, total_norm
 from ray_app.runlog.journal import put_event
 from ray_app.task import environment
 from ray_app.train.checkpointing.persistence import SnapshotSender
-from ray_app.train.checkpointing.restore import restore_state
-from ray_app.train.checkpointing.step_log import StepLog
+from ray_app.train.checkpointing.step_log import StepLog, restore_state
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Phase, SingleProcessMembership
 from ray_app.train.state.state import NO_STATE, TrainingState
