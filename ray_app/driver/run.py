@@ -50,8 +50,7 @@ from ray_app.runlog.lease import Lease, acquire_lease
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s
 from ray_app.track.mlflow_client import SHORT_TIMEOUTS
-from ray_app.track.tensorboard import EventFileWriter
-from ray_app.track.tracker import Tracker, check_available
+from ray_app.track.tracker import EventFileWriter, Tracker, check_available
 from ray_app.train.checkpointing.step_log import record_fallback
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, Phase, RendezvousStatus

@@ -24,7 +24,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_tree
 from ray_app.storage.object_stores import ObjectPath
 from ray_app.track.mlflow_client import Backlog, SentState
-from ray_app.track.tensorboard import EventFileWriter
+from ray_app.track.tracker import EventFileWriter
 from tests.support.paths import ROOT
 from tests.support.recorded_run import RecordedRun
 from tests.support.s3_server import S3Server
@@ -167,7 +167,7 @@ def test_a_storage_error_is_logged_once_and_all_points_arrive_later(
     run = RecordedRun(tmp_path / "run", "sqlite:///unused.db")
     run.record(1, 20)
     (run.paths.root / "tensorboard").write_text("in the way")
-    with caplog.at_level(logging.WARNING, logger="ray_app.track.tensorboard"):
+    with caplog.at_level(logging.WARNING, logger="ray_app.track.tracker"):
         event_writer = EventFileWriter(run.paths, run.config)
         event_writer.start()
         wait_until(lambda: caplog.records, "no warning was logged")
