@@ -12,10 +12,10 @@ from ray_app.cli.main import exit_code
 from ray_app.config.config import Config
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError
-from ray_app.retrain.champion import roll_back
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.retraining import EXIT_CODES, retrain
 from ray_app.retrain.rounds import RetrainPaths, read_audit_entries
+from ray_app.retrain.situation import roll_back
 from ray_app.runlog.redaction import redact, register_secrets
 
 _DESCRIPTION = (

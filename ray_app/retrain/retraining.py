@@ -34,7 +34,6 @@ from ray_app.models.registry import (
     versions_with_tag,
 )
 from ray_app.preflight.prepare import prepare
-from ray_app.retrain.champion import KEY_TAG, acquire_alias_lease, fetch_package, record_rollbacks
 from ray_app.retrain.gate import (
     GUARD_METRIC,
     MAX_BLOCKS,
@@ -57,7 +56,16 @@ from ray_app.retrain.rounds import (
     open_rounds,
     read_delivery,
 )
-from ray_app.retrain.situation import Situation, TriggerDecision, gate_request, load_champion
+from ray_app.retrain.situation import (
+    KEY_TAG,
+    Situation,
+    TriggerDecision,
+    acquire_alias_lease,
+    fetch_package,
+    gate_request,
+    load_champion,
+    record_rollbacks,
+)
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.lease import Lease, acquire_lease, check_lease, remove_old_fences
 from ray_app.runlog.paths import RunPaths

@@ -41,7 +41,6 @@ from ray_app.models.registry import Version, load_parameters
 from ray_app.plan.manifest import Manifest
 from ray_app.retrain import gate
 from ray_app.retrain import gate as comparison
-from ray_app.retrain.champion import Champion
 from ray_app.retrain.gate import (
     ClassRecall,
     GateFigures,
@@ -84,7 +83,7 @@ from ray_app.retrain.rounds import (
     read_audit_entries,
     read_delivery,
 )
-from ray_app.retrain.situation import TriggerFacts, decide_trigger
+from ray_app.retrain.situation import Champion, TriggerFacts, decide_trigger
 from ray_app.storage.files import to_location
 from ray_app.task.metrics import Chunk, combine, resample, score
 from ray_app.task.tabular import TabularClassification, TabularRegression

@@ -12,8 +12,8 @@ from ray_app.errors import RegistryError
 from ray_app.models import registry
 from ray_app.models.registry import champion_of, promote, rollback, rollbacks
 from ray_app.retrain import rounds
-from ray_app.retrain.champion import record_rollbacks, roll_back
 from ray_app.retrain.rounds import RetrainPaths, read_audit_entries
+from ray_app.retrain.situation import record_rollbacks, roll_back
 from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_all_json

@@ -21,12 +21,11 @@ from ray_app.data import parquet_files
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.models.registry import champion_of, promote
 from ray_app.retrain import profile, rounds
-from ray_app.retrain.champion import KEY_TAG, Champion, acquire_alias_lease
 from ray_app.retrain.gate import GateFigures
 from ray_app.retrain.options import RetrainSection
 from ray_app.retrain.retraining import Outcome, retrain
 from ray_app.retrain.rounds import RetrainPaths, make_inputs, read_audit_entries, read_delivery
-from ray_app.retrain.situation import load_champion
+from ray_app.retrain.situation import KEY_TAG, Champion, acquire_alias_lease, load_champion
 from ray_app.runlog.lease import LeaseHolder, LeaseRecord, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_files, put_json
