@@ -55,8 +55,8 @@ from ray_app.train.checkpointing.step_log import record_fallback
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, Phase, RendezvousStatus
 from ray_app.version import __version__
+from ray_app.watch.metrics import RunMetrics
 from ray_app.watch.observers import Observers
-from ray_app.watch.prometheus import RunMetrics
 from ray_app.watch.terminal import RunConsole, SafeConsole, print_end
 
 logger = logging.getLogger(__name__)

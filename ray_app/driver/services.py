@@ -21,9 +21,8 @@ from ray_app.preflight.changes import fill_defaults
 from ray_app.track.mlflow_client import DataSet
 from ray_app.track.tracker import Tracker, make_run_tags
 from ray_app.train.job import Job
-from ray_app.watch.node_sampler import NodeSampler
+from ray_app.watch.metrics import NodeSampler, RunMetrics
 from ray_app.watch.observers import Observer
-from ray_app.watch.prometheus import RunMetrics
 from ray_app.watch.terminal import SafeConsole
 
 if TYPE_CHECKING:

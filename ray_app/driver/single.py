@@ -22,8 +22,7 @@ from ray_app.task.environment import restore_process_state
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
-from ray_app.watch.node_sampler import NodeSampler
-from ray_app.watch.prometheus import RunMetrics
+from ray_app.watch.metrics import NodeSampler, RunMetrics
 from ray_app.watch.terminal import RunConsole, SafeConsole
 
 

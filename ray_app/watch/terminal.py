@@ -35,7 +35,7 @@ from ray_app.runlog.output import NewLines
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s
 from ray_app.train.job import Job
-from ray_app.watch.prometheus import RunMetrics, Speed
+from ray_app.watch.metrics import RunMetrics, Speed
 
 
 class LiveLine:

@@ -13,7 +13,7 @@ SCRIPT = """
 import sys, time, ray
 from pathlib import Path
 from ray_app.drill.cluster import open_drill_cluster
-from ray_app.watch.node_sampler import NodeSampler
+from ray_app.watch.metrics import NodeSampler
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.node_metrics import read_samples
 

@@ -20,7 +20,7 @@ from ray_app.runlog.node_metrics import NodeSample, join_samples, put_sample, re
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, list_files
 from ray_app.track.mlflow_client import Backlog, SentState
-from ray_app.watch.node_sampler import NodeSampler
+from ray_app.watch.metrics import NodeSampler
 
 
 @pytest.fixture

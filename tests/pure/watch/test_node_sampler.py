@@ -14,7 +14,7 @@ from ray_app.config.checks import check_config
 from ray_app.config.config import Config
 from ray_app.driver import services
 from ray_app.errors import ConfigError
-from ray_app.watch.node_sampler import _free_name
+from ray_app.watch.metrics import _free_name
 
 
 def test_nodes_that_share_an_address_have_different_names() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ray_app.runlog.history import goodput
 from ray_app.runlog.journal import StepRecord
-from ray_app.watch.prometheus import RunMetrics, Speed
+from ray_app.watch.metrics import RunMetrics, Speed
 
 ROWS, STEP_S = 16, 0.1
 

@@ -13,7 +13,7 @@ from ray_app import load_config, run_training
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import newest_record
 from ray_app.train.job import Hooks, Job
-from ray_app.watch.prometheus import METRICS, RunMetrics
+from ray_app.watch.metrics import METRICS, RunMetrics
 from tests.support.injector import HoldEvaluations, HoldSteps, KillAtPhase
 from tests.support.paths import ROOT
 from tests.support.prometheus import exported_metrics, find_prometheus, start_prometheus
