@@ -25,6 +25,7 @@ COMMANDS = {
     "ingest": "turn raw data into folders of Parquet shards",
     "check": "try a task on some rows, in seconds and without a cluster",
     "train": "train a configuration; the number of workers does not change the result",
+    "launch": "make a Ray cluster of the machines of a scheduler, and train on it: called on each of them",
     "submit": "submit a run to a Ray cluster, after checks that find what would stop it there",
     "evaluate": "evaluate the checkpoints of a run, also while it trains",
     "watch": "show runs as they are now, on the terminal and as a page",

@@ -29,24 +29,16 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-class Hosts:
-    """A head node without CPUs in the namespace of the test, and hosts with CPUs.
+class Namespaces:
+    """Hosts on one bridge, with the addresses 10.213.77.11, 10.213.77.12 ...
 
     Args:
-        cpus: Logical CPUs of each host.
+        count: Number of hosts.
     """
 
-    def __init__(self, cpus: list[int]) -> None:
-        self._names = [f"rayapp-h{i}" for i in range(1, len(cpus) + 1)]
+    def __init__(self, count: int) -> None:
+        self._names = [f"rayapp-h{i}" for i in range(1, count + 1)]
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.address = f"{_NET}.1:{_PORT}"
-        self._environment = {
-            **os.environ,
-            "RAY_AUTH_MODE": "disabled",
-            "RAY_health_check_period_ms": "1000",
-            "RAY_health_check_timeout_ms": "2000",
-            "RAY_health_check_failure_threshold": "3",
-        }
         self._clean()
         _run("ip", "link", "add", "rayapp-br", "type", "bridge")
         _run("ip", "addr", "add", f"{_NET}.1/24", "dev", "rayapp-br")
@@ -58,6 +50,60 @@ class Hosts:
             _run("ip", "-n", name, "addr", "add", f"{_NET}.{10 + i}/24", "dev", "eth0")
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
+
+    def popen(self, host: int, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Starts a command on a host, counted from 1; `close` ends it."""
+        process = subprocess.Popen(["ip", "netns", "exec", self._names[host - 1], *command], env=environment)
+        self._processes.append(process)
+        return process
+
+    def address_of(self, host: int) -> str:
+        """Returns the address of a host."""
+        return f"{_NET}.{10 + host}"
+
+    def process_count(self, host: int) -> int:
+        """Returns the number of processes on a host."""
+        return len(_run("ip", "netns", "pids", self._names[host - 1]).split())
+
+    def close(self) -> None:
+        """Ends the processes of this cluster, and removes the network."""
+        for process in reversed(self._processes):
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self._clean()
+
+    def _clean(self) -> None:
+        for name in self._names:
+            pids = subprocess.run(
+                ["ip", "netns", "pids", name], check=False, capture_output=True, text=True
+            ).stdout.split()
+            for pid in pids:
+                subprocess.run(["kill", "-9", pid], check=False)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", "rayapp-br"], check=False, capture_output=True)
+
+
+class Hosts(Namespaces):
+    """A head node without CPUs in the namespace of the test, and hosts with CPUs.
+
+    Args:
+        cpus: Logical CPUs of each host.
+    """
+
+    def __init__(self, cpus: list[int]) -> None:
+        super().__init__(len(cpus))
+        self.address = f"{_NET}.1:{_PORT}"
+        self._environment = {
+            **os.environ,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_timeout_ms": "2000",
+            "RAY_health_check_failure_threshold": "3",
+        }
         head = ["--head", f"--port={_PORT}", f"--node-ip-address={_NET}.1", "--num-cpus=0", "--include-dashboard=false"]
         self._start([], head)
         for i, (name, count) in enumerate(zip(self._names, cpus, strict=True), 1):
@@ -121,24 +167,3 @@ class Hosts:
             f"import socket; socket.create_connection(('{_NET}.1', {_PORT}), 2)",
         ]
         return subprocess.run(command, check=False, capture_output=True).returncode == 0
-
-    def close(self) -> None:
-        """Ends the processes of this cluster, and removes the network."""
-        for process in reversed(self._processes):
-            process.terminate()
-        for process in self._processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        self._clean()
-
-    def _clean(self) -> None:
-        for name in self._names:
-            pids = subprocess.run(
-                ["ip", "netns", "pids", name], check=False, capture_output=True, text=True
-            ).stdout.split()
-            for pid in pids:
-                subprocess.run(["kill", "-9", pid], check=False)
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "del", "rayapp-br"], check=False, capture_output=True)

@@ -1,0 +1,376 @@
+"""The command `ray-app launch`: called on every machine, it makes a Ray cluster of them and trains on it.
+
+The machines are those of the variables of a scheduler: `TF_CONFIG`, the variables of torchrun and Kubeflow, or those of
+SLURM. The first machine starts Ray's head node and trains, the others join its cluster. Each keeps a connection to the
+first one, which sends `ready` once Ray's head node answers and `exit CODE` at the end of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import product
+
+from ray_app.cli import train
+from ray_app.cli.main import exit_code
+from ray_app.driver.parsing import parse_with_sections
+from ray_app.errors import ConfigError, RayAppError
+
+_DESCRIPTION = "Called on every machine of a job, makes a Ray cluster of them and trains a configuration on it."
+_FORM_S = 600.0
+"""Seconds for which a machine waits until all have joined."""
+_STOP_S = 25.0
+"""Seconds that another machine than the first waits for the end of the run after SIGTERM.
+
+SLURM kills a job 30 s after it.
+"""
+_POLL_S = 0.5
+_TASK_TYPES = ("chief", "master", "worker", "ps", "evaluator")
+"""The types of tasks of `TF_CONFIG`, in the order in which their machines are numbered."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a launch, from the view of one of them.
+
+    Args:
+        first: Name or address of the first machine.
+        port: Port of Ray's head node there; the command itself uses the next one.
+        rank: Number of this machine, from 0.
+        size: Number of machines.
+    """
+
+    first: str
+    port: int
+    rank: int
+    size: int
+
+
+def read_machines(variables: Mapping[str, str]) -> Machines:
+    """Returns the machines that the environment variables of a scheduler describe.
+
+    Raises:
+        ConfigError: The variables describe no machines, or several processes on one.
+    """
+    if "TF_CONFIG" in variables:
+        return _from_tf_config(variables["TF_CONFIG"])
+    if {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= variables.keys():
+        return _from_torch(variables)
+    if "SLURM_JOB_ID" in variables:
+        return _from_slurm(variables)
+    raise ConfigError(
+        "No variables say which machines there are: TF_CONFIG, or MASTER_ADDR, RANK and WORLD_SIZE (torchrun,"
+        " Kubeflow), or those of SLURM in a call by srun. On one machine, or in a running Ray cluster, use ray-app"
+        " train."
+    )
+
+
+def _from_tf_config(text: str) -> Machines:
+    try:
+        spec = json.loads(text)
+        addresses = {
+            (kind, index): str(address)
+            for kind in sorted(spec["cluster"], key=_TASK_TYPES.index)
+            for index, address in enumerate(spec["cluster"][kind])
+        }
+        rank = [*addresses].index((spec["task"]["type"], int(spec["task"]["index"])))
+        hosts, ports = zip(*(address.rsplit(":", 1) for address in addresses.values()), strict=True)
+        machines = Machines(hosts[0], int(ports[0]), rank, len(addresses))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"TF_CONFIG is {text!r}, which names no machines: {type(error).__name__}: {error}. It must be such as"
+            ' {"cluster": {"worker": ["a:12345", "b:12345"]}, "task": {"type": "worker", "index": 0}}.'
+        ) from error
+    if len(set(hosts)) < len(hosts):
+        raise ConfigError(
+            f"TF_CONFIG names a machine several times: {', '.join(hosts)}. Start one ray-app launch on each; it uses"
+            " all GPUs there."
+        )
+    return machines
+
+
+def _from_torch(variables: Mapping[str, str]) -> Machines:
+    if variables.get("LOCAL_WORLD_SIZE", "1") != "1" or variables.get("LOCAL_RANK", "0") != "0":
+        raise ConfigError(
+            "Several processes are on this machine (LOCAL_WORLD_SIZE, LOCAL_RANK). Start one ray-app launch on each,"
+            " with torchrun by --nproc-per-node=1; it uses all GPUs there."
+        )
+    rank, size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
+    port = _number(variables, "MASTER_PORT", "29500")
+    # The store of torchrun listens at MASTER_PORT.
+    return Machines(variables["MASTER_ADDR"], port + ("TORCHELASTIC_RUN_ID" in variables), rank, size)
+
+
+def _from_slurm(variables: Mapping[str, str]) -> Machines:
+    hosts = expand_hosts(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", ""))
+    if "SLURM_STEP_NODELIST" not in variables and len(hosts) > 1:
+        raise ConfigError(
+            f"The job has {len(hosts)} nodes, and this is its batch script, which runs on one of them. Call it by srun:"
+            " srun --ntasks-per-node=1 ray-app launch ..."
+        )
+    rank, size = _number(variables, "SLURM_PROCID", "0"), len(hosts)
+    tasks = _number(variables, "SLURM_STEP_NUM_TASKS", str(size))
+    if tasks != size:
+        raise ConfigError(
+            f"srun starts {tasks} tasks on {size} nodes. Start one ray-app launch on each (srun --ntasks-per-node=1);"
+            " it uses all CPUs and GPUs of the job there."
+        )
+    # Jobs that share a node have other ports, below those that the system gives to connections.
+    return Machines(hosts[0], 20_000 + 2 * (_number(variables, "SLURM_JOB_ID") % 6000), rank, size)
+
+
+def _number(variables: Mapping[str, str], name: str, default: str = "") -> int:
+    value = variables.get(name, default)
+    if not value.isdecimal():
+        raise ConfigError(f"{name} is {value!r}; it must be a number. Unset it, or correct it.")
+    return int(value)
+
+
+def expand_hosts(nodes: str) -> list[str]:
+    """Returns the names of a node list of SLURM, such as `gpu[01-03,07],login`, in its order.
+
+    Raises:
+        ConfigError: The list is empty or cannot be read.
+    """
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes):
+        # The odd parts are in brackets.
+        parts = re.split(r"\[([^\]]*)\]", item)
+        hosts += map("".join, product(*(_expand_range(p) if i % 2 else [p] for i, p in enumerate(parts))))
+    if not hosts:
+        raise ConfigError(f"SLURM_JOB_NODELIST is {nodes!r}, which names no nodes.")
+    return hosts
+
+
+def _expand_range(text: str) -> list[str]:
+    names: list[str] = []
+    for item in text.split(","):
+        low, _, high = item.partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal():
+            raise ConfigError(f"SLURM_JOB_NODELIST has [{text}]; in brackets are numbers and ranges, such as 01-03,07.")
+        names += [f"{number:0{len(low)}}" for number in range(int(low), int(high or low) + 1)]
+    return names
+
+
+class _Followers:
+    """The connections of the other machines to the first one.
+
+    Args:
+        address: The address and port at which the first machine listens.
+    """
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._listener = socket.create_server(address)
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
+        self._sent = b""
+        threading.Thread(target=self._accept, name="followers", daemon=True).start()
+
+    def _accept(self) -> None:
+        # Closing the listener ends the loop.
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.settimeout(10)
+                with self._lock:
+                    self._connections.append(connection)
+                    with suppress(OSError):
+                        connection.sendall(self._sent)
+
+    def send(self, message: str) -> None:
+        """Sends a line to all machines, also to those that connect later."""
+        with self._lock:
+            line = f"{message}\n".encode()
+            self._sent += line
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.sendall(line)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._listener.close()
+        with self._lock:
+            for connection in self._connections:
+                connection.close()
+
+
+@contextmanager
+def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
+    """Runs Ray's processes of this machine inside the block.
+
+    Args:
+        options: Further options of `ray start`.
+
+    Yields:
+        A function that raises `RayAppError` if these processes have ended.
+    """
+    # SLURM may give a job some of the CPUs of a node, and Ray counts all.
+    cpus = [f"--num-cpus={count}"] if (count := os.environ.get("SLURM_CPUS_ON_NODE")) else []
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--block",
+        "--disable-usage-stats",
+        *options,
+        *cpus,
+    ]
+    with tempfile.TemporaryFile("w+") as output:
+        # In a session of its own, so that Ctrl-C and the signals of a scheduler reach the command alone.
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+
+        def check() -> None:
+            if process.poll() is not None:
+                output.seek(0)
+                raise RayAppError(f"ray start {' '.join(options)} ended: {output.read()[-2000:].strip()}")
+
+        try:
+            yield check
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _lead(machines: Machines, arguments: list[str], prog: str) -> int:
+    """Starts Ray's head node, waits for all machines, and trains; returns the exit code of the run."""
+    import ray
+
+    address = socket.gethostbyname(machines.first)
+    # Some machines resolve their own name to an address that others cannot reach.
+    if address.startswith("127."):
+        address = ray.util.get_node_ip_address()
+    ray_address = f"{address}:{machines.port}"
+    head = ["--head", f"--node-ip-address={address}", f"--port={machines.port}", "--include-dashboard=false"]
+    with closing(_Followers((address, machines.port + 1))) as followers, _ray_node(head) as check:
+        code = train.EXIT_CODES["failed"]
+        try:
+            try:
+                _wait(lambda: _is_connected(ray_address), check, "for Ray's head node")
+                followers.send("ready")
+                _wait(
+                    lambda: sum(node["Alive"] for node in ray.nodes()) >= machines.size,
+                    check,
+                    f"until all {machines.size} machines have joined",
+                )
+            finally:
+                ray.shutdown()
+            os.environ["RAY_ADDRESS"] = ray_address
+            code = train.main(arguments, prog)
+        except KeyboardInterrupt:
+            code = train.EXIT_CODES["interrupted"]
+            raise
+        finally:
+            # The other machines leave before the head node ends.
+            followers.send(f"exit {code}")
+    return code
+
+
+def _follow(machines: Machines) -> int:
+    """Joins the cluster of the first machine; returns the exit code of the run."""
+    deadline_s = time.monotonic() + _FORM_S
+    while True:
+        try:
+            connection = socket.create_connection((machines.first, machines.port + 1), 10)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise RayAppError(
+                    f"The first machine, {machines.first}, does not answer at port {machines.port + 1}: {error}"
+                ) from error
+            time.sleep(_POLL_S)
+    connection.settimeout(_FORM_S)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Without a buffer, so that `select` shows each line.
+    with connection, connection.makefile("rb", buffering=0) as lines:
+        if lines.readline() != b"ready\n":
+            raise RayAppError(f"The first machine, {machines.first}, ended before Ray's head node answered; see there.")
+        address = f"{socket.gethostbyname(machines.first)}:{machines.port}"
+        with _ray_node([f"--address={address}"]) as check:
+            _wait_for_end(connection, check)
+            line = lines.readline().split()
+    if len(line) != 2:
+        raise RayAppError(f"The first machine, {machines.first}, is gone.")
+    return int(line[1])
+
+
+def _wait_for_end(connection: socket.socket, check: Callable[[], None]) -> None:
+    """Waits for the end of the run, after a first SIGTERM or Ctrl-C for at most 25 s.
+
+    A scheduler sends the signal to all machines, and the first one then ends the run with a checkpoint.
+    """
+    stop_s = math.inf
+    while True:
+        try:
+            if select.select([connection], [], [], _POLL_S)[0]:
+                return
+            check()
+        except KeyboardInterrupt:
+            if stop_s < math.inf:
+                raise
+            stop_s = time.monotonic() + _STOP_S
+        if time.monotonic() > stop_s:
+            raise KeyboardInterrupt
+
+
+def _wait(is_done: Callable[[], bool], check: Callable[[], None], purpose: str) -> None:
+    """Waits for a condition; `check` raises if it can no longer hold.
+
+    Raises:
+        RayAppError: The condition does not hold in time.
+    """
+    deadline_s = time.monotonic() + _FORM_S
+    while not is_done():
+        check()
+        if time.monotonic() > deadline_s:
+            raise RayAppError(f"Waited {_FORM_S:g} s {purpose}, in vain. Look at the output on the other machines.")
+        time.sleep(_POLL_S)
+
+
+def _is_connected(address: str) -> bool:
+    """Connects to Ray's head node, and returns whether it answers."""
+    import ray
+
+    host, port = address.rsplit(":", 1)
+    try:
+        # A connection of Ray to a port at which nothing listens takes a while to fail.
+        socket.create_connection((host, int(port)), 1).close()
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
+    except ray.exceptions.AuthenticationError:
+        raise
+    # Ray raises errors of several types until the head node has registered itself.
+    except Exception:
+        return False
+    return True
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app launch") -> int:
+    """Runs `ray-app launch`, with the arguments of `ray-app train`; every machine returns the exit code of the run."""
+    command_line = sys.argv[1:] if arguments is None else arguments
+
+    def work() -> int:
+        # Every machine refuses a wrong configuration by itself, before anything starts.
+        parse_with_sections(command_line, {}, prog, description=_DESCRIPTION)
+        machines = read_machines(os.environ)
+        if machines.size == 1:
+            return train.main(command_line, prog)
+        return _follow(machines) if machines.rank else _lead(machines, command_line, prog)
+
+    return exit_code(work, "The launch failed")

@@ -1,0 +1,72 @@
+"""The machines that `ray-app launch` reads from the variables of schedulers."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from ray_app.cli.launch import Machines, expand_hosts, read_machines
+from ray_app.errors import ConfigError
+
+
+def tf_config(kind: str = "worker", index: Any = 1, **cluster: list[str]) -> dict[str, str]:
+    spec = {"cluster": cluster or {"worker": ["a:1234", "b:1234"]}, "task": {"type": kind, "index": index}}
+    return {"TF_CONFIG": json.dumps(spec)}
+
+
+TORCH = {"MASTER_ADDR": "a", "MASTER_PORT": "29400", "RANK": "1", "WORLD_SIZE": "4"}
+SLURM = {"SLURM_JOB_ID": "6001", "SLURM_JOB_NODELIST": "n[1-3]"}
+STEP = SLURM | {"SLURM_STEP_NODELIST": "n[2-3]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "machines"),
+    [
+        (tf_config(), Machines("a", 1234, 1, 2)),
+        (tf_config(worker=["b:1", "c:1"], chief=["a:5"], ps=["d:1"]), Machines("a", 5, 2, 4)),
+        (TORCH, Machines("a", 29400, 1, 4)),
+        (TORCH | {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"}, Machines("a", 29401, 1, 4)),
+        (STEP, Machines("n2", 20_002, 1, 2)),
+        (STEP | TORCH, Machines("a", 29400, 1, 4)),
+        (SLURM | {"SLURM_JOB_NODELIST": "n7"}, Machines("n7", 20_002, 0, 1)),
+    ],
+)
+def test_the_machines_are_those_of_the_scheduler(variables: dict[str, str], machines: Machines) -> None:
+    assert read_machines(variables) == machines
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "No variables say which machines there are"),
+        ({"TF_CONFIG": "worker"}, "TF_CONFIG is 'worker', which names no machines: JSONDecodeError"),
+        (tf_config(index=2), "which names no machines: ValueError"),
+        (tf_config(worker=["a", "b"]), "which names no machines: ValueError"),
+        (tf_config(gpu=["a:1"]), "which names no machines: ValueError"),
+        (tf_config(worker=["a:1", "a:2"]), "TF_CONFIG names a machine several times: a, a"),
+        (TORCH | {"LOCAL_WORLD_SIZE": "2"}, "--nproc-per-node=1"),
+        (TORCH | {"RANK": "first"}, "RANK is 'first'; it must be a number"),
+        (SLURM, "The job has 3 nodes, and this is its batch script"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "srun starts 4 tasks on 2 nodes"),
+        (SLURM | {"SLURM_JOB_NODELIST": ""}, "which names no nodes"),
+        (SLURM | {"SLURM_JOB_NODELIST": "n[a-b]"}, "SLURM_JOB_NODELIST has [a-b]"),
+    ],
+)
+def test_variables_without_machines_are_refused(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_machines(variables)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts"),
+    [
+        ("gpu[01-03,07],login", ["gpu01", "gpu02", "gpu03", "gpu07", "login"]),
+        ("r[1-2]n[8-10]", ["r1n8", "r1n9", "r1n10", "r2n8", "r2n9", "r2n10"]),
+        ("a.example.org", ["a.example.org"]),
+    ],
+)
+def test_node_lists_of_slurm_are_expanded(nodes: str, hosts: list[str]) -> None:
+    assert expand_hosts(nodes) == hosts
