@@ -227,7 +227,7 @@ def _execute(pool: ActorPool, reader: Reader, specs: Sequence[ReadSpec]) -> Iter
     with warnings.catch_warnings():
         # The same warning as in `_open_ray_dataset`.
         warnings.simplefilter("ignore", DeprecationWarning)
-        mapped = dataset.map_batches(
+        mapped = _map_blocks(dataset)(
             pool.actor_class,
             fn_constructor_args=pool.arguments,
             batch_size=None,
@@ -238,6 +238,15 @@ def _execute(pool: ActorPool, reader: Reader, specs: Sequence[ReadSpec]) -> Iter
             max_restarts=0,
         )
     yield from mapped.iter_rows()
+
+
+def _map_blocks(dataset: ray.data.Dataset) -> Callable[..., ray.data.Dataset]:
+    """Returns `Dataset.map_batches` for `batch_size=None`, a whole block at a time, which it refuses with GPUs.
+
+    Ray's own `map_groups` calls the same method, which has had two names.
+    """
+    names = ("map_batches_internal", "_map_batches_without_batch_size_validation")
+    return next(getattr(dataset, name) for name in names if hasattr(dataset, name))
 
 
 def silence_ray_data() -> Any:
