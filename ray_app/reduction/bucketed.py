@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ray_app.config.import_paths import load_class
 from ray_app.config.sections import TrainSection
-from ray_app.devices import kind_of
+from ray_app.devices import HOST, HOST_GROUP, kind_of
 from ray_app.errors import ConfigError
 from ray_app.reduction.base import (
     GradientReducer,
@@ -51,6 +51,16 @@ _ALIGNED_BYTES = 64
 A GPU adds up the norm of a gradient in another order if its memory is not aligned. Without padding the alignment, and
 with it the norm, would depend on the parameters before it in the bucket, and so on `bucket_mb`.
 """
+
+
+def _memory_of_buckets(device: torch.device, world: World) -> torch.device:
+    """Returns the device on which the gradients of parameters on `device` are added and sent.
+
+    It is the host, unless the device carries its collectives itself. With one worker nothing is sent, but kinds of
+    devices without collectives may round sums as the host does not, and the number of workers must not show.
+    """
+    is_sent = world.size > 1 or kind_of(device).group_backend == HOST_GROUP
+    return HOST if is_sent and not world.has_device_collectives else device
 
 
 class Bucket:
@@ -84,8 +94,9 @@ class Bucket:
         gaps = [-p.numel() % unit for p in parameters]
         self.numel = sum(p.numel() + gap for p, gap in zip(parameters, gaps, strict=True))
         self.shard_numel = -(-self.numel // world.size)
-        self.result = torch.zeros(self.shard_numel * world.size, dtype=first.dtype, device=first.device)
-        zeros = self.result.new_zeros(unit)
+        memory = _memory_of_buckets(first.device, world)
+        self.result = torch.zeros(self.shard_numel * world.size, dtype=first.dtype, device=memory)
+        zeros = torch.zeros(unit, dtype=first.dtype, device=first.device)
         self._gaps = [zeros[:gap] if gap else None for gap in gaps]
         self.views, offset = [], 0
         for p, gap in zip(parameters, gaps, strict=True):
@@ -95,9 +106,9 @@ class Bucket:
         self._parents = tree_parents(world.logical_workers)
         self.tree = TreeSum(self._parents)
         self._free_memory: list[Tensor] = []
-        pool = BufferPool(first.device)
+        pool = BufferPool(memory)
         self.get_buffer = pool.get
-        self.is_direct = not world.has_device_collectives and kind_of(first.device).is_host
+        self.is_direct = not world.has_device_collectives and kind_of(memory).is_host
         self._transport: Transport
         if self.is_direct:
             self._transport = DirectTransport(pool, world.rank, number)
@@ -129,7 +140,10 @@ class Bucket:
             for part in (value.reshape(-1), gap)
             if part is not None
         ]
-        torch.cat(parts, out=flat[: self.numel])
+        if flat.device == parts[0].device:
+            torch.cat(parts, out=flat[: self.numel])
+        else:
+            flat[: self.numel].copy_(torch.cat(parts))
         self._free_memory += self.tree.push((logical_worker, logical_worker + 1), flat)
 
     def reset(self) -> None:
@@ -306,7 +320,7 @@ class BucketedReducer(GradientReducer):
                 for bucket in self._buckets:
                     self._send(bucket)
                 self._receive()
-        return [totals[p].clone() for p in self._parameters]
+        return [totals[p].to(p.device, copy=True) for p in self._parameters]
 
     def _begin(self, logical_worker: int) -> None:
         """Clears the gradients before a logical worker, and the sums before the rank's first one."""
@@ -463,7 +477,7 @@ class BucketedReducer(GradientReducer):
                 self._receive()
         for bucket in self._buckets:
             for p, view in zip(bucket.parameters, bucket.views, strict=True):
-                p.grad = view
+                p.grad = view.to(p.device)
 
     def _receive(self) -> None:
         """Advances all buckets until they are reduced.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
-from ray_app.devices import kind_of
+from ray_app.devices import HOST, kind_of
 from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, checksum, gather, launch_guard
@@ -70,7 +70,8 @@ class ReplicaBuffers:
             if shared and buffer is not None
         ]
         # The buffers at the start of the step, those after logical worker 0, and the memory of the broadcast.
-        self._start, self._first_worker, self._broadcast = (self._buffers.like() for _ in range(3))
+        self._start, self._first_worker = (self._buffers.like() for _ in range(2))
+        self._broadcast = self._buffers.like(is_on_host=not world.has_device_collectives)
         self._has_first_worker = False
         self._has_broadcast = world.size > 1 and self._broadcast.memory.numel() > 0
         self._pending: dist.Work | None = None
@@ -183,12 +184,11 @@ class TensorGroup:
         for tensor in tensors:
             self._by_dtype.setdefault(tensor.dtype, []).append(tensor)
 
-    def like(self) -> TensorGroup:
-        """Returns a group of zeros of the same shapes and dtypes, in one allocation."""
+    def like(self, is_on_host: bool = False) -> TensorGroup:
+        """Returns a group of zeros of the same shapes and dtypes, in one allocation, on the same device or the host."""
         ends = list(accumulate(-(-t.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for t in self._tensors))
-        memory = torch.zeros(
-            ends[-1] if ends else 0, dtype=torch.uint8, device=self._tensors[0].device if ends else None
-        )
+        device = HOST if is_on_host or not ends else self._tensors[0].device
+        memory = torch.zeros(ends[-1] if ends else 0, dtype=torch.uint8, device=device)
         parts = [
             memory[at : at + t.nbytes].view(t.dtype).view(t.shape)
             for at, t in zip([0, *ends], self._tensors, strict=False)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.sections import TrainSection
-from ray_app.devices import kind_of
+from ray_app.devices import HOST, kind_of
 from ray_app.reduction.base import World, launch_guard
 from ray_app.train.state.parameters import ordered_parameters
 from ray_app.train.state.state import NO_STATE, Placement, StateSync, TrainingState
@@ -135,11 +135,17 @@ class CentralPlacement(Placement):
             buffers.copy(TensorGroup(list(state.master.buffers())))
             self._has_newer_buffers = False
         if world.size > 1:
-            sent = buffers.like()
+            is_on_host = not world.has_device_collectives
+            sent = buffers.like(is_on_host)
             sent.copy(buffers)
+            # Without collectives of the device, parameters on it travel as copies in the memory of the host.
+            copies = [p.to(HOST) if is_on_host else p for p in parameters]
             with launch_guard(world)():
-                for work in [dist.broadcast(p, 0, async_op=True) for p in (*parameters, sent.memory) if p.numel()]:
+                for work in [dist.broadcast(p, 0, async_op=True) for p in (*copies, sent.memory) if p.numel()]:
                     work.wait()  # type: ignore[union-attr]
+            for p, received in zip(parameters, copies, strict=True):
+                if is_on_host and p.device != HOST:
+                    p.copy_(received)
             buffers.copy(sent)
         self._received = state.step, averaged
 
