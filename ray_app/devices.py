@@ -315,6 +315,42 @@ class CudaKind(DeviceKind):
         return CudaGraphBackend(device)
 
 
+class TpuKind(DeviceKind):
+    """TPUs of Google, by the library `torch_tpu`. Nothing has run on one; the simulated devices of the tests stand in.
+
+    Gradients travel through the memory of the host, since a generation of workers has to form anew at any step, and
+    libtpu's own collectives need the whole slice.
+    """
+
+    has_streams = False
+    ray_resource = "TPU"
+    visible_variable = "TPU_VISIBLE_CHIPS"
+
+    def set_up_kernels(self, device: torch.device, deterministic: bool) -> None:
+        """Multiplies float32 in float32 instead of bfloat16 where bits count, see `DeviceKind.set_up_kernels`."""
+        del device
+        if deterministic:
+            torch.set_float32_matmul_precision("highest")
+
+    def make_timers(self, count: int) -> list[Any] | None:
+        """Returns None: there are no events of a device that the host could read the time of."""
+        del count
+        return None
+
+    def synchronize_stream(self, device: torch.device) -> None:
+        """Waits for all work of a device, see `DeviceKind.synchronize_stream`."""
+        self.synchronize(device)
+
+    def missing_for_compilation(self) -> str | None:
+        """Returns None: XLA compiles by itself."""
+        return None
+
+    @property
+    def group_backend(self) -> str:
+        """See `DeviceKind.group_backend`."""
+        return HOST_GROUP
+
+
 class _Kinds(dict[str, DeviceKind]):
     """Kinds by name; a kind that has no entry gets one when it is first asked for."""
 
@@ -323,7 +359,9 @@ class _Kinds(dict[str, DeviceKind]):
         return self[name]
 
 
-KINDS: dict[str, DeviceKind] = _Kinds({kind.name: kind for kind in (HostKind(HOST.type), CudaKind("cuda"))})
+KINDS: dict[str, DeviceKind] = _Kinds(
+    {kind.name: kind for kind in (HostKind(HOST.type), CudaKind("cuda"), TpuKind("tpu"))}
+)
 """The kinds by `torch.device.type`."""
 DETERMINISTIC_VARIABLES = {_WORKSPACE: ":4096:8"}
 """Environment variables without which a library of a device is not deterministic, with their values.
@@ -338,7 +376,7 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def accelerator() -> DeviceKind:
-    """Returns the kind of the devices that `scaling.gpus_per_worker` reserves: torch's accelerator, by default CUDA."""
+    """Returns the kind of the devices that a worker reserves: torch's accelerator, by default CUDA."""
     current = torch.accelerator.current_accelerator()
     return KINDS[current.type if current is not None else "cuda"]
 
@@ -350,7 +388,7 @@ def assigned_device(ids: Sequence[int | str]) -> torch.device:
     all workers of the node, and with `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` Ray does not change which are.
 
     Args:
-        ids: The result of `ray.get_gpu_ids`.
+        ids: Ray's ids of the accelerators that it assigned, such as the result of `ray.get_gpu_ids`.
     """
     kind = accelerator()
     assigned, visible = str(ids[0]) if ids else "0", os.environ.get(kind.visible_variable)
@@ -363,8 +401,11 @@ def assigned_device(ids: Sequence[int | str]) -> torch.device:
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copies values of the host, such as random numbers of the rows, to a device without synchronizing with it."""
+    kind = KINDS[device.type]
+    if not kind.has_streams:
+        return values.to(device)
     # A copy from memory that is not page-locked would wait for the device.
-    return values if KINDS[device.type].is_host else values.pin_memory().to(device, non_blocking=True)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def constant_tensor(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -29,6 +29,7 @@ from ray_app.cluster.ray_private import TESTED_RAY, is_tested, use_stable_run_id
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
 from ray_app.config.config import Config
+from ray_app.config.sections import ScalingSection
 from ray_app.data.memory_cache import MemoryCacheHandle
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Fetch, choose_fetch
@@ -277,16 +278,15 @@ def _trainer_options(
 ) -> dict[str, Any]:
     """Returns the keyword arguments of `TorchTrainer` for a number of workers, or the least and the largest number."""
     job, scaling = args.job, args.job.config.scaling
-    resources = {"CPU": scaling.cpus_per_worker, "GPU": scaling.worker_gpus}
     # The budget counts failures. Preemptions have a limit of their own from Ray 2.58 on.
     limits = {"max_failures", "max_preemption_failures"} & {field.name for field in fields(FailureConfig)}
     return {
         "train_loop_config": {"args": ray.put(args)},
         "torch_config": RendezvousTorchConfig(recovers_in_place=args.recovers_in_place),
-        "scaling_config": ScalingConfig(
+        "scaling_config": _ScalingConfig(
             num_workers=num_workers,
             use_gpu=scaling.worker_gpus > 0,
-            resources_per_worker={name: amount for name, amount in resources.items() if amount},
+            resources_per_worker=scaling.worker_resources,
             label_selector=scaling.label_selector,
             **elastic,
         ),
@@ -303,24 +303,42 @@ def _prepare(worker_config: dict[str, Any]) -> None:
     """Prepares a pending worker: imports the user's code, which comes with the job, and opens the device."""
     try:
         args: WorkerArgs = ray.get(worker_config["args"])
-        torch.zeros(1, device=_gpu() if args.job.config.scaling.worker_gpus else HOST)
+        torch.zeros(1, device=_device(args.job.config.scaling))
     # The error occurs again when the worker trains, where it is charged and reported.
     except Exception as error:
         logger.warning("Preparing to train failed: %r", error)
 
 
+class _ScalingConfig(ScalingConfig):
+    """Ray's `ScalingConfig`, which counts TPU chips as any other resource.
+
+    Ray itself takes TPUs for several workers by whole slices only, since libtpu's collectives need one. Here gradients
+    travel through the hosts.
+    """
+
+    @property
+    def num_tpus_per_worker(self) -> float:
+        """Returns 0, see the class."""
+        return 0
+
+
+def _device(scaling: ScalingSection) -> torch.device:
+    return _assigned_device(scaling.device_resource) if scaling.worker_devices else HOST
+
+
 @functools.cache
-def _gpu() -> torch.device:
-    """Returns the GPU of this process.
+def _assigned_device(resource: str) -> torch.device:
+    """Returns the accelerator of this process.
 
     It is cached, because Ray Train may make more GPUs visible later, which CUDA does not notice once it is initialized.
     """
-    return assigned_device(ray.get_gpu_ids())
+    return assigned_device(ray.get_runtime_context().get_accelerator_ids()[resource])
 
 
 def _choose_backend(config: Config) -> Literal["auto", "gloo"]:
-    """Returns `train.backend`, or gloo for workers that share a GPU, which NCCL refuses."""
-    return "gloo" if 0 < config.scaling.worker_gpus < 1 else config.train.backend
+    """Returns `train.backend`, or gloo for workers with TPUs and for workers that share a GPU, which NCCL refuses."""
+    scaling = config.scaling
+    return "gloo" if scaling.tpus_per_worker or 0 < scaling.worker_gpus < 1 else config.train.backend
 
 
 def _run_worker(worker_config: dict[str, Any]) -> None:
@@ -331,7 +349,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     args: WorkerArgs = ray.get(worker_config["args"])
     job = args.job
     register_secrets(job.config.to_dict())
-    device = _gpu() if job.config.scaling.worker_gpus else HOST
+    device = _device(job.config.scaling)
     # Ray Train starts all workers together, and none joins them later.
     group_size = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(

@@ -105,6 +105,7 @@ MIN_VALUES: dict[str, float] = {
     "scaling.threads_per_worker": 1,
     "scaling.cpus_per_worker": 0,
     "scaling.gpus_per_worker": 0,
+    "scaling.tpus_per_worker": 0,
     "scaling.standby_workers": 0,
     "data.global_batch_size": 1,
     "data.shuffle_window_rows": 1,
@@ -222,7 +223,7 @@ def _check_scaling(config: Config) -> list[str]:
             f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower"
             " the one or raise the other."
         )
-    if not scaling.cpus_per_worker and scaling.gpus_per_worker == 0 and traits.has_workers:
+    if not scaling.cpus_per_worker and scaling.gpus_per_worker == 0 == scaling.tpus_per_worker and traits.has_workers:
         problems.append(
             "scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one"
             " above 0."
@@ -232,6 +233,7 @@ def _check_scaling(config: Config) -> list[str]:
             f"scaling.gpus_per_worker is {scaling.worker_gpus:g}, but a worker computes on one GPU and would leave"
             " the others idle. Set it to 1, and scaling.max_workers to the number of GPUs."
         )
+    problems += _check_tpus(config)
     if not traits.has_workers or config.failure.recovery == "restart":
         problems += [
             f"scaling.{name} is {getattr(scaling, name)} with train.strategy {config.train.strategy} and"
@@ -372,12 +374,43 @@ def _check_reducer(config: Config) -> list[str]:
     ]
 
 
+def _check_tpus(config: Config) -> list[str]:
+    """Returns the problems of workers with TPUs together with other fields."""
+    scaling, train = config.scaling, config.train
+    if not scaling.tpus_per_worker:
+        return []
+    problems = []
+    if scaling.tpus_per_worker > 1:
+        problems.append(
+            f"scaling.tpus_per_worker is {scaling.tpus_per_worker}, but a worker computes on one TPU chip. Set it to 1,"
+            " and scaling.max_workers to the number of chips."
+        )
+    if scaling.worker_gpus:
+        problems.append(
+            f"scaling.tpus_per_worker is {scaling.tpus_per_worker}, and scaling.gpus_per_worker is"
+            f" {scaling.worker_gpus:g}; a worker computes on one device. Leave one of them out."
+        )
+    if not train.strategy_traits.can_share_gpus:
+        problems.append(
+            f"scaling.tpus_per_worker is {scaling.tpus_per_worker} with train.strategy {train.strategy}: gradients of"
+            f" TPUs travel through the memory of the host by gloo, which {train.strategy} cannot use. Use"
+            f" {list_strategies(lambda traits: traits.can_share_gpus)}."
+        )
+    if config.evaluate.num_gpus:
+        problems.append(
+            f"evaluate.num_gpus is {config.evaluate.num_gpus:g} with scaling.tpus_per_worker: the evaluator computes on"
+            " the CPU there. Set it to 0, or evaluate.where to workers."
+        )
+    return problems
+
+
 def _check_capture(config: Config) -> list[str]:
     """Returns the problems of `train.capture` together with other fields."""
     train = config.train
     if not train.capture:
         return []
     obstacles = [
+        (config.scaling.tpus_per_worker > 0, "scaling.tpus_per_worker is set: TPUs have no CUDA graphs"),
         (config.scaling.gpus_per_worker == 0, "scaling.gpus_per_worker is 0: CPUs have no CUDA graphs"),
         (
             not train.strategy_traits.can_capture_steps,

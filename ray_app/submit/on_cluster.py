@@ -354,6 +354,7 @@ def _check_node_sizes(scaling: ScalingSection) -> None:
     for name, field, amount in (
         ("CPU", "cpus_per_worker", scaling.cpus_per_worker),
         ("GPU", "gpus_per_worker", scaling.worker_gpus),
+        ("TPU", "tpus_per_worker", scaling.tpus_per_worker),
     ):
         largest = max(node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"])
         if amount > largest:

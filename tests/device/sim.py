@@ -7,23 +7,20 @@ it could see. Tensors of the host go through gloo.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.utils import swap_tensors
 
 from ray_app.devices import KINDS, DeviceKind
-from tests.device.simulated import NAME, load
+from tests.device.simulated import GROUP, NAME, load
 from tests.support.device_group import GARBAGE, DeviceGroup2, tensors_in
 
 SIM = load()
 DEVICE = torch.device(NAME, 0)
-BACKEND = "simulated"
 
 
 class SimulatedKind(DeviceKind):
@@ -37,13 +34,15 @@ class SimulatedKind(DeviceKind):
         SIM.unlock_pages(address)
 
 
-KINDS[NAME] = SimulatedKind(NAME)
+# Under the name "tpu" the package has a kind of its own.
+if NAME != "tpu":
+    KINDS[NAME] = SimulatedKind(NAME)
 
 
 class SimulatedGroup(DeviceGroup2):
     """A group as the module's docstring describes it, with the error messages of NCCL, see `DeviceGroup2`."""
 
-    name = BACKEND
+    name = GROUP
     supports_splitting = False
     _group_name, _num_synchronizations = "", 0
 
@@ -118,10 +117,6 @@ def _on_host(value: Any) -> Any:
     return value
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
-    return SimulatedGroup(store, rank, size, timeout)
-
-
 def _move_states_to_device(parameters: list[Any], buffers: list[Tensor], device: torch.device) -> None:
     """Does what FSDP's function of this name does; torch cannot assign a tensor of this backend to `data` of another's.
 
@@ -135,4 +130,3 @@ def _move_states_to_device(parameters: list[Any], buffers: list[Tensor], device:
 
 
 _fsdp_init._move_states_to_device = _move_states_to_device  # type: ignore[assignment]
-dist.Backend.register_backend(BACKEND, _create, devices=[NAME])

@@ -18,21 +18,23 @@ import sysconfig
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 SOURCE = Path(__file__).with_name("simulated.cpp")
 BUILD = SOURCE.parents[2] / "build" / "device"
-NAME = "sim"
-"""The simulated devices in `torch.device.type`."""
+NAME = os.environ.get("SIMULATED_DEVICE", "sim")
+"""The simulated devices in `torch.device.type`: as "tpu" they have neither streams nor events."""
 DEVICES = 4
+GROUP = "simulated"
+"""torch's name of the backend of their process groups."""
 CAPACITY = 4 << 30
 """Bytes of memory of each device; only what is used takes memory of the host."""
-STREAMS_VARIABLE = "SIMULATED_STREAMS"
-"""Environment variable: with "none" the devices have neither streams nor events, as a TPU has none."""
 _ENTRY_POINTS = "[torch.backends]\nsim = tests.device.simulated:load\n"
 
 
@@ -75,11 +77,19 @@ def load() -> Any:
     assert spec is not None
     backend = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(backend)  # type: ignore[union-attr]
-    backend.start(DEVICES, CAPACITY, os.environ.get(STREAMS_VARIABLE) != "none")
+    backend.start(DEVICES, CAPACITY, NAME != "tpu")
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _DeviceModule(backend))
     torch.utils.generate_methods_for_privateuse1_backend(for_packed_sequence=False, for_storage=True)
+    dist.Backend.register_backend(GROUP, _make_group, devices=[NAME])
     return backend
+
+
+def _make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    # Its module imports the package, which may be what imports torch, and so this module, at the moment.
+    from tests.device.sim import SimulatedGroup
+
+    return SimulatedGroup(store, rank, size, timeout)
 
 
 class _DeviceModule(types.ModuleType):

@@ -351,7 +351,7 @@ def run_controller(
     callbacks = [callback for callback in callbacks if not isinstance(callback, unused)]
     run_context, scaling = arguments["train_run_context"], config.scaling
     policy = ElasticPolicy(run_context.scaling_config, config, reading_cpus)
-    slot = Slot(scaling.cpus_per_worker, scaling.worker_gpus, dict(scaling.label_selector or {}))
+    slot = Slot(scaling.worker_resources, dict(scaling.label_selector or {}))
     pending_workers = PendingWorkers(
         prepare, scaling.min_workers, lambda: abandoned.is_set() or rendezvous.status().stopping
     )

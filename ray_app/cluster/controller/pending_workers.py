@@ -40,19 +40,12 @@ class Slot:
     """The resources that each worker reserves, and where.
 
     Args:
-        cpus: Logical CPUs.
-        gpus: GPUs.
+        resources: The resources by Ray's names, without zeros.
         labels: Labels of the node.
     """
 
-    cpus: float
-    gpus: float
+    resources: dict[str, float]
     labels: dict[str, str]
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """The resources by Ray's names."""
-        return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
 
     def without(self, nodes: Collection[str]) -> Slot:
         """Returns the same slot on other nodes than those with these ids."""
@@ -140,7 +133,10 @@ class PendingWorkers:
         if count <= 0:
             return
         # Without a `runtime_env` Ray can use worker processes that exist already.
-        actor_class = ray.remote(num_cpus=slot.cpus, num_gpus=slot.gpus)(RayTrainWorker)
+        others = dict(slot.resources)
+        actor_class = ray.remote(num_cpus=others.pop("CPU", 0), num_gpus=others.pop("GPU", 0), resources=others)(
+            RayTrainWorker
+        )
         env, now = get_env_vars_to_propagate(), time.monotonic()
         placement_deadline_s = now + _PLACEMENT_TIMEOUT_S + count * _PLACEMENT_PER_WORKER_S
         for _ in range(count):

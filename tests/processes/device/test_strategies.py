@@ -63,6 +63,17 @@ def test_a_strategy_has_the_digest_of_the_cpu(
     assert device_run(device_pool, job, 2, stream_windows).digests == expected.digests
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("name", ["ddp", "ddp, SDC", "local_sgd, outer", "central_storage", "central_storage, replica"])
+def test_chips_of_tpus_are_bit_identical_in_any_number(
+    tpu_pool: WorkerPool, data: Path, tmp_path: Path, name: str
+) -> None:
+    job = strategy_job(tmp_path / "run", data, 0.3, scaling__tpus_per_worker=1, **BIT_IDENTICAL[name])
+    one, three = (device_run(tpu_pool, job, workers) for workers in (1, 3))
+    assert three.steps == one.steps
+    assert three.digests == one.digests
+
+
 @pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.rest)])
 def test_workers_of_parameter_servers_compute_on_devices(
     device_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int

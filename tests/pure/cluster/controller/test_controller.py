@@ -132,7 +132,7 @@ class ControllerHarness:
         monkeypatch.setattr(
             TrainController, "_shutdown_worker_group", lambda ours: setattr(ours, "_worker_group", None)
         )
-        self.abandoned, slot = threading.Event(), Slot(1.0, 0.0, {})
+        self.abandoned, slot = threading.Event(), Slot({"CPU": 1.0}, {})
         collaborators: Any = (config, self.rendezvous, self.budget, self.pending, slot, self.abandoned, self.policy)
         self.controller: Any = ElasticController(*collaborators)
         self.controller._worker_group, self.controller._run_attempt_id = None, "attempt"

@@ -112,7 +112,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Node:
     return fake_node
 
 
-SLOT = Slot(1.0, 0.0, {})
+SLOT = Slot({"CPU": 1.0}, {})
 
 
 def test_a_ready_worker_does_not_hide_that_others_die_during_preparation(node: Node) -> None:
