@@ -399,7 +399,7 @@ CHECKS = (
           applies=lambda context: context.config.checkpoint.snapshot_every_steps is not None),
     Check("page-locked memory", 0, "This machine has enough.", dry_run.check_page_locked_memory, ("model",),
           applies=lambda context: (
-              context.config.scaling.worker_devices > 0 and not context.config.train.strategy_traits.has_servers)),
+              context.config.scaling.worker_gpus > 0 and not context.config.train.strategy_traits.has_servers)),
     Check("parameter servers", 0, "They can have parts of the model.", dry_run.check_server_parts, ("model",),
           applies=lambda context: context.config.train.strategy_traits.has_servers),
     Check("parameter groups", 0, "They are configured.", dry_run.check_parameter_groups, ("model",),
@@ -423,6 +423,9 @@ CHECKS = (
     Check("export", 0, "The model can be exported.", try_export, at_start=False),
     Check("GPU", 0, "It was not tried: a check computes on the CPU.", lambda context: CheckResult(level="warning"),
           applies=lambda context: context.config.scaling.worker_devices > 0, at_start=False),
+    Check("TPU", 0, "Experimental: the application has not run on a TPU yet; see docs/strategies.md.",
+          lambda context: CheckResult(level="warning"),
+          applies=lambda context: context.config.scaling.tpus_per_worker > 0),
 )
 # fmt: on
 """All checks before a run. One that needs what was refused is not made."""

@@ -128,7 +128,7 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
     with (
         check_forward(state.model, config.optimizers is not None),
         trained_on,
-        _recording_kernels(config, config.scaling.worker_devices) as gpus,
+        _recording_kernels(config, config.scaling.worker_gpus) as gpus,
     ):
         fields = task.augment(to_batch(rows), torch.arange(count))
         if isinstance(task, ModuleTask) and not isinstance(task, LoopTask):
@@ -143,8 +143,8 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
                 torch.autograd.grad(row_losses.values.sum(), parameters, allow_unused=True)
     if config.data.eval_path is None:
         return unused
-    evaluator_devices = config.scaling.worker_devices if job.workers_evaluate else config.evaluate.num_gpus
-    with _recording_kernels(config, evaluator_devices):
+    evaluator_gpus = config.scaling.worker_gpus if job.workers_evaluate else config.evaluate.num_gpus
+    with _recording_kernels(config, evaluator_gpus):
         chunks = list(score(task, state.model, rows, count, HOST))
         _check_metric_names(job, chunks)
     with user_code(lambda: "predicting two rows"), torch.inference_mode():
@@ -226,7 +226,7 @@ def try_optimizers(context: PreflightContext) -> None:
 def check_page_locked_memory(context: PreflightContext) -> list[str]:
     """Warns of the page-locked memory of the workers that this machine has GPUs for."""
     config, scaling = context.config, context.config.scaling
-    workers = max(1, min(scaling.worker_limit, int(accelerator().count() / scaling.worker_devices)))
+    workers = max(1, min(scaling.worker_limit, int(accelerator().count() / scaling.worker_gpus)))
     total_bytes = psutil.virtual_memory().total
     return page_locked_memory_warnings(context.model, config.train, workers, total_bytes)
 
@@ -259,7 +259,7 @@ def _check_optimizer_step(config: Config, spec: OptimizerSpec, model: nn.Module)
     It makes two steps on a copy of the smallest parameter, on the CPU: another process may have reserved the GPU.
     """
     smallest = min((p for p in model.parameters() if p.requires_grad), key=Tensor.numel)
-    on_gpus = config.scaling.worker_devices > 0
+    on_gpus = config.scaling.worker_gpus > 0
     parameter = nn.Parameter(torch.zeros_like(smallest, device=HOST))
     parameter.grad = torch.zeros_like(parameter)
     try:
