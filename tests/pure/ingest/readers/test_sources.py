@@ -80,7 +80,11 @@ def test_each_json_key_has_one_type_over_all_files(tmp_path: Path) -> None:
         (['{"a": []}'], {}, "'a' holds lists that are not of numbers, or all empty"),
         (['{"a": [[], [1]]}', '{"a": [[], []]}'], {}, "'a' holds lists that are not of numbers, or all empty"),
         (['{"a": [1, 2]}', '{"a": [1]}'], {}, "row f.jsonl:2: 'a' is no list of shape [2]"),
-        (['{"a": 1, "y": [1, 2]}'], {"label": "y"}, "the column `label` has arrays of shape (2,); allowed are integers"),
+        (
+            ['{"a": 1, "y": [1, 2]}'],
+            {"label": "y"},
+            "the column `label` has arrays of shape (2,); allowed are integers",
+        ),
         (['{"a": 1}'], {"label": "b"}, "no key 'b'; the keys are ['a']"),
         (['{"a": 1, "y": "u"}', '{"a": 2}'], {"label": "y"}, "rows without a value"),
         (['{"a": 1, "y": 1}', '{"a": 2}'], {"label": "y"}, "row f.jsonl:2: no label"),
