@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -29,6 +29,7 @@ from ray_app.task.metric_states import (
     load_states,
     make_metrics,
     metric_parts,
+    reset_parts,
     states_of,
 )
 from ray_app.task.metrics import compute_values
@@ -115,12 +116,17 @@ def _update_metrics(task: Task, outputs: Outputs, metrics: MetricCollection | No
     return metrics
 
 
-def _part_states(task: Task, part: Outputs) -> dict[str, States]:
-    """Returns the states of new metrics after an update with some outputs, by the name of the metric."""
-    return {
-        str(name): states_of(metric)
-        for name, metric in _update_metrics(task, part).items(keep_base=True, copy_state=False)
-    }
+def _states_of_parts(task: Task, parts: Iterable[Outputs]) -> Iterator[dict[str, States]]:
+    """Yields the states after an update with the outputs of each part, by the name of the metric.
+
+    As in an evaluation, the metrics are made once and reset for each part.
+    """
+    metrics = make_metrics(task)
+    for part in parts:
+        for metric in metrics.values(copy_state=False):
+            reset_parts(metric)
+        _update_metrics(task, part, metrics)
+        yield {str(name): states_of(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)}
 
 
 def _combine_states(task: Task, parts: Sequence[dict[str, States]]) -> MetricCollection:
@@ -163,17 +169,19 @@ def _check_states(task: Task, outputs: Outputs) -> None:
 
 def _split_states(task: Task, outputs: Outputs, cuts: Sequence[int]) -> list[dict[str, States]] | None:
     """Returns the states of the parts between cuts; None if this takes too long, or an update needs more rows."""
+    if any(low >= high for low, high in pairwise(cuts)):
+        return None
     start_s, parts = time.monotonic(), []
-    for low, high in pairwise(cuts):
-        try:
-            parts.append(_part_states(task, outputs[low:high]))
-        except RayAppError:
-            raise
-        except Exception:
-            return None
-        if time.monotonic() - start_s > _MAX_SECONDS:
-            return None
-    return parts if all(low < high for low, high in pairwise(cuts)) else None
+    try:
+        for states in _states_of_parts(task, (outputs[low:high] for low, high in pairwise(cuts))):
+            parts.append(states)
+            if time.monotonic() - start_s > _MAX_SECONDS:
+                return None
+    except RayAppError:
+        raise
+    except Exception:
+        return None
+    return parts
 
 
 def _check_batches(task: BatchTask, model: nn.Module, rows: Arrays) -> None:
@@ -189,7 +197,7 @@ def _check_batches(task: BatchTask, model: nn.Module, rows: Arrays) -> None:
         return [(task.eval_outputs(model, batch), batch)]
 
     whole = _compute_values(_update_metrics(task, outputs_of(slice(count))))
-    parts = [_part_states(task, outputs_of(part)) for part in (slice(cut), slice(cut, count))]
+    parts = list(_states_of_parts(task, map(outputs_of, (slice(cut), slice(cut, count)))))
     _check_equal(task, whole, _combine_states(task, parts), "two parts of them")
 
 
@@ -309,7 +317,7 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
     ]
     try:
         expected = _compute_values(_update_metrics(task, rows))
-        combined = _compute_values(_combine_states(task, [_part_states(task, [row]) for row in rows]))
+        combined = _compute_values(_combine_states(task, list(_states_of_parts(task, ([row] for row in rows)))))
     except Exception:
         # Metrics may need more than the shape of the outputs, and raise any error.
         return
