@@ -76,7 +76,7 @@ EXTRAS = {
     "tfrecord": ("tests/pure/ingest/readers/test_tfrecord.py",),
     "text": ("tests/processes/task/test_text.py",),
     "lora": ("tests/processes/task/test_pretrained.py",),
-    "gpu": ("tests/pure/watch/test_node_sampler.py",),
+    "gpu": ("tests/pure/watch/test_metrics.py",),
 }
 """The tests of what each extra is for."""
 _TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "moto[server]", "jsonschema", "psutil")

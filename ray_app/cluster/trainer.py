@@ -34,8 +34,8 @@ from ray_app.data.memory_cache import MemoryCacheHandle
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Fetch, choose_fetch
 from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
-from ray_app.devices import HOST, assigned_device
-from ray_app.errors import PreemptedError, RayAppError, unwrap_app_error
+from ray_app.devices import HOST, accelerator, assigned_device
+from ray_app.errors import ConfigError, PreemptedError, RayAppError, unwrap_app_error
 from ray_app.plan.order import Cursor
 from ray_app.process import keep_freed_memory, log_to_stderr
 from ray_app.runlog.journal import put_event
@@ -323,7 +323,19 @@ class _ScalingConfig(ScalingConfig):
 
 
 def _device(scaling: ScalingSection) -> torch.device:
-    return _assigned_device(scaling.device_resource) if scaling.worker_devices else HOST
+    """Returns the device of this worker.
+
+    Raises:
+        ConfigError: The node lacks the library for devices of the kind that the worker reserves.
+    """
+    if not scaling.worker_devices:
+        return HOST
+    if accelerator().ray_resource != scaling.device_resource:
+        raise ConfigError(
+            f"A worker reserves a {scaling.device_resource}, but PyTorch on its node knows no such device, only"
+            f" {accelerator().name}. Install the library for it on all nodes, for TPUs by the extra tpu."
+        )
+    return _assigned_device(scaling.device_resource)
 
 
 @functools.cache

@@ -82,7 +82,6 @@ EXTRAS = {
     "peft": "lora",
     "keras": "keras",
     "pynvml": "gpu",
-    "torch_tpu": "tpu",
 }
 """The extra that installs an optional library, by the import name of the library."""
 

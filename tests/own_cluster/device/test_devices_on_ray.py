@@ -1,4 +1,4 @@
-"""A cluster of Ray whose processes have simulated devices (`tests/device`): workers, evaluator and prediction use them.
+"""A cluster of Ray with simulated devices (`tests/device`) in its processes: workers, evaluator, prediction use them.
 
 Ray counts GPUs and TPU chips that do not exist; a process takes the simulated device with the index that Ray assigns.
 """

@@ -67,6 +67,26 @@ def test_a_valid_configuration_is_accepted() -> None:
         ({"scaling__threads_per_worker": 0}, "scaling.threads_per_worker is 0; it must be at least 1."),
         ({"scaling__cpus_per_worker": -1}, "scaling.cpus_per_worker is -1; it must be at least 0."),
         ({"scaling__gpus_per_worker": -0.5}, "scaling.gpus_per_worker is -0.5; it must be at least 0."),
+        (
+            {"scaling__tpus_per_worker": 2},
+            "scaling.tpus_per_worker is 2, but a worker computes on one TPU chip. Set it to 1, and scaling.max_workers"
+            " to the number of chips.",
+        ),
+        (
+            {"scaling__tpus_per_worker": 1, "scaling__gpus_per_worker": 1},
+            "scaling.tpus_per_worker is 1, and scaling.gpus_per_worker is 1; a worker computes on one device. Leave one"
+            " of them out.",
+        ),
+        (
+            {"scaling__tpus_per_worker": 1, "train__strategy": "fsdp"},
+            "scaling.tpus_per_worker is 1 with train.strategy fsdp: gradients of TPUs travel through the memory of the"
+            " host by gloo, which fsdp cannot use. Use ddp, single, local_sgd, parameter_server or central_storage.",
+        ),
+        (
+            {"scaling__tpus_per_worker": 1, "evaluate__num_gpus": 1.0},
+            "evaluate.num_gpus is 1 with scaling.tpus_per_worker: the evaluator computes on the CPU there. Set it to 0,"
+            " or evaluate.where to workers.",
+        ),
         ({"scaling__resize_interval_s": 0}, "scaling.resize_interval_s is 0; it must be greater than 0."),
         ({"scaling__standby_workers": -1}, "scaling.standby_workers is -1; it must be at least 0."),
         (
@@ -488,6 +508,7 @@ def test_fields_that_do_not_affect_the_result_leave_the_digest(fields: dict[str,
         {"scaling__threads_per_worker": 2},
         {"scaling__logical_workers": 8},
         {"scaling__gpus_per_worker": 1},
+        {"scaling__tpus_per_worker": 1},
         {"data__global_batch_size": 64},
         {"data__shuffle_window_rows": 99},
         {"data__last_batch": "drop"},

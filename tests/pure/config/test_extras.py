@@ -76,7 +76,8 @@ def test_each_extra_in_an_error_is_declared_by_the_package() -> None:
     distributions = {"pynvml": "nvidia-ml-py"}
     for library, extra in EXTRAS.items():
         assert distributions.get(library, library) in {Requirement(line).name for line in extras[extra]}
-    assert set(EXTRAS.values()) | {"all"} == set(extras)
+    # The library of "tpu" is looked for by PyTorch, as an accelerator.
+    assert set(EXTRAS.values()) | {"all", "tpu"} == set(extras)
     assert set(Requirement(extras["all"][0]).extras) == set(EXTRAS.values())
     page = (ROOT / "docs" / "start" / "own-model.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(extras)
