@@ -184,8 +184,8 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refu
         spec = spec_of_field(table.schema.field("label"))
         values = f"arrays of shape {spec.shape}" if spec is not None else f"values of type {kind}"
         raise DataError(
-            f"the column `label` has {values}; allowed are integers. Name a column of strings with the option label (csv,"
-            " jsonl, hf), or rename a column of numbers to 'target' for regression."
+            f"the column `label` has {values}; allowed are integers. Name a column of strings with the option label"
+            " (csv, jsonl, hf), or rename a column of numbers to 'target' for regression."
         )
     table = without_rows(table, table["label"].is_null(), refuse, _NO_LABEL)
     if pa.types.is_uint64(kind):
