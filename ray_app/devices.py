@@ -337,10 +337,6 @@ class TpuKind(DeviceKind):
         del count
         return None
 
-    def synchronize_stream(self, device: torch.device) -> None:
-        """Waits for all work of a device, see `DeviceKind.synchronize_stream`."""
-        self.synchronize(device)
-
     def missing_for_compilation(self) -> str | None:
         """Returns None: XLA compiles by itself."""
         return None

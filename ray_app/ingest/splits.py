@@ -182,9 +182,9 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refu
     kind = table.schema.field("label").type
     if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
         spec = spec_of_field(table.schema.field("label"))
-        values = f"arrays of shape {spec.shape}" if spec is not None else f"values of type {kind}"
+        content = f"has arrays of shape {spec.shape}" if spec is not None else f"is of type {kind}"
         raise DataError(
-            f"the column `label` has {values}; allowed are integers. Name a column of strings with the option label"
+            f"the column `label` {content}; allowed are integers. Name a column of strings with the option label"
             " (csv, jsonl, hf), or rename a column of numbers to 'target' for regression."
         )
     table = without_rows(table, table["label"].is_null(), refuse, _NO_LABEL)

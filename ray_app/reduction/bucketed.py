@@ -83,6 +83,7 @@ class Bucket:
         missing: The parameters without a complete gradient of the rank's last logical worker.
         sums: The flat tensors that this rank has between two stages of the reduction.
         get_buffer: `BufferPool.get` of this bucket's pool.
+        is_on_host: Whether gradients of parameters on a device are added in the memory of the host.
         is_direct: Whether shards travel by `DirectTransport`, so that ranks may start their buckets in different
             orders.
     """
@@ -95,6 +96,7 @@ class Bucket:
         self.numel = sum(p.numel() + gap for p, gap in zip(parameters, gaps, strict=True))
         self.shard_numel = -(-self.numel // world.size)
         memory = _memory_of_buckets(first.device, world)
+        self._device, self.is_on_host = first.device, memory != first.device
         self.result = torch.zeros(self.shard_numel * world.size, dtype=first.dtype, device=memory)
         zeros = torch.zeros(unit, dtype=first.dtype, device=first.device)
         self._gaps = [zeros[:gap] if gap else None for gap in gaps]
@@ -118,6 +120,10 @@ class Bucket:
         self.sums: list[Tensor] = []
         self._arriving: list[Tensor] = []
 
+    def copies(self) -> list[Tensor]:
+        """Returns copies of `views` on the device of the parameters."""
+        return [view.to(self._device) for view in self.views]
+
     def collect(self, logical_worker: int) -> None:
         """Moves the parameters' gradients into the tree as the leaf of a logical worker.
 
@@ -140,10 +146,10 @@ class Bucket:
             for part in (value.reshape(-1), gap)
             if part is not None
         ]
-        if flat.device == parts[0].device:
-            torch.cat(parts, out=flat[: self.numel])
-        else:
+        if self.is_on_host:
             flat[: self.numel].copy_(torch.cat(parts))
+        else:
+            torch.cat(parts, out=flat[: self.numel])
         self._free_memory += self.tree.push((logical_worker, logical_worker + 1), flat)
 
     def reset(self) -> None:
@@ -320,7 +326,7 @@ class BucketedReducer(GradientReducer):
                 for bucket in self._buckets:
                     self._send(bucket)
                 self._receive()
-        return [totals[p].to(p.device, copy=True) for p in self._parameters]
+        return [totals[p].clone().to(p.device) for p in self._parameters]
 
     def _begin(self, logical_worker: int) -> None:
         """Clears the gradients before a logical worker, and the sums before the rank's first one."""
@@ -476,8 +482,9 @@ class BucketedReducer(GradientReducer):
             with self._launch_guard():
                 self._receive()
         for bucket in self._buckets:
-            for p, view in zip(bucket.parameters, bucket.views, strict=True):
-                p.grad = view.to(p.device)
+            views = bucket.copies() if bucket.is_on_host else bucket.views
+            for p, view in zip(bucket.parameters, views, strict=True):
+                p.grad = view
 
     def _receive(self) -> None:
         """Advances all buckets until they are reduced.

@@ -25,6 +25,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.driver.finalize import summarize
 from ray_app.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from ray_app.runlog.journal import MetricsReader, read_events
+from ray_app.task.environment import restore_process_state
 from ray_app.task.image import ImageClassification
 from ray_app.testing import TrainedRun, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
@@ -84,7 +85,10 @@ def planned_rows(worker_pool: WorkerPool, data: Path, tmp_path_factory: pytest.T
 @pytest.fixture(scope="module")
 def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     """A run of one worker in which nothing fails."""
-    return train_on_servers(make_server_job(tmp_path_factory.mktemp("undisturbed") / "run", data), 1)
+    job = make_server_job(tmp_path_factory.mktemp("undisturbed") / "run", data)
+    # `_same_threads` does so for a test only.
+    with restore_process_state():
+        return train_on_servers(job, 1)
 
 
 @pytest.mark.parametrize(
