@@ -332,6 +332,16 @@ class TpuKind(DeviceKind):
         if deterministic:
             torch.set_float32_matmul_precision("highest")
 
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restores the current device, generator and precision, see `DeviceKind.restored`."""
+        precision = torch.get_float32_matmul_precision()
+        with super().restored():
+            try:
+                yield
+            finally:
+                torch.set_float32_matmul_precision(precision)
+
     def make_timers(self, count: int) -> list[Any] | None:
         """Returns None: there are no events of a device that the host could read the time of."""
         del count

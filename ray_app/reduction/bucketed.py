@@ -56,11 +56,13 @@ with it the norm, would depend on the parameters before it in the bucket, and so
 def _memory_of_buckets(device: torch.device, world: World) -> torch.device:
     """Returns the device on which the gradients of parameters on `device` are added and sent.
 
-    It is the host, unless the device carries its collectives itself. With one worker nothing is sent, but kinds of
-    devices without collectives may round sums as the host does not, and the number of workers must not show.
+    It is the host, unless the device carries its collectives itself. A single worker sends nothing. Yet if several
+    workers would add on the host, it does so, too: a device may round sums in another way than the host.
     """
-    is_sent = world.size > 1 or kind_of(device).group_backend == HOST_GROUP
-    return HOST if is_sent and not world.has_device_collectives else device
+    if world.has_device_collectives:
+        return device
+    is_alone = world.size == 1 and kind_of(device).group_backend != HOST_GROUP
+    return device if is_alone else HOST
 
 
 class Bucket:

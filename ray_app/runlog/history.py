@@ -102,7 +102,7 @@ class Course:
         in_time: All records, in the order of time.
         rows: Number of rows of each logical worker, over the first records.
         skipped: Number of rows that cannot be decoded, over the first records.
-        recomputed: Number of shares that were computed twice, over the first records.
+        recomputed: Number of recomputed shares in the first records.
     """
 
     records: Sequence[StepRecord]

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 _RAY = str(Path(sys.executable).parent / "ray")
 _NET = "10.213.77"
 _PORT = 26379
@@ -27,6 +29,13 @@ def unsupported_reason() -> str | None:
 
 def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def skip_unless_supported() -> None:
+    """Skips the test, with the reason, where network namespaces cannot be made."""
+    if (reason := unsupported_reason()) is not None:
+        print(reason)
+        pytest.skip(reason)
 
 
 class Namespaces:

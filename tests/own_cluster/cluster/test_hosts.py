@@ -15,7 +15,7 @@ import pytest
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from tests.support.cluster import record_of
-from tests.support.hosts import Hosts, unsupported_reason
+from tests.support.hosts import Hosts, skip_unless_supported
 from tests.support.paths import ROOT
 
 STEPS = 60
@@ -34,10 +34,7 @@ run_training(config, faults=Faults(train=Hooks(after_step=linger)))
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    reason = unsupported_reason()
-    if reason is not None:
-        print(reason)
-        pytest.skip(reason)
+    skip_unless_supported()
     namespaces = Hosts([2, 2])
     yield namespaces
     namespaces.close()

@@ -14,17 +14,14 @@ import pytest
 from ray_app.config.config import Config
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from tests.support.hosts import Namespaces, unsupported_reason
+from tests.support.hosts import Namespaces, skip_unless_supported
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 
 
 @pytest.fixture
 def namespaces() -> Iterator[Namespaces]:
-    reason = unsupported_reason()
-    if reason is not None:
-        print(reason)
-        pytest.skip(reason)
+    skip_unless_supported()
     hosts = Namespaces(2)
     yield hosts
     hosts.close()

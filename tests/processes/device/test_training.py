@@ -58,7 +58,7 @@ def test_the_digits_have_the_digest_of_the_cpu_on_any_number_of_devices(
 def test_chips_of_tpus_have_the_digest_of_the_cpu_after_a_kill(
     worker_pool: WorkerPool, tpu_pool: WorkerPool, digits: Path, tmp_path: Path
 ) -> None:
-    """They have no streams, and gradients travel through the memory of the host."""
+    """TPU chips have no streams here, and their gradients are reduced in the memory of the host."""
     job = digits_job(tmp_path / "run", digits, scaling__tpus_per_worker=1)
     expected = worker_pool.train_new_run(job, 1, cache_windows)
     run = device_run(tpu_pool, job, 2)
