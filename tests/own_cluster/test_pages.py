@@ -19,7 +19,7 @@ import pytest
 from tests.support.pages import EXECUTED, blocks
 from tests.support.paths import ROOT
 
-_PAGE_S = 420
+_PAGE_S = 600
 _STOP_S = 60
 
 
