@@ -20,8 +20,9 @@ import logging
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
@@ -69,7 +70,9 @@ _MAX_TASK_CHARS = 500
 """Length of the description of a task in a message."""
 
 
-def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None) -> Iterator[Any]:
+def run_in_threads(
+    function: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None
+) -> Generator[Any, None, None]:
     """Calls `function` with every item in threads, by default one per CPU, and yields the results in order.
 
     Threads suffice, because decoding, compressing and reading release the interpreter lock.
@@ -81,7 +84,7 @@ def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads
         yield from pool.map(function, items)
 
 
-def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Generator[Any, None, None]:
     """Calls `function` with every item in Ray tasks of one CPU each, and yields the results in order.
 
     A task runs again if its node is lost; if its process dies, it runs three times in all, before ProcessDiedError.
@@ -333,13 +336,15 @@ def _write_input_splits(
     records: dict[str, list[dict[str, Any]]] = {side: [] for part in parts for side in sides[part.name]}
     text_columns: dict[str, list[dict[str, Counts]]] = {part.name: [] for part in parts}
     refused = 0
-    for task, record in zip(tasks, run(write_input_split, tasks), strict=True):
-        text_columns[task.part].append(record["text_columns"])
-        for side, side_record in record["sides"].items():
-            records[side].append(side_record)
-            refused += len(side_record["refused"])
-            if side_record["refused"]:
-                check_refused_count(refused, options, *side_record["refused"][-1])
+    # After a refusal no task may still write, and a pool of threads that is left to the garbage collector can block it.
+    with closing(run(write_input_split, tasks)) as results:
+        for task, record in zip(tasks, results, strict=True):
+            text_columns[task.part].append(record["text_columns"])
+            for side, side_record in record["sides"].items():
+                records[side].append(side_record)
+                refused += len(side_record["refused"])
+                if side_record["refused"]:
+                    check_refused_count(refused, options, *side_record["refused"][-1])
     return records, text_columns
 
 
@@ -349,8 +354,9 @@ def _shuffle(
     """Writes the rows of the runs of each side as shards in the order of their hashes."""
     tasks = [task for side in records for task in make_bucket_tasks(side, records[side], options, folder)]
     buckets: dict[str, list[dict[str, Any]]] = {side: [] for side in records}
-    for task, shards in zip(tasks, run(write_bucket, tasks), strict=True):
-        buckets[task.side].append(shards)
+    with closing(run(write_bucket, tasks)) as results:
+        for task, shards in zip(tasks, results, strict=True):
+            buckets[task.side].append(shards)
     for side, side_records in records.items():
         rows_in = sum(run["rows"] for record in side_records for run in record["runs"])
         rows_out = sum(shard["rows"] for bucket in buckets[side] for shard in bucket["shards"])

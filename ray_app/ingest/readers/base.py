@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -50,8 +50,11 @@ T = TypeVar("T")
 Refuse = Callable[[str, str], None]
 """Takes the id of a row that cannot be used and why; raises DataError where that is not allowed."""
 
-Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
-"""Calls a function with every item, several at a time, and gives the results in the order of the items."""
+Run = Callable[[Callable[[Any], Any], Sequence[Any]], Generator[Any, None, None]]
+"""Calls a function with every item, several at a time, and gives the results in the order of the items.
+
+Users that may stop before the last result close it.
+"""
 
 
 @dataclass(frozen=True)

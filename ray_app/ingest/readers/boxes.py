@@ -31,9 +31,9 @@ from ray_app.ingest.readers.image_files import (
     Shape,
     decode_text,
     is_numbers,
+    map_small_files,
     parse_coco_shape,
     read_small_file,
-    read_small_files,
 )
 from ray_app.ingest.readers.image_folders import IMAGE_SUFFIXES, has_image_suffix, without_suffix
 from ray_app.ingest.readers.json_lines import iterate_json
@@ -282,10 +282,7 @@ class Voc(AnnotatedImages):
     def annotations(self) -> dict[str, Annotations]:
         """Returns the annotations of each data set; the classes are the sorted names of all objects."""
         listing = _Folder()
-        trees = {
-            name: [_parse_xml(file, content) for file, content in zip(files, read_small_files(files), strict=True)]
-            for name, files in self.annotation_files().items()
-        }
+        trees = {name: map_small_files(_parse_xml, files) for name, files in self.annotation_files().items()}
         objects = {id(tree): _voc_objects(tree) for several in trees.values() for tree in several}
         classes = sorted({name for several in objects.values() if isinstance(several, list) for name, _ in several})
         if not classes:
@@ -403,7 +400,7 @@ class Yolo(AnnotatedImages):
         """Returns the annotations of each data set."""
         result = {}
         for name, pairs in self._pairs.items():
-            contents = dict(zip(files := [label for _, label in pairs if label], read_small_files(files), strict=True))
+            contents = dict(map_small_files(lambda *both: both, [label for _, label in pairs if label]))
             rows = [self._row(image, label, contents[label] if label else b"") for image, label in pairs]
             result[name] = Annotations(rows, self._classes)
         if not any(row.boxes or row.reason for one in result.values() for row in one.rows):

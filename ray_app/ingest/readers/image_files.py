@@ -14,12 +14,12 @@ import io
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from ray_app.storage.object_stores import CONNECTIONS
 from ray_app.task.images import MAX_PIXELS, decode_image, decode_mask
 from ray_app.task.ragged import Ragged
 
+T = TypeVar("T")
 NOT_AN_IMAGE = (
     "not an image that can be decoded ({}). Allowed is one intact still image of a usual format, such as png, jpeg,"
     " webp, gif, tiff or bmp. Convert it, or give check=False to store it unread"
@@ -297,10 +298,10 @@ def read_small_file(file: File) -> bytes:
         return stream.read()
 
 
-def read_small_files(files: Sequence[File]) -> Iterator[bytes]:
-    """Yields the contents of small files, read by several threads."""
+def map_small_files(function: Callable[[File, bytes], T], files: Sequence[File]) -> list[T]:
+    """Calls a function with each of many small files and its content, in several threads; returns the results."""
     with ThreadPoolExecutor(CONNECTIONS) as pool:
-        yield from pool.map(read_small_file, files)
+        return list(pool.map(lambda file: function(file, read_small_file(file)), files))
 
 
 def decode_text(file: File, content: bytes) -> str:
