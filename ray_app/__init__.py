@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ray_app.driver.parsing import load_config
     from ray_app.driver.result import Result, compare_runs
     from ray_app.driver.run import run_training
-    from ray_app.ingest.ingest import ingest_arrays, ingest_table
+    from ray_app.ingest.ingest import describe, ingest_arrays, ingest_table
     from ray_app.models.export import load_for_training, load_model, read_rows
     from ray_app.preflight.prepare import TaskCheck, check_task
     from ray_app.report.html import Comparison
@@ -39,6 +39,7 @@ __all__ = [
     "__version__",
     "check_task",
     "compare_runs",
+    "describe",
     "drawing",
     "ingest_arrays",
     "ingest_table",
@@ -71,6 +72,7 @@ _MODULES = {
     "check_task": "preflight.prepare",
     "compare_runs": "driver.result",
     "drawing": "task.transforms",
+    "describe": "ingest.ingest",
     "ingest_arrays": "ingest.ingest",
     "ingest_table": "ingest.ingest",
     "kill_worker": "drill.cluster",

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import partial
-from typing import Any
+import sys
+from collections.abc import Callable
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
 
 from ray_app.cli.main import exit_code
-from ray_app.ingest.ingest import DatasetSummary, ingest, run_in_threads, run_on_cluster
+from ray_app.ingest.ingest import ingest, preview, run_in_threads, run_on_cluster
 from ray_app.ingest.options import IngestOptions
+from ray_app.ingest.summary import HEADER, DatasetSummary
 from ray_app.plan.manifest import find_similar_names
+
+_MAX_WIDTH = 200
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> int:
@@ -28,54 +33,64 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> in
         " Default: RAY_ADDRESS if that is set (as in a Ray job), otherwise threads of this process. The files are the"
         " same.",
     )
+    parser.add_argument(
+        "--dry_run",
+        type=bool,
+        default=False,
+        help="Write nothing: read what an ingest reads first and up to 1,000 rows of each part, and show the columns.",
+    )
     values = parser.parse_args(arguments).as_dict()
     address = values.pop("ray_address") or os.environ.get("RAY_ADDRESS")
+    work = preview if values.pop("dry_run") else ingest
     options = IngestOptions(**values)
-    return exit_code(lambda: _print(_ingest(options, address), options.source), "The data was not ingested")
+    return exit_code(lambda: _print(_call(work, options, address), options, work), "The data was not ingested")
 
 
-def _ingest(options: IngestOptions, address: str | None) -> DatasetSummary:
-    """Ingests in threads of this process or, with an address, on a Ray cluster."""
+def _call(work: Callable[..., DatasetSummary], options: IngestOptions, address: str | None) -> DatasetSummary:
+    """Calls `ingest` or `preview` with threads of this process or, with an address, with a Ray cluster."""
     if not address:
-        return ingest(options, run_in_threads)
+        return work(options, run_in_threads)
     import ray
 
     from ray_app.cluster.ray_private import job_config
 
     ray.init(address=address, job_config=job_config(), logging_level=logging.WARNING)
     try:
-        return ingest(options, run_on_cluster)
+        return work(options, run_on_cluster)
     finally:
         ray.shutdown()
 
 
-def _print(summary: DatasetSummary, source: str) -> None:
-    """Shows the parts of the data set, their columns and warnings."""
-    say = partial(Console(soft_wrap=True, highlight=False).print, markup=False)
+def _print(summary: DatasetSummary, options: IngestOptions, work: Callable[..., DatasetSummary]) -> None:
+    """Shows the data sets, their columns and warnings, and the outcome."""
+    if work is preview and options.source != "parquet":
+        print("The first rows, as an ingest would store them; nothing is written.")
+    print_summary(summary)
+    left_out = [f"{names} by {option}" for option in ("drop",) if (names := getattr(options, option))]
+    if left_out:
+        print(f"Columns left out: {', '.join(left_out)}")
+    unusable = [
+        name for part in summary.parts.values() for name, facts in part.columns.items() if facts.get("unusable")
+    ]
+    if options.source == "parquet":
+        others = f", but not by {', '.join(unusable)}" if unusable else ""
+        print(f"It can be trained on as it is{others}: nothing was written.")
+    elif work is not preview:
+        print("Made before from the same options and files: nothing was written." if summary.reused else "Done.")
+
+
+def print_summary(summary: DatasetSummary) -> None:
+    """Shows each data set as a table of its columns, and classes that may be meant to be one."""
+    # Without a terminal a line is as long as its text.
+    console = Console(soft_wrap=True, highlight=False, markup=False, width=None if sys.stdout.isatty() else _MAX_WIDTH)
     for part in summary.parts.values():
-        text = f"{part.path}: {part.rows} rows in {len(part.shards)} shards"
-        text += f", {len(part.class_counts)} labels" if part.class_counts else ""
-        text += f", {part.skipped_files} other files left out (refused.jsonl names them)" if part.skipped_files else ""
-        say(text + (f", {part.refused} rows refused (refused.jsonl says why)" if part.refused else ""))
+        console.print(str(part))
+        table = Table(*HEADER, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for row in part.table():
+            table.add_row(*row)
+        console.print(Padding.indent(table, 2))
         for names in find_similar_names(part.classes or ()):
-            say(
+            console.print(
                 f"  Warning: the classes {', '.join(map(repr, names))} differ in upper and lower case, blanks or the"
                 " form of a character alone. If they are meant to be one, correct the labels and ingest again."
             )
-        say(f"  columns: {', '.join(part.columns)}")
-        if source == "parquet":
-            for name, facts in part.columns.items():
-                say(_column_line(name, facts))
-    columns = [column for part in summary.parts.values() for column in part.columns.items()]
-    unusable = [name for name, facts in columns if facts.get("unusable")]
-    usable = f"It can be trained on as it is{', but not by ' + ', '.join(unusable) if unusable else ''}"
-    reused = usable if source == "parquet" else "Made before from the same options and files"
-    say(f"{reused}: nothing was written." if summary.reused else "Done.")
-
-
-def _column_line(name: str, facts: dict[str, Any]) -> str:
-    """Returns a line with the type, the missing values and the usability of a Parquet column."""
-    kind = f"{facts['type']} {facts['dtype']}".rstrip() + (f" {tuple(facts['shape'])}" if facts["shape"] else "")
-    nulls = f"{facts['nulls']} rows with a missing value, which are bad rows where a task reads it"
-    missing = f", {nulls}" if facts["nulls"] else ""
-    return f"    {name}: {kind}{missing}" + (f"; not usable: {facts['unusable']}" if facts["unusable"] else "")

@@ -23,6 +23,7 @@ COMMANDS = {
     "demo": "train on the bundled handwritten digits, in a new folder",
     "init": "begin a project of your own: a task, data, a configuration, a test",
     "ingest": "turn raw data into folders of Parquet shards",
+    "describe": "show what is in a data set: columns, values, missing values",
     "check": "try a task on some rows, in seconds and without a cluster",
     "train": "train a configuration; the number of workers does not change the result",
     "launch": "make a Ray cluster of the machines of a scheduler, and train on it: called on each of them",

@@ -10,7 +10,8 @@
    (`output_folder.py`).
 
 `ingest` does all of it; `run_in_threads` and `run_on_cluster` run the tasks and return the results in order;
-`ingest_arrays` and `ingest_table` make data sets of the arrays and tables of a notebook or a program.
+`preview` reads some rows and writes nothing; `describe` reads what is there; `ingest_arrays` and `ingest_table` make
+data sets of the arrays and tables of a notebook or a program.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.dataset import DESCRIPTION, FORMAT_VERSION
+from ray_app.data.dataset import DESCRIPTION, FORMAT_VERSION, read_description
 from ray_app.data.parquet_files import read_footers
 from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
@@ -50,18 +51,28 @@ from ray_app.ingest.readers.image_folders import Images
 from ray_app.ingest.readers.json_lines import JsonLines
 from ray_app.ingest.readers.tfrecord import TFRecord
 from ray_app.ingest.readers.webdataset import WebDataset
-from ray_app.ingest.shards import (
-    Counts,
-    describe_parquet,
-    format_refused,
-    make_notes,
-    merge_columns,
-    merge_descriptions,
-)
+from ray_app.ingest.shards import column_facts, describe_parquet, format_refused, merge_columns, merge_descriptions
 from ray_app.ingest.shuffle import make_bucket_tasks, write_bucket
-from ray_app.ingest.splits import InputSplitTask, Texts, check_refused_count, write_input_split
+from ray_app.ingest.splits import (
+    InputSplitTask,
+    Refusals,
+    Texts,
+    by_side,
+    check_refused_count,
+    read_input_split,
+    write_input_split,
+)
+from ray_app.ingest.summary import (
+    ColumnStatistics,
+    Counts,
+    DatasetSummary,
+    PartSummary,
+    TextColumns,
+    count_classes,
+    make_notes,
+)
 from ray_app.storage.data_files import files_below, is_within, relative_path
-from ray_app.storage.files import Location, put_atomic, put_json, to_location
+from ray_app.storage.files import Location, list_folders, put_atomic, put_json, to_location
 
 _TASKS_PER_CPU = 4
 """Ray tasks per CPU that are submitted before the result of the first one is awaited."""
@@ -121,8 +132,8 @@ __all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = 5
-"""Version of the order of rows and of the input splits.
+LAYOUT = 6
+"""Version of the order of rows, of the input splits and of their records.
 
 It increases with every change of these, so that no ingest continues what an older version has begun.
 """
@@ -142,46 +153,9 @@ READERS: dict[str, type[base.SourceReader]] = {
     "hf": HuggingFace,
     "digits": Digits,
 }
-_PARQUET = FormatTraits(has_output=False)
-
-
-@dataclass(frozen=True)
-class PartSummary:
-    """One data set: a folder of shards and the content of its `dataset.json`.
-
-    Args:
-        classes: Class names by label, or None.
-        class_counts: Rows by class name (by label where classes have no names), or None without labels.
-        columns: By name: type, shape of one row, dtype, missing values.
-        shards: File name, rows, row groups and bytes of each shard.
-        skipped_files: Number of files of the input that are not data; `refused.jsonl` lists them with reasons.
-        refused: Number of rows that were left out; `refused.jsonl` lists them with reasons.
-        notes: Notes for the user on how the source was interpreted, such as which value made a column text.
-    """
-
-    path: str
-    rows: int
-    classes: list[str] | None
-    class_counts: dict[str, int] | None
-    columns: dict[str, dict[str, Any]]
-    shards: list[dict[str, Any]]
-    skipped_files: int = 0
-    refused: int = 0
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class DatasetSummary:
-    """The data sets that `ingest` made or reused: "" alone, `train`, `eval`, `test`, or those of the source."""
-
-    path: str
-    parts: dict[str, PartSummary]
-    reused: bool
-
-    @property
-    def rows(self) -> int:
-        """Rows of all parts."""
-        return sum(part.rows for part in self.parts.values())
+_FORMATS = {name: reader_class.traits for name, reader_class in READERS.items()} | {
+    "parquet": FormatTraits(has_output=False)
+}
 
 
 def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSummary:
@@ -198,9 +172,8 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
         DataError: The input is missing, empty, damaged or inconsistent; nothing that was written is left then.
         StorageError: A disk, the network or an object store failed; what is finished is kept.
     """
-    formats = {name: reader_class.traits for name, reader_class in READERS.items()} | {"parquet": _PARQUET}
-    checks.check_options(options, formats)
-    traits = formats[options.source]
+    checks.check_options(options, _FORMATS)
+    traits = _FORMATS[options.source]
     if not traits.has_output:
         return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
     options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
@@ -233,6 +206,100 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     return _summary(str(out), written, reused=False)
 
 
+def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 1000) -> DatasetSummary:
+    """Reads what an ingest reads before it writes, and some rows; returns the data sets as these rows show them.
+
+    Nothing is written. Without `options.out` the paths of the summary are the names of the data sets.
+
+    Args:
+        run: See `ingest`.
+        rows: Number of rows of each part of the source that suffice; the first ones of its first input splits.
+
+    Raises:
+        ConfigError: The options are refused.
+        DataError: The input is missing, empty, or one of these rows cannot be used.
+    """
+    checks.check_options(options, _FORMATS, needs_output=False)
+    traits = _FORMATS[options.source]
+    if not traits.has_output:
+        return ingest(options)
+    options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
+    reader = READERS[options.source](options.input or "", options)
+    # An ingest reads the names and sizes of all files first.
+    _made_from(options, reader)
+    parts = reader.parts(run)
+    options = replace(options, eval_fraction=reader.held_out([part.name for part in parts]))
+    sides = _sides(parts, options, traits.divides_rows)
+    described: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        described |= _preview_part(part, sides[part.name], options, rows)
+    return _summary(options.out, described, reused=True)
+
+
+def _preview_part(
+    part: base.Part, sides: tuple[str, ...], options: IngestOptions, max_rows: int
+) -> dict[str, dict[str, Any]]:
+    """Returns the facts of the first rows of each side of a part."""
+    refusals, texts = Refusals(options), TextColumns()
+    statistics = {side: ColumnStatistics() for side in sides}
+    columns: dict[str, dict[str, dict[str, Any]]] = {side: {} for side in sides}
+    for task, table in _first_rows(part, sides, options, max_rows, refusals):
+        texts.add(table)
+        for side, rows in by_side(table, task).items():
+            statistics[side].add(rows)
+            for column in rows.schema:
+                facts = columns[side].setdefault(column.name, column_facts(column))
+                facts["nulls"] += rows[column.name].null_count
+    return {
+        side: {
+            "rows": statistics[side].rows,
+            "classes": part.classes,
+            "class_counts": count_classes(statistics[side].description(), part.classes),
+            "columns": columns[side],
+            "statistics": statistics[side].description(),
+            "index_columns": list(part.index_columns),
+            "shards": [],
+            "skipped_files": len(part.skipped_files),
+            "refused": len(refusals.rows) if side == sides[0] else 0,
+            "notes": [*part.notes, *make_notes([texts.description()])],
+        }
+        for side in sides
+    }
+
+
+def _first_rows(
+    part: base.Part, sides: tuple[str, ...], options: IngestOptions, max_rows: int, refuse: base.Refuse
+) -> Iterator[tuple[InputSplitTask, pa.Table]]:
+    """Yields the first rows of a part as they would be stored, with the task that would write them."""
+    seen = 0
+    for number, input_split in enumerate(part.input_splits):
+        task = InputSplitTask(part.name, number, input_split, sides, options, to_location("."), part.keeps_order)
+        for table in read_input_split(task, refuse):
+            yield task, table.slice(0, max_rows - seen)
+            seen += table.num_rows
+            if seen >= max_rows:
+                return
+
+
+def describe(path: str) -> DatasetSummary:
+    """Returns what is in a data set: rows, and the type, missing values and values of each column.
+
+    Args:
+        path: A folder of Parquet, or one that an ingest made with data sets in it (`train`, `eval`); on a disk or in a
+            bucket. Rows are read unless an ingest has described them.
+
+    Raises:
+        DataError: There is no data set, or a file is damaged.
+    """
+    folder = to_location(path)
+    inner = [side for side in sorted(list_folders(folder)) if read_description(folder / side)]
+    described: dict[str, dict[str, Any]] = {}
+    for side in inner or [""]:
+        facts = read_description(side_folder(folder, side))
+        described[side] = facts if facts and "statistics" in facts else describe_parquet(_path(path, side))
+    return _summary(path, described, reused=True)
+
+
 def _summary(out: str, described: dict[str, dict[str, Any]], reused: bool) -> DatasetSummary:
     """Returns the content of each `dataset.json` as a summary, `train` before `eval`, and logs its notes."""
     names = {f.name for f in fields(PartSummary)} - {"path"}
@@ -246,6 +313,9 @@ def _summary(out: str, described: dict[str, dict[str, Any]], reused: bool) -> Da
 
 
 def _path(out: str, side: str) -> str:
+    """Returns the folder of a data set; of one without a folder its name."""
+    if not out:
+        return side or "data set"
     return str(side_folder(to_location(out), side)) if side else out
 
 

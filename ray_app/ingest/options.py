@@ -198,12 +198,13 @@ def _is_delimiter(text: str) -> bool:
     return text == r"\t" or (len(text) == 1 and text.isascii() and text not in '"\r\n\0')
 
 
-def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits]) -> None:
+def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], needs_output: bool = True) -> None:
     """Raises ConfigError for an option with a value that is not allowed, or that does not fit the others.
 
     Args:
         options: The options.
         formats: The traits of all formats by name.
+        needs_output: Whether a format that is written needs `out`.
     """
     if options.source not in formats:
         raise ConfigError(f"source is {options.source!r}; allowed are {', '.join(formats)}.")
@@ -211,7 +212,7 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits]) -
     if traits.has_input != bool(options.input):
         needs = "needs an input; give a file or folder" if traits.has_input else "reads no input; leave it out"
         raise ConfigError(f"input is {options.input!r}: source {options.source!r} {needs}.")
-    if traits.has_output != bool(options.out):
+    if traits.has_output != bool(options.out) and (needs_output or options.out):
         needs = "needs a folder to create" if traits.has_output else "is trained on as it is; leave out away"
         raise ConfigError(f"out is {options.out!r}: source {options.source!r} {needs}.")
     if not traits.has_output:

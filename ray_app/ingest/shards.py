@@ -2,9 +2,6 @@
 
 `Shards` writes a stream of tables. `merge_descriptions` merges the descriptions of input splits or buckets into the
 facts of a data set, and `describe_parquet` reads these facts from a folder of Parquet.
-
-`TextColumns` and `make_notes` name the value and the row that made a column text which holds mostly numbers: a single
-`?` makes a column of a CSV file text, and tasks that take numbers then leave the column out.
 """
 
 from __future__ import annotations
@@ -21,12 +18,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ray_app.data.arrays import is_list, is_number, is_ragged_list, is_text, spec_of_field
+from ray_app.data.arrays import is_list, is_number, is_ragged_list, spec_of_field
 from ray_app.data.bad_rows import find_missing_values
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.errors import DataError
 from ray_app.ingest.readers.base import Part
+from ray_app.ingest.summary import ColumnStatistics, Statistics, merge_statistics
 from ray_app.plan.manifest import ColumnFacts
 from ray_app.storage.data_files import parser_errors, publish
 from ray_app.storage.files import Location, to_location
@@ -74,6 +72,7 @@ class Shards(RowWriter):
         super().__init__(folder, stem, scratch)
         self._limits = (shard_rows, row_group_rows, row_group_bytes)
         self._labels: Counter[int] = Counter()
+        self._statistics = ColumnStatistics()
         self._writer: pq.ParquetWriter | None = None
         self._shard_rows = self._pending_rows = 0
 
@@ -100,11 +99,12 @@ class Shards(RowWriter):
             self._end_shard()
 
     def description(self) -> dict[str, Any]:
-        """Returns the `shards`, `columns` and `labels` (rows by label; None: too many to count), plain JSON."""
+        """Returns the `shards`, `columns`, `statistics` and `labels` (rows by label; None: too many), plain JSON."""
         labels = None
         if len(self._labels) <= MAX_COUNTED_LABELS:
             labels = {str(label): rows for label, rows in self._labels.items()}
-        return {"shards": self._files, "columns": self._columns, "labels": labels}
+        statistics = self._statistics.description()
+        return {"shards": self._files, "columns": self._columns, "labels": labels, "statistics": statistics}
 
     @property
     def _name(self) -> str:
@@ -151,7 +151,8 @@ class Shards(RowWriter):
         self._writer, self._shard_rows = None, 0
 
     def _describe(self, table: pa.Table) -> None:
-        """Counts labels of rows or boxes, up to `MAX_COUNTED_LABELS` different ones, and missing values."""
+        """Measures the columns, and counts missing values and up to `MAX_COUNTED_LABELS` labels of rows or boxes."""
+        self._statistics.add(table)
         for column in table.schema:
             self._columns.setdefault(column.name, column_facts(column))["nulls"] += table[column.name].null_count
         labels: pa.ChunkedArray | None = None
@@ -253,6 +254,7 @@ def merge_descriptions(
         "classes": part.classes,
         "class_counts": _class_counts(part, descriptions),
         "columns": merge_columns(descriptions, "shards"),
+        "statistics": merge_statistics([d["statistics"] for d in descriptions if d["shards"]]),
         "shards": shards,
         "skipped_files": len(part.skipped_files),
         "notes": [*part.notes, *notes],
@@ -303,7 +305,7 @@ def describe_parquet(path: str) -> dict[str, Any]:
     """Returns the facts of Parquet that is trained on as it is; raises DataError if it cannot be trained on."""
     dataset = open_dataset(path)
     facts, manifest = dataset.facts, dataset.manifest
-    missing = _count_missing(dataset)
+    missing, statistics = _measure_columns(dataset)
     columns = {
         name: {
             "type": column.kind,
@@ -320,13 +322,21 @@ def describe_parquet(path: str) -> dict[str, Any]:
         rows[manifest.paths[int(manifest.file_of[group])]] += int(group_rows)
     shards = [{"path": name, "rows": rows[name], "row_groups": counts[name]} for name in manifest.paths]
     classes = list(facts.classes) if facts.classes else None
-    return {"rows": manifest.num_rows, "classes": classes, "class_counts": None, "columns": columns, "shards": shards}
+    return {
+        "rows": manifest.num_rows,
+        "classes": classes,
+        "class_counts": None,
+        "columns": columns,
+        "statistics": statistics,
+        "index_columns": list(facts.index_columns),
+        "shards": shards,
+    }
 
 
-def _count_missing(dataset: Dataset) -> dict[str, int]:
-    """Returns the rows with a missing value by column; it reads all pages, so it refuses a damaged one."""
+def _measure_columns(dataset: Dataset) -> tuple[dict[str, int], dict[str, Statistics]]:
+    """Returns the rows with a missing value and the statistics by column; refuses a damaged page, as it reads all."""
     manifest, names = dataset.manifest, list(dataset.facts.columns)
-    missing = dict.fromkeys(names, 0)
+    missing, statistics = dict.fromkeys(names, 0), ColumnStatistics()
     for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
         path = manifest.paths[number]
         with (
@@ -339,110 +349,12 @@ def _count_missing(dataset: Dataset) -> dict[str, int]:
                 ):
                     for name in names:
                         missing[name] += len(find_missing_values(table.select([name])))
-    return missing
+                    statistics.add(table)
+    return missing, statistics.description()
 
 
 def _explain_unusable(column: ColumnFacts, missing: int, rows: int) -> str | None:
     """Returns the reason why no task of the application can be trained on a column; None if one can."""
-    if column.kind == "other":
+    if column.kind == "other" and not column.is_date:
         return "convert it to numbers, text, bytes or lists of numbers"
     return "it has no value in any row" if rows and missing == rows else None
-
-
-_MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "n/a", "#N/A")
-_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
-_WRITTEN = r"^\s*[$€£]?\s?[+-]?(\d{1,3}([., '’]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£]?\s*$"
-"""Numbers as people and spreadsheets write them.
-
-They may have a decimal comma, groups of three digits, or a sign of a currency or of per cent.
-"""
-_TRUTH = r"(?i)^\s*(true|false)\s*$"
-_MAX_VALUE_CHARS = 40
-"""Characters of a value that a message repeats."""
-
-Counts = dict[str, Any]
-"""Counts of a column of text.
-
-`values` counts the values that are not missing. Of these, `numbers` counts numbers, `written` counts numbers that are
-written in another way, and `truth` counts truth values. `first` has the id and the value of the first row that does not
-fit each kind.
-"""
-
-
-class TextColumns:
-    """Counts the numbers and booleans in the columns of text of a stream of tables."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, Counts] = {}
-
-    def add(self, table: pa.Table) -> None:
-        """Adds rows, which have their ids in the first column."""
-        for column in table.schema:
-            if column.name != "row_id" and is_text(column.type):
-                self._add(column.name, table["row_id"], pc.utf8_trim_whitespace(table[column.name].cast(pa.string())))
-
-    def description(self) -> dict[str, Counts]:
-        """Returns the counts by column, plain JSON."""
-        return self._counts
-
-    def _add(self, name: str, row_ids: pa.ChunkedArray, values: pa.ChunkedArray) -> None:
-        present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, pa.array(_MISSING))))
-        row_ids, values = row_ids.filter(present), values.filter(present)
-        numbers, truth = (pc.match_substring_regex(values, pattern) for pattern in (_NUMBER, _TRUTH))
-        written = pc.match_substring_regex(values, _WRITTEN)
-        counts = self._counts.setdefault(name, {"values": 0, "numbers": 0, "written": 0, "truth": 0, "first": {}})
-        counts["values"] += len(values)
-        for kind, matches in (("numbers", numbers), ("written", pc.and_not(written, numbers)), ("truth", truth)):
-            counts[kind] += pc.sum(matches).as_py() or 0
-        # "numbers": the first value that is not a number in any notation; "written": the first that is not a plain one.
-        for kind, fits in (("numbers", pc.or_(numbers, written)), ("written", numbers), ("truth", truth)):
-            row = pc.index(fits, False).as_py()
-            if row >= 0:
-                counts["first"].setdefault(kind, [row_ids[row].as_py(), values[row].as_py()[:_MAX_VALUE_CHARS]])
-        if len(values):
-            counts["first"].setdefault("any", [row_ids[0].as_py(), values[0].as_py()[:_MAX_VALUE_CHARS]])
-
-
-def make_notes(split_counts: list[dict[str, Counts]]) -> list[str]:
-    """Returns a sentence about each column of text that consists mostly of numbers or booleans."""
-    notes = []
-    for name in dict.fromkeys(name for counts in split_counts for name in counts):
-        parts = [counts[name] for counts in split_counts if name in counts]
-        total = {kind: sum(part[kind] for part in parts) for kind in ("values", "numbers", "written", "truth")}
-        first: dict[str, list[str]] = {}
-        for part in parts:
-            first = part["first"] | first
-        if note := _note(name, total, first):
-            notes.append(note)
-    return notes
-
-
-def _note(name: str, total: dict[str, int], first: dict[str, list[str]]) -> str | None:
-    """Returns the sentence about one column; None where most of its values are text."""
-    values, numbers = total["values"], total["numbers"] + total["written"]
-    if not values or 2 * max(numbers, total["truth"]) <= values:
-        return None
-    if numbers >= total["truth"]:
-        kind, others = "numbers", values - numbers
-        cause = "numbers" if others else "written" if total["written"] else "any"
-    else:
-        kind, others = "true or false", values - total["truth"]
-        cause = "truth"
-    row_id, value = first.get(cause) or first["any"]
-    if cause == "any":
-        reason = (
-            f"all of its {values} values are {kind}, such as {value!r} in {row_id}: they are text in the source, or too"
-            f" long for 64 bits"
-        )
-        return f"column {name!r} is text, although {reason}."
-    if cause == "written":
-        reason = (
-            f"{total['written']} of its {values} values are numbers written in another way, the first is {value!r} in"
-            f" {row_id}"
-        )
-        return f"column {name!r} is text: {reason}. Write them with digits and a decimal point alone, as in 1234.5."
-    reason = f"{others} of its {values} values are not {kind}, the first is {value!r} in {row_id}"
-    return (
-        f"column {name!r} is text: {reason}. Correct them, or leave them empty where they are missing, if it is to hold"
-        f" {kind}."
-    )

@@ -10,6 +10,7 @@ of one length.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
 from ray_app.ingest.readers import base
-from ray_app.ingest.shards import Shards, TextColumns
+from ray_app.ingest.shards import Shards
 from ray_app.ingest.shuffle import Runs
+from ray_app.ingest.summary import TextColumns
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
 from ray_app.storage.files import Location, put_json, read_json, to_location
 
@@ -108,16 +110,12 @@ def write_input_split(task: InputSplitTask) -> Record:
     if (done := load_finished_record(task)) is not None:
         return done
     options, refusals = task.options, Refusals(task.options)
-    texts = Texts(options) if options.tokenizer else None
     text_columns = TextColumns()
     with make_scratch(task.folder) as scratch:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}
-        for table in task.input_split.tables(refusals):
-            usable = _rename_and_check(_drop_columns(table, options.drop or []), options.rename, refusals)
-            if texts:
-                usable = texts.encode(usable, refusals)
-            text_columns.add(usable)
-            for side, rows in _by_side(usable, task).items():
+        for table in read_input_split(task, refusals):
+            text_columns.add(table)
+            for side, rows in by_side(table, task).items():
                 sinks[side].write(rows)
         for sink in sinks.values():
             sink.close()
@@ -133,6 +131,14 @@ def write_input_split(task: InputSplitTask) -> Record:
     record = {"rows": rows, "text_columns": text_columns.description(), "sides": sides}
     put_json(task.record, record)
     return record
+
+
+def read_input_split(task: InputSplitTask, refuse: base.Refuse) -> Iterator[pa.Table]:
+    """Yields the rows of an input split as they are stored; see `write_input_split` for the errors."""
+    texts = Texts(task.options) if task.options.tokenizer else None
+    for table in task.input_split.tables(refuse):
+        usable = _rename_and_check(_drop_columns(table, task.options.drop or []), task.options.rename, refuse)
+        yield texts.encode(usable, refuse) if texts else usable
 
 
 def _open_sink(task: InputSplitTask, side: str, scratch: Path) -> Shards | Runs | Packed:
@@ -228,7 +234,7 @@ def _to_integer_label(table: pa.Table, refuse: base.Refuse) -> pa.Table:
     return table.set_column(table.column_names.index("label"), "label", labels.cast(pa.int64()))
 
 
-def _by_side(table: pa.Table, task: InputSplitTask) -> dict[str, pa.Table]:
+def by_side(table: pa.Table, task: InputSplitTask) -> dict[str, pa.Table]:
     """Returns the rows of each side."""
     if len(task.sides) == 1:
         return {task.sides[0]: table}

@@ -52,6 +52,11 @@ class ColumnFacts:
     nulls: int | None = None
     group_span: float | None = None
 
+    @property
+    def is_date(self) -> bool:
+        """Whether it holds dates or timestamps, of which tables use parts."""
+        return self.kind == "other" and self.dtype.startswith(("timestamp", "date"))
+
 
 @dataclass(frozen=True)
 class DataFacts:

@@ -34,7 +34,6 @@ MAX_AUTO_CATEGORIES = 256
 """Columns of text with more different values are categories only if `categories` names them."""
 MAX_CATEGORIES = 100_000
 logger = logging.getLogger(__name__)
-_DATE_TYPES = ("timestamp", "date")
 _MANY_ROWS = 1_000_000
 """A line is logged for each pass over as many rows, which takes seconds."""
 _BITS, _DIGITS = 16, 4
@@ -144,7 +143,7 @@ def _choose_columns(settings: TableSettings, data: DataFacts) -> tuple[dict[str,
             )
         is_named = settings.features is not None
         if name in settings.dates:
-            _need_kind(data, name, facts, facts.kind == "text" or _is_date(facts), "a date, a time, or text")
+            _need_kind(data, name, facts, facts.kind == "text" or facts.is_date, "a date, a time, or text")
             kinds[name] = "date"
         elif settings.categories != "auto" and name in settings.categories:
             _need_kind(data, name, facts, facts.kind in ("text", "integer"), "text or integers, as a category")
@@ -155,7 +154,7 @@ def _choose_columns(settings: TableSettings, data: DataFacts) -> tuple[dict[str,
             kinds[name] = "category"
         elif facts.kind == "text":
             left_out[name] = "text, and task.init_args.categories does not name it"
-        elif _is_date(facts):
+        elif facts.is_date:
             _need_kind(data, name, facts, not is_named, "an entry in task.init_args.dates, such as [year, month]")
             left_out[name] = f"{facts.dtype}; task.init_args.dates names the parts to use"
         else:
@@ -169,10 +168,6 @@ def _need_kind(data: DataFacts, name: str, facts: ColumnFacts, is_right: bool, n
             f"Column {name!r} of {data.path} holds {facts.kind} {facts.dtype}".rstrip()
             + f"; as a feature it needs {needed}. Name another column in task.init_args or convert it."
         )
-
-
-def _is_date(facts: ColumnFacts) -> bool:
-    return facts.kind == "other" and facts.dtype.startswith(_DATE_TYPES)
 
 
 def _count_categories(

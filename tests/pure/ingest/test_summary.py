@@ -1,0 +1,222 @@
+"""The summary of a data set: statistics of columns, the table that users see, previews and descriptions."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+from decimal import Decimal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_app.cli.main import main
+from ray_app.errors import DataError
+from ray_app.ingest.ingest import IngestOptions, describe, ingest, preview, run_in_threads
+from ray_app.ingest.readers.base import make_table
+from ray_app.ingest.summary import HEADER, MAX_VALUES, ColumnStatistics, merge_statistics
+
+CSV = "age,sex,id,survived\n" + "".join(
+    f"{'' if i % 10 == 0 else i % 7},{('male', 'female')[i % 3 == 0]},n{i},{('no', 'yes')[i % 2]}\n" for i in range(300)
+)
+
+
+def statistics_of(table: pa.Table) -> dict[str, Any]:
+    """Returns the statistics of a table."""
+    statistics = ColumnStatistics()
+    statistics.add(table)
+    return statistics.description()
+
+
+def write_csv(folder: Path) -> Path:
+    """Writes a file with a column that has gaps, categories, names and classes."""
+    folder.mkdir(exist_ok=True)
+    (folder / "people.csv").write_text(CSV)
+    return folder / "people.csv"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([3, 1, None, 3], {"minimum": 1, "maximum": 3, "values": {"3": 2, "1": 1}, "examples": ["3", "1"]}),
+        ([0.5, float("nan"), float("inf")], {"minimum": 0.5, "maximum": 0.5, "not_finite": 2}),
+        ([float("nan")], {"not_finite": 1}),
+        ([True, False, True], {"values": {"True": 2, "False": 1}, "examples": ["True", "False"]}),
+        (["b", None, "a", "b"], {"values": {"b": 2, "a": 1}, "examples": ["b", "a"]}),
+        ([b"12", b"", None], {"lengths": [0, 2]}),
+        ([[1, 2], [], [7]], {"lengths": [0, 2], "minimum": 1, "maximum": 7}),
+        ([[[1.5], [2.5]], [[3.0]]], {"lengths": [1, 2], "minimum": 1.5, "maximum": 3.0, "not_finite": 0}),
+        ([Decimal("1.25"), Decimal("3.00")], {"minimum": 1.25, "maximum": 3.0, "not_finite": 0}),
+        (
+            [datetime.date(2024, 2, 1), None, datetime.date(2023, 5, 1)],
+            {"minimum": "2023-05-01", "maximum": "2024-02-01"},
+        ),
+        ([None, None], {}),
+        ([{"a": 1}], {}),
+    ],
+)
+def test_the_statistics_of_a_column(values: list[Any], expected: dict[str, Any]) -> None:
+    assert statistics_of(pa.table({"x": pa.array(values)})) == {"x": expected}
+
+
+def test_the_statistics_of_arrays_and_dictionaries() -> None:
+    table = make_table(["a", "b"], {"image": np.array([[[1, 9]], [[4, 2]]], np.uint8)})
+    assert statistics_of(table)["image"] == {"minimum": 1, "maximum": 9}
+    words = pa.table({"x": pa.array(["u", "v", "u"]).dictionary_encode()})
+    assert statistics_of(words)["x"]["values"] == {"u": 2, "v": 1}
+
+
+def test_different_values_are_counted_up_to_a_limit() -> None:
+    table = pa.table({"few": [f"v{i % MAX_VALUES}" for i in range(500)], "many": [f"v{i}" for i in range(500)]})
+    few, many = statistics_of(table).values()
+    assert few["values"] == {f"v{i}": 5 for i in range(MAX_VALUES)}
+    assert many == {"values": None, "examples": ["v0", "v1", "v2"]}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.none() | st.integers(-5, 200),
+            st.none() | st.floats(width=32),
+            st.none() | st.text(max_size=2),
+            st.lists(st.integers(0, 9), max_size=3),
+        ),
+        max_size=150,
+    ),
+    st.lists(st.integers(0, 150), max_size=4),
+)
+def test_statistics_do_not_depend_on_how_rows_are_divided(rows: list[tuple[Any, ...]], cuts: list[int]) -> None:
+    kinds = {"i": pa.int64(), "f": pa.float32(), "t": pa.string(), "l": pa.list_(pa.int64())}
+    table = pa.table({name: pa.array([row[k] for row in rows], kind) for k, (name, kind) in enumerate(kinds.items())})
+    bounds = sorted({0, *(min(cut, len(rows)) for cut in cuts), len(rows)})
+    parts = [table.slice(low, high - low) for low, high in pairwise(bounds)] or [table]
+    merged, streamed = merge_statistics([statistics_of(part) for part in parts]), ColumnStatistics()
+    for part in parts:
+        streamed.add(part)
+    whole = without_examples(statistics_of(table))
+    assert without_examples(merged) == whole
+    assert without_examples(streamed.description()) == whole
+
+
+def without_examples(statistics: dict[str, Any]) -> dict[str, Any]:
+    """Returns the statistics that do not depend on the order in which values are seen."""
+    return {name: {key: v for key, v in facts.items() if key != "examples"} for name, facts in statistics.items()}
+
+
+def test_an_ingest_records_what_is_in_its_columns(tmp_path: Path) -> None:
+    options = IngestOptions("csv", str(tmp_path / "out"), str(write_csv(tmp_path / "in")), label="survived")
+    rows = {row[0]: row[1:] for row in ingest(options).parts[""].table()}
+    assert rows == {
+        "row_id": ("string", "id of the row", "0", ""),
+        "age": ("int64", "feature", "30", "0 to 6"),
+        "sex": ("string", "text or category", "0", "male 200, female 100"),
+        "id": ("string", "text or category", "0", rows["id"][3]),
+        "label": ("int64", "label", "0", "no 150, yes 150"),
+    }
+    assert rows["id"][3].endswith("... (more than 100 different)")
+    stored = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert stored["statistics"]["sex"]["values"] == {"male": 200, "female": 100}
+
+
+@pytest.mark.parametrize("eval_fraction", [0.0, 0.25])
+def test_a_preview_of_all_rows_shows_what_an_ingest_writes(tmp_path: Path, eval_fraction: float) -> None:
+    source, out = write_csv(tmp_path / "in"), tmp_path / "out"
+    options = IngestOptions("csv", str(out), str(source), label="survived", eval_fraction=eval_fraction)
+    shown = preview(options)
+    assert not out.exists()
+    made = ingest(options)
+    assert shown.parts.keys() == made.parts.keys()
+    for name, part in made.parts.items():
+        seen = shown.parts[name]
+        assert (seen.rows, seen.columns, seen.class_counts) == (part.rows, part.columns, part.class_counts)
+        assert without_examples(seen.statistics) == without_examples(part.statistics)
+
+
+def test_a_preview_reads_the_first_rows_only(tmp_path: Path) -> None:
+    file = write_csv(tmp_path / "in")
+    (shown,) = preview(IngestOptions("csv", input=str(file)), rows=40).parts.values()
+    assert (shown.path, shown.rows) == ("data set", 40)
+    assert list((tmp_path / "in").iterdir()) == [file]
+
+
+def test_a_preview_refuses_a_bad_row_like_an_ingest(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "in")
+    path.write_text(CSV + "1,male,n,\n")
+    with pytest.raises(DataError, match="rows without a value"):
+        preview(IngestOptions("csv", input=str(path), label="survived"))
+
+
+def test_describe_of_an_ingested_data_set_is_the_summary_of_the_ingest(tmp_path: Path) -> None:
+    out, source = tmp_path / "out", write_csv(tmp_path / "in")
+    made = ingest(IngestOptions("csv", str(out), str(source), label="survived", eval_fraction=0.3))
+    described = describe(str(out))
+    assert list(described.parts) == ["train", "eval"]
+    assert [part.table() for part in described.parts.values()] == [part.table() for part in made.parts.values()]
+    assert describe(str(out / "eval")).parts[""].rows == made.parts["eval"].rows
+
+
+def test_describe_of_a_folder_of_parquet_names_what_cannot_be_used(tmp_path: Path) -> None:
+    columns = {
+        "when": pa.array([datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)] * 3),
+        "nested": pa.array([{"a": 1}] * 3),
+        "__index_level_0__": pa.array([0, 1, 2]),
+        "x": pa.array([1.0, float("nan"), None]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    rows = {row[0]: row[1:] for row in describe(str(tmp_path)).parts[""].table()}
+    assert rows["when"][1] == "date or time"
+    assert rows["nested"][1] == "not usable: convert it to numbers, text, bytes or lists of numbers"
+    assert rows["__index_level_0__"][1] == "none: it numbers the rows"
+    assert rows["x"] == ("float64", "feature", "1, 1 NaN or infinite", "1")
+
+
+def test_the_commands_show_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write_csv(tmp_path / "in"), tmp_path / "out"
+    ingest_command = ["ingest", "--source", "csv", "--input", str(source), "--label", "survived", "--drop", "[id]"]
+    assert main([*ingest_command, "--dry_run", "true"]) == 0
+    dry = capsys.readouterr().out
+    assert "nothing is written" in dry
+    assert not out.exists()
+    assert main([*ingest_command, "--out", str(out)]) == 0
+    written = capsys.readouterr().out
+    assert main(["describe", str(out)]) == 0
+    described = capsys.readouterr().out
+    assert described.splitlines()[1].split() == list(HEADER)
+    for shown in (dry, written, described):
+        assert "  sex     string  text or category  0        male 200, female 100" in shown
+    for shown in (dry, written):
+        assert "Columns left out: ['id'] by drop" in shown
+    assert main(["describe", str(tmp_path / "absent")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_notebooks_show_the_columns_as_a_table(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"<b>": ["x & y"] * 2}), tmp_path / "a.parquet")
+    html = describe(str(tmp_path))._repr_html_()
+    assert "<th>column</th>" in html
+    assert "<td>&lt;b&gt;</td>" in html
+    assert "<td>x &amp; y 2</td>" in html
+
+
+def test_a_refusal_leaves_no_thread_that_reads(tmp_path: Path) -> None:
+    """A pool of threads that the garbage collector ends can block the thread in which it does so."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(8):
+        (folder / f"{i}.csv").write_text("a,label\n" + "1,0\n" * 50 + ",\n" * 3)
+    before = set(threading.enumerate())
+    options = IngestOptions(
+        "csv", str(tmp_path / "out"), str(folder), label="label", on_bad_row="skip", max_bad_rows=4, split_bytes=1
+    )
+    with pytest.raises(DataError, match="max_bad_rows") as caught:
+        ingest(options, lambda function, items: run_in_threads(function, items, threads=2))
+    assert caught.value.__traceback__ is not None
+    assert set(threading.enumerate()) == before
