@@ -153,9 +153,7 @@ READERS: dict[str, type[base.SourceReader]] = {
     "hf": HuggingFace,
     "digits": Digits,
 }
-_FORMATS = {name: reader_class.traits for name, reader_class in READERS.items()} | {
-    "parquet": FormatTraits(has_output=False)
-}
+_PARQUET = FormatTraits(has_output=False)
 
 
 def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSummary:
@@ -172,8 +170,7 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
         DataError: The input is missing, empty, damaged or inconsistent; nothing that was written is left then.
         StorageError: A disk, the network or an object store failed; what is finished is kept.
     """
-    checks.check_options(options, _FORMATS)
-    traits = _FORMATS[options.source]
+    traits = _check_options(options)
     if not traits.has_output:
         return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
     options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
@@ -206,6 +203,13 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     return _summary(str(out), written, reused=False)
 
 
+def _check_options(options: IngestOptions, needs_output: bool = True) -> FormatTraits:
+    """Checks the options and returns the traits of their format."""
+    formats = {name: reader_class.traits for name, reader_class in READERS.items()} | {"parquet": _PARQUET}
+    checks.check_options(options, formats, needs_output)
+    return formats[options.source]
+
+
 def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 1000) -> DatasetSummary:
     """Reads what an ingest reads before it writes, and some rows; returns the data sets as these rows show them.
 
@@ -219,8 +223,7 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
         ConfigError: The options are refused.
         DataError: The input is missing, empty, or one of these rows cannot be used.
     """
-    checks.check_options(options, _FORMATS, needs_output=False)
-    traits = _FORMATS[options.source]
+    traits = _check_options(options, needs_output=False)
     if not traits.has_output:
         return ingest(options)
     options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
@@ -271,13 +274,13 @@ def _first_rows(
     part: base.Part, sides: tuple[str, ...], options: IngestOptions, max_rows: int, refuse: base.Refuse
 ) -> Iterator[tuple[InputSplitTask, pa.Table]]:
     """Yields the first rows of a part as they would be stored, with the task that would write them."""
-    seen = 0
+    num_rows = 0
     for number, input_split in enumerate(part.input_splits):
         task = InputSplitTask(part.name, number, input_split, sides, options, to_location("."), part.keeps_order)
         for table in read_input_split(task, refuse):
-            yield task, table.slice(0, max_rows - seen)
-            seen += table.num_rows
-            if seen >= max_rows:
+            yield task, table.slice(0, max_rows - num_rows)
+            num_rows += table.num_rows
+            if num_rows >= max_rows:
                 return
 
 

@@ -78,6 +78,8 @@ def _measure(field: pa.Field, column: pa.ChunkedArray, is_counted: bool) -> Stat
     spec = spec_of_field(field)
     if spec is None:
         return _measure_plain(column.drop_null(), is_counted)
+    if 0 in spec.shape:
+        return {}
     values = from_column(column, spec)
     if isinstance(values, Ragged):
         return _range_of_numbers(values.values) | _range_of_lengths(values.lengths)
@@ -100,7 +102,7 @@ def _measure_plain(column: pa.ChunkedArray, is_counted: bool) -> Statistics:
         statistics = _range_of_lengths(pc.binary_length(column).to_numpy())
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         statistics |= _range_of_numbers(column.to_numpy())
-    elif pa.types.is_temporal(kind) and len(column):
+    elif pa.types.is_temporal(kind) and not pa.types.is_duration(kind) and len(column):
         low, high = (_to_text(value) for value in pc.min_max(column).as_py().values())
         statistics |= {"minimum": low, "maximum": high}
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind):
@@ -232,10 +234,10 @@ def _describe_use(name: str, facts: Mapping[str, Any], index_columns: Collection
 
 def _describe_counts(counts: Mapping[str, int]) -> str:
     """Returns the number of rows of each class, in the order of the classes, or of the first ones."""
-    shown = [f"{name} {rows:,}" for name, rows in list(counts.items())[:_MAX_SHOWN]]
+    entries = [f"{name} {rows:,}" for name, rows in list(counts.items())[:_MAX_SHOWN]]
     if len(counts) > _MAX_SHOWN:
-        shown.append(f"... ({len(counts):,} classes of {min(counts.values()):,} to {max(counts.values()):,} rows)")
-    return ", ".join(shown)
+        entries.append(f"... ({len(counts):,} classes of {min(counts.values()):,} to {max(counts.values()):,} rows)")
+    return ", ".join(entries)
 
 
 def _describe_values(statistics: Statistics) -> str:
@@ -251,8 +253,8 @@ def _describe_values(statistics: Statistics) -> str:
         counted = Counter[str](statistics["values"])
         # Where no value is repeated, numbers of rows say nothing.
         is_unique = max(counted.values()) == 1
-        shown = [value if is_unique else f"{value} {rows:,}" for value, rows in counted.most_common(_MAX_SHOWN)]
-        parts.extend([*shown, f"... ({len(counted)} different)"] if len(counted) > _MAX_SHOWN else shown)
+        entries = [value if is_unique else f"{value} {rows:,}" for value, rows in counted.most_common(_MAX_SHOWN)]
+        parts.extend([*entries, f"... ({len(counted)} different)"] if len(counted) > _MAX_SHOWN else entries)
     elif statistics.get("examples"):
         parts.extend([*statistics["examples"], f"... (more than {MAX_VALUES} different)"])
     return ", ".join(parts)

@@ -130,20 +130,24 @@ def test_an_ingest_records_what_is_in_its_columns(tmp_path: Path) -> None:
 def test_a_preview_of_all_rows_shows_what_an_ingest_writes(tmp_path: Path, eval_fraction: float) -> None:
     source, out = write_csv(tmp_path / "in"), tmp_path / "out"
     options = IngestOptions("csv", str(out), str(source), label="survived", eval_fraction=eval_fraction)
-    shown = preview(options)
+    previewed = preview(options)
     assert not out.exists()
-    made = ingest(options)
-    assert shown.parts.keys() == made.parts.keys()
-    for name, part in made.parts.items():
-        seen = shown.parts[name]
-        assert (seen.rows, seen.columns, seen.class_counts) == (part.rows, part.columns, part.class_counts)
-        assert without_examples(seen.statistics) == without_examples(part.statistics)
+    summary = ingest(options)
+    assert previewed.parts.keys() == summary.parts.keys()
+    for name, part in summary.parts.items():
+        first_rows = previewed.parts[name]
+        assert (first_rows.rows, first_rows.columns, first_rows.class_counts) == (
+            part.rows,
+            part.columns,
+            part.class_counts,
+        )
+        assert without_examples(first_rows.statistics) == without_examples(part.statistics)
 
 
 def test_a_preview_reads_the_first_rows_only(tmp_path: Path) -> None:
     file = write_csv(tmp_path / "in")
-    (shown,) = preview(IngestOptions("csv", input=str(file)), rows=40).parts.values()
-    assert (shown.path, shown.rows) == ("data set", 40)
+    (part,) = preview(IngestOptions("csv", input=str(file)), rows=40).parts.values()
+    assert (part.path, part.rows) == ("data set", 40)
     assert list((tmp_path / "in").iterdir()) == [file]
 
 
@@ -156,11 +160,11 @@ def test_a_preview_refuses_a_bad_row_like_an_ingest(tmp_path: Path) -> None:
 
 def test_describe_of_an_ingested_data_set_is_the_summary_of_the_ingest(tmp_path: Path) -> None:
     out, source = tmp_path / "out", write_csv(tmp_path / "in")
-    made = ingest(IngestOptions("csv", str(out), str(source), label="survived", eval_fraction=0.3))
+    summary = ingest(IngestOptions("csv", str(out), str(source), label="survived", eval_fraction=0.3))
     described = describe(str(out))
     assert list(described.parts) == ["train", "eval"]
-    assert [part.table() for part in described.parts.values()] == [part.table() for part in made.parts.values()]
-    assert describe(str(out / "eval")).parts[""].rows == made.parts["eval"].rows
+    assert [part.table() for part in described.parts.values()] == [part.table() for part in summary.parts.values()]
+    assert describe(str(out / "eval")).parts[""].rows == summary.parts["eval"].rows
 
 
 def test_describe_of_a_folder_of_parquet_names_what_cannot_be_used(tmp_path: Path) -> None:
@@ -190,10 +194,10 @@ def test_the_commands_show_the_columns(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["describe", str(out)]) == 0
     described = capsys.readouterr().out
     assert described.splitlines()[1].split() == list(HEADER)
-    for shown in (dry, written, described):
-        assert "  sex     string  text or category  0        male 200, female 100" in shown
-    for shown in (dry, written):
-        assert "Columns left out: ['id'] by drop" in shown
+    for output in (dry, written, described):
+        assert "  sex     string  text or category  0        male 200, female 100" in output
+    for output in (dry, written):
+        assert "Columns left out: ['id'] by drop" in output
     assert main(["describe", str(tmp_path / "absent")]) == 2
     assert "does not exist" in capsys.readouterr().err
 
