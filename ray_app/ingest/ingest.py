@@ -21,7 +21,7 @@ import logging
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, fields, replace
@@ -54,11 +54,13 @@ from ray_app.ingest.readers.webdataset import WebDataset
 from ray_app.ingest.shards import column_facts, describe_parquet, format_refused, merge_columns, merge_descriptions
 from ray_app.ingest.shuffle import make_bucket_tasks, write_bucket
 from ray_app.ingest.splits import (
+    Divider,
     InputSplitTask,
     Refusals,
     Texts,
-    by_side,
     check_refused_count,
+    count_times,
+    find_first_eval_time,
     read_input_split,
     write_input_split,
 )
@@ -234,21 +236,23 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
     options = replace(options, eval_fraction=reader.held_out([part.name for part in parts]))
     sides = _sides(parts, options, traits.divides_rows)
     described: dict[str, dict[str, Any]] = {}
+    tasks = _make_tasks(parts, sides, options, to_location("."), run)
     for part in parts:
-        described |= _preview_part(part, sides[part.name], options, rows)
+        described |= _preview_part(part, [task for task in tasks if task.part == part.name], options, rows)
     return _summary(options.out, described, reused=True)
 
 
 def _preview_part(
-    part: base.Part, sides: tuple[str, ...], options: IngestOptions, max_rows: int
+    part: base.Part, tasks: Sequence[InputSplitTask], options: IngestOptions, max_rows: int
 ) -> dict[str, dict[str, Any]]:
     """Returns the facts of the first rows of each side of a part."""
+    sides = tasks[0].sides
     refusals, texts = Refusals(options), TextColumns()
     statistics = {side: ColumnStatistics() for side in sides}
     columns: dict[str, dict[str, dict[str, Any]]] = {side: {} for side in sides}
-    for task, table in _first_rows(part, sides, options, max_rows, refusals):
+    for divider, table in _first_rows(tasks, max_rows, refusals):
         texts.add(table)
-        for side, rows in by_side(table, task).items():
+        for side, rows in divider.divide(table, refusals).items():
             statistics[side].add(rows)
             for column in rows.schema:
                 facts = columns[side].setdefault(column.name, column_facts(column))
@@ -260,7 +264,7 @@ def _preview_part(
             "class_counts": count_classes(statistics[side].description(), part.classes),
             "columns": columns[side],
             "statistics": statistics[side].description(),
-            "index_columns": list(part.index_columns),
+            "index_columns": _index_columns(part, options, columns[side]),
             "shards": [],
             "skipped_files": len(part.skipped_files),
             "refused": len(refusals.rows) if side == sides[0] else 0,
@@ -271,14 +275,14 @@ def _preview_part(
 
 
 def _first_rows(
-    part: base.Part, sides: tuple[str, ...], options: IngestOptions, max_rows: int, refuse: base.Refuse
-) -> Iterator[tuple[InputSplitTask, pa.Table]]:
-    """Yields the first rows of a part as they would be stored, with the task that would write them."""
+    tasks: Sequence[InputSplitTask], max_rows: int, refuse: base.Refuse
+) -> Iterator[tuple[Divider, pa.Table]]:
+    """Yields the first rows of a part as they would be stored, with what divides those of their input split."""
     num_rows = 0
-    for number, input_split in enumerate(part.input_splits):
-        task = InputSplitTask(part.name, number, input_split, sides, options, to_location("."), part.keeps_order)
+    for task in tasks:
+        divider = Divider(task)
         for table in read_input_split(task, refuse):
-            yield task, table.slice(0, max_rows - num_rows)
+            yield divider, table.slice(0, max_rows - num_rows)
             num_rows += table.num_rows
             if num_rows >= max_rows:
                 return
@@ -348,6 +352,11 @@ def _sides(parts: list[base.Part], options: IngestOptions, are_divided: bool) ->
     """Returns the names of the data sets that the rows of each part go to."""
     names = [part.name for part in parts]
     if are_divided or not options.eval_fraction:
+        if rule := next((name for name in ("group", "split_by", "stratify") if getattr(options, name)), None):
+            raise ConfigError(
+                f"{rule} is {getattr(options, rule)!r}, but source {options.source!r} is not divided here; give"
+                " eval_fraction, if the source does not have an evaluation set itself."
+            )
         return {name: (name,) for name in names}
     if not set(names) <= {"", "train", "test"}:
         raise ConfigError(f"eval_fraction is {options.eval_fraction}, but the source itself has {names}. Leave it out.")
@@ -382,8 +391,7 @@ def _write_all(
     for side, part in part_of.items():
         notes = make_notes(text_columns[part.name])
         facts = merge_descriptions(part, shuffled.get(side, records[side]), len(refused[side]), notes)
-        index = [options.rename.get(name, name) for name in part.index_columns]
-        facts["index_columns"] = [name for name in index if name in facts["columns"]]
+        facts["index_columns"] = _index_columns(part, options, facts["columns"])
         if options.pack:
             facts["rows_in"] = sum(record["texts"] for record in records[side]) + len(refused[side])
         target = side_folder(folder, side)
@@ -397,15 +405,33 @@ def _write_all(
         put_json(target / DESCRIPTION, description)
 
 
-def _write_input_splits(
+def _index_columns(part: base.Part, options: IngestOptions, columns: Collection[str]) -> list[str]:
+    """Returns the columns that no task uses unless it names them: those that number the rows, and the group."""
+    names = [*part.index_columns, *([options.group] if options.group else [])]
+    return [name for name in (options.rename.get(name, name) for name in names) if name in columns]
+
+
+def _make_tasks(
     parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Counts]]]]:
-    """Runs the tasks of all input splits; returns the records of each side and text counts of each part, in order."""
+) -> list[InputSplitTask]:
+    """Returns the tasks of all input splits; with `split_by` this reads the column once."""
     tasks = [
         InputSplitTask(part.name, number, input_split, sides[part.name], options, folder, part.keeps_order)
         for part in parts
         for number, input_split in enumerate(part.input_splits)
     ]
+    if not options.split_by:
+        return tasks
+    counts = list(run(count_times, [task for task in tasks if len(task.sides) > 1]))
+    first_eval_time = find_first_eval_time(counts, options)
+    return [replace(task, first_eval_time=first_eval_time) for task in tasks]
+
+
+def _write_input_splits(
+    parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Counts]]]]:
+    """Runs the tasks of all input splits; returns the records of each side and text counts of each part, in order."""
+    tasks = _make_tasks(parts, sides, options, folder, run)
     records: dict[str, list[dict[str, Any]]] = {side: [] for part in parts for side in sides[part.name]}
     text_columns: dict[str, list[dict[str, Counts]]] = {part.name: [] for part in parts}
     refused = 0

@@ -121,6 +121,12 @@ class IngestOptions:
             for digits, where it is exactly stratified, 0.2; for idx, cifar and numpy with a `test` 0.1; for others
             none.
         seed: Key of that hash.
+        group: With eval_fraction: a column, such as that of patients, of which all rows with one value go to one data
+            set: the hash is that of the value. The column stays, and the tabular tasks use it only if they name it.
+        split_by: With eval_fraction: a column of dates, times (in text as ISO 8601) or numbers, of which the rows with
+            the largest values go to `eval`, rows of one value together. The source is read once more.
+        stratify: With eval_fraction: each class of the label has exactly this fraction in `eval`, but for one row an
+            input split; the rows are chosen at random.
         check: For images, coco, voc, yolo, webdataset, tfrecord and hf: decode each image now, so that a damaged one is
             refused here and not in training.
         on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in
@@ -164,6 +170,9 @@ class IngestOptions:
     pack: int | None = None
     eval_fraction: float | None = None
     seed: int = 0
+    group: str | None = None
+    split_by: str | None = None
+    stratify: bool = False
     check: bool = True
     on_bad_row: Literal["fail", "skip"] = "fail"
     max_bad_rows: int = 100
@@ -236,8 +245,7 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], n
             )
     _check_images(options)
     _check_text(options)
-    if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
-        raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is 0 to below 1, or leave it out.")
+    _check_division(options)
     if options.on_bad_row not in ("fail", "skip") or options.max_bad_rows < 0:
         raise ConfigError(
             f"on_bad_row is {options.on_bad_row!r}, max_bad_rows {options.max_bad_rows}; allowed are fail or skip, and"
@@ -246,6 +254,14 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], n
     for name, maximum in _POSITIVE.items():
         if (value := getattr(options, name)) is not None and (value < 1 or (maximum and value > maximum)):
             raise ConfigError(f"{name} is {value}; allowed is 1 or more{f', up to {maximum}' if maximum else ''}.")
+
+
+def _check_division(options: IngestOptions) -> None:
+    """Checks the options that divide rows between `train` and `eval`."""
+    if len(rules := [name for name in ("group", "split_by", "stratify") if getattr(options, name)]) > 1:
+        raise ConfigError(f"{' and '.join(rules)} are set; rows can be divided by one of them. Leave the others out.")
+    if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
+        raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is 0 to below 1, or leave it out.")
 
 
 def _check_images(options: IngestOptions) -> None:

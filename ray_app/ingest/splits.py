@@ -10,8 +10,10 @@ of one length.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.config.import_paths import require
-from ray_app.data.arrays import fixed_array, spec_of_field
+from ray_app.data.arrays import fixed_array, is_text, spec_of_field
 from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
@@ -53,6 +55,7 @@ class InputSplitTask:
         sides: Data sets that its rows go to: the part alone, or `train` and `eval`.
         keeps_order: Whether its rows keep their order; otherwise they are shuffled with those of the other input
             splits.
+        first_eval_time: With `split_by`, the least value of the rows that go to `eval`.
     """
 
     part: str
@@ -62,6 +65,7 @@ class InputSplitTask:
     options: IngestOptions
     folder: Location
     keeps_order: bool
+    first_eval_time: int | float | None = None
 
     def __str__(self) -> str:
         return f"input split {self.number} of {self.part or 'the source'}, {self.input_split.tables}"
@@ -111,11 +115,12 @@ def write_input_split(task: InputSplitTask) -> Record:
         return done
     options, refusals = task.options, Refusals(task.options)
     text_columns = TextColumns()
+    divider = Divider(task)
     with make_scratch(task.folder) as scratch:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}
         for table in read_input_split(task, refusals):
             text_columns.add(table)
-            for side, rows in by_side(table, task).items():
+            for side, rows in divider.divide(table, refusals).items():
                 sinks[side].write(rows)
         for sink in sinks.values():
             sink.close()
@@ -127,7 +132,7 @@ def write_input_split(task: InputSplitTask) -> Record:
         )
     sides = {side: sink.description() | {"refused": []} for side, sink in sinks.items()}
     for row in refusals.rows:
-        sides[_side_of(row[0], task)]["refused"].append(row)
+        sides[divider.side_of_refused(row[0])]["refused"].append(row)
     record = {"rows": rows, "text_columns": text_columns.description(), "sides": sides}
     put_json(task.record, record)
     return record
@@ -234,23 +239,130 @@ def _to_integer_label(table: pa.Table, refuse: base.Refuse) -> pa.Table:
     return table.set_column(table.column_names.index("label"), "label", labels.cast(pa.int64()))
 
 
-def by_side(table: pa.Table, task: InputSplitTask) -> dict[str, pa.Table]:
-    """Returns the rows of each side."""
-    if len(task.sides) == 1:
-        return {task.sides[0]: table}
-    row_sides = [_side_of(row_id, task) for row_id in table["row_id"].to_pylist()]
-    return {
-        side: table.filter(pa.array([row_side == side for row_side in row_sides], pa.bool_())) for side in task.sides
-    }
+class Divider:
+    """Divides the rows of an input split between its data sets, see `IngestOptions.eval_fraction`."""
+
+    def __init__(self, task: InputSplitTask) -> None:
+        self._task = task
+        options = task.options
+        self._fraction = options.eval_fraction or 0.0
+        self._is_divided = len(task.sides) > 1
+        self._column = _final_name(
+            options.group or options.split_by or ("label" if options.stratify else None), options
+        )
+        self._class_rows: Counter[int] = Counter()
+
+    def divide(self, table: pa.Table, refuse: base.Refuse) -> dict[str, pa.Table]:
+        """Returns the rows of each data set; refuses rows without a value in the column that decides."""
+        if not self._is_divided:
+            return {self._task.sides[0]: table}
+        if self._column is not None:
+            table = _with_values(table, self._column, self._task.options, refuse)
+        in_eval = pa.array(self._choose(table), pa.bool_())
+        return {"train": table.filter(pc.invert(in_eval)), "eval": table.filter(in_eval)}
+
+    def _choose(self, table: pa.Table) -> npt.NDArray[np.bool_]:
+        """Returns whether each row goes to `eval`."""
+        options = self._task.options
+        if options.split_by:
+            assert self._task.first_eval_time is not None, "the ingest has found it"
+            return _times(table[self._column], options) >= self._task.first_eval_time
+        if options.stratify:
+            return np.array([self._is_chosen(label) for label in table[self._column].to_pylist()], np.bool_)
+        column = table[self._column or "row_id"]
+        if not (is_text(column.type) or pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
+            raise DataError(f"group {options.group!r} is a column of {column.type}; allowed are text and integers.")
+        return np.array([self._is_below(key) for key in column.cast(pa.string()).to_pylist()], np.bool_)
+
+    def side_of_refused(self, row_id: str) -> str:
+        """Returns the data set that counts a refused row."""
+        return "eval" if self._is_divided and self._is_below(row_id) else self._task.sides[0]
+
+    def _is_below(self, key: str) -> bool:
+        return self._hash(key) < int(self._fraction * 2**64)
+
+    def _is_chosen(self, label: int) -> bool:
+        """Returns whether the next row of a class is chosen: one, at random, of each `1 / fraction` successive rows."""
+        number = self._class_rows[label]
+        self._class_rows[label] += 1
+        fraction = Fraction(str(self._fraction))
+        block = int(number * fraction)
+        first, end = (-int(-bound // fraction) for bound in (block, block + 1))
+        chosen = self._hash(f"{self._task.part}\0{self._task.number}\0{label}\0{block}") % (end - first)
+        return number == first + chosen
+
+    def _hash(self, key: str) -> int:
+        """Returns a number from 0 to below 2**64, a function of the seed and the key."""
+        seed = str(self._task.options.seed).encode()
+        return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8, key=seed).digest(), "big")
 
 
-def _side_of(row_id: str, task: InputSplitTask) -> str:
-    """Returns the side that a row goes to, a function of the seed and the row's id."""
-    if len(task.sides) == 1:
-        return task.sides[0]
-    hashed = hashlib.blake2b(row_id.encode(), digest_size=8, key=str(task.options.seed).encode()).digest()
-    in_eval = int.from_bytes(hashed, "big") < int((task.options.eval_fraction or 0) * 2**64)
-    return "eval" if in_eval else "train"
+def _final_name(column: str | None, options: IngestOptions) -> str | None:
+    """Returns the name of a column after `rename`."""
+    return None if column is None else options.rename.get(column, column)
+
+
+def _with_values(table: pa.Table, column: str, options: IngestOptions, refuse: base.Refuse) -> pa.Table:
+    """Returns the rows that have a value in the column by which rows are divided, and refuses the others."""
+    if column not in table.column_names:
+        option = "group" if options.group else "split_by" if options.split_by else "stratify"
+        raise ConfigError(f"{option} needs the column {column!r}; the columns are {table.column_names[1:]}. Name one.")
+    missing = pc.is_null(table[column], nan_is_null=True)
+    if is_text(table[column].type):
+        missing = pc.or_(missing, pc.fill_null(pc.equal(table[column], ""), True))
+    return without_rows(table, missing, refuse, f"no {column}, by which rows are divided")
+
+
+def _times(column: pa.ChunkedArray, options: IngestOptions) -> npt.NDArray[Any]:
+    """Returns dates and times as microseconds, and numbers as they are, (rows,); raises DataError for others."""
+    kind = column.type
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return np.asarray(column.to_numpy())
+    try:
+        if is_text(kind):
+            zone = "UTC" if len(column) and column[0].as_py().endswith(("Z", "+00:00")) else None
+            column = column.cast(pa.timestamp("us", zone))
+        elif pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+            column = column.cast(pa.timestamp("us", getattr(kind, "tz", None)))
+        return np.asarray(column.cast(pa.int64()).to_numpy())
+    except pa.ArrowException as error:
+        raise DataError(
+            f"split_by {options.split_by!r} is a column of {kind}: {error}. Allowed are dates, times (as text in ISO"
+            " 8601, such as 2026-01-31), and numbers."
+        ) from error
+
+
+def count_times(task: InputSplitTask) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """Returns the different values of the column `split_by` in an input split, and the number of rows of each."""
+    refusals, values = Refusals(task.options), [np.empty(0, np.int64)]
+    name = _final_name(task.options.split_by, task.options)
+    assert name is not None
+    for table in read_input_split(task, refusals):
+        values.append(_times(_with_values(table, name, task.options, refusals)[name], task.options))
+    different, rows = np.unique(np.concatenate(values), return_counts=True)
+    return different, rows
+
+
+def find_first_eval_time(
+    counts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]], options: IngestOptions
+) -> int | float:
+    """Returns the least value of `split_by` of the rows that go to `eval`, which are nearest to the wanted fraction.
+
+    Args:
+        counts: The different values and their rows, of each input split.
+    """
+    times, indices = np.unique(np.concatenate([values for values, _ in counts]), return_inverse=True)
+    if len(times) < 2:
+        raise DataError(
+            f"split_by {options.split_by!r} has one value in all rows; rows of one value stay together. Name another"
+            " column."
+        )
+    rows = np.zeros(len(times), np.int64)
+    np.add.at(rows, indices, np.concatenate([counted for _, counted in counts]))
+    # The rows from each value on; with the first value no row would be left to train on.
+    later = np.cumsum(rows[::-1])[::-1][1:]
+    best = int(np.argmin(np.abs(later - (options.eval_fraction or 0.0) * rows.sum())))
+    return times[1 + best].item()
 
 
 def without_rows(table: pa.Table, bad: pa.Array | pa.ChunkedArray, refuse: base.Refuse, reason: str) -> pa.Table:

@@ -226,7 +226,7 @@ def _describe_use(name: str, facts: Mapping[str, Any], index_columns: Collection
     if facts.get("unusable"):
         return f"not usable: {facts['unusable']}"
     if name in index_columns:
-        return "none: it numbers the rows"
+        return "none, unless named"
     kind = facts["dtype"] if facts["type"] == "other" else facts["type"]
     kind = kind.partition("<")[0].partition("[")[0]
     return _USES.get(name) or _USES_OF_TYPES.get(kind, "feature")

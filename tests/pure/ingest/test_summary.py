@@ -178,7 +178,7 @@ def test_describe_of_a_folder_of_parquet_names_what_cannot_be_used(tmp_path: Pat
     rows = {row[0]: row[1:] for row in describe(str(tmp_path)).parts[""].table()}
     assert rows["when"][1] == "date or time"
     assert rows["nested"][1] == "not usable: convert it to numbers, text, bytes or lists of numbers"
-    assert rows["__index_level_0__"][1] == "none: it numbers the rows"
+    assert rows["__index_level_0__"][1] == "none, unless named"
     assert rows["x"] == ("float64", "feature", "1, 1 NaN or infinite", "1")
 
 
