@@ -79,7 +79,12 @@ EXTRAS = {
     "gpu": ("tests/pure/watch/test_metrics.py",),
 }
 """The tests of what each extra is for."""
-_TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "moto[server]", "jsonschema", "psutil")
+_TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "psutil")
+_TOOLS_OF_EXTRAS = {
+    "all": ("moto[server]", "pytorch-lightning", "nbformat", "import-linter"),
+    "s3": ("moto[server]",),
+}
+"""What only tests with these extras need; moto brings what the extra s3 should bring."""
 _TESTS = (
     *("tests/pure", "tests/processes/train", "tests/ray/cluster/test_workers.py"),
     *("-m", "not campaign and not search and not exact_versions"),
@@ -122,7 +127,8 @@ def environment(row: Row) -> Path:
     subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", _interpreter(row.python), str(folder)], check=True)
     install = [*uv, "pip", "install", "--quiet", "--python", str(python)]
     lines = (line for file in files for line in file.read_text().splitlines())
-    tools = [line for line in lines if re.split("[=>]", line)[0] in _TEST_TOOLS]
+    names = {*_TEST_TOOLS, *_TOOLS_OF_EXTRAS.get(row.extra, ())}
+    tools = [line for line in lines if re.split("[=>]", line)[0] in names]
     if row.resolution is None:
         subprocess.run([*install, "-r", str(files[0]), *tools], check=True)
         subprocess.run([*install, "--no-deps", "--editable", str(ROOT)], check=True)
@@ -130,8 +136,6 @@ def environment(row: Row) -> Path:
         overrides = folder / "overrides.txt"
         overrides.write_text("\n".join(row.overrides))
         options = ["--resolution", row.resolution, "--override", str(overrides), "--editable", f"{ROOT}[{row.extra}]"]
-        # moto brings what the extra s3 should bring.
-        tools = [line for line in tools if row.extra in ("all", "s3") or not line.startswith("moto")]
         subprocess.run([*install, *options, *row.pins, *tools], check=True)
     marker_file.write_text(requirements)
     return folder

@@ -230,8 +230,6 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
         return ingest(options)
     options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
     reader = READERS[options.source](options.input or "", options)
-    # An ingest reads the names and sizes of all files first.
-    _made_from(options, reader)
     parts = reader.parts(run)
     options = replace(options, eval_fraction=reader.held_out([part.name for part in parts]))
     sides = _sides(parts, options, traits.divides_rows)
@@ -561,8 +559,9 @@ def _open_table(table: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch | pa.Tab
         return reader.schema, iter(reader)
     if not (hasattr(table, "iter_batches") and hasattr(table, "context")):
         raise DataError(
-            f"table is of type {type(table).__name__}; allowed are tables of pandas, Polars and Arrow, and a"
-            " ray.data.Dataset. For arrays use ingest_arrays."
+            f"table is of type {type(table).__name__}; allowed are tables of pandas, Polars and Arrow, a"
+            " pyarrow.RecordBatchReader (of a database, Delta Lake or Iceberg), and a ray.data.Dataset. For arrays use"
+            " ingest_arrays."
         )
     # Without this Ray Data gives blocks in the order in which they are ready.
     table.context.execution_options.preserve_order = True

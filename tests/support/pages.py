@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from PIL import Image
 
 from tests.support.ingest_inputs import write_cifar, write_idx, write_tar
@@ -129,6 +132,26 @@ def _annotated_pictures(folder: Path) -> None:
     (folder / "annotations" / "instances_train.json").write_text(json.dumps(whole))
 
 
+def _sales(folder: Path) -> None:
+    """Writes a table of sales into a database, and as a table of Delta Lake and of Iceberg."""
+    from deltalake import write_deltalake
+    from pyiceberg.catalog import load_catalog
+
+    rows = [(number, number / 4, float(number % 7), "ab"[number % 2]) for number in range(60)]
+    with closing(sqlite3.connect(folder / "shop.db")) as database:
+        database.execute("CREATE TABLE sales (id INTEGER, price REAL, weight REAL, kind TEXT)")
+        database.executemany("INSERT INTO sales VALUES (?, ?, ?, ?)", rows)
+        database.commit()
+    columns = zip(*rows, strict=True)
+    table = pa.table(dict(zip(("id", "price", "weight", "kind"), map(list, columns), strict=True)))
+    write_deltalake(folder / "delta" / "sales", table)
+    catalog = load_catalog(
+        "shop", type="sql", uri=f"sqlite:///{folder / 'catalog.db'}", warehouse=f"file://{folder / 'iceberg'}"
+    )
+    catalog.create_namespace("shop")
+    catalog.create_table("shop.sales", schema=table.schema).append(table)
+
+
 def _pictures_of_each_kind(folder: Path) -> None:
     for number in range(40):
         pixels = np.random.default_rng(number).integers(0, 256, (12, 10, 3), dtype=np.uint8)
@@ -143,6 +166,7 @@ def _pictures_of_each_kind(folder: Path) -> None:
             (folder / name / "a").mkdir(parents=True, exist_ok=True)
             Image.fromarray(values).save(folder / name / "a" / f"{number}.png")
     _annotated_pictures(folder)
+    _sales(folder)
     lines = [f"{n:04}.png,{('robin', 'crow')[n % 2]},{n / 4},{n % 2},{n // 2 % 2}\n" for n in range(40)]
     (folder / "birds.csv").write_text("file,species,age,sings,flies\n" + "".join(lines))
 

@@ -51,6 +51,7 @@ NOT_LISTED = {
 NOT_ON_A_GPU = ("MPS tensor", "an MPS", "quantized tensor")
 
 
+@pytest.mark.exact_versions
 def test_the_list_of_operations_equals_the_documentation_of_pytorch() -> None:
     text = str(torch.use_deterministic_algorithms.__doc__)
     [refused] = re.findall(r"operations will throw a\n.*?``mode=True``:\n(.*?)\n    In addition", text, re.DOTALL)

@@ -78,6 +78,7 @@ def resnet18() -> Task:
         ),
     ],
 )
+@pytest.mark.exact_versions
 def test_a_step_has_a_fixed_number_of_calls_and_operators(
     worker_pool: WorkerPool,
     tmp_path: Path,
