@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data.arrays import Array, is_list, is_numbers, number_type, to_column, to_list_array
-from ray_app.errors import DataError
+from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.storage.data_files import (
     HEAD_BYTES,
@@ -151,6 +151,17 @@ class SourceReader(ABC):
             )
         return kept
 
+    def classes_of_type(self, where: str, kind: pa.DataType) -> tuple[str, ...] | None:
+        """Returns the names of the classes of a label of a type other than text: those of booleans, otherwise None.
+
+        Raises ConfigError if the option `classes` names others.
+        """
+        classes = BOOLEAN_CLASSES if pa.types.is_boolean(kind) else None
+        if self.options.classes is not None and tuple(self.options.classes) != classes:
+            allowed = f"[{', '.join(classes)}] for it" if classes else "the classes of a label of text"
+            raise ConfigError(f"{where} holds {kind}, and classes is {self.options.classes}; allowed are {allowed}.")
+        return classes
+
     def order_classes(self, where: str, values: set[str]) -> tuple[str, ...]:
         """Returns the names of the classes of a label: the option `classes`, or the sorted values of the label.
 
@@ -167,6 +178,10 @@ class SourceReader(ABC):
                 " them, or leave such rows out with on_bad_row=skip."
             )
         return tuple(classes)
+
+
+BOOLEAN_CLASSES = ("false", "true")
+"""Names of the classes of a label of booleans, which are numbered as Arrow numbers booleans."""
 
 
 def group_items(items: Iterable[T], size: Callable[[T], int], max_rows: float, max_bytes: int) -> list[list[T]]:

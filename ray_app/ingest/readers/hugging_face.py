@@ -110,12 +110,13 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
                 )
             columns[name] = pc.index_in(column, pa.array(form.classes, pa.string())).cast(pa.int64())
         elif name == form.label and form.classes:
-            if not pa.types.is_integer(column.type):
+            if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
                 raise DataError(
                     f"{file}: column {name!r} holds {column.type}, but its classes have names. Save it again."
                 )
+            numbers = column.cast(pa.int64()) if pa.types.is_boolean(column.type) else column
             # `datasets` writes a missing label as -1.
-            columns[name] = pc.if_else(pc.less(column, 0), None, column)
+            columns[name] = pc.if_else(pc.less(numbers, 0), None, numbers)
             faults = _labels_out_of_range(columns[name], len(form.classes)) | faults
     for i, reason in sorted(faults.items()):
         refuse(str(ids[i]), reason)
@@ -253,7 +254,10 @@ class HuggingFace(base.SourceReader):
         base.check_ragged(file, ragged, kept)
         shapes = _shapes(files, [column.name for column in kept if is_list(column.type)], ragged)
         names = features.get(label or "", {}).get("names")
-        return Form(kept, shapes, label, tuple(names) if names else None, self.options.check)
+        classes = tuple(names) if names else None
+        if label and not names and not is_text(kind := value_type(kept.field(label).type)):
+            classes = self.classes_of_type(f"{file}: label column {label!r}", kind)
+        return Form(kept, shapes, label, classes, self.options.check)
 
 
 def _list_saved_files(folder: Location) -> list[File]:

@@ -89,6 +89,8 @@ class JsonLines(base.SourceReader):
         if label and pa.types.is_string(schema.field(label).type):
             labels = set[str]().union(*(f.labels for f in facts))
             classes = self.order_classes(f"{self.path}: label key {label!r}", labels)
+        elif label:
+            classes = self.classes_of_type(f"{self.path}: label key {label!r}", schema.field(label).type)
         return _JsonLinesForm(schema, shapes, label, classes)
 
 

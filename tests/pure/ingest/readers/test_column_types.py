@@ -565,3 +565,35 @@ def test_the_index_of_a_pandas_table_stays_an_index(tmp_path: Path, end: str, in
 def test_invalid_pandas_metadata_names_no_index(tmp_path: Path, pandas: bytes) -> None:
     pq.write_table(pa.table({"x": [1.0]}).replace_schema_metadata({b"pandas": pandas}), tmp_path / "a.parquet")
     assert open_dataset(str(tmp_path)).facts.index_columns == ()
+
+
+@pytest.mark.parametrize("classes", [None, ["false", "true"]])
+@pytest.mark.parametrize("source", ["jsonl", "hf"])
+def test_labels_of_booleans_have_class_names(tmp_path: Path, source: Any, classes: list[str] | None) -> None:
+    values = [True, False, True, None]
+    if source == "jsonl":
+        path = write_jsonl(tmp_path, *(json.dumps({"y": value, "x": 1}) for value in values))
+    else:
+        pq.write_table(pa.table({"y": pa.array(values), "x": [1] * 4}), path := tmp_path / "f.parquet")
+    options = IngestOptions(source, str(tmp_path / "out"), str(path), label="y", classes=classes, on_bad_row="skip")
+    (part,) = ingest(options).parts.values()
+    assert (part.class_counts, part.refused) == ({"false": 1, "true": 2}, 1)
+    assert read_columns(tmp_path / "out")["label"] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("source", ["jsonl", "hf"])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([True, False], "holds bool, and classes is ['a', 'b']; allowed are [false, true] for it"),
+        ([1, 0], "holds int64, and classes is ['a', 'b']; allowed are the classes of a label of text"),
+    ],
+)
+def test_class_names_that_a_label_cannot_have_are_refused(
+    tmp_path: Path, source: Any, values: list[Any], expected: str
+) -> None:
+    if source == "jsonl":
+        path = write_jsonl(tmp_path, *(json.dumps({"y": value}) for value in values))
+    else:
+        pq.write_table(pa.table({"y": values}), path := tmp_path / "f.parquet")
+    assert expected in ingest_error(tmp_path, source, path, label="y", classes=["a", "b"])
