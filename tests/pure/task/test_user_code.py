@@ -9,8 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from ray_app.data import disk_cache
 from ray_app.errors import DataError, TaskError
-from ray_app.task.user_code import format_calls, user_code
+from ray_app.task.user_code import _MACHINERY, format_calls, user_code
 
 SOURCE = """
 import torch
@@ -89,3 +90,10 @@ def test_without_a_line_of_the_user_all_calls_are_shown() -> None:
     error = caught.value.with_traceback(caught.tb.tb_next)
     assert "functional.py" in format_calls(error)
     assert "..." not in format_calls(error)
+
+
+def test_the_files_of_the_application_that_are_named_by_pattern_exist() -> None:
+    """A file that is moved would otherwise leave the digest of decoded rows, or be taken for the code of a user."""
+    empty = [pattern for pattern in disk_cache._DECODING_CODE if not list(disk_cache._APPLICATION.glob(pattern))]
+    assert empty == []
+    assert [file for file in _MACHINERY if not file.is_file()] == []
