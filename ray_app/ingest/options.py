@@ -106,6 +106,7 @@ class IngestOptions:
         ragged: For jsonl and hf: columns of lists of any length, also empty ones, by their names in the source: lists
             of numbers, such as tokens, or of lists that have one size, that of the first that is not empty, such as
             boxes. Default: lists have one shape in all rows.
+        flatten: For jsonl: the values of inner objects become columns, `a.b` of {"a": {"b": 1}}, also of other depths.
         rename: New name by the name that a column would have, such as {"y": "target"}.
         tokenizer: For csv, jsonl, hf and webdataset: a JSON file of the library `tokenizers` (tokenizer.json), on a
             disk or in a bucket, by which texts become the column `tokens`, lists of int32. What it says of padding and
@@ -163,6 +164,7 @@ class IngestOptions:
     classes: list[str] | None = None
     columns: list[str] | None = None
     ragged: list[str] | None = None
+    flatten: bool = False
     rename: dict[str, str] = field(default_factory=dict)
     tokenizer: str | None = None
     text: str = "text"

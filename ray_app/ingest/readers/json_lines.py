@@ -53,7 +53,7 @@ class JsonLines(base.SourceReader):
     value of another type than in other lines is refused in any case, because nothing tells which one is wrong.
     """
 
-    traits = FormatTraits(options=frozenset({"label", "classes", "columns", "ragged", "tokenizer"}))
+    traits = FormatTraits(options=frozenset({"label", "classes", "columns", "ragged", "flatten", "tokenizer"}))
 
     def files(self) -> list[File]:
         """Returns the files of JSON lines, sorted by name; without any, the files that hold one JSON list each."""
@@ -91,7 +91,7 @@ class JsonLines(base.SourceReader):
             classes = self.order_classes(f"{self.path}: label key {label!r}", labels)
         elif label:
             classes = self.classes_of_type(f"{self.path}: label key {label!r}", schema.field(label).type)
-        return _JsonLinesForm(schema, shapes, label, classes)
+        return _JsonLinesForm(schema, shapes, label, classes, self.options.flatten)
 
 
 _FirstValue = tuple[str, pa.DataType]
@@ -112,18 +112,22 @@ class _Facts:
 
 @dataclass(frozen=True)
 class _JsonLinesForm:
-    """The form of a row: types of the keys, shapes of those with lists, the label's key, and its classes."""
+    """The form of a row: types of the keys, shapes of those with lists, the label's key, its classes, inner objects."""
 
     schema: pa.Schema
     shapes: dict[str, base.Shape]
     label: str | None
     classes: tuple[str, ...] | None
+    is_flattened: bool
 
 
 def _explain_unusable(kind: pa.DataType, has_shape: bool) -> str | None:
     """Returns the reason why a column of this type cannot be kept; None if it can."""
     if pa.types.is_struct(kind):
-        return "objects; allowed are numbers, text, truth values and lists of numbers"
+        return (
+            "objects; allowed are numbers, text, truth values and lists of numbers, and with --flatten true objects of"
+            " these"
+        )
     if pa.types.is_null(kind):
         return "no value in any line"
     if is_list(kind) and not (is_numbers(kind) and has_shape):
@@ -135,7 +139,7 @@ def _learn(options: IngestOptions, files: list[File]) -> _Facts:
     label, ragged = options.label, options.ragged or []
     keep = None if options.columns is None else {*options.columns, *([label] if label else [])}
     facts = _Facts()
-    for block in _blocks(files):
+    for block in _blocks(files, options.flatten):
         facts.rows += len(block.lines)
         table, bad = _parse_block(block, None, keep)
         schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
@@ -187,7 +191,7 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
 
 
 def _tables(form: _JsonLinesForm, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
-    for block in _blocks(files):
+    for block in _blocks(files, form.is_flattened):
         table, bad = _parse_block(block, form.schema, None)
         for number, reason in bad:
             refuse(block.row_id(number), reason)
@@ -257,10 +261,32 @@ class _Block:
         return f"{self.file.name}:{self.numbers[index]}"
 
 
-def _blocks(files: list[File]) -> Iterator[_Block]:
+def _blocks(files: list[File], is_flattened: bool) -> Iterator[_Block]:
     for file in files:
         for block in base.batch_rows(_lines(file), lambda line: len(line[1])):
-            yield _Block(file, [line for _, line in block], [number for number, _ in block])
+            lines = [_flatten(line) if is_flattened else line for _, line in block]
+            yield _Block(file, lines, [number for number, _ in block])
+
+
+def _flatten(line: bytes) -> bytes:
+    """Returns a line with the keys of inner objects as `a.b`; one that is not a JSON object is unchanged."""
+    try:
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_build_unique) if _is_safe(line) else None
+    except (ValueError, RecursionError):
+        return line
+    if not isinstance(value, dict):
+        return line
+    # Equal names, of {"a": {"b": 1}, "a.b": 2}, stay both, and the line is refused.
+    items = (f"{json.dumps(name)}: {json.dumps(item)}" for name, item in _inner_items(value, ""))
+    return f"{{{', '.join(items)}}}\n".encode()
+
+
+def _inner_items(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, item in value.items():
+        if isinstance(item, dict):
+            yield from _inner_items(item, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", item
 
 
 def _lines(file: File) -> Iterator[tuple[int, bytes]]:

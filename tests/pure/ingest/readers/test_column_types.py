@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from ray_app.data.dataset import open_dataset
@@ -597,3 +599,67 @@ def test_class_names_that_a_label_cannot_have_are_refused(
     else:
         pq.write_table(pa.table({"y": values}), path := tmp_path / "f.parquet")
     assert expected in ingest_error(tmp_path, source, path, label="y", classes=["a", "b"])
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns an object with the keys of inner objects as `a.b`."""
+    items: dict[str, Any] = {}
+    for name, item in value.items():
+        items |= flat(item, f"{prefix}{name}.") if isinstance(item, dict) else {f"{prefix}{name}": item}
+    return items
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), JSON_VALUES, max_size=3), min_size=1, max_size=6))
+def test_inner_objects_are_read_as_a_file_that_has_none(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]
+) -> None:
+    folder, results = tmp_path_factory.mktemp("json"), []
+    for name, lines in (("nested", rows), ("flat", [flat(row) for row in rows])):
+        (folder / name).mkdir()
+        path = write_jsonl(folder / name, *(json.dumps({"id": 1, **line}) for line in lines))
+        options = IngestOptions("jsonl", str(folder / name / "out"), str(path), flatten=name == "nested")
+        try:
+            ingest(options)
+            results.append(str(read_columns(folder / name / "out")))
+        except DataError as error:
+            results.append(str(error).replace(str(folder / name), ""))
+    assert results[0] == results[1]
+
+
+def test_columns_of_inner_objects_have_their_names(tmp_path: Path) -> None:
+    path = write_jsonl(
+        tmp_path,
+        '{"a": {"b": 1, "c": {"d": "x"}}, "y": {"k": "u"}}',
+        '{"a": {"c": {"d": "z"}, "b": 2}, "y": {"k": "v"}}',
+    )
+    columns = ingest_and_read(tmp_path, "jsonl", path, flatten=True, label="y.k", rename={"a.b": "x"})
+    assert columns == {"row_id": ["f.jsonl:1", "f.jsonl:2"], "x": [1, 2], "a.c.d": ["x", "z"], "label": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "expected"),
+    [
+        (
+            '{"a": {"b": 1}}',
+            {},
+            "key 'a' holds objects; allowed are numbers, text, truth values",
+        ),
+        ('{"a": {"b": 1}, "a.b": 2}', {"flatten": True}, "the key 'a.b' is there twice"),
+        ('{"a": {"b": 1, "b": 2}}', {"flatten": True}, "the key 'b' is there twice"),
+        ('{"a": {"b": 1}}\n{"a": {"b": NaN}}', {"flatten": True}, "'a.b' holds NaN; write null"),
+        ('{"a": [{"b": 1}]}', {"flatten": True}, "key 'a' holds lists that are not of numbers"),
+        ('{"a": {"b": 1}', {"flatten": True}, "not JSON"),
+    ],
+)
+def test_inner_objects_that_are_no_columns_are_refused(
+    tmp_path: Path, line: str, options: dict[str, Any], expected: str
+) -> None:
+    assert expected in ingest_error(tmp_path, "jsonl", write_jsonl(tmp_path, line), **options)
