@@ -81,7 +81,7 @@ EXTRAS = {
 """The tests of what each extra is for."""
 _TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "psutil")
 _TOOLS_OF_EXTRAS = {
-    "all": ("moto[server]", "pytorch-lightning", "nbformat", "import-linter"),
+    "all": ("moto[server]", "pytorch-lightning", "nbformat", "nbclient", "ipykernel", "import-linter"),
     "s3": ("moto[server]",),
 }
 """What only tests with these extras need; moto brings what the extra s3 should bring."""

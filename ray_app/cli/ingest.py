@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> in
         "--dry_run",
         type=bool,
         default=False,
-        help="Write nothing: read what an ingest reads first and up to 1,000 rows of each part, and show the columns.",
+        help="Write nothing: read what an ingest reads first, and show the columns of 1,000 rows of each part.",
     )
     values = parser.parse_args(arguments).as_dict()
     address = values.pop("ray_address") or os.environ.get("RAY_ADDRESS")
@@ -66,9 +66,8 @@ def _print(summary: DatasetSummary, options: IngestOptions, work: Callable[..., 
     if work is preview and options.source != "parquet":
         print("The first rows, as an ingest would store them; nothing is written.")
     print_summary(summary)
-    left_out = [f"{names} by {option}" for option in ("drop",) if (names := getattr(options, option))]
-    if left_out:
-        print(f"Columns left out: {', '.join(left_out)}")
+    if options.drop:
+        print(f"Columns left out: {', '.join(options.drop)}")
     unusable = [
         name for part in summary.parts.values() for name, facts in part.columns.items() if facts.get("unusable")
     ]
@@ -82,7 +81,9 @@ def _print(summary: DatasetSummary, options: IngestOptions, work: Callable[..., 
 def print_summary(summary: DatasetSummary) -> None:
     """Shows each data set as a table of its columns, and classes that may be meant to be one."""
     # Without a terminal a line is as long as its text.
-    console = Console(soft_wrap=True, highlight=False, markup=False, width=None if sys.stdout.isatty() else _MAX_WIDTH)
+    console = Console(
+        soft_wrap=True, highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _MAX_WIDTH
+    )
     for part in summary.parts.values():
         console.print(str(part))
         table = Table(*HEADER, box=None, pad_edge=False, padding=(0, 2, 0, 0))

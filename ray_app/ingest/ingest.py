@@ -3,7 +3,7 @@
 1. A reader (`readers/`) cuts the source into input splits, by its content and not by the number of tasks.
 2. Each input split is a task (`splits.py`), in threads or on a cluster. It streams tables with a `row_id`, renames
    columns, makes `label` an int64 without missing values, turns texts into tokens, refuses rows with a reason, and
-   assigns each row to `train` or `eval` by a keyed hash of its id; tokens may then be packed into blocks.
+   assigns each row to `train` or `eval` (`Divider`); tokens may then be packed into blocks.
 3. Two stages of tasks put the rows of all input splits into the order of a hash of their ids (`shuffle.py`), unless the
    source has mixed them itself. `Shards` (`shards.py`) cuts them into row groups and files of limited rows and bytes.
 4. The descriptions of the input splits are merged (`shards.py`), and the folder becomes the target
@@ -20,7 +20,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -51,7 +51,14 @@ from ray_app.ingest.readers.image_folders import Images
 from ray_app.ingest.readers.json_lines import JsonLines
 from ray_app.ingest.readers.tfrecord import TFRecord
 from ray_app.ingest.readers.webdataset import WebDataset
-from ray_app.ingest.shards import column_facts, describe_parquet, format_refused, merge_columns, merge_descriptions
+from ray_app.ingest.shards import (
+    column_facts,
+    count_classes,
+    describe_parquet,
+    format_refused,
+    merge_columns,
+    merge_descriptions,
+)
 from ray_app.ingest.shuffle import make_bucket_tasks, write_bucket
 from ray_app.ingest.splits import (
     Divider,
@@ -59,8 +66,8 @@ from ray_app.ingest.splits import (
     Refusals,
     Texts,
     check_refused_count,
-    count_times,
-    find_first_eval_time,
+    choose_sides,
+    make_tasks,
     read_input_split,
     write_input_split,
 )
@@ -70,10 +77,9 @@ from ray_app.ingest.summary import (
     DatasetSummary,
     PartSummary,
     TextColumns,
-    count_classes,
     make_notes,
 )
-from ray_app.storage.data_files import files_below, is_within, relative_path
+from ray_app.storage.data_files import files_below, is_folder, is_within, relative_path
 from ray_app.storage.files import Location, list_folders, put_atomic, put_json, to_location
 
 _TASKS_PER_CPU = 4
@@ -161,7 +167,8 @@ _PARQUET = FormatTraits(has_output=False)
 def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSummary:
     """Turns raw data into one or more folders of Parquet shards, each with a `dataset.json`.
 
-    Memory is bounded by a row group and a block of the source for each task at a time, not by the data. The target
+    Memory is bounded by a row group and a block of the source for each task at a time, not by the data; with
+    `split_by` the different values of that column are in memory, too. The target
     folder appears complete or not at all. After an interruption the same call does what is left.
 
     Args:
@@ -182,7 +189,7 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
         return _summary(str(out), described, reused=True)
     parts = reader.parts(run)
     options = replace(options, eval_fraction=reader.held_out([part.name for part in parts]))
-    sides = _sides(parts, options, traits.divides_rows)
+    sides = choose_sides(parts, options, traits.divides_rows)
     with output.work_folder(out, made_from, sorted({side for part in sides.values() for side in part})) as folder:
         # Another process may have had the folder and finished it.
         if described := output.load_existing(out, made_from):
@@ -232,11 +239,13 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
     reader = READERS[options.source](options.input or "", options)
     parts = reader.parts(run)
     options = replace(options, eval_fraction=reader.held_out([part.name for part in parts]))
-    sides = _sides(parts, options, traits.divides_rows)
+    sides = choose_sides(parts, options, traits.divides_rows)
     described: dict[str, dict[str, Any]] = {}
-    tasks = _make_tasks(parts, sides, options, to_location("."), run)
+    tasks = make_tasks(parts, sides, options, to_location("."), run)
     for part in parts:
         described |= _preview_part(part, [task for task in tasks if task.part == part.name], options, rows)
+    if not any(facts["rows"] for facts in described.values()):
+        raise DataError(f"{options.input}: source {options.source!r} has no rows. Give more data.")
     return _summary(options.out, described, reused=True)
 
 
@@ -248,10 +257,12 @@ def _preview_part(
     refusals, texts = Refusals(options), TextColumns()
     statistics = {side: ColumnStatistics() for side in sides}
     columns: dict[str, dict[str, dict[str, Any]]] = {side: {} for side in sides}
+    labels: dict[str, Counter[int]] = {side: Counter() for side in sides}
     for divider, table in _first_rows(tasks, max_rows, refusals):
         texts.add(table)
         for side, rows in divider.divide(table, refusals).items():
             statistics[side].add(rows)
+            labels[side].update(rows["label"].to_pylist() if "label" in rows.column_names else [])
             for column in rows.schema:
                 facts = columns[side].setdefault(column.name, column_facts(column))
                 facts["nulls"] += rows[column.name].null_count
@@ -259,7 +270,7 @@ def _preview_part(
         side: {
             "rows": statistics[side].rows,
             "classes": part.classes,
-            "class_counts": count_classes(statistics[side].description(), part.classes),
+            "class_counts": count_classes(part.classes, labels[side]),
             "columns": columns[side],
             "statistics": statistics[side].description(),
             "index_columns": _index_columns(part, options, columns[side]),
@@ -267,6 +278,7 @@ def _preview_part(
             "skipped_files": len(part.skipped_files),
             "refused": len(refusals.rows) if side == sides[0] else 0,
             "notes": [*part.notes, *make_notes([texts.description()])],
+            "is_sample": True,
         }
         for side in sides
     }
@@ -290,13 +302,15 @@ def describe(path: str) -> DatasetSummary:
     """Returns what is in a data set: rows, and the type, missing values and values of each column.
 
     Args:
-        path: A folder of Parquet, or one that an ingest made with data sets in it (`train`, `eval`); on a disk or in a
-            bucket. Rows are read unless an ingest has described them.
+        path: A file or folder of Parquet, or a folder that an ingest made with data sets in it (`train`, `eval`); on a
+            disk or in a bucket. Rows are read unless an ingest has described them.
 
     Raises:
         DataError: There is no data set, or a file is damaged.
     """
     folder = to_location(path)
+    if not is_folder(folder):
+        return _summary(path, {"": describe_parquet(path)}, reused=True)
     inner = [side for side in sorted(list_folders(folder)) if read_description(folder / side)]
     described: dict[str, dict[str, Any]] = {}
     for side in inner or [""]:
@@ -313,7 +327,7 @@ def _summary(out: str, described: dict[str, dict[str, Any]], reused: bool) -> Da
         facts = {name: value for name, value in described[side].items() if name in names}
         parts[side] = PartSummary(_path(out, side), **facts)
     for note in dict.fromkeys(note for part in parts.values() for note in part.notes):
-        logger.warning("%s: %s", out, note)
+        logger.warning("%s: %s", out or "data set", note)
     return DatasetSummary(out, parts, reused)
 
 
@@ -344,21 +358,6 @@ def _relative_name(file: Location, options: IngestOptions) -> str:
     if file == root:
         return "."
     return relative_path(file, root) if is_within(file, root) else file.name
-
-
-def _sides(parts: list[base.Part], options: IngestOptions, are_divided: bool) -> dict[str, tuple[str, ...]]:
-    """Returns the names of the data sets that the rows of each part go to."""
-    names = [part.name for part in parts]
-    if are_divided or not options.eval_fraction:
-        if rule := next((name for name in ("group", "split_by", "stratify") if getattr(options, name)), None):
-            raise ConfigError(
-                f"{rule} is {getattr(options, rule)!r}, but source {options.source!r} is not divided here; give"
-                " eval_fraction, if the source does not have an evaluation set itself."
-            )
-        return {name: (name,) for name in names}
-    if not set(names) <= {"", "train", "test"}:
-        raise ConfigError(f"eval_fraction is {options.eval_fraction}, but the source itself has {names}. Leave it out.")
-    return {name: (name,) if name == "test" else ("train", "eval") for name in names}
 
 
 def _write_all(
@@ -409,27 +408,11 @@ def _index_columns(part: base.Part, options: IngestOptions, columns: Collection[
     return [name for name in (options.rename.get(name, name) for name in names) if name in columns]
 
 
-def _make_tasks(
-    parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
-) -> list[InputSplitTask]:
-    """Returns the tasks of all input splits; with `split_by` this reads the column once."""
-    tasks = [
-        InputSplitTask(part.name, number, input_split, sides[part.name], options, folder, part.keeps_order)
-        for part in parts
-        for number, input_split in enumerate(part.input_splits)
-    ]
-    if not options.split_by:
-        return tasks
-    counts = list(run(count_times, [task for task in tasks if len(task.sides) > 1]))
-    first_eval_time = find_first_eval_time(counts, options)
-    return [replace(task, first_eval_time=first_eval_time) for task in tasks]
-
-
 def _write_input_splits(
     parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Counts]]]]:
     """Runs the tasks of all input splits; returns the records of each side and text counts of each part, in order."""
-    tasks = _make_tasks(parts, sides, options, folder, run)
+    tasks = make_tasks(parts, sides, options, folder, run)
     records: dict[str, list[dict[str, Any]]] = {side: [] for part in parts for side in sides[part.name]}
     text_columns: dict[str, list[dict[str, Counts]]] = {part.name: [] for part in parts}
     refused = 0

@@ -117,15 +117,17 @@ class IngestOptions:
             after the other and cut into blocks, each token once; the last block of an input split may be shorter.
             There are no other columns then.
         eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`, chosen
-            by a keyed hash of the row's id: not exactly this fraction, nor exactly the same in each class. Of sources
+            by a keyed hash of the row's id, and then not exactly this fraction, nor exactly the same in each class,
+            unless group, split_by or stratify say otherwise. Of sources
             with `train` and `test` a part of `train`; not for those that have other data sets themselves. Default:
             for digits, where it is exactly stratified, 0.2; for idx, cifar and numpy with a `test` 0.1; for others
             none.
-        seed: Key of that hash.
+        seed: Key of that hash; split_by does not use it.
         group: With eval_fraction: a column, such as that of patients, of which all rows with one value go to one data
             set: the hash is that of the value. The column stays, and the tabular tasks use it only if they name it.
         split_by: With eval_fraction: a column of dates, times (in text as ISO 8601) or numbers, of which the rows with
-            the largest values go to `eval`, rows of one value together. The source is read once more.
+            the largest values go to `eval`, rows of one value together. Times without an
+            offset count as UTC. The source is read once more, and each different value takes 16 bytes of memory.
         stratify: With eval_fraction: each class of the label has exactly this fraction in `eval`, but for one row an
             input split; the rows are chosen at random.
         check: For images, coco, voc, yolo, webdataset, tfrecord and hf: decode each image now, so that a damaged one is
@@ -262,6 +264,8 @@ def _check_division(options: IngestOptions) -> None:
     """Checks the options that divide rows between `train` and `eval`."""
     if len(rules := [name for name in ("group", "split_by", "stratify") if getattr(options, name)]) > 1:
         raise ConfigError(f"{' and '.join(rules)} are set; rows can be divided by one of them. Leave the others out.")
+    if options.group in ("label", "row_id") or (options.group and options.group == options.label):
+        raise ConfigError(f"group is {options.group!r}, which is no group of rows; name another column.")
     if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
         raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is 0 to below 1, or leave it out.")
 

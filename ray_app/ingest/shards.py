@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.errors import DataError
 from ray_app.ingest.readers.base import Part
-from ray_app.ingest.summary import ColumnStatistics, Statistics, merge_statistics
+from ray_app.ingest.summary import CONVERT, NO_VALUE, ColumnStatistics, Statistics, merge_statistics
 from ray_app.plan.manifest import ColumnFacts
 from ray_app.storage.data_files import parser_errors, publish
 from ray_app.storage.files import Location, to_location
@@ -252,7 +253,7 @@ def merge_descriptions(
         "rows_in": rows + refused,
         "refused": refused,
         "classes": part.classes,
-        "class_counts": _class_counts(part, descriptions),
+        "class_counts": _merge_class_counts(part.classes, descriptions),
         "columns": merge_columns(descriptions, "shards"),
         "statistics": merge_statistics([d["statistics"] for d in descriptions if d["shards"]]),
         "shards": shards,
@@ -266,15 +267,20 @@ def format_refused(refused: list[tuple[str, str]]) -> bytes:
     return "".join(json.dumps({"row_id": row_id, "reason": reason}) + "\n" for row_id, reason in refused).encode()
 
 
-def _class_counts(part: Part, descriptions: list[dict[str, Any]]) -> dict[str, int] | None:
-    """Returns the rows by class name, or by label where classes have no names; None if they were not counted."""
+def _merge_class_counts(classes: Sequence[str] | None, descriptions: list[dict[str, Any]]) -> dict[str, int] | None:
+    """Returns the rows by class, see `count_classes`; None if they were not counted."""
     labels: Counter[int] = Counter()
     for description in descriptions:
         if description["labels"] is None:
             return None
         labels.update({int(label): rows for label, rows in description["labels"].items()})
-    if part.classes is not None and labels:
-        return {name: labels[label] for label, name in enumerate(part.classes)}
+    return count_classes(classes, labels)
+
+
+def count_classes(classes: Sequence[str] | None, labels: Counter[int]) -> dict[str, int] | None:
+    """Returns the rows by class name, or by label where classes have no names; None for too many or without labels."""
+    if classes is not None and labels:
+        return {name: labels[label] for label, name in enumerate(classes)}
     return (
         {str(label): rows for label, rows in sorted(labels.items())} if 0 < len(labels) <= MAX_COUNTED_LABELS else None
     )
@@ -322,10 +328,11 @@ def describe_parquet(path: str) -> dict[str, Any]:
         rows[manifest.paths[int(manifest.file_of[group])]] += int(group_rows)
     shards = [{"path": name, "rows": rows[name], "row_groups": counts[name]} for name in manifest.paths]
     classes = list(facts.classes) if facts.classes else None
+    counted = statistics.get("label", {}).get("values") if classes else None
     return {
         "rows": manifest.num_rows,
         "classes": classes,
-        "class_counts": None,
+        "class_counts": count_classes(classes, Counter({int(k): n for k, n in counted.items()})) if counted else None,
         "columns": columns,
         "statistics": statistics,
         "index_columns": list(facts.index_columns),
@@ -356,5 +363,5 @@ def _measure_columns(dataset: Dataset) -> tuple[dict[str, int], dict[str, Statis
 def _explain_unusable(column: ColumnFacts, missing: int, rows: int) -> str | None:
     """Returns the reason why no task of the application can be trained on a column; None if one can."""
     if column.kind == "other" and not column.is_date:
-        return "convert it to numbers, text, bytes or lists of numbers"
-    return "it has no value in any row" if rows and missing == rows else None
+        return CONVERT
+    return NO_VALUE if rows and missing == rows else None

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from ray_app.ingest.summary import TextColumns
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
 from ray_app.storage.files import Location, put_json, read_json, to_location
 
+_OFFSET = r"([zZ]|[+-]\d\d:?\d\d)$"
+"""End of a time of ISO 8601 that names its offset from UTC, such as Z or +01:00; dates alone do not match."""
 TOKENS = "tokens"
 """Name of the column of tokens."""
 _BATCH_TEXTS = 256
@@ -74,6 +77,41 @@ class InputSplitTask:
     def record(self) -> Location:
         """The file of the record."""
         return self.folder / RECORDS / f"{self.part}-{self.number:05d}.json"
+
+
+def choose_sides(parts: list[base.Part], options: IngestOptions, are_divided: bool) -> dict[str, tuple[str, ...]]:
+    """Returns the names of the data sets that the rows of each part go to."""
+    names = [part.name for part in parts]
+    if are_divided or not options.eval_fraction:
+        if rule := next((name for name in ("group", "split_by", "stratify") if getattr(options, name)), None):
+            raise ConfigError(
+                f"{rule} is {getattr(options, rule)!r}, but source {options.source!r} is not divided here; give"
+                " eval_fraction, if the source does not have an evaluation set itself."
+            )
+        return {name: (name,) for name in names}
+    if not set(names) <= {"", "train", "test"}:
+        raise ConfigError(f"eval_fraction is {options.eval_fraction}, but the source itself has {names}. Leave it out.")
+    return {name: (name,) if name == "test" else ("train", "eval") for name in names}
+
+
+def make_tasks(
+    parts: Sequence[base.Part],
+    sides: dict[str, tuple[str, ...]],
+    options: IngestOptions,
+    folder: Location,
+    run: base.Run,
+) -> list[InputSplitTask]:
+    """Returns the tasks of all input splits; with `split_by` this reads the column once."""
+    tasks = [
+        InputSplitTask(part.name, number, input_split, sides[part.name], options, folder, part.keeps_order)
+        for part in parts
+        for number, input_split in enumerate(part.input_splits)
+    ]
+    if not options.split_by:
+        return tasks
+    with closing(run(count_times, [task for task in tasks if len(task.sides) > 1])) as results:
+        first_eval_time = find_first_eval_time(list(results), options)
+    return [replace(task, first_eval_time=first_eval_time) for task in tasks]
 
 
 class Refusals:
@@ -245,12 +283,13 @@ class Divider:
     def __init__(self, task: InputSplitTask) -> None:
         self._task = task
         options = task.options
-        self._fraction = options.eval_fraction or 0.0
+        self._fraction = Fraction(str(options.eval_fraction or 0))
         self._is_divided = len(task.sides) > 1
-        self._column = _final_name(
-            options.group or options.split_by or ("label" if options.stratify else None), options
-        )
+        self._column = _final_name(options.group or options.split_by, options)
+        if options.stratify:
+            self._column = "label"
         self._class_rows: Counter[int] = Counter()
+        self._blocks: dict[int, tuple[int, int]] = {}
 
     def divide(self, table: pa.Table, refuse: base.Refuse) -> dict[str, pa.Table]:
         """Returns the rows of each data set; refuses rows without a value in the column that decides."""
@@ -285,11 +324,14 @@ class Divider:
         """Returns whether the next row of a class is chosen: one, at random, of each `1 / fraction` successive rows."""
         number = self._class_rows[label]
         self._class_rows[label] += 1
-        fraction = Fraction(str(self._fraction))
-        block = int(number * fraction)
-        first, end = (-int(-bound // fraction) for bound in (block, block + 1))
-        chosen = self._hash(f"{self._task.part}\0{self._task.number}\0{label}\0{block}") % (end - first)
-        return number == first + chosen
+        end, chosen = self._blocks.get(label, (0, 0))
+        if number == end:
+            block = int(number * self._fraction)
+            end = -int(-(block + 1) // self._fraction)
+            hashed = self._hash(f"{self._task.part}\0{self._task.number}\0{label}\0{block}")
+            chosen = number + hashed % (end - number)
+            self._blocks[label] = end, chosen
+        return number == chosen
 
     def _hash(self, key: str) -> int:
         """Returns a number from 0 to below 2**64, a function of the seed and the key."""
@@ -314,17 +356,23 @@ def _with_values(table: pa.Table, column: str, options: IngestOptions, refuse: b
 
 
 def _times(column: pa.ChunkedArray, options: IngestOptions) -> npt.NDArray[Any]:
-    """Returns dates and times as microseconds, and numbers as they are, (rows,); raises DataError for others."""
+    """Returns times of text as microseconds, in UTC unless they name an offset, and other values as their numbers.
+
+    Raises DataError for a column of another type; the result is of shape (rows,).
+    """
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return np.asarray(column.to_numpy())
     try:
         if is_text(kind):
-            zone = "UTC" if len(column) and column[0].as_py().endswith(("Z", "+00:00")) else None
-            column = column.cast(pa.timestamp("us", zone))
-        elif pa.types.is_date(kind) or pa.types.is_timestamp(kind):
-            column = column.cast(pa.timestamp("us", getattr(kind, "tz", None)))
-        return np.asarray(column.cast(pa.int64()).to_numpy())
+            has_offset = pc.match_substring_regex(column, _OFFSET)
+            times = np.empty(len(column), np.int64)
+            for mask, zone in ((has_offset, "UTC"), (pc.invert(has_offset), None)):
+                of_form = column.filter(mask).cast(pa.timestamp("us", zone))
+                times[mask.to_numpy()] = of_form.cast(pa.int64()).to_numpy()
+            return times
+        whole = column.cast(pa.int32()) if pa.types.is_date32(kind) else column
+        return np.asarray(whole.cast(pa.int64()).to_numpy())
     except pa.ArrowException as error:
         raise DataError(
             f"split_by {options.split_by!r} is a column of {kind}: {error}. Allowed are dates, times (as text in ISO"
@@ -334,13 +382,26 @@ def _times(column: pa.ChunkedArray, options: IngestOptions) -> npt.NDArray[Any]:
 
 def count_times(task: InputSplitTask) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
     """Returns the different values of the column `split_by` in an input split, and the number of rows of each."""
-    refusals, values = Refusals(task.options), [np.empty(0, np.int64)]
+    refusals = Refusals(task.options)
+    different, counts = np.empty(0, np.int64), np.empty(0, np.int64)
     name = _final_name(task.options.split_by, task.options)
     assert name is not None
     for table in read_input_split(task, refusals):
-        values.append(_times(_with_values(table, name, task.options, refusals)[name], task.options))
-    different, rows = np.unique(np.concatenate(values), return_counts=True)
-    return different, rows
+        times = _times(_with_values(table, name, task.options, refusals)[name], task.options)
+        different, counts = _merge_counts([(different, counts), np.unique(times, return_counts=True)])
+    return different, counts
+
+
+def _merge_counts(
+    parts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]],
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """Returns the different values of all parts, sorted, and the number of rows of each."""
+    # An empty array would change the type of the others.
+    parts = [part for part in parts if len(part[0])] or list(parts[:1])
+    different, indices = np.unique(np.concatenate([values for values, _ in parts]), return_inverse=True)
+    total = np.zeros(len(different), np.int64)
+    np.add.at(total, indices, np.concatenate([counts for _, counts in parts]))
+    return different, total
 
 
 def find_first_eval_time(
@@ -351,14 +412,12 @@ def find_first_eval_time(
     Args:
         counts: The different values and their rows, of each input split.
     """
-    times, indices = np.unique(np.concatenate([values for values, _ in counts]), return_inverse=True)
+    times, rows = _merge_counts(counts)
     if len(times) < 2:
         raise DataError(
             f"split_by {options.split_by!r} has one value in all rows; rows of one value stay together. Name another"
             " column."
         )
-    rows = np.zeros(len(times), np.int64)
-    np.add.at(rows, indices, np.concatenate([counted for _, counted in counts]))
     # The rows from each value on; with the first value no row would be left to train on.
     later = np.cumsum(rows[::-1])[::-1][1:]
     best = int(np.argmin(np.abs(later - (options.eval_fraction or 0.0) * rows.sum())))

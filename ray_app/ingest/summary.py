@@ -25,6 +25,8 @@ from ray_app.task.ragged import Ragged
 
 MAX_VALUES = 100
 """Number of different values of a column that are counted; of a column with more only examples are kept."""
+MAX_VALUE_CHARS = 200
+"""Length of a value that is counted; of a column with a longer one only examples are kept."""
 _MAX_EXAMPLES = 3
 _MAX_VALUE_CHARS = 40
 """Characters of a value that a message repeats."""
@@ -35,7 +37,7 @@ Statistics = dict[str, Any]
 
 `minimum` and `maximum` are of all finite numbers or dates (as ISO 8601). `not_finite` counts numbers that are NaN or
 infinite. `lengths` has the least and the greatest length of lists and bytes. `values` has the rows by value of text,
-integers and booleans; None for more than `MAX_VALUES` different ones, of which `examples` has some.
+integers and booleans; None for more than `MAX_VALUES` different ones or a long one, of which `examples` has some.
 """
 
 
@@ -93,6 +95,8 @@ def _measure_plain(column: pa.ChunkedArray, is_counted: bool) -> Statistics:
         return _measure_plain(column.cast(kind.value_type), is_counted)
     if pa.types.is_decimal(kind):
         return _measure_plain(column.cast(pa.float64()), is_counted)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return _measure_plain(column.cast(pa.large_binary() if is_bytes(kind) else pa.large_string()), is_counted)
     statistics: Statistics = {}
     if is_list(kind):
         statistics = _range_of_lengths(pc.list_value_length(column).to_numpy())
@@ -102,9 +106,8 @@ def _measure_plain(column: pa.ChunkedArray, is_counted: bool) -> Statistics:
         statistics = _range_of_lengths(pc.binary_length(column).to_numpy())
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         statistics |= _range_of_numbers(column.to_numpy())
-    elif pa.types.is_temporal(kind) and not pa.types.is_duration(kind) and len(column):
-        low, high = (_to_text(value) for value in pc.min_max(column).as_py().values())
-        statistics |= {"minimum": low, "maximum": high}
+    elif pa.types.is_temporal(kind) and len(column):
+        statistics |= _range_of_times(column)
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind):
         statistics |= _count_values(column) if is_counted else {"values": None, "examples": []}
     return statistics
@@ -124,25 +127,31 @@ def _range_of_numbers(values: np.ndarray[Any, Any]) -> Statistics:
     return {"minimum": finite.min().item(), "maximum": finite.max().item()} | others
 
 
+def _range_of_times(column: pa.ChunkedArray) -> Statistics:
+    """Returns the range of dates or times, which are compared in UTC; none of what Python does not represent."""
+    kind = column.type
+    try:
+        if pa.types.is_timestamp(kind) and kind.tz:
+            column = column.cast(pa.timestamp(kind.unit, "UTC"))
+        low, high = (value.isoformat() for value in pc.min_max(column).as_py().values())
+    except (pa.ArrowException, AttributeError, OverflowError, ValueError):
+        return {}
+    return {"minimum": low, "maximum": high}
+
+
 def _range_of_lengths(lengths: np.ndarray[Any, Any]) -> Statistics:
     return {"lengths": [int(lengths.min()), int(lengths.max())]} if len(lengths) else {}
 
 
 def _count_values(column: pa.ChunkedArray) -> Statistics:
-    """Returns the rows by value as text, and the first values; too many different ones are not counted."""
+    """Returns the rows by value as text, and the first values; too many or too long ones are not counted."""
     counted = pc.value_counts(column)
-    examples = [_to_text(value.as_py()) for value in counted.field("values")[:_MAX_EXAMPLES]]
+    examples = [str(value.as_py())[:MAX_VALUE_CHARS] for value in counted.field("values")[:_MAX_EXAMPLES]]
     if len(counted) > MAX_VALUES:
         return {"values": None, "examples": examples}
-    values: Counter[str] = Counter()
-    for entry in counted.to_pylist():
-        values[_to_text(entry["values"])] += entry["counts"]
-    return {"values": dict(values), "examples": examples}
-
-
-def _to_text(value: Any) -> str:
-    text = value.isoformat() if hasattr(value, "isoformat") else str(value)
-    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."
+    values = {str(entry["values"]): entry["counts"] for entry in counted.to_pylist()}
+    is_short = all(len(value) <= MAX_VALUE_CHARS for value in values)
+    return {"values": values if is_short else None, "examples": examples}
 
 
 def _merge(first: Statistics, second: Statistics) -> Statistics:
@@ -160,10 +169,13 @@ def _merge(first: Statistics, second: Statistics) -> Statistics:
         counts = [part["values"] for part in (first, second) if "values" in part]
         total: Counter[str] | None = None if None in counts else sum(map(Counter, counts), Counter())
         merged["values"] = None if total is None or len(total) > MAX_VALUES else dict(total)
-        merged["examples"] = [*first.get("examples", []), *second.get("examples", [])][:_MAX_EXAMPLES]
+        examples = dict.fromkeys([*first.get("examples", []), *second.get("examples", [])])
+        merged["examples"] = list(examples)[:_MAX_EXAMPLES]
     return merged
 
 
+CONVERT = "convert it to numbers, text, bytes or lists of numbers"
+NO_VALUE = "it has no value in any row"
 HEADER = ("column", "type", "use", "missing", "values")
 """Heads of the table of columns."""
 _MAX_SHOWN = 6
@@ -181,7 +193,8 @@ _USES_OF_TYPES = {
     **dict.fromkeys(("bytes", "binary"), "image or other bytes"),
     **dict.fromkeys(("text", "string"), "text or category"),
     **dict.fromkeys(("list", "large_list"), "tokens or other lists"),
-    **dict.fromkeys(("timestamp", "date32", "date64", "time32", "time64"), "date or time"),
+    **dict.fromkeys(("timestamp", "date32", "date64"), "date or time"),
+    **dict.fromkeys(("time32", "time64", "duration"), f"not usable: {CONVERT}"),
 }
 """What they take a column of this type for; all others are features."""
 
@@ -191,6 +204,7 @@ def describe_columns(
     statistics: Mapping[str, Statistics],
     class_counts: Mapping[str, int] | None = None,
     index_columns: Collection[str] = (),
+    num_rows: int = 0,
 ) -> list[tuple[str, ...]]:
     """Returns a row of `HEADER` for each column: its type, what tasks take it for, missing values, and its values.
 
@@ -199,6 +213,7 @@ def describe_columns(
         statistics: Of the same columns; those that are absent were not measured.
         class_counts: Rows by class of the label, or of the labels of boxes.
         index_columns: Columns that number the rows, which no task uses unless it names them.
+        num_rows: Number of rows of the data set.
     """
     rows: list[tuple[str, ...]] = []
     for name, facts in columns.items():
@@ -208,7 +223,8 @@ def describe_columns(
             missing.append(f"{measured['not_finite']:,} NaN or infinite")
         is_class = name == ("labels" if "boxes" in columns else "label")
         values = _describe_counts(class_counts) if is_class and class_counts else _describe_values(measured)
-        use = _describe_use(name, facts, index_columns)
+        has_values = not num_rows or facts["nulls"] < num_rows
+        use = _describe_use(name, facts, index_columns) if has_values else f"not usable: {NO_VALUE}"
         rows.append((name, _describe_type(facts), use, ", ".join(missing), values))
     return rows
 
@@ -253,24 +269,26 @@ def _describe_values(statistics: Statistics) -> str:
         counted = Counter[str](statistics["values"])
         # Where no value is repeated, numbers of rows say nothing.
         is_unique = max(counted.values()) == 1
-        entries = [value if is_unique else f"{value} {rows:,}" for value, rows in counted.most_common(_MAX_SHOWN)]
+        entries = [
+            _shorten(value) if is_unique else f"{_shorten(value)} {rows:,}"
+            for value, rows in counted.most_common(_MAX_SHOWN)
+        ]
         parts.extend([*entries, f"... ({len(counted)} different)"] if len(counted) > _MAX_SHOWN else entries)
     elif statistics.get("examples"):
-        parts.extend([*statistics["examples"], f"... (more than {MAX_VALUES} different)"])
+        limit = f"more than {MAX_VALUES} different, or long"
+        parts.extend([*map(_shorten, statistics["examples"]), f"... ({limit})"])
     return ", ".join(parts)
+
+
+def _shorten(value: str) -> str:
+    """Returns a value for a table: the beginning of a long one, with escapes for what cannot be printed."""
+    text = value if len(value) <= _MAX_VALUE_CHARS else value[: _MAX_VALUE_CHARS - 3] + "..."
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _number_text(value: Any) -> str:
     """Returns a number with six digits, an integer with all, and a date as it is."""
     return f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def count_classes(statistics: Mapping[str, Statistics], classes: Sequence[str] | None) -> dict[str, int] | None:
-    """Returns the rows by class name, by the statistics of the column `label`; None where they are not counted."""
-    values = statistics.get("label", {}).get("values")
-    if values is None or classes is None:
-        return None
-    return {name: values.get(str(label), 0) for label, name in enumerate(classes)}
 
 
 @dataclass(frozen=True)
@@ -287,6 +305,7 @@ class PartSummary:
         skipped_files: Number of files of the input that are not data; `refused.jsonl` lists them with reasons.
         refused: Number of rows that were left out; `refused.jsonl` lists them with reasons.
         notes: Notes for the user on how the source was interpreted, such as which value made a column text.
+        is_sample: Whether these are only the first rows.
     """
 
     path: str
@@ -300,15 +319,16 @@ class PartSummary:
     skipped_files: int = 0
     refused: int = 0
     notes: list[str] = field(default_factory=list)
+    is_sample: bool = False
 
     def table(self) -> list[tuple[str, ...]]:
         """Returns a row for each column: name, type, what tasks take it for, missing values, values."""
-        return describe_columns(self.columns, self.statistics, self.class_counts, self.index_columns)
+        return describe_columns(self.columns, self.statistics, self.class_counts, self.index_columns, self.rows)
 
     def __str__(self) -> str:
         shards = f" in {_count(len(self.shards), 'shard')}" if self.shards else ""
         return (
-            f"{self.path}: {self.rows:,} rows{shards}"
+            f"{self.path}: {'first ' if self.is_sample else ''}{self.rows:,} rows{shards}"
             + (f", {len(self.class_counts):,} classes" if self.class_counts else "")
             + (f", {_count(self.skipped_files, 'other file')} left out" if self.skipped_files else "")
             + (f", {_count(self.refused, 'row')} refused" if self.refused else "")

@@ -76,6 +76,11 @@ class JsonLines(base.SourceReader):
             schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise _mixed_types_error(self.path, [f.first_values for f in facts], error) from error
+        if self.options.flatten:
+            # A key that is null where it is no object.
+            absent = {f.name for f in schema if pa.types.is_null(f.type)}
+            absent &= {".".join(keys[:i]) for keys in (n.split(".") for n in schema.names) for i in range(1, len(keys))}
+            schema = pa.schema([column for column in schema if column.name not in absent])
         label = self.options.label
         self.kept_columns(self.path, schema.names, label, "key")
         base.check_ragged(self.path, self.options.ragged or [], schema)
@@ -124,10 +129,7 @@ class _JsonLinesForm:
 def _explain_unusable(kind: pa.DataType, has_shape: bool) -> str | None:
     """Returns the reason why a column of this type cannot be kept; None if it can."""
     if pa.types.is_struct(kind):
-        return (
-            "objects; allowed are numbers, text, truth values and lists of numbers, and with --flatten true objects of"
-            " these"
-        )
+        return "objects; allowed are numbers, text, truth values and lists of numbers; --flatten true allows objects"
     if pa.types.is_null(kind):
         return "no value in any line"
     if is_list(kind) and not (is_numbers(kind) and has_shape):
@@ -276,7 +278,7 @@ def _flatten(line: bytes) -> bytes:
         return line
     if not isinstance(value, dict):
         return line
-    # Equal names, of {"a": {"b": 1}, "a.b": 2}, stay both, and the line is refused.
+    # Equal names, of {"a": {"b": 1}, "a.b": 2}, both stay, and the line is refused.
     items = (f"{json.dumps(name)}: {json.dumps(item)}" for name, item in _inner_items(value, ""))
     return f"{{{', '.join(items)}}}\n".encode()
 

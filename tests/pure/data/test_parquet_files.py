@@ -8,6 +8,7 @@ import datetime
 import decimal
 import errno
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -178,8 +179,8 @@ def test_a_missing_value_of_an_extension_type_is_a_bad_row(tmp_path: Path, kind:
 def test_ingest_lists_columns_of_extension_types(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_parquet(tmp_path / "a.parquet", pa.table({"x": EXTENSIONS[kind](), "row": [0, 1, 2]}))
     assert main(["--source", "parquet", "--input", str(tmp_path)]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("    x: "))
-    assert "not usable: convert it" in line or "1 rows with a missing value" in line
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  x "))
+    assert "not usable: convert it" in line or re.search(r"  1(  |$)", line)
 
 
 def test_a_disk_cache_keeps_the_reasons_of_missing_values(tmp_path: Path) -> None:
@@ -608,11 +609,10 @@ def test_ingest_lists_parquet_columns_and_marks_unusable_ones(
     write_parquet(tmp_path / "t.parquet", table, write_statistics=False)
     assert main(["--source", "parquet", "--input", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "    x: integer int64, 1 rows with a missing value, which are bad rows where a task reads it" in lines
-    assert any(line.startswith("    price: other decimal128(30, 2); not usable: convert it") for line in lines)
-    assert any(
-        line.startswith("    none: ") and line.endswith("not usable: it has no value in any row") for line in lines
-    )
+    words = [line.split() for line in lines]
+    assert ["x", "int64", "feature", "1", "1", "to", "3"] in words
+    assert any(line.startswith("  price   decimal128(30, 2)  not usable: convert it") for line in lines)
+    assert any(line[:1] == ["none"] and "it has no value in any row" in " ".join(line) for line in words)
     assert lines[-1] == "It can be trained on as it is, but not by price, none: nothing was written."
 
 

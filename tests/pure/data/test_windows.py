@@ -108,6 +108,7 @@ def test_tensors_of_a_block_are_aligned_as_separate_tensors(fields: Any) -> None
     assert {values.data_ptr() % 64 for batch in batches for values in batch.fields.values()} == {0}
 
 
+@pytest.mark.exact_versions
 def test_gathering_a_block_makes_a_fixed_number_of_calls() -> None:
     """Most steps gather nothing, so `test_step_cost.py` does not measure it; a change that makes a block more
     expensive has to change these numbers.

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -114,12 +115,42 @@ def test_a_division_does_not_depend_on_where_it_is_done(tmp_path: Path, options:
         ({"group": "person", "eval_fraction": 0.1}, "group needs the column 'person'; the columns are ['patient'"),
         ({"group": "x", "eval_fraction": 0.1}, "group 'x' is a column of double; allowed are text and integers"),
         ({"split_by": "patient", "eval_fraction": 0.1}, "split_by 'patient' is a column of string"),
+        ({"group": "kind", "eval_fraction": 0.1}, "group is 'kind', which is no group of rows"),
         ({"stratify": True, "eval_fraction": 0.1, "label": None}, "stratify needs the column 'label'"),
     ],
 )
 def test_a_division_that_is_not_possible_is_refused(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
     source = write_visits(tmp_path / "in")
     assert expected in ingest_error(tmp_path, "csv", source, **({"label": "kind"} | options))
+
+
+def test_the_label_that_stratifies_is_that_after_rename(tmp_path: Path) -> None:
+    lines = [f"{row},{int(row % 10 == 0)}\n" for row in range(200)]
+    (tmp_path / "a.csv").write_text("label,y\n" + "".join(lines))
+    names = {"label": "old", "y": "label"}
+    options = {"rename": names, "stratify": True, "eval_fraction": 0.2}
+    ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "a.csv"), **options))
+    assert Counter(read_columns(tmp_path / "out" / "eval")["label"]) == {0: 36, 1: 4}
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        [f"2026-01-{1 + row:02}T00:00:00{('Z', '+02:00', '')[row % 3]}" for row in range(20)],
+        pa.array([1_700_000_000_000_000_001 + row for row in range(20)], pa.timestamp("ns")),
+        pa.array([2**60 + row for row in range(20)], pa.uint64()),
+        pa.array(range(20), pa.date32()),
+    ],
+    ids=["offsets", "nanoseconds", "uint64", "days"],
+)
+def test_times_of_each_kind_are_ordered(tmp_path: Path, times: Any) -> None:
+    order = [7, 3, 19, 0, 12, 5, 16, 1, 10, 18, 2, 14, 6, 9, 17, 4, 11, 8, 15, 13]
+    table = pa.table({"t": times, "number": range(20)}).take(order)
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=6)
+    source = str(tmp_path / "a.arrow")
+    ingest(IngestOptions("hf", str(tmp_path / "out"), source, split_by="t", eval_fraction=0.25))
+    assert sorted(read_columns(tmp_path / "out" / "eval")["number"]) == [15, 16, 17, 18, 19]
 
 
 def test_rows_of_one_time_cannot_be_divided(tmp_path: Path) -> None:

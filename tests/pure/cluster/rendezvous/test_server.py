@@ -52,6 +52,7 @@ def heartbeat_cost(workers: int, drained: int) -> int:
     return count_operations(lambda: pool.beat(workers - 1))
 
 
+@pytest.mark.exact_versions
 @pytest.mark.parametrize("drained", [0, 1])
 def test_a_heartbeat_costs_the_same_with_ten_and_with_a_thousand_workers(drained: int) -> None:
     assert heartbeat_cost(10, drained) == heartbeat_cost(1000, drained)

@@ -625,13 +625,19 @@ def test_inner_objects_are_read_as_a_file_that_has_none(
     for name, lines in (("nested", rows), ("flat", [flat(row) for row in rows])):
         (folder / name).mkdir()
         path = write_jsonl(folder / name, *(json.dumps({"id": 1, **line}) for line in lines))
-        options = IngestOptions("jsonl", str(folder / name / "out"), str(path), flatten=name == "nested")
+        options = IngestOptions("jsonl", str(folder / name / "out"), str(path), flatten=True)
         try:
             ingest(options)
             results.append(str(read_columns(folder / name / "out")))
         except DataError as error:
             results.append(str(error).replace(str(folder / name), ""))
     assert results[0] == results[1]
+
+
+def test_an_inner_object_may_be_null(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path, '{"a": {"b": 1}, "y": 0}', '{"a": null, "y": 1}', '{"a": {}, "y": 2}')
+    columns = ingest_and_read(tmp_path, "jsonl", path, flatten=True)
+    assert (columns["a.b"], columns["y"]) == ([1, None, None], [0, 1, 2])
 
 
 def test_columns_of_inner_objects_have_their_names(tmp_path: Path) -> None:

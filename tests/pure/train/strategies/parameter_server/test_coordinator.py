@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from ray_app.train.strategies.parameter_server.coordinator import UnitScheduler
 from tests.support.operations import count_operations
 
@@ -15,6 +17,7 @@ def run_step(units: UnitScheduler, workers: int) -> None:
         assert units.finish(*unit)
 
 
+@pytest.mark.exact_versions
 def test_the_cost_of_a_unit_does_not_grow_with_the_number_of_workers() -> None:
     costs = []
     for workers in (16, 1024):
