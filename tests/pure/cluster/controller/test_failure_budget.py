@@ -31,6 +31,17 @@ def test_failures_and_preemptions_have_separate_budgets(tmp_path: Path) -> None:
         failure_budget.charge_failure({1: OSError("network")}, step=7, left=1)
 
 
+def test_a_limit_of_zero_ends_the_run_at_the_first_loss_and_of_minus_one_never(tmp_path: Path) -> None:
+    with pytest.raises(BudgetSpentError, match="taken away 1 times"):
+        make_budget(tmp_path / "a", max_preemptions=0).charge_preemption(1, step=1, left=1)
+    with pytest.raises(BudgetSpentError, match="failed 1 times"):
+        make_budget(tmp_path / "b", max_failures=0).charge_failure({0: OSError("disk")}, step=1, left=1)
+    unlimited = make_budget(tmp_path / "c", max_preemptions=-1, max_failures=-1)
+    for step in range(1, 12):
+        unlimited.charge_preemption(1, step=step, left=1)
+        unlimited.charge_failure({0: OSError(f"disk {step}")}, step=step, left=1)
+
+
 def test_an_error_that_a_retry_cannot_fix_ends_the_run(tmp_path: Path) -> None:
     failure_budget = make_budget(tmp_path)
     with pytest.raises(DataError, match="row 7"):
