@@ -60,7 +60,8 @@ def test_an_unknown_command_is_refused_and_the_nearest_is_suggested(capsys: pyte
     assert [main(arguments) for arguments in (["trian"], [], ["--help"])] == [2, 2, 0]
     output = capsys.readouterr()
     assert (
-        "ray-app: 'trian' is no command. Did you mean train? There are demo, init, ingest, describe, check, train" in output.err
+        "ray-app: 'trian' is no command. Did you mean train? There are demo, init, ingest, describe, check"
+        in output.err
     )
     assert all(f"\n  {name} " in output.out for name in COMMANDS)
 
