@@ -243,17 +243,17 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
     described: dict[str, dict[str, Any]] = {}
     tasks = make_tasks(parts, sides, options, to_location("."), run)
     for part in parts:
-        described |= _preview_part(part, [task for task in tasks if task.part == part.name], options, rows)
+        of_part = [task for task in tasks if task.part == part.name]
+        described |= _preview_part(part, sides[part.name], of_part, options, rows)
     if not any(facts["rows"] for facts in described.values()):
         raise DataError(f"{options.input}: source {options.source!r} has no rows. Give more data.")
     return _summary(options.out, described, reused=True)
 
 
 def _preview_part(
-    part: base.Part, tasks: Sequence[InputSplitTask], options: IngestOptions, max_rows: int
+    part: base.Part, sides: Sequence[str], tasks: Sequence[InputSplitTask], options: IngestOptions, max_rows: int
 ) -> dict[str, dict[str, Any]]:
-    """Returns the facts of the first rows of each side of a part."""
-    sides = tasks[0].sides
+    """Returns the facts of the first rows of each side of a part, which may have no input split."""
     refusals, texts = Refusals(options), TextColumns()
     statistics = {side: ColumnStatistics() for side in sides}
     columns: dict[str, dict[str, dict[str, Any]]] = {side: {} for side in sides}
