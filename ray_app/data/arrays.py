@@ -7,6 +7,7 @@ then move bytes instead of lists of numbers: reading a row of 784 bytes costs on
 from __future__ import annotations
 
 import json
+import mmap
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -220,32 +221,44 @@ def _ragged(chunk: pa.Array, spec: ArraySpec) -> Ragged:
 
 
 class _GrowingRagged:
-    """A ragged field that is filled row after row, in memory that grows in place."""
+    """A ragged field that is filled row after row, in memory that grows without a copy.
+
+    `ndarray.resize` copies arrays of some megabytes: NumPy advises the kernel to use huge pages for a part of them, and
+    `mremap` does not move memory whose parts have different advice.
+    """
 
     def __init__(self, spec: ArraySpec, rows: int) -> None:
         self._spec, self._rows = spec, 0
-        self._values = np.empty((int(rows * spec.length), *spec.shape), np.dtype(spec.dtype))
+        self._dtype = np.dtype(spec.dtype)
+        self._value_items = int(np.prod(spec.shape, dtype=np.int64))
+        self._memory = mmap.mmap(-1, self._bytes(int(rows * spec.length)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._offsets = np.zeros(rows + 1, np.int64)
 
     def add(self, rows: Ragged) -> None:
         """Copies the next rows."""
         compact, used = rows.compact(), int(self._offsets[self._rows])
         end = used + len(compact.values)
-        if end > len(self._values):
-            self._resize(max(end, len(self._values) * 9 // 8))
-        self._values[used:end] = compact.values
+        if self._bytes(end) > len(self._memory):
+            self._memory.resize(max(self._bytes(end), len(self._memory) * 9 // 8))
+        self._values(end)[used:] = compact.values
         self._offsets[self._rows + 1 : self._rows + 1 + len(compact)] = compact.offsets[1:] + used
         self._rows += len(compact)
 
     def all(self) -> Ragged:
-        """Returns all rows."""
+        """Returns all rows; no row can be added afterwards."""
         assert self._spec.padding is not None
-        self._resize(int(self._offsets[self._rows]))
-        return Ragged(self._values, self._offsets[: self._rows + 1], *self._spec.padding)
+        length = int(self._offsets[self._rows])
+        self._memory.resize(self._bytes(length))
+        return Ragged(self._values(length), self._offsets[: self._rows + 1], *self._spec.padding)
 
-    def _resize(self, length: int) -> None:
-        # No other reference to the array exists before `all` returns it.
-        self._values.resize((length, *self._spec.shape), refcheck=False)
+    def _bytes(self, length: int) -> int:
+        """Returns the size of this many values; an anonymous mapping has at least one byte."""
+        return max(1, length * self._value_items * self._dtype.itemsize)
+
+    def _values(self, length: int) -> npt.NDArray:
+        """Returns a view of the first values; the memory cannot be resized while a view exists."""
+        items = np.frombuffer(self._memory, self._dtype, length * self._value_items)
+        return items.reshape(length, *self._spec.shape)
 
 
 class Columns:
