@@ -7,6 +7,7 @@ process are watched, so that a finding names the generator and the line of the u
 from __future__ import annotations
 
 import gc
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -60,9 +61,10 @@ class Draw:
 
 _GLOBAL_STATES: dict[str, Callable[[], Any]] = {
     "Python's generator (random)": random.getstate,
-    "NumPy's generator (numpy.random)": partial(np.random.get_state, legacy=False),
-    "torch's default generator": torch.default_generator.get_state,
+    "NumPy's generator (numpy.random)": lambda: pickle.dumps(np.random.get_state(legacy=False)),
+    "torch's default generator": lambda: torch.default_generator.get_state().numpy().tobytes(),
 }
+"""Functions that return the states as values for `==`, which takes microseconds: they are compared at every line."""
 TORCH = "torch's default generator"
 _GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState)
 
@@ -149,7 +151,7 @@ class _LineTracer:
         """Records the last line for each global generator with a new state."""
         for name, get_state in _GLOBAL_STATES.items():
             state = get_state()
-            if not is_same(state, self._states[name]):
+            if state != self._states[name]:
                 self.lines_by_generator.setdefault(name, self._last_line)
                 self._states[name] = state
 
