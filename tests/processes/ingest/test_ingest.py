@@ -289,7 +289,7 @@ def test_the_job_succeeds_or_refuses_without_a_traceback(tmp_path: Path) -> None
     args = ["--source", "csv", "--input", str(tmp_path / "f.csv"), "--out", str(tmp_path / "out"), "--label"]
     done = run_job(*args, "y")
     assert (done.returncode, read_columns(tmp_path / "out")["label"]) == (0, [0, 1])
-    assert f"{tmp_path / 'out'}: 2 rows in 1 shards" in done.stdout
+    assert f"{tmp_path / 'out'}: 2 rows in 1 shard, 2 classes" in done.stdout
     refused = run_job(*args, "z")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "label 'y', now 'z'" in refused.stderr
