@@ -50,16 +50,36 @@ if resource == "GPU":
 print(json.dumps([kill.num_fired, [run.summary for run in runs], devices]))
 """
 
+DRILL = """
+import sys
+
+import ray
+
+from ray_app.cli.drill import main
+
+ray.init("local", num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run_with_devices(
+    script: str, folder: Path, *arguments: str, device: str = "sim", limit_s: float = 500
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program with simulated devices in all its processes and in those of Ray that it starts."""
+    path = os.pathsep.join((str(autoload_folder(folder / "autoload")), str(ROOT)))
+    environment = os.environ | {"PYTHONPATH": path, "SIMULATED_DEVICE": device}
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
+    )
+
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("resource", "device"), [("GPU", "sim"), ("TPU", "tpu")])
 def test_a_run_on_devices_is_bit_identical_after_a_kill_and_evaluated(
     digits: Path, tmp_path: Path, resource: str, device: str
 ) -> None:
-    path = os.pathsep.join((str(autoload_folder(tmp_path / "autoload")), str(ROOT)))
-    environment = os.environ | {"PYTHONPATH": path, "SIMULATED_DEVICE": device}
-    command = [sys.executable, "-c", SCRIPT, str(digits), str(tmp_path / "runs"), resource]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    done = run_with_devices(SCRIPT, tmp_path, str(digits), str(tmp_path / "runs"), resource, device=device)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     kills, (two, one), devices = json.loads(done.stdout.splitlines()[-1])
     assert kills == 1
@@ -67,3 +87,27 @@ def test_a_run_on_devices_is_bit_identical_after_a_kill_and_evaluated(
     assert two["params_digest"] == one["params_digest"]
     assert devices == [f"{device} simulated"]
     assert (two["best"]["step"], two["best"]["value"]) == (one["best"]["step"], one["best"]["value"])
+
+
+@pytest.mark.timeout(1800)
+def test_every_scenario_of_a_drill_that_is_possible_with_devices_ends_with_equal_parameters(
+    digits: Path, tmp_path: Path
+) -> None:
+    fields = {
+        "config": "conf/digits.yaml",
+        "data.path": digits / "train",
+        "data.eval_path": digits / "eval",
+        "scaling.gpus_per_worker": 1,
+        "scaling.max_workers": 3,
+        "evaluate.num_gpus": 1,
+        "drill.out": tmp_path / "out",
+    }
+    done = run_with_devices(DRILL, tmp_path, *(f"--{name}={value}" for name, value in fields.items()), limit_s=1780)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert certificate["complete"]
+    left_out = {s["scenario"]: s["reason"] for s in certificate["scenarios"] if s["outcome"] == "left out"}
+    print(left_out)
+    assert len(certificate["scenarios"]) - len(left_out) >= 20
+    assert {s["outcome"] for s in certificate["scenarios"]} == {"equal", "left out"}
+    assert certificate["host"]["gpus"] == ["simulated"] * 4
