@@ -76,6 +76,7 @@ EXTRAS = {
     "tfrecord": ("tests/pure/ingest/readers/test_tfrecord.py",),
     "text": ("tests/processes/task/test_text.py",),
     "lora": ("tests/processes/task/test_pretrained.py",),
+    "keras": ("tests/pure/task/keras", "tests/processes/task/keras/test_keras_results.py"),
     "gpu": ("tests/pure/watch/test_metrics.py",),
 }
 """The tests of what each extra is for."""
