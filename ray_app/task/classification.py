@@ -21,7 +21,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Losses, Mistake, Task, class_names, count_classes, uniform
-from ray_app.task.fields import MAX_COUNTED_CLASSES
+from ray_app.task.fields import MAX_COUNTED_CLASSES, SAMPLE_WEIGHT
 
 ClassWeights = list[float] | Literal["balanced"] | None
 """The weight of a row of each class in the training loss.
@@ -76,12 +76,17 @@ def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, names: S
     return weights
 
 
-def add_class_weights(batch: Batch, weights: list[float] | None) -> Batch:
-    """Adds the weight of each row's class, of a mixed target their mean, as `class_weight`, (rows,)."""
-    if weights is None:
-        return batch
-    by_class = constant_tensor(weights, batch["label"].device)
-    return {**batch, "class_weight": batch["target"] @ by_class if "target" in batch else by_class[batch["label"]]}
+def add_row_weights(batch: Batch, class_weights: list[float] | None) -> Batch:
+    """Adds `row_weight`, (rows,): the `sample_weight` of each row, times the weight of its class.
+
+    The class weight of a mixed target is the mean of its classes. Without weights the batch stays as it is.
+    """
+    weight = batch.get(SAMPLE_WEIGHT)
+    if class_weights is not None:
+        by_class = constant_tensor(class_weights, batch["label"].device)
+        of_class = batch["target"] @ by_class if "target" in batch else by_class[batch["label"]]
+        weight = of_class if weight is None else weight * of_class
+    return batch if weight is None else {**batch, "row_weight": weight}
 
 
 def classification_metrics(classes: int) -> MetricCollection:
@@ -136,8 +141,8 @@ def predict_classes(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDA
 class Classification(Task):
     """Base of tasks that predict a class index: labels, loss, metrics, predictions and mistakes.
 
-    A derived class sets `label`, `num_classes`, `class_weights` and `train_accuracy`, calls `set_classes` in `prepare`
-    and implements `forward`, which returns class scores, shape (rows, classes).
+    A derived class sets `label`, `num_classes`, `class_weights`, `sample_weight` and `train_accuracy`, calls
+    `set_classes` in `prepare` and implements `forward`, which returns class scores, shape (rows, classes).
     """
 
     best_metric: ClassVar[str] = "accuracy"
@@ -145,6 +150,7 @@ class Classification(Task):
     label: str
     num_classes: int | None
     class_weights: ClassWeights
+    sample_weight: str | None
     train_accuracy: bool
 
     def set_classes(self, data: DataFacts) -> None:
@@ -171,8 +177,8 @@ class Classification(Task):
         return self.num_classes
 
     def targets(self) -> list[str]:
-        """Returns the column of labels."""
-        return [self.label]
+        """Returns the column of labels, and that of the weights of rows."""
+        return [self.label, *([self.sample_weight] if self.sample_weight is not None else [])]
 
     def decode_labels(self, values: Any) -> npt.NDArray[np.int64]:
         """Returns the classes of rows from their indices or names, as int64, (rows,); raises ValueError for others."""
@@ -187,9 +193,9 @@ class Classification(Task):
         return labels
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Computes the cross-entropy of every row, shape (rows,), times the class weight if the batch has one."""
+        """Computes the cross-entropy of every row, shape (rows,), times its weight if the batch has weights."""
         losses = functional.cross_entropy(outputs, batch.get("target", batch["label"]), reduction="none")
-        return losses * batch["class_weight"] if "class_weight" in batch else losses
+        return losses * batch["row_weight"] if "row_weight" in batch else losses
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
         """Returns the loss of every row, and whether its prediction is right if `train_accuracy` is on."""

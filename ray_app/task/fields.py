@@ -53,6 +53,8 @@ def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str, ma
     return facts
 
 
+SAMPLE_WEIGHT = "sample_weight"
+"""The decoded field with the weight of each row."""
 MAX_COUNTED_CLASSES = 100_000
 """More classes need `num_classes` in the configuration, or class names that an ingest recorded."""
 
@@ -150,6 +152,31 @@ def need_finite(name: str, values: Any) -> None:
     numbers = values.values if isinstance(values, Ragged) else values
     if numbers.dtype.kind == "f" and numbers.size and not np.isfinite(numbers).all():
         raise ValueError(f"{name} is NaN or infinite; correct the value or drop the row")
+
+
+def need_sample_weights(data: DataFacts, column: str | None) -> None:
+    """Raises DataError unless the column, if one is named, has a number in each row."""
+    if column is not None:
+        need_column(data, column, ("number", "integer"), "weight of a row (task.init_args.sample_weight)")
+
+
+def decode_sample_weights(column: str | None, rows: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
+    """Returns the weights of rows as the field `sample_weight`, float32 (rows,); no field without a column of weights.
+
+    Raises:
+        ValueError: A weight is negative, missing or not finite.
+    """
+    if column is None:
+        return {}
+    stored = np.asarray(rows[column])
+    if stored.ndim != 1 or stored.dtype.kind not in "fiub":
+        raise ValueError(f"column {column!r} of sample weights has no number for each row, or a missing value")
+    with np.errstate(over="ignore"):
+        weights = stored.astype(np.float32)
+    need_finite(f"column {column!r} of sample weights", weights)
+    if weights.size and weights.min() < 0:
+        raise ValueError(f"column {column!r} of sample weights has {weights.min():g}; a weight is at least 0")
+    return {SAMPLE_WEIGHT: weights}
 
 
 def _as_int64(values: npt.NDArray) -> npt.NDArray[np.int64]:

@@ -21,7 +21,8 @@ from ray_app.devices import to_device
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.base import Batch, Rows, need_column, uniform
-from ray_app.task.classification import Classification, ClassWeights, add_class_weights, mix_images, smooth_targets
+from ray_app.task.classification import Classification, ClassWeights, add_row_weights, mix_images, smooth_targets
+from ray_app.task.fields import decode_sample_weights, need_sample_weights
 from ray_app.task.images import decode_image, normalize_images
 
 # Salts of `uniform`: the flip and the two offsets of the crop of a row are independent of each other.
@@ -59,6 +60,8 @@ class ImageClassification(Classification):
         class_weights: The weight of each class in the training loss: a number for each class, or `balanced`, which
             makes the sum of the weights of its rows the same for each class. Evaluation does not use it.
         train_accuracy: Whether the accuracy of each training step is recorded with its loss.
+        sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. With mixup and
+            cutmix it is the weight of the image that is mixed into. Evaluation does not use it.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class ImageClassification(Classification):
         class_weights: ClassWeights = None,
         train_accuracy: bool = False,
         exif_orientation: bool = True,
+        sample_weight: str | None = None,
     ) -> None:
         if model != "small_cnn" and model not in _list_classifiers():
             raise ConfigError(
@@ -103,7 +107,7 @@ class ImageClassification(Classification):
         self.label_smoothing = label_smoothing
         self.mixup = mixup
         self.cutmix = cutmix
-        self.class_weights = class_weights
+        self.class_weights, self.sample_weight = class_weights, sample_weight
         # `prepare` sets the weight of each class and the number of channels from the data.
         self.weights: list[float] | None = None
         self.train_accuracy, self.exif_orientation = train_accuracy, exif_orientation
@@ -113,6 +117,7 @@ class ImageClassification(Classification):
         """Completes the task with classes, weights and channels; raises DataError for columns of other kinds."""
         prepared = copy.copy(self)
         prepared.set_classes(data)
+        need_sample_weights(data, self.sample_weight)
         facts = need_column(data, self.image, ("array", "bytes"), "image")
         if facts.kind == "bytes" and self.size is None:
             raise DataError(
@@ -131,8 +136,8 @@ class ImageClassification(Classification):
         return prepared
 
     def columns(self) -> list[str]:
-        """Returns the column of images and the column of labels."""
-        return [self.image, self.label]
+        """Returns the column of images, the column of labels, and that of the weights of rows."""
+        return [self.image, *self.targets()]
 
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
         """Decodes rows to `image`, (rows, channels, height, width) uint8, and `label`, (rows,) int64."""
@@ -146,7 +151,8 @@ class ImageClassification(Classification):
         else:
             stacked = images if images.ndim == 4 else images[..., None]
             pixels = np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
-        return {"image": pixels, "label": self.decode_labels(rows[self.label])}
+        labels = self.decode_labels(rows[self.label])
+        return {"image": pixels, "label": labels, **decode_sample_weights(self.sample_weight, rows)}
 
     def _decode_file(self, data: bytes) -> npt.NDArray:
         """Returns the image in a file, (3, size, size) uint8, by its shorter side and its center."""
@@ -167,7 +173,7 @@ class ImageClassification(Classification):
         return torchvision.models.get_model(self.model, num_classes=self.class_count, **self.model_args)
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Flips, shifts and mixes images as configured, and adds the class weights of the rows.
+        """Flips, shifts and mixes images as configured, and adds the weights of rows.
 
         With label smoothing, mixup or cutmix the batch also gets `target`, (rows, classes): the share of each class in
         a row.
@@ -179,11 +185,11 @@ class ImageClassification(Classification):
         if self.crop_padding:
             images = _shift_images(images, keys, self.crop_padding)
         if not (self.label_smoothing or self.mixup or self.cutmix):
-            return add_class_weights({**batch, "image": images}, self.weights)
+            return add_row_weights({**batch, "image": images}, self.weights)
         target = smooth_targets(batch["label"], self.class_count, self.label_smoothing)
         if self.mixup or self.cutmix:
             images, target = mix_images(images, target, keys, self.mixup, self.cutmix)
-        return add_class_weights({**batch, "image": images, "target": target}, self.weights)
+        return add_row_weights({**batch, "image": images, "target": target}, self.weights)
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """Computes class scores, shape (rows, classes)."""

@@ -43,7 +43,7 @@ _BITS, _DIGITS = 16, 4
 class TableSettings:
     """What `task.init_args` say about the columns of a table; see `TabularClassification`."""
 
-    label: str
+    targets: Sequence[str]
     features: Sequence[str] | None
     missing: Missing
     categories: Sequence[str] | Literal["auto"]
@@ -68,7 +68,7 @@ def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, An
     if not columns:
         texts = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
         raise DataError(
-            f"{data.path} has no column of numbers besides {settings.label!r} to predict it from; its columns are"
+            f"{data.path} has no column of numbers besides {settings.targets[0]!r} to predict it from; its columns are"
             f" {', '.join(sorted(data.columns))}{' (' + texts + ')' if texts else ''}. Name the features in"
             " task.init_args.features, or columns of text in task.init_args.categories."
         )
@@ -87,7 +87,7 @@ def _check_settings(settings: TableSettings, data: DataFacts) -> None:
         "standardize": () if isinstance(settings.standardize, bool) else settings.standardize,
     }
     for setting, names in named.items():
-        usable = [name for name in settings.features or data.columns if name != settings.label]
+        usable = [name for name in settings.features or data.columns if name not in settings.targets]
         if absent := [name for name in names if name not in usable]:
             raise ConfigError(
                 f"task.init_args.{setting} names {absent[0]!r}, which is not a feature; these are {', '.join(usable)}."
@@ -132,7 +132,7 @@ def _check_kinds(settings: TableSettings, kinds: dict[str, str]) -> None:
 def _choose_columns(settings: TableSettings, data: DataFacts) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the kind in the encoding by column, in the order of the features; and the reasons against others."""
     kinds, left_out = dict[str, str](), dict[str, str]()
-    no_features = {settings.label, ROW_ID, *data.index_columns}
+    no_features = {*settings.targets, ROW_ID, *data.index_columns}
     names = settings.features if settings.features is not None else sorted(set(data.columns) - no_features)
     for name in names:
         facts = data.columns.get(name)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Rows, Task, need_column
-from ray_app.task.classification import Classification, ClassWeights, add_class_weights
-from ray_app.task.fields import OptionalColumn, need_finite
+from ray_app.task.classification import Classification, ClassWeights, add_row_weights
+from ray_app.task.fields import SAMPLE_WEIGHT, OptionalColumn, decode_sample_weights, need_finite, need_sample_weights
 from ray_app.task.table_encoding import category_count, encode_rows, plain_encoding
 from ray_app.task.table_statistics import (
     Missing,
@@ -76,8 +76,9 @@ class _Tabular(Task):
         log: list[str] | None,
         standardize: bool | list[str],
         embedding: int | None,
+        sample_weight: str | None,
     ) -> None:
-        self.label, self.features = label, features
+        self.label, self.features, self.sample_weight = label, features, sample_weight
         self.hidden = hidden if hidden is not None else [256, 256]
         self.dropout = dropout
         self.scale = scale
@@ -88,10 +89,11 @@ class _Tabular(Task):
 
     def prepare(self, data: DataFacts) -> _Tabular:
         """Computes the encoding from the data, unless the task has it, and counts the inputs; see `Task.prepare`."""
+        need_sample_weights(data, self.sample_weight)
         prepared = copy.copy(self)
         if self.fitted is None:
             settings = TableSettings(
-                self.label,
+                self.targets(),
                 self.features,
                 self.missing or {},
                 self.categories,
@@ -104,7 +106,7 @@ class _Tabular(Task):
         assert prepared.fitted is not None
         prepared.features = [column["name"] for column in prepared.fitted["columns"]]
         for column in prepared.columns():
-            if column != self.label:
+            if column not in self.targets():
                 kinds = ("number", "integer", "array", "text", "other")
                 need_column(data, column, kinds, "features", may_lack=isinstance(column, OptionalColumn))
         prepared.inputs = count_inputs(data, prepared.fitted)
@@ -120,11 +122,11 @@ class _Tabular(Task):
         assert self.features is not None, "prepare() comes first"
         fitted = self.fitted or {"columns": []}
         optional = {c["name"] for c in fitted["columns"] if c["fill"] is not None or c.get("own_class")}
-        return [*(OptionalColumn(name) if name in optional else name for name in self.features), self.label]
+        return [*(OptionalColumn(name) if name in optional else name for name in self.features), *self.targets()]
 
     def targets(self) -> list[str]:
-        """Returns the target columns, see `Task.targets`."""
-        return [self.label]
+        """Returns the column of labels, and that of the weights of rows; see `Task.targets`."""
+        return [self.label, *([self.sample_weight] if self.sample_weight is not None else [])]
 
     @property
     def encoding(self) -> dict[str, Any] | None:
@@ -161,7 +163,7 @@ class _Tabular(Task):
             need_finite(f"column {self.label!r}", stored)
         label = self._decode_label(stored)
         need_finite(f"column {self.label!r} as float32", label)
-        return {**fields, "label": label}
+        return {**fields, "label": label, **decode_sample_weights(self.sample_weight, rows)}
 
     def _decode_label(self, values: Any) -> npt.NDArray:
         raise NotImplementedError
@@ -209,6 +211,8 @@ class TabularClassification(Classification, _Tabular):
         standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
             trained on, after missing values are filled and logarithms taken; or the columns for which they do.
         embedding: Width of an embedding of each category; default: categories are one-hot.
+        sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature,
+            and evaluation does not use it.
         num_classes: Number of classes; default: read from the data.
         class_weights: The weight of each class in the training loss: a number for each class, or `balanced`, by which
             all classes have the same weight in sum. Evaluation does not use it.
@@ -231,8 +235,9 @@ class TabularClassification(Classification, _Tabular):
         log: list[str] | None = None,
         standardize: bool | list[str] = False,
         embedding: int | None = None,
+        sample_weight: str | None = None,
     ) -> None:
-        columns = (missing, categories, dates, log, standardize, embedding)
+        columns = (missing, categories, dates, log, standardize, embedding, sample_weight)
         _Tabular.__init__(self, label, features, hidden, dropout, scale, *columns)
         self.num_classes, self.class_weights = num_classes, class_weights
         self.weights: list[float] | None = None
@@ -252,9 +257,9 @@ class TabularClassification(Classification, _Tabular):
         return self.class_count
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Adds the class weights; see `Task.augment`."""
+        """Adds the weights of rows; see `Task.augment`."""
         del keys
-        return add_class_weights(batch, self.weights)
+        return add_row_weights(batch, self.weights)
 
 
 class TabularRegression(_Tabular):
@@ -278,6 +283,8 @@ class TabularRegression(_Tabular):
         standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
             trained on, after missing values are filled and logarithms taken; or the columns for which they do.
         embedding: Width of an embedding of each category; default: categories are one-hot.
+        sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature,
+            and evaluation does not use it.
     """
 
     best_metric: ClassVar[str] = "rmse"
@@ -296,8 +303,9 @@ class TabularRegression(_Tabular):
         log: list[str] | None = None,
         standardize: bool | list[str] = False,
         embedding: int | None = None,
+        sample_weight: str | None = None,
     ) -> None:
-        columns = (missing, categories, dates, log, standardize, embedding)
+        columns = (missing, categories, dates, log, standardize, embedding, sample_weight)
         super().__init__(label, features, hidden, dropout, scale, *columns)
 
     def prepare(self, data: DataFacts) -> _Tabular:
@@ -314,8 +322,14 @@ class TabularRegression(_Tabular):
         return 1
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Computes the squared error of every row, shape (rows,)."""
-        return (outputs[:, 0] - batch["label"]).square()
+        """Computes the squared error of every row, shape (rows,), times its weight if the batch has weights."""
+        losses = (outputs[:, 0] - batch["label"]).square()
+        return losses * batch["row_weight"] if "row_weight" in batch else losses
+
+    def augment(self, batch: Batch, keys: Tensor) -> Batch:
+        """Adds the weights of rows; see `Task.augment`."""
+        del keys
+        return {**batch, "row_weight": batch[SAMPLE_WEIGHT]} if SAMPLE_WEIGHT in batch else batch
 
     def metrics(self) -> MetricCollection:
         """Makes mean absolute error, root mean squared error, and R2."""

@@ -1,4 +1,4 @@
-"""Shard policies, balanced sampling and class weights: row counts, purity and bit-identical training on any workers."""
+"""Shard policies, balanced sampling and weights: row counts, purity and bit-identical training on any workers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from ray_app.data.dataset import open_dataset, read_labels
 from ray_app.driver.finalize import stored_job, summarize
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.assignment import logical_workers_of
-from ray_app.plan.manifest import Manifest
+from ray_app.plan.manifest import DataFacts, Manifest
 from ray_app.plan.order import Classes, Cursor, Plan
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.paths import RunPaths
+from ray_app.task.base import WithoutTargets
 from ray_app.task.image import ImageClassification
-from ray_app.task.tabular import TabularClassification
+from ray_app.task.tabular import TabularClassification, TabularRegression
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from tests.support.bad_rows import BadRowImages, job_of
@@ -372,6 +373,44 @@ def test_a_tabular_task_applies_class_weights(data: Path) -> None:
     plain = task.loss(task.forward(model, batch), batch)
     losses = task.training_loss(model, task.augment(batch, torch.arange(3)))
     torch.testing.assert_close(losses, plain * torch.tensor(task.weights))
+
+
+def write_weighted_table(file: Path, weights: list[float | None]) -> DataFacts:
+    rows = len(weights)
+    columns = {"x": np.linspace(0, 1, rows), "weight": pa.array(weights, pa.float64()), "label": np.arange(rows) % 2}
+    pq.write_table(pa.table(columns), file)
+    return open_dataset(str(file.parent)).facts
+
+
+@pytest.mark.parametrize("kind", [TabularClassification, TabularRegression])
+def test_sample_weights_count_in_training_and_not_in_evaluation(tmp_path: Path, kind: Any) -> None:
+    facts = write_weighted_table(tmp_path / "rows.parquet", [0.0, 1.0, 2.5, 4.0])
+    task = kind(label="label", sample_weight="weight").prepare(facts)
+    assert task.features == ["x"]
+    assert "weight" not in WithoutTargets(task).columns
+    rows = {"x": np.array([0.1, 0.9]), "weight": np.array([0.5, 3.0]), "label": np.array([0, 1])}
+    batch = {name: torch.from_numpy(values) for name, values in task.decode(rows).items()}
+    model = task.build_model()
+    plain = task.loss(task.forward(model, batch), batch)
+    losses = task.training_loss(model, task.augment(batch, torch.arange(2)))
+    torch.testing.assert_close(losses, plain * torch.tensor([0.5, 3.0]))
+    with pytest.raises(ValueError, match="column 'weight' of sample weights has -1; a weight is at least 0"):
+        task.decode(rows | {"weight": np.array([-1.0, 3.0])})
+
+
+def test_sample_weights_and_class_weights_are_multiplied(data: Path) -> None:
+    task = ImageClassification(num_classes=3, class_weights=[1.0, 2.0, 4.0]).prepare(open_dataset(str(data)).facts)
+    task.sample_weight = "id"
+    images = np.zeros((3, 8, 8), np.uint8)
+    decoded = task.decode({"image": images, "label": np.array([0, 1, 2]), "id": np.array([3, 2, 1])})
+    batch = {name: torch.from_numpy(values) for name, values in decoded.items()}
+    assert task.augment(batch, torch.arange(3))["row_weight"].tolist() == [3.0, 4.0, 4.0]
+
+
+def test_a_column_of_sample_weights_with_gaps_is_refused(tmp_path: Path) -> None:
+    facts = write_weighted_table(tmp_path / "rows.parquet", [1.0, None])
+    with pytest.raises(DataError, match=r"Column 'weight' of .* has 1 missing values"):
+        TabularRegression(label="label", sample_weight="weight").prepare(facts)
 
 
 @pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, -1.0, 1.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 1.0], "even"])
