@@ -6,7 +6,7 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
@@ -111,7 +111,7 @@ def images_per_s(bench: Bench, **fields: Any) -> Outcome:
     for _ in range(sizes.rounds):
         job = bench.job(task, bench.large, logical_workers=1, batch=sizes.large_batch, **(steps(bench) | BF16 | fields))
         with bench.pool(1) as pool:
-            our_rates.append(sizes.large_batch / median(measure_steps(bench, pool, job)[0]))
+            our_rates.append(sizes.large_batch / mean(measure_steps(bench, pool, job)[0]))
         with bench.pool(1) as pool:
             bare_rates.append(sizes.large_batch / pool.run(1, bare_loop, "resnet50", sizes, sizes.steps)[0])
     ratio = median(a / b for a, b in zip(our_rates, bare_rates, strict=True))

@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 @pytest.mark.rest
 def test_the_dry_run_writes_a_table_with_the_lines_of_the_page(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--out", str(tmp_path / "table.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = json.loads((tmp_path / "table.json").read_text())["lines"]
     page = (ROOT / "docs" / "gpu.md").read_text()
