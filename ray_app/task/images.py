@@ -115,10 +115,11 @@ def _explain_errors(encoded: bytes) -> Iterator[None]:
         if not has_image_signature(head):
             other = name_other_format(head) or f"no image: it begins with {head[:8]!r}"
             raise ValueError(f"it is {other}") from error
-        raise ValueError(_first_line(error)) from error
+        raise ValueError(describe_image_error(error)) from error
 
 
-def _first_line(error: Exception) -> str:
+def describe_image_error(error: Exception) -> str:
+    """Returns one line on an error that a library raised for an image."""
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):

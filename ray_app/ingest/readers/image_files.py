@@ -27,12 +27,12 @@ import pyarrow as pa
 
 from ray_app.config.import_paths import require
 from ray_app.data.arrays import to_list_array
-from ray_app.errors import ConfigError, DataError, remove_addresses
+from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.readers import base
 from ray_app.storage.data_files import HEAD_BYTES, File, is_convertible_image, parser_errors
 from ray_app.storage.files import Location
 from ray_app.storage.object_stores import CONNECTIONS
-from ray_app.task.images import MAX_PIXELS, decode_image, decode_mask
+from ray_app.task.images import MAX_PIXELS, decode_image, decode_mask, describe_image_error
 from ray_app.task.ragged import Ragged
 
 T = TypeVar("T")
@@ -137,8 +137,7 @@ def _library_errors() -> Iterator[None]:
     except (ImportError, MemoryError):
         raise
     except Exception as error:
-        lines = remove_addresses(str(error)).strip().splitlines()
-        raise ValueError(lines[0] if lines else type(error).__name__) from error
+        raise ValueError(describe_image_error(error)) from error
 
 
 @dataclass(frozen=True)

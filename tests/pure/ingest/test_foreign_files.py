@@ -98,7 +98,7 @@ def test_a_class_without_images_says_what_is_in_its_folder(photos: Path, tmp_pat
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(POINTER, "Git LFS pointer"), (PAGE, "a web page"), (b"", "empty"), (b"BM1234", "cannot identify image file")],
+    [(POINTER, "Git LFS pointer"), (PAGE, "a web page"), (b"", "empty"), (b"BM1234", "its header is damaged")],
 )
 def test_a_file_with_only_the_suffix_of_an_image_is_a_bad_row(
     photos: Path, tmp_path: Path, content: bytes, reason: str
