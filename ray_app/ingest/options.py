@@ -103,9 +103,9 @@ class IngestOptions:
             of numbers in a CSV is the name of a class, too. Default: strings in sorted order.
         columns: For csv, jsonl, hf, tfrecord, webdataset, and images with labels: the columns to keep, by their names
             before rename, the label besides; default: all.
-        ragged: For jsonl and hf: columns of lists of any length, also empty ones, by their names in the source: lists
-            of numbers, such as tokens, or of lists that have one size, that of the first that is not empty, such as
-            boxes. Default: lists have one shape in all rows.
+        ragged: For jsonl, hf and tfrecord: columns of lists of any length, also empty ones, by their names in the
+            source: lists of numbers, such as tokens, or of lists that have one size, that of the first that is not
+            empty, such as boxes. Default: lists have one shape in all rows.
         flatten: For jsonl: the values of inner objects become columns, `a.b` of {"a": {"b": 1}}, also of other depths.
         rename: New name by the name that a column would have, such as {"y": "target"}.
         tokenizer: For csv, jsonl, hf and webdataset: a JSON file of the library `tokenizers` (tokenizer.json), on a

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from ray_app.config.import_paths import require
+from ray_app.data.arrays import to_list_array
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
@@ -27,6 +28,7 @@ from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.hugging_face import need_all_numbers
 from ray_app.ingest.readers.image_files import NOT_AN_IMAGE
 from ray_app.storage.data_files import File, parser_errors
+from ray_app.task.ragged import Ragged
 
 MAX_RECORD_BYTES = 512 << 20
 _IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP", re.DOTALL)
@@ -35,13 +37,13 @@ _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|eval)(?=[-_.]|
 _DTYPES: dict[str, np.dtype] = {"float_list": np.dtype(np.float32), "int64_list": np.dtype(np.int64)}
 
 Kind = tuple[str, int]
-"""Of a feature: `bytes_list`, `float_list` or `int64_list`, and how many values a row has."""
+"""Of a feature: `bytes_list`, `float_list` or `int64_list`, and how many values a row has; `base.ANY` if `ragged`."""
 
 
 class TFRecord(base.SourceReader):
     """TFRecord files; an image is a feature that holds one in the first row."""
 
-    traits = FormatTraits(options=frozenset({"label", "columns", "check"}))
+    traits = FormatTraits(options=frozenset({"label", "columns", "ragged", "check"}))
 
     def files(self) -> list[File]:
         """Returns the files of every split."""
@@ -73,6 +75,30 @@ class TFRecord(base.SourceReader):
             )
         return splits if len(splits) > 1 else {"": files}
 
+    def _ragged_kinds(self, files: list[File]) -> dict[str, Kind]:
+        """Returns the kinds of the features of the option `ragged`, each from the first row that has values of it."""
+        missing, kinds = set(self.options.ragged or []), dict[str, Kind]()
+        for file in files:
+            for _, data in _records(file) if missing else ():
+                try:
+                    features = _features(data)
+                except ValueError:
+                    # Reading the rows refuses this one.
+                    continue
+                for name in sorted(missing & {name for name, (_, items) in features.items() if items}):
+                    kind = features[name][0]
+                    if kind == "bytes_list":
+                        raise DataError(f"{file}: ragged names {name!r}, a {kind}; allowed are features of numbers.")
+                    kinds[name] = (kind, base.ANY)
+                    missing.remove(name)
+                if not missing:
+                    break
+        if missing:
+            raise DataError(
+                f"{self.pattern}: ragged names {sorted(missing)[0]!r}, of which no record has a value. Leave it out."
+            )
+        return kinds
+
     def _form(self, files: list[File]) -> _TFRecordForm:
         """Returns the form that every row must have: that of the first one."""
         first = next(((file, data) for file in files for _, data in _records(file)), None)
@@ -81,20 +107,24 @@ class TFRecord(base.SourceReader):
         file, data = first
         with parser_errors(file, "Its first record is no tf.train.Example; allowed are TFRecord files of these."):
             values = _features(data)
-        names = sorted(values)
+        ragged = self._ragged_kinds(files)
+        names = sorted({*values, *ragged})
         label = self.options.label or ("label" if "label" in values else None)
         keep = self.kept_columns(f"{file}: the first row", names, label, "feature")
+        if label in ragged:
+            raise DataError(f"{file}: ragged names the label {label!r}; allowed are other features.")
         if label and (label_kind := (values[label][0], len(values[label][1]))) != ("int64_list", 1):
             raise DataError(
                 f"{file}: label {label!r} is a {label_kind[0]} of {label_kind[1]} in the first row; allowed is one"
                 " integer."
             )
-        kinds = {name: (kind, len(items)) for name, (kind, items) in values.items() if name in keep}
+        kinds = {name: ragged.get(name) or (values[name][0], len(values[name][1])) for name in names if name in keep}
         for name, (kind, count) in kinds.items():
             if not count or (kind == "bytes_list" and count > 1):
                 raise DataError(
                     f"{file}: the feature {name!r} has {count} values ({kind}) in the first row; allowed are one or"
-                    " more numbers, or one string of bytes. Leave it out by naming the columns to keep."
+                    " more numbers, or one string of bytes. Leave it out by naming the columns to keep, or name it in"
+                    " ragged if its rows have different numbers of numbers."
                 )
         images = {
             name for name, (kind, _) in kinds.items() if kind == "bytes_list" and _IMAGE.match(values[name][1][0])
@@ -120,6 +150,8 @@ def _tables(form: _TFRecordForm, files: list[File], refuse: base.Refuse) -> Iter
             column = "label" if name == form.label else name
             if kind == "bytes_list":
                 columns[column] = pa.array([items[0] for items in values], pa.binary())
+            elif count == base.ANY:
+                columns[column] = to_list_array(Ragged.of(values, _DTYPES[kind]))
             else:
                 array = np.array(values, _DTYPES[kind])
                 columns[column] = array if count > 1 else array[:, 0]
@@ -141,10 +173,13 @@ def _values(form: _TFRecordForm, data: bytes) -> dict[str, Any]:
     features, values = _features(data), {}
     for name, expected in form.kinds.items():
         kind, values[name] = features.get(name, ("nothing", ()))
+        # TensorFlow writes a list without values as a feature that is empty or absent.
+        if expected[1] == base.ANY and kind in (expected[0], "nothing"):
+            continue
         if (kind, len(values[name])) != expected:
             raise ValueError(
-                f"feature {name!r} has {len(values[name])} values ({kind}), in the first row {expected[1]}"
-                f" ({expected[0]})"
+                f"feature {name!r} has {len(values[name])} values ({kind}), in the first row"
+                f" {'any number' if expected[1] == base.ANY else expected[1]} ({expected[0]})"
             )
         if name in form.images and (reason := base.explain_undecodable(values[name][0])):
             raise ValueError(f"{name}: {NOT_AN_IMAGE.format(reason)}")

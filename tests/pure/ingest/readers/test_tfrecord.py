@@ -162,6 +162,33 @@ def test_unusable_records_are_refused_with_the_file(
     assert str(tmp_path / "in" / "a.tfrecord") in message
 
 
+def test_features_of_different_length_are_read_as_lists(tmp_path: Path) -> None:
+    """Row 0 has no box, so the kind of the feature is that of the next one."""
+    summary = ingest_tfrecord(tmp_path, TENSORFLOW_FILES, columns=["boxes", "floats"], ragged=["boxes"])
+    assert summary.rows == 8
+    boxes = [row for split in ("train", "test") for row in read_columns(tmp_path / "out" / split)["boxes"]]
+    assert [list(row) for row in boxes] == [[0.5] * i for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ([example(a=[1])], {"ragged": ["b"]}, "ragged names 'b', of which no record has a value"),
+        ([example(a=[1], b=[b"x"])], {"ragged": ["b"]}, "ragged names 'b', a bytes_list"),
+        ([example(a=[1], label=[1])], {"ragged": ["label"]}, "ragged names the label 'label'"),
+        (
+            [example(a=[1], b=[1, 2]), example(a=[1]), example(a=[1], b=[1.5])],
+            {"ragged": ["b"]},
+            ":2: feature 'b' has 1 values (float_list), in the first row any number (int64_list)",
+        ),
+    ],
+)
+def test_ragged_features_without_one_kind_of_numbers_are_refused(
+    tmp_path: Path, rows: list[bytes], options: dict[str, Any], expected: str
+) -> None:
+    assert expected in refusal(tmp_path, write(tmp_path / "in" / "a.tfrecord", *rows), **options)
+
+
 def test_a_row_with_other_features_can_be_skipped(tmp_path: Path) -> None:
     file = write(
         tmp_path / "in" / "a.tfrecord",
