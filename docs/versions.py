@@ -120,15 +120,16 @@ def environment(row: Row) -> Path:
     python = folder / "bin" / "python"
     files = [ROOT / name for name in ("requirements.txt", "requirements-dev.txt")]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = "\n".join([repr(row), json.dumps(project), *(file.read_text() for file in files)])
+    names = {*_TEST_TOOLS, *_TOOLS_OF_EXTRAS.get(row.extra, ())}
+    texts = [file.read_text() for file in files]
+    requirements = "\n".join([repr(row), *sorted(names), json.dumps(project), *texts])
     marker_file = folder / "made-from.txt"
     if marker_file.exists() and marker_file.read_text() == requirements:
         return folder
     uv = [str(Path(sys.executable).parent / "uv")]
     subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", _interpreter(row.python), str(folder)], check=True)
     install = [*uv, "pip", "install", "--quiet", "--python", str(python)]
-    lines = (line for file in files for line in file.read_text().splitlines())
-    names = {*_TEST_TOOLS, *_TOOLS_OF_EXTRAS.get(row.extra, ())}
+    lines = (line for text in texts for line in text.splitlines())
     tools = [line for line in lines if re.split("[=>]", line)[0] in names]
     if row.resolution is None:
         subprocess.run([*install, "-r", str(files[0]), *tools], check=True)

@@ -224,7 +224,7 @@ class _GrowingRagged:
     """A ragged field that is filled row after row, in memory that grows without a copy.
 
     `ndarray.resize` copies arrays of some megabytes: NumPy advises the kernel to use huge pages for a part of them, and
-    `mremap` does not move memory whose parts have different advice.
+    `mremap` does not move memory if its parts have different advice.
     """
 
     def __init__(self, spec: ArraySpec, rows: int) -> None:

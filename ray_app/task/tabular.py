@@ -78,7 +78,8 @@ class _Tabular(Task):
         embedding: int | None,
         sample_weight: str | None,
     ) -> None:
-        self.label, self.features, self.sample_weight = label, features, sample_weight
+        self.label, self.features = label, features
+        self.sample_weight = sample_weight
         self.hidden = hidden if hidden is not None else [256, 256]
         self.dropout = dropout
         self.scale = scale
