@@ -122,7 +122,8 @@ def environment(row: Row) -> Path:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {*_TEST_TOOLS, *_TOOLS_OF_EXTRAS.get(row.extra, ())}
     texts = [file.read_text() for file in files]
-    requirements = "\n".join([repr(row), *sorted(names), json.dumps(project), *texts])
+    declared = [project["requires-python"], project["dependencies"], project["optional-dependencies"]]
+    requirements = "\n".join([repr(row), *sorted(names), json.dumps(declared), *texts])
     marker_file = folder / "made-from.txt"
     if marker_file.exists() and marker_file.read_text() == requirements:
         return folder
