@@ -32,12 +32,14 @@ def describe_training_columns(task: Task, dataset: Dataset) -> list[str]:
         task: The prepared task.
         dataset: The data set with which it was prepared.
     """
-    columns, targets = task.columns(), task.targets()
+    columns, targets, weights = task.columns(), task.targets(), task.weight_columns()
     inputs = [name for name in columns if name not in targets]
+    predicted = [name for name in targets if name not in weights]
     used = (
         f"Columns used: {_join_names(inputs)}"
-        + (f"; to predict {_join_names(targets)}" if targets else "")
+        + (f"; to predict {_join_names(predicted)}" if predicted else "")
         + _describe_classes(task)
+        + (f"; weights of rows from {_join_names(weights)}" if weights else "")
     )
     return [used, *_describe_unused_columns(dataset, columns, task.left_out)]
 
@@ -91,7 +93,9 @@ def constant_target_warnings(task: Task, evaluated: DataFacts, num_rows: int) ->
         evaluated: The facts of the evaluation data.
         num_rows: Its number of rows; with few rows there are no warnings, because the metrics themselves are checked.
     """
-    facts = {name: evaluated.columns.get(name) for name in task.targets()} if num_rows > MAX_ROWS else {}
+    # Weights are alike in most evaluation data.
+    compared = [name for name in task.targets() if name not in task.weight_columns()] if num_rows > MAX_ROWS else []
+    facts = {name: evaluated.columns.get(name) for name in compared}
     return [
         f"All {num_rows:,} rows of {evaluated.path} have {column.minimum + 0.0:g} in {name!r}: metrics that compare"
         " classes (AUROC) or need different numbers (R2) say nothing of them. Evaluate on rows with different values."

@@ -335,6 +335,10 @@ class Task(ABC):
         """
         return []
 
+    def weight_columns(self) -> list[str]:
+        """Returns those of the `targets` that are weights of rows, and no values to predict."""
+        return []
+
     def decode(self, rows: Rows) -> Arrays:
         """Decodes rows into named fields: arrays of one shape per row, (rows, ...), or `Ragged`.
 

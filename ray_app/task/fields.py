@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ray_app.errors import DataError
+from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.ragged import LENGTHS, Field, Ragged
 
@@ -154,8 +154,17 @@ def need_finite(name: str, values: Any) -> None:
         raise ValueError(f"{name} is NaN or infinite; correct the value or drop the row")
 
 
-def need_sample_weights(data: DataFacts, column: str | None) -> None:
-    """Raises DataError unless the column, if one is named, has a number in each row."""
+def need_sample_weights(data: DataFacts, column: str | None, others: Sequence[str]) -> None:
+    """Checks the column of the weights of rows, if one is named.
+
+    Raises:
+        ConfigError: It is one of `others`, the columns with another use.
+        DataError: It does not have a number in each row.
+    """
+    if column in others:
+        raise ConfigError(
+            f"task.init_args.sample_weight is {column!r}, which is also the label or the input. Name another column."
+        )
     if column is not None:
         need_column(data, column, ("number", "integer"), "weight of a row (task.init_args.sample_weight)")
 

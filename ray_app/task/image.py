@@ -61,7 +61,8 @@ class ImageClassification(Classification):
             makes the sum of the weights of its rows the same for each class. Evaluation does not use it.
         train_accuracy: Whether the accuracy of each training step is recorded with its loss.
         sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. With mixup and
-            cutmix it is the weight of the image that is mixed into. Evaluation does not use it.
+            cutmix it is the weight of the image that is mixed into. Evaluation data has the column, too, although
+            evaluation does not use it.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class ImageClassification(Classification):
         """Completes the task with classes, weights and channels; raises DataError for columns of other kinds."""
         prepared = copy.copy(self)
         prepared.set_classes(data)
-        need_sample_weights(data, self.sample_weight)
+        need_sample_weights(data, self.sample_weight, [self.image, self.label])
         facts = need_column(data, self.image, ("array", "bytes"), "image")
         if facts.kind == "bytes" and self.size is None:
             raise DataError(

@@ -133,6 +133,11 @@ def _choose_columns(settings: TableSettings, data: DataFacts) -> tuple[dict[str,
     """Returns the kind in the encoding by column, in the order of the features; and the reasons against others."""
     kinds, left_out = dict[str, str](), dict[str, str]()
     no_features = {*settings.targets, ROW_ID, *data.index_columns}
+    if taken := [name for name in settings.features or () if name in settings.targets]:
+        raise ConfigError(
+            f"task.init_args.features names {taken[0]!r}, which is the label or the weight of a row; a prediction does"
+            " not have it. Leave it out."
+        )
     names = settings.features if settings.features is not None else sorted(set(data.columns) - no_features)
     for name in names:
         facts = data.columns.get(name)

@@ -90,7 +90,7 @@ class _Tabular(Task):
 
     def prepare(self, data: DataFacts) -> _Tabular:
         """Computes the encoding from the data, unless the task has it, and counts the inputs; see `Task.prepare`."""
-        need_sample_weights(data, self.sample_weight)
+        need_sample_weights(data, self.sample_weight, [self.label])
         prepared = copy.copy(self)
         if self.fitted is None:
             settings = TableSettings(
@@ -127,7 +127,11 @@ class _Tabular(Task):
 
     def targets(self) -> list[str]:
         """Returns the column of labels, and that of the weights of rows; see `Task.targets`."""
-        return [self.label, *([self.sample_weight] if self.sample_weight is not None else [])]
+        return [self.label, *self.weight_columns()]
+
+    def weight_columns(self) -> list[str]:
+        """Returns the column of the weights of rows, if one is named."""
+        return [] if self.sample_weight is None else [self.sample_weight]
 
     @property
     def encoding(self) -> dict[str, Any] | None:
@@ -212,8 +216,8 @@ class TabularClassification(Classification, _Tabular):
         standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
             trained on, after missing values are filled and logarithms taken; or the columns for which they do.
         embedding: Width of an embedding of each category; default: categories are one-hot.
-        sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature,
-            and evaluation does not use it.
+        sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature.
+            Evaluation data has the column, too, although evaluation does not use it.
         num_classes: Number of classes; default: read from the data.
         class_weights: The weight of each class in the training loss: a number for each class, or `balanced`, by which
             all classes have the same weight in sum. Evaluation does not use it.
@@ -284,8 +288,8 @@ class TabularRegression(_Tabular):
         standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
             trained on, after missing values are filled and logarithms taken; or the columns for which they do.
         embedding: Width of an embedding of each category; default: categories are one-hot.
-        sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature,
-            and evaluation does not use it.
+        sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature.
+            Evaluation data has the column, too, although evaluation does not use it.
     """
 
     best_metric: ClassVar[str] = "rmse"

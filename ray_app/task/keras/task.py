@@ -187,12 +187,15 @@ class KerasTask(BatchTask):
 
     def columns(self) -> list[str]:
         """Returns the columns to read, see `Task.columns`."""
-        weights = [self.sample_weight] if self.sample_weight is not None else []
-        return list(dict.fromkeys([*self._columns_of_model(), *_names_in(self.model_target), *weights]))
+        return list(dict.fromkeys([*self._columns_of_model(), *_names_in(self.model_target), *self.weight_columns()]))
 
     def targets(self) -> list[str]:
         """Returns the columns that a prediction does not read, see `Task.targets`."""
         return [name for name in self.columns() if name not in self._columns_of_model()]
+
+    def weight_columns(self) -> list[str]:
+        """Returns the column of the weights of rows, if one is named."""
+        return [] if self.sample_weight is None else [self.sample_weight]
 
     def build_model(self) -> nn.Module:
         """Calls the function of the program, and returns its model as a module."""

@@ -23,6 +23,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.assignment import logical_workers_of
 from ray_app.plan.manifest import DataFacts, Manifest
 from ray_app.plan.order import Classes, Cursor, Plan
+from ray_app.preflight.data_summary import constant_target_warnings, describe_training_columns
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.base import WithoutTargets
@@ -405,6 +406,26 @@ def test_sample_weights_and_class_weights_are_multiplied(data: Path) -> None:
     decoded = task.decode({"image": images, "label": np.array([0, 1, 2]), "id": np.array([3, 2, 1])})
     batch = {name: torch.from_numpy(values) for name, values in decoded.items()}
     assert task.augment(batch, torch.arange(3))["row_weight"].tolist() == [3.0, 4.0, 4.0]
+
+
+def test_a_column_of_sample_weights_has_no_other_use(tmp_path: Path) -> None:
+    facts = write_weighted_table(tmp_path / "rows.parquet", [1.0, 2.0])
+    with pytest.raises(ConfigError, match=r"sample_weight is 'label', which is also the label"):
+        TabularRegression(label="label", sample_weight="label").prepare(facts)
+    for name in ("weight", "label"):
+        with pytest.raises(ConfigError, match=f"features names '{name}', which is the label or the weight"):
+            TabularRegression(label="label", features=["x", name], sample_weight="weight").prepare(facts)
+
+
+def test_the_start_names_weights_and_does_not_warn_of_constant_ones(tmp_path: Path) -> None:
+    write_weighted_table(tmp_path / "rows.parquet", [1.0] * 2)
+    dataset = open_dataset(str(tmp_path))
+    task = TabularRegression(label="label", sample_weight="weight").prepare(dataset.facts)
+    [used] = describe_training_columns(task, dataset)
+    assert used == "Columns used: x; to predict label; weights of rows from weight"
+    assert constant_target_warnings(task, dataset.facts, 10**6) == []
+    unweighted = TabularRegression(label="weight").prepare(dataset.facts)
+    assert len(constant_target_warnings(unweighted, dataset.facts, 10**6)) == 1
 
 
 def test_a_column_of_sample_weights_with_gaps_is_refused(tmp_path: Path) -> None:
