@@ -34,6 +34,7 @@ MAX_RECORD_BYTES = 512 << 20
 _IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP", re.DOTALL)
 _FILE = re.compile(r"\.tfrecord|-\d{5}-of-\d{5}")
 _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|eval)(?=[-_.]|$)")
+_RAGGED_ADVICE = "; if its length differs from row to row, name it in ragged"
 _DTYPES: dict[str, np.dtype] = {"float_list": np.dtype(np.float32), "int64_list": np.dtype(np.int64)}
 
 Kind = tuple[str, int]
@@ -75,10 +76,21 @@ class TFRecord(base.SourceReader):
             )
         return splits if len(splits) > 1 else {"": files}
 
-    def _ragged_kinds(self, files: list[File]) -> dict[str, Kind]:
-        """Returns the kinds of the features of the option `ragged`, each from the first row that has values of it."""
+    @cached_property
+    def _ragged_kinds(self) -> dict[str, Kind]:
+        """The kinds of the features of the option `ragged`, each from the first row with values, in any split.
+
+        Raises:
+            DataError: A feature is not kept, holds no numbers, or has no value in any row.
+        """
         missing, kinds = set(self.options.ragged or []), dict[str, Kind]()
-        for file in files:
+        kept = self.options.columns
+        if left_out := sorted(missing - set(missing if kept is None else kept)):
+            raise DataError(
+                f"{self.pattern}: ragged names {left_out[0]!r}, but columns keeps {kept}. Name it there, too, or"
+                " leave it out of ragged."
+            )
+        for file in self.files():
             for _, data in _records(file) if missing else ():
                 try:
                     features = _features(data)
@@ -107,7 +119,7 @@ class TFRecord(base.SourceReader):
         file, data = first
         with parser_errors(file, "Its first record is no tf.train.Example; allowed are TFRecord files of these."):
             values = _features(data)
-        ragged = self._ragged_kinds(files)
+        ragged = self._ragged_kinds
         names = sorted({*values, *ragged})
         label = self.options.label or ("label" if "label" in values else None)
         keep = self.kept_columns(f"{file}: the first row", names, label, "feature")
@@ -123,8 +135,9 @@ class TFRecord(base.SourceReader):
             if not count or (kind == "bytes_list" and count > 1):
                 raise DataError(
                     f"{file}: the feature {name!r} has {count} values ({kind}) in the first row; allowed are one or"
-                    " more numbers, or one string of bytes. Leave it out by naming the columns to keep, or name it in"
-                    " ragged if its rows have different numbers of numbers."
+                    " more numbers, or one string of bytes. Leave it out by naming the columns to keep"
+                    + (_RAGGED_ADVICE if kind != "bytes_list" else "")
+                    + "."
                 )
         images = {
             name for name, (kind, _) in kinds.items() if kind == "bytes_list" and _IMAGE.match(values[name][1][0])
@@ -174,12 +187,13 @@ def _values(form: _TFRecordForm, data: bytes) -> dict[str, Any]:
     for name, expected in form.kinds.items():
         kind, values[name] = features.get(name, ("nothing", ()))
         # TensorFlow writes a list without values as a feature that is empty or absent.
-        if expected[1] == base.ANY and kind in (expected[0], "nothing"):
-            continue
-        if (kind, len(values[name])) != expected:
+        is_ragged = expected[1] == base.ANY
+        if is_ragged and kind not in (expected[0], "nothing"):
+            raise ValueError(f"feature {name!r} is a {kind}; other rows have {expected[0]}")
+        if not is_ragged and (kind, len(values[name])) != expected:
             raise ValueError(
-                f"feature {name!r} has {len(values[name])} values ({kind}), in the first row"
-                f" {'any number' if expected[1] == base.ANY else expected[1]} ({expected[0]})"
+                f"feature {name!r} has {len(values[name])} values ({kind}), in the first row {expected[1]}"
+                f" ({expected[0]})" + (_RAGGED_ADVICE if kind == expected[0] != "bytes_list" else "")
             )
         if name in form.images and (reason := base.explain_undecodable(values[name][0])):
             raise ValueError(f"{name}: {NOT_AN_IMAGE.format(reason)}")

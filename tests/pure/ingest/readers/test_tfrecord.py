@@ -145,7 +145,7 @@ def test_a_plain_file_that_begins_like_gzip_is_read(tmp_path: Path) -> None:
         (
             [example(a=[1, 2]), example(a=[1, 2, 3])],
             {},
-            ":1: feature 'a' has 3 values (int64_list), in the first row 2 (int64_list)",
+            ":1: feature 'a' has 3 values (int64_list), in the first row 2 (int64_list); if its length",
         ),
         ([example(a=[1]), example(b=[1])], {}, "'a' has 0 values (nothing)"),
         ([example(a=[1]), b"\xff\xff"], {}, ":1: no tf.train.Example"),
@@ -170,16 +170,24 @@ def test_features_of_different_length_are_read_as_lists(tmp_path: Path) -> None:
     assert [list(row) for row in boxes] == [[0.5] * i for i in range(8)]
 
 
+def test_a_split_without_a_value_of_a_ragged_feature_has_empty_lists(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "a-train.tfrecord", example(a=[1], b=[1, 2]))
+    write(tmp_path / "in" / "a-test.tfrecord", example(a=[1]), example(a=[2], b=[]))
+    ingest_tfrecord(tmp_path, tmp_path / "in", ragged=["b"])
+    assert [list(row) for row in read_columns(tmp_path / "out" / "test")["b"]] == [[], []]
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "expected"),
     [
         ([example(a=[1])], {"ragged": ["b"]}, "ragged names 'b', of which no record has a value"),
         ([example(a=[1], b=[b"x"])], {"ragged": ["b"]}, "ragged names 'b', a bytes_list"),
+        ([example(a=[1], b=[1])], {"ragged": ["b"], "columns": ["a"]}, "but columns keeps ['a']"),
         ([example(a=[1], label=[1])], {"ragged": ["label"]}, "ragged names the label 'label'"),
         (
             [example(a=[1], b=[1, 2]), example(a=[1]), example(a=[1], b=[1.5])],
             {"ragged": ["b"]},
-            ":2: feature 'b' has 1 values (float_list), in the first row any number (int64_list)",
+            ":2: feature 'b' is a float_list; other rows have int64_list",
         ),
     ],
 )
