@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -220,6 +222,15 @@ def _ragged(chunk: pa.Array, spec: ArraySpec) -> Ragged:
     return Ragged(raw.view(spec.dtype).reshape(-1, *spec.shape), ends, *spec.padding)
 
 
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Raises MemoryError where the kernel refuses memory, which is no error of files, as an OSError would be."""
+    try:
+        yield
+    except OSError as error:
+        raise MemoryError(str(error)) from error
+
+
 class _GrowingRagged:
     """A ragged field that is filled row after row, in memory that grows without a copy.
 
@@ -231,7 +242,8 @@ class _GrowingRagged:
         self._spec, self._rows = spec, 0
         self._dtype = np.dtype(spec.dtype)
         self._value_items = int(np.prod(spec.shape, dtype=np.int64))
-        self._memory = mmap.mmap(-1, self._bytes(int(rows * spec.length)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with _memory_errors():
+            self._memory = mmap.mmap(-1, self._bytes(int(rows * spec.length)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._offsets = np.zeros(rows + 1, np.int64)
 
     def add(self, rows: Ragged) -> None:
@@ -239,7 +251,8 @@ class _GrowingRagged:
         compact, used = rows.compact(), int(self._offsets[self._rows])
         end = used + len(compact.values)
         if self._bytes(end) > len(self._memory):
-            self._memory.resize(max(self._bytes(end), len(self._memory) * 9 // 8))
+            with _memory_errors():
+                self._memory.resize(max(self._bytes(end), len(self._memory) * 9 // 8))
         self._values(end)[used:] = compact.values
         self._offsets[self._rows + 1 : self._rows + 1 + len(compact)] = compact.offsets[1:] + used
         self._rows += len(compact)

@@ -133,6 +133,11 @@ def test_columns_of_rows_of_different_length_grow_without_a_copy() -> None:
     assert grown < 1.25 * loaded.nbytes
 
 
+def test_more_rows_than_memory_raise_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="Cannot allocate memory"):
+        Columns({"tokens": ArraySpec("int64", (), padding=(0, 1), length=1e15)}, 100)
+
+
 def memory_bytes(name: str) -> int:
     """Returns the memory of this process: now ("VmRSS") or its peak since it was reset ("VmHWM")."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
