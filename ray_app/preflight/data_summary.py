@@ -32,7 +32,8 @@ def describe_training_columns(task: Task, dataset: Dataset) -> list[str]:
         task: The prepared task.
         dataset: The data set with which it was prepared.
     """
-    columns, targets, weights = task.columns(), task.targets(), task.weight_columns()
+    columns, targets = task.columns(), task.targets()
+    weights = task.weight_columns()
     inputs = [name for name in columns if name not in targets]
     predicted = [name for name in targets if name not in weights]
     used = (
