@@ -307,10 +307,10 @@ def test_lists_without_a_type_or_of_text_are_refused(tmp_path: Path) -> None:
     assert "column 'a' has no value at all" in refusal(tmp_path, "hf", empty, ragged=["a"])
 
 
-@pytest.mark.parametrize("source", ["csv", "images", "numpy", "idx", "cifar", "webdataset", "tfrecord"])
+@pytest.mark.parametrize("source", ["csv", "images", "numpy", "idx", "cifar", "webdataset"])
 def test_other_sources_have_no_ragged_columns(tmp_path: Path, source: Any) -> None:
     message = refusal(tmp_path, source, tmp_path / "in", ragged=["a"])
-    assert message == f"ragged is ['a']: only jsonl, hf have it; leave it out for {source!r}."
+    assert message == f"ragged is ['a']: only jsonl, tfrecord, hf have it; leave it out for {source!r}."
     with pytest.raises(ConfigError, match=r"with pack there are no columns but the tokens; leave ragged out"):
         ingest(
             IngestOptions(
