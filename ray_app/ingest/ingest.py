@@ -493,6 +493,7 @@ def ingest_table(
     label: str | None = None,
     columns: list[str] | None = None,
     ragged: list[str] | None = None,
+    targets: list[str] | None = None,
     rename: dict[str, str] | None = None,
     eval_fraction: float | None = None,
     seed: int = 0,
@@ -524,8 +525,9 @@ def ingest_table(
         except (pa.ArrowException, ValueError) as error:
             raise DataError(f"the table cannot be read: {error}. All of its parts need the same columns.") from error
         _set_content_time(file)
-        names: dict[str, Any] = {"label": label, "columns": columns, "ragged": ragged, "rename": rename or {}}
-        return ingest(IngestOptions("hf", folder, str(file), eval_fraction=eval_fraction, seed=seed, **names))
+        names: dict[str, Any] = {"label": label, "columns": columns, "ragged": ragged, "targets": targets}
+        names |= {"rename": rename or {}, "eval_fraction": eval_fraction, "seed": seed}
+        return ingest(IngestOptions("hf", folder, str(file), **names))
 
 
 def _open_table(table: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch | pa.Table]]:

@@ -69,15 +69,15 @@ class IngestOptions:
         out: Folder to create, on a disk or in a bucket. One that was made with the same options from the same files is
             returned as it is; anything else that is not empty is refused. Not for parquet.
         input: File or folder to read, on a disk or in a bucket; not for digits.
-        label: For csv, jsonl and hf: the column that becomes `label`; strings become class indices in sorted order. For
-            images: the column of the file of labels. For tfrecord: the feature of one integer. For hf and tfrecord not
-            needed if it is called label. For webdataset: the key of an integer in each .json; not needed with .cls.
+        label: For csv, jsonl, hf and tfrecord: the column that becomes `label`; strings become class indices in sorted
+            order. For images: the column of the file of labels. For hf and tfrecord not needed if it is called label.
+            For webdataset: the key in each .json of an integer or text; not needed with .cls.
         labels: For images: a CSV file with a row for each image, on a disk or in a bucket. The first column that names
             an image in its first row has the names; the only other column, or the one that the option label names,
             becomes `label` (`target`, if it holds fractions), further ones keep their names. `none`: the images
             have no label. Default: the class is the folder of an image.
-        targets: With labels: columns of numbers that together become the array column `target`, in this order, such as
-            0 and 1 for each of several labels.
+        targets: For csv, jsonl, hf, tfrecord, and images with labels: columns of numbers that together become the array
+            column `target`, in this order, such as 0 and 1 for each of several labels. By their names before rename.
         masks: For images: a folder with the mask of each image, of the same path without its suffix or with `_mask` at
             its end; it becomes the column `mask`, and images need no label.
         mask_values: With masks: the name of each value, such as `0=background,255=object`, or of each colour,
@@ -87,6 +87,9 @@ class IngestOptions:
         images: For coco and voc: the folder of the images. Default: one of those in which data sets usually have them.
         segmentation: For coco and yolo: the outlines of objects become the column `mask`, classes of pixels with 0 for
             the background and 255 for crowds.
+        boxes: For tfrecord: the features of TensorFlow's Object Detection API, `image/encoded`,
+            `image/object/bbox/xmin` (ymin, xmax, ymax; fractions) and `image/object/class/label`, become the columns
+            `image`, `boxes` in pixels and `labels`; the names of classes are those of `image/object/class/text`.
         delimiter: For csv: the one character between values, such as ; or | (\\t is a tab). Default: a comma, or what
             of semicolon, tab and vertical bar the first rows of the first file are separated by.
         column_names: For csv: names of the columns of files without a header line. A first line that holds just these
@@ -99,10 +102,11 @@ class IngestOptions:
         comment: For csv: the character at the beginning of lines that are left out.
         skip_lines: For csv: number of lines before the header line, which are left out.
         drop: Columns to leave out, by the names that they would have before rename.
-        classes: For csv, jsonl and hf: names of the classes of the label in the order of their indices; with it a label
-            of numbers in a CSV is the name of a class, too. Default: strings in sorted order.
+        classes: For csv, jsonl, hf, tfrecord and webdataset: names of the classes of the label in the order of their
+            indices; with it a label of numbers in a CSV is the name of a class, too. Default: strings in sorted order.
         columns: For csv, jsonl, hf, tfrecord, webdataset, and images with labels: the columns to keep, by their names
-            before rename, the label besides; default: all.
+            before rename, the label besides; default: all. For webdataset json.KEY is a value of each .json, text, a
+            number or a truth value, which becomes the column KEY.
         ragged: For jsonl, hf and tfrecord: columns of lists of any length, also empty ones, by their names in the
             source: lists of numbers, such as tokens, or of lists that have one size, that of the first that is not
             empty, such as boxes. Default: lists have one shape in all rows.
@@ -154,6 +158,7 @@ class IngestOptions:
     first_frame: bool = False
     images: str | None = None
     segmentation: bool = False
+    boxes: bool = False
     delimiter: str | None = None
     column_names: list[str] | None = None
     encoding: Literal["utf-8", "latin-1", "cp1252", "utf-16"] = "utf-8"
@@ -184,6 +189,11 @@ class IngestOptions:
     row_group_rows: int | None = None
     row_group_bytes: int = 32 << 20
     split_bytes: int = 256 << 20
+
+    @property
+    def kept_columns(self) -> frozenset[str] | None:
+        """The columns that the options `columns` and `targets` name; None if all are kept."""
+        return None if self.columns is None else frozenset([*self.columns, *(self.targets or ())])
 
     @property
     def limits(self) -> tuple[int, int, int]:
@@ -248,6 +258,7 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], n
                 f" out for {options.source!r}{_ALTERNATIVES.get(name, '')}."
             )
     _check_images(options)
+    _check_targets(options)
     _check_text(options)
     _check_division(options)
     if options.on_bad_row not in ("fail", "skip") or options.max_bad_rows < 0:
@@ -272,15 +283,25 @@ def _check_division(options: IngestOptions) -> None:
 
 def _check_images(options: IngestOptions) -> None:
     """Checks the options of images that need another one."""
-    for name, needed in (("targets", "labels"), ("mask_values", "masks")):
-        if getattr(options, name) and getattr(options, needed) in (None, "none"):
-            raise ConfigError(f"{name} is {getattr(options, name)!r}, which needs {needed}; give that, too.")
+    if options.mask_values and not options.masks:
+        raise ConfigError(f"mask_values is {options.mask_values!r}, which needs masks; give that, too.")
     if options.source == "images" and options.labels in (None, "none"):
-        for name in ("label", "columns"):
+        for name in ("label", "columns", "targets"):
             if value := getattr(options, name):
                 raise ConfigError(f"{name} is {value!r}, a column of a file of labels; name the file by labels.")
-    if options.label and options.label in (options.targets or ()):
-        raise ConfigError(f"label {options.label!r} is one of targets {options.targets}, too; name it in one of them.")
+
+
+def _check_targets(options: IngestOptions) -> None:
+    """Checks the options of columns that become other columns."""
+    for name in ("label", "classes", "columns", "ragged", "targets") if options.boxes else ():
+        if value := getattr(options, name):
+            raise ConfigError(f"{name} is {value!r}: with boxes the columns are image, boxes and labels; leave it out.")
+    targets = options.targets
+    if targets is not None and (not targets or len(set(targets)) < len(targets)):
+        raise ConfigError(f"targets is {targets}; allowed are one or more names, each once.")
+    for name, others in (("label", [options.label]), ("drop", options.drop or []), ("rename", options.rename)):
+        if repeated := [target for target in targets or () if target in others]:
+            raise ConfigError(f"{repeated[0]!r} is one of targets {targets}, and in {name}, too; leave it out of one.")
 
 
 def _check_text(options: IngestOptions) -> None:

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.config.import_paths import require
-from ray_app.data.arrays import fixed_array, is_text, spec_of_field
+from ray_app.data.arrays import fixed_array, is_text, spec_of_field, to_column
 from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
@@ -180,7 +180,9 @@ def read_input_split(task: InputSplitTask, refuse: base.Refuse) -> Iterator[pa.T
     """Yields the rows of an input split as they are stored; see `write_input_split` for the errors."""
     texts = Texts(task.options) if task.options.tokenizer else None
     for table in task.input_split.tables(refuse):
-        usable = _rename_and_check(_drop_columns(table, task.options.drop or []), task.options.rename, refuse)
+        kept = _drop_columns(table, task.options.drop or [])
+        stacked = _stack_targets(kept, task.options.targets, refuse) if task.options.targets else kept
+        usable = _rename_and_check(stacked, task.options.rename, refuse)
         yield texts.encode(usable, refuse) if texts else usable
 
 
@@ -212,6 +214,24 @@ def _drop_columns(table: pa.Table, names: list[str]) -> pa.Table:
     if set(names) == set(columns):
         raise ConfigError(f"drop names all columns, {columns}; leave one of them.")
     return table.drop_columns(names) if names else table
+
+
+def _stack_targets(table: pa.Table, names: list[str], refuse: base.Refuse) -> pa.Table:
+    """Returns the table with columns of numbers as one array column `target`, float32 of shape (rows, columns).
+
+    Rows without a value in one of them are refused. Raises DataError for a column of another type.
+    """
+    if absent := [name for name in names if name not in table.column_names[1:]]:
+        raise DataError(f"targets names {absent[0]!r}; the columns are {table.column_names[1:]}. Name these.")
+    for name in names:
+        kind = table.schema.field(name).type
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+            raise DataError(f"targets names {name!r}, a column of {kind}; allowed are numbers, and true and false.")
+        is_finite = pc.fill_null(pc.is_finite(table[name].cast(pa.float64(), safe=False)), False)
+        table = without_rows(table, pc.invert(is_finite), refuse, f"no number in {name}, which is one of the targets")
+    values = [table[name].cast(pa.float64(), safe=False).to_numpy() for name in names]
+    column, array = to_column("target", np.stack(values, axis=1).astype(np.float32))
+    return table.drop_columns(names).append_column(column, array)
 
 
 def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refuse) -> pa.Table:

@@ -20,6 +20,7 @@ from PIL import Image
 from ray_app.data.arrays import from_column, spec_of_field
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.ingest.readers.tfrecord import _example, _masked
 
 RNG = np.random.default_rng(0)
 
@@ -154,3 +155,44 @@ def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> None:
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
+
+
+def tf_record(data: bytes) -> bytes:
+    """Returns a record of a TFRecord file."""
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", _masked(length)) + data + struct.pack("<I", _masked(data))
+
+
+def example(**features: list[Any]) -> bytes:
+    """Returns a serialized row; the type of the values decides about the kind of a feature."""
+    row = _example()()
+    for name, values in features.items():
+        kind = (
+            {bytes: "bytes_list", float: "float_list", int: "int64_list"}[type(values[0])] if values else "int64_list"
+        )
+        getattr(row.features.feature[name], kind).value.extend(values)
+    return row.SerializeToString()
+
+
+def write_tfrecord(path: Path, *rows: bytes) -> Path:
+    """Writes a TFRecord file and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(map(tf_record, rows)))
+    return path
+
+
+def object_example(**changes: list[Any]) -> bytes:
+    """Returns a row in the form of TensorFlow's Object Detection API: two boxes in an image of 20 x 10 pixels."""
+    file = io.BytesIO()
+    Image.new("RGB", (20, 10)).save(file, "png")
+    features: dict[str, list[Any]] = {
+        "image/encoded": [file.getvalue()],
+        "image/object/bbox/xmin": [0.0, 0.25],
+        "image/object/bbox/ymin": [0.0, 0.5],
+        "image/object/bbox/xmax": [0.5, 1.0],
+        "image/object/bbox/ymax": [0.5, 1.0],
+        "image/object/class/label": [2, 1],
+        "image/object/class/text": [b"robin", b"wren"],
+    }
+    changed = {name.replace("__", "/"): values for name, values in changes.items()}
+    return example(**features | {f"image/{name}": values for name, values in changed.items()})

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from tests.support.ingest_inputs import write_cifar, write_idx, write_tar
+from tests.support.ingest_inputs import object_example, write_cifar, write_idx, write_tar, write_tfrecord
 from tests.support.paths import ROOT, SUPPORT
 
 PAGES = [
@@ -169,6 +169,9 @@ def _pictures_of_each_kind(folder: Path) -> None:
     _sales(folder)
     lines = [f"{n:04}.png,{('robin', 'crow')[n % 2]},{n / 4},{n % 2},{n // 2 % 2}\n" for n in range(40)]
     (folder / "birds.csv").write_text("file,species,age,sings,flies\n" + "".join(lines))
+    lines = [f"{n},{n % 24},{n % 2},{n // 2 % 2},{n % 7 / 2}\n" for n in range(40)]
+    (folder / "weather.csv").write_text("day,hour,warm,rain,wind\n" + "".join(lines))
+    write_tfrecord(folder / "records" / "train-0.tfrecord", *(object_example() for _ in range(4)))
 
 
 def write_texts_script(folder: Path) -> None:

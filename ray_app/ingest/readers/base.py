@@ -133,17 +133,18 @@ class SourceReader(ABC):
     def kept_columns(
         self, where: object, names: list[str], label: str | None, kind: str, remedy: str = "Leave it out by columns."
     ) -> list[str]:
-        """Returns those of the source's columns that are kept: of the option `columns` and the label, or all.
+        """Returns those of the source's columns that are kept: of `columns`, `targets` and the label, or all.
 
         Raises DataError if a named column is missing, or another column than the label has the name `label`. The
         message says `where`, calls a column by its `kind` and gives a `remedy`.
         """
-        columns = self.options.columns
-        if missing := [name for name in [*(columns or []), *([label] if label else [])] if name not in names]:
+        columns = self.options.kept_columns
+        named = [*(self.options.columns or []), *(self.options.targets or []), *([label] if label else [])]
+        if missing := [name for name in named if name not in names]:
             raise DataError(
                 f"{where}: no {kind} {missing[0]!r}; the {kind}s are {format_items(names, 50)}. Name one of them."
             )
-        kept = [name for name in names if columns is None or name in {*columns, label}]
+        kept = [name for name in names if columns is None or name == label or name in columns]
         if label not in (None, "label") and "label" in kept:
             raise DataError(
                 f"{where}: {label!r} is to become 'label', but there is another {kind} 'label' in"

@@ -291,7 +291,7 @@ class Csv(base.SourceReader):
     traits = FormatTraits(
         options=frozenset(
             {
-                *("label", "delimiter", "column_names", "tokenizer", "columns", "classes"),
+                *("label", "delimiter", "column_names", "tokenizer", "columns", "classes", "targets"),
                 *("encoding", "decimal", "thousands", "null", "comment", "skip_lines"),
             }
         )

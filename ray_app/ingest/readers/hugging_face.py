@@ -180,7 +180,7 @@ _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 class HuggingFace(base.SourceReader):
     """A folder of one data set with its splits, or one file."""
 
-    traits = FormatTraits(options=frozenset({"label", "classes", "columns", "ragged", "check", "tokenizer"}))
+    traits = FormatTraits(options=frozenset({"label", "classes", "columns", "ragged", "targets", "check", "tokenizer"}))
 
     def files(self) -> list[File]:
         """Returns the files, split by split, and the files that describe them."""

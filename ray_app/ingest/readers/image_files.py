@@ -14,7 +14,7 @@ import io
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -59,13 +59,18 @@ _MAX_NUMBER = 1e9
 Box = tuple[float, float, float, float]
 
 
-def read_image(file: File, check: bool, first_frame: bool = False) -> bytes:
-    """Returns an image file as it is stored: unchanged, or as PNG where training does not decode its format.
+def read_image(file: File | bytes, check: bool, first_frame: bool = False) -> bytes:
+    """Returns an image as it is stored: its file unchanged, or as PNG where training does not decode its format.
+
+    Args:
+        file: The file, or its content.
+        check: Whether it is decoded.
+        first_frame: Whether the first frame of several is taken.
 
     Raises:
         ValueError: It cannot be decoded; the message says why and what to do.
     """
-    encoded = file.location.read_bytes()
+    encoded = file if isinstance(file, bytes) else file.location.read_bytes()
     is_converted = is_convertible_image(encoded[:HEAD_BYTES])
     try:
         if is_converted or (first_frame and _has_frames(encoded)):
@@ -270,7 +275,7 @@ class ObjectRow:
 
     Args:
         row_id: Its name.
-        image: Its file; None if the row is refused for the `reason`.
+        image: Its file, or the content of the file; None if the row is refused for the `reason`.
         boxes: Left, top, right, bottom of each object, in pixels, or as fractions of the image.
         labels: The class of each object, from 1.
         shapes: Outline and class of each object, to be drawn into a mask; the class is `IGNORED` for crowds.
@@ -279,7 +284,7 @@ class ObjectRow:
     """
 
     row_id: str
-    image: File | None
+    image: File | bytes | None
     boxes: tuple[Box, ...] = ()
     labels: tuple[int, ...] = ()
     shapes: tuple[tuple[Shape, int], ...] = ()
@@ -341,7 +346,7 @@ class AnnotatedImages(base.SourceReader):
         for files in self.annotation_files().values():
             yield from files
         for part in self._annotations.values():
-            yield from (row.image for row in part.rows if row.image)
+            yield from (row.image for row in part.rows if isinstance(row.image, File))
 
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns the data sets, all with the same classes; their rows are in the order of a hash of their names."""
@@ -355,14 +360,10 @@ class AnnotatedImages(base.SourceReader):
                 f"{self.path}: the classes of {others[0]!r} are {list(several[others[0]].classes)}, of the first data"
                 f" set {list(classes)}. Give all of them the same classes."
             )
-        if repeated := [name for name, count in Counter((BACKGROUND, *classes)).items() if count > 1]:
-            raise DataError(
-                f"{self.path}: two classes have the name {repeated[0]!r} (class 0 is {BACKGROUND!r}). Rename one of"
-                " them."
-            )
+        named = name_classes(self.pattern, classes)
         if len(classes) >= _MAX_CLASSES and self.options.segmentation:
             raise DataError(f"{self.path}: {len(classes)} classes; a mask has fewer than {_MAX_CLASSES}.")
-        tables = partial(_tables, self.options.check, self.options.segmentation)
+        tables = partial(object_tables, self.options.check, self.options.segmentation)
         parts = []
         for name, one in several.items():
             rows = sorted(
@@ -370,7 +371,7 @@ class AnnotatedImages(base.SourceReader):
             )
             groups = base.group_items(
                 rows,
-                lambda row: row.image.size if row.image else 0,
+                lambda row: row.image.size if isinstance(row.image, File) else 0,
                 self.options.shard_rows,
                 self.options.split_bytes,
             )
@@ -378,9 +379,18 @@ class AnnotatedImages(base.SourceReader):
             notes = [*one.notes]
             if empty := sum(not row.boxes for row in rows if row.image):
                 notes.append(f"{empty} of {len(rows)} images have no box; they are rows without objects.")
-            named = (BACKGROUND, *classes)
             parts.append(base.Part(name, splits, named, keeps_order=True, notes=tuple(notes)))
         return parts
+
+
+def name_classes(where: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of the classes of boxes with that of the background, which is class 0, before them."""
+    classes = (BACKGROUND, *names)
+    if repeated := [name for name, count in Counter(classes).items() if count > 1]:
+        raise DataError(
+            f"{where}: two classes have the name {repeated[0]!r} (class 0 is {BACKGROUND!r}). Rename one of them."
+        )
+    return classes
 
 
 def _refuse_repeated(rows: list[ObjectRow]) -> list[ObjectRow]:
@@ -388,17 +398,20 @@ def _refuse_repeated(rows: list[ObjectRow]) -> list[ObjectRow]:
     first_of: dict[Location, str] = {}
     checked = []
     for row in rows:
-        if row.image and (before := first_of.get(row.image.location)) is not None:
+        if isinstance(row.image, File) and (before := first_of.get(row.image.location)) is not None:
             reason = f"its image is that of {before}, too; an image has one row. Put its annotations together"
             checked.append(replace(row, image=None, reason=reason))
             continue
-        if row.image:
+        if isinstance(row.image, File):
             first_of[row.image.location] = row.row_id
         checked.append(row)
     return checked
 
 
-def _tables(check: bool, segmentation: bool, rows: list[ObjectRow], refuse: base.Refuse) -> Iterator[pa.Table]:
+def object_tables(
+    check: bool, segmentation: bool, rows: Iterable[ObjectRow], refuse: base.Refuse
+) -> Iterator[pa.Table]:
+    """Yields the tables of images with `boxes`, `labels` and, with `segmentation`, `mask`; refuses unusable rows."""
     for block in base.batch_rows(_read(check, segmentation, rows, refuse), lambda item: len(item[1])):
         some = [item[0] for item in block]
         columns: dict[str, Any] = {
@@ -414,7 +427,7 @@ def _tables(check: bool, segmentation: bool, rows: list[ObjectRow], refuse: base
 
 
 def _read(
-    check: bool, segmentation: bool, rows: list[ObjectRow], refuse: base.Refuse
+    check: bool, segmentation: bool, rows: Iterable[ObjectRow], refuse: base.Refuse
 ) -> Iterator[tuple[ObjectRow, bytes, npt.NDArray[np.float32], bytes]]:
     """Yields each row that can be used with its image, boxes in pixels, and mask (empty without `segmentation`)."""
     for row in rows:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.errors import DataError
@@ -123,7 +121,7 @@ class Images(base.SourceReader):
         classes = labels.classes or (mask_values.classes if mask_values else None)
         skipped = self._skipped_files({row.image.location for row in labels.rows if row.image})
         options = self.options
-        form = _Form(self.path, options.check, options.first_frame, tuple(options.targets or ()), mask_values)
+        form = _Form(self.path, options.check, options.first_frame, mask_values)
         parts = []
         for name in sorted(self._splits.values(), key=_SPLIT_ORDER.index) or [""]:
             rows = [row for row in labels.rows if self._split_of(row) == name]
@@ -329,10 +327,8 @@ class Images(base.SourceReader):
             )
         if not chosen:
             raise DataError(f"{self._label_file}: no column but {names!r}, the names of the images. Add their labels.")
-        if wrong := [name for name in targets if not _is_number(table[name].type)]:
-            raise DataError(f"{self._label_file}: targets names {wrong[0]!r}, which holds {table[wrong[0]].type}.")
         chosen = list(dict.fromkeys(chosen))
-        taken = {"image", "mask"} | ({"label"} if label else set()) | ({"target"} if targets else set())
+        taken = {"image", "mask"} | ({"label"} if label else set())
         if taken & {*chosen} - {label, *targets}:
             raise DataError(
                 f"{self._label_file}: the columns {chosen} and those of the images have names in common. Rename one in"
@@ -465,10 +461,6 @@ def _head(file: File) -> bytes:
         return stream.read(HEAD_BYTES)
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
-
-
 @dataclass(frozen=True)
 class _Form:
     """How the rows of an input split are read; pickled to tasks."""
@@ -476,41 +468,27 @@ class _Form:
     root: Location
     check: bool
     first_frame: bool
-    targets: tuple[str, ...]
     mask_values: MaskValues | None
 
 
 def _tables(form: _Form, rows: list[ImageRow], values: pa.Table, refuse: base.Refuse) -> Iterator[pa.Table]:
-    targets = _stack_targets(values, form.targets) if form.targets else None
-    for block in base.batch_rows(_read(form, rows, targets, refuse), lambda row: len(row[2]) + len(row[3] or b"")):
+    for block in base.batch_rows(_read(form, rows, refuse), lambda row: len(row[2]) + len(row[3] or b"")):
         indices, ids, images, masks = (list(column) for column in zip(*block, strict=True))
         columns: dict[str, Any] = {"image": pa.array(images, pa.binary())}
         if masks[0] is not None:
             columns["mask"] = pa.array(masks, pa.binary())
         some = values.take(pa.array(indices, pa.int64())) if values.num_columns else values
-        columns |= {name: some[name] for name in some.column_names if name not in form.targets}
-        if targets is not None:
-            columns["target"] = targets[indices]
+        columns |= {name: some[name] for name in some.column_names}
         yield base.make_table(ids, columns)
 
 
-def _stack_targets(values: pa.Table, targets: Sequence[str]) -> npt.NDArray[np.float32]:
-    """Returns columns of numbers as an array (rows, columns), with NaN for missing values."""
-    columns = [values[name].cast(pa.float64(), safe=False).to_numpy() for name in targets]
-    return np.stack(columns, axis=1).astype(np.float32)
-
-
-def _read(
-    form: _Form, rows: list[ImageRow], targets: npt.NDArray[np.float32] | None, refuse: base.Refuse
-) -> Iterator[tuple[int, str, bytes, bytes | None]]:
+def _read(form: _Form, rows: list[ImageRow], refuse: base.Refuse) -> Iterator[tuple[int, str, bytes, bytes | None]]:
     """Yields the index, id, image and mask of each row that can be used."""
     for index, row in enumerate(rows):
         if row.image is None:
             refuse(row.row_id, row.reason)
             continue
         try:
-            if targets is not None and not np.isfinite(targets[index]).all():
-                raise ValueError(f"one of the targets {list(form.targets)} has no value")
             encoded = read_image(row.image, form.check, form.first_frame)
             mask = read_mask(row.mask, encoded, form.mask_values, form.check) if row.mask else None
         except ValueError as error:

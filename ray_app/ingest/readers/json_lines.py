@@ -53,7 +53,9 @@ class JsonLines(base.SourceReader):
     value of another type than in other lines is refused in any case, because nothing tells which one is wrong.
     """
 
-    traits = FormatTraits(options=frozenset({"label", "classes", "columns", "ragged", "flatten", "tokenizer"}))
+    traits = FormatTraits(
+        options=frozenset({"label", "classes", "columns", "ragged", "targets", "flatten", "tokenizer"})
+    )
 
     def files(self) -> list[File]:
         """Returns the files of JSON lines, sorted by name; without any, the files that hold one JSON list each."""
@@ -139,7 +141,7 @@ def _explain_unusable(kind: pa.DataType, has_shape: bool) -> str | None:
 
 def _learn(options: IngestOptions, files: list[File]) -> _Facts:
     label, ragged = options.label, options.ragged or []
-    keep = None if options.columns is None else {*options.columns, *([label] if label else [])}
+    keep = None if options.kept_columns is None else {*options.kept_columns, label or ""}
     facts = _Facts()
     for block in _blocks(files, options.flatten):
         facts.rows += len(block.lines)

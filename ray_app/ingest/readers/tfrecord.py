@@ -12,21 +12,23 @@ import gzip
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import IO, Any, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ray_app.config.import_paths import require
 from ray_app.data.arrays import to_list_array
-from ray_app.errors import DataError
+from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.hugging_face import need_all_numbers
-from ray_app.ingest.readers.image_files import NOT_AN_IMAGE
+from ray_app.ingest.readers.image_files import NOT_AN_IMAGE, ObjectRow, name_classes, object_tables
 from ray_app.storage.data_files import File, parser_errors
 from ray_app.task.ragged import Ragged
 
@@ -35,6 +37,9 @@ _IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP", re.DOTALL)
 _FILE = re.compile(r"\.tfrecord|-\d{5}-of-\d{5}")
 _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|eval)(?=[-_.]|$)")
 _RAGGED_ADVICE = "; if its length differs from row to row, name it in ragged"
+_OBJECT = "image/object/"
+"""Beginning of the names of the features of boxes in TensorFlow's Object Detection API."""
+_LABEL_KINDS = (("int64_list", 1), ("bytes_list", 1))
 _DTYPES: dict[str, np.dtype] = {"float_list": np.dtype(np.float32), "int64_list": np.dtype(np.int64)}
 
 Kind = tuple[str, int]
@@ -44,18 +49,59 @@ Kind = tuple[str, int]
 class TFRecord(base.SourceReader):
     """TFRecord files; an image is a feature that holds one in the first row."""
 
-    traits = FormatTraits(options=frozenset({"label", "columns", "ragged", "check"}))
+    traits = FormatTraits(options=frozenset({"label", "classes", "columns", "ragged", "targets", "boxes", "check"}))
 
     def files(self) -> list[File]:
         """Returns the files of every split."""
         return [file for files in self._splits.values() for file in files]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns one part, or one for each split; its columns are the features of its first row."""
-        del run
+        """Returns one part, or one for each split; its columns are the features of its first row.
+
+        A label of text takes a pass over all records to find the classes.
+        """
         require("google_crc32c", "--source tfrecord")
+        if self.options.boxes:
+            return self._parts_with_boxes(run)
+        forms = {split: self._form(files) for split, files in self._splits.items()}
+        with_text = sorted(split for split, form in forms.items() if form.has_text_label)
+        if with_text and len(with_text) < len(forms):
+            raise DataError(
+                f"{self.pattern}: the label is text in {with_text}, but not in {sorted(forms.keys() - set(with_text))}."
+                " Write it in one type."
+            )
+        classes = None
+        if with_text:
+            (label,) = {form.label or "" for form in forms.values()}
+            groups = base.group_files(self.files(), self.options.split_bytes)
+            texts = set[str]().union(*run(partial(_label_texts, label), groups))
+            classes = self.order_classes(f"{self.pattern}: label {label!r}", texts)
+        elif self.options.classes:
+            raise ConfigError(f"classes is {self.options.classes}, but the label holds integers; leave classes out.")
+        forms = {split: replace(form, classes=classes) for split, form in forms.items()}
         return [
-            base.Part(split, self.input_splits(files, partial(_tables, self._form(files))))
+            base.Part(split, self.input_splits(files, partial(_tables, forms[split])), classes)
+            for split, files in self._splits.items()
+        ]
+
+    def _parts_with_boxes(self, run: base.Run) -> list[base.Part]:
+        """Returns the parts of images with boxes; a pass over all records finds the classes."""
+        facts = list(run(_learn_objects, base.group_files(self.files(), self.options.split_bytes)))
+        names: dict[int, str] = {}
+        for label, name in (item for f in facts for item in f.names.items()):
+            if names.setdefault(label, name) != name:
+                raise DataError(
+                    f"{self.pattern}: the class {label} is {names[label]!r} and {name!r}. Give it one name."
+                )
+        num_classes = max((f.max_label for f in facts), default=0)
+        if num_classes > base.MAX_CLASSES:
+            raise DataError(f"{self.pattern}: a box is of class {num_classes}; allowed are {base.MAX_CLASSES} classes.")
+        classes = name_classes(self.pattern, [names.get(i, str(i)) for i in range(1, num_classes + 1)])
+        crowds = sum(f.crowds for f in facts)
+        notes = (f"{crowds} crowds ({_OBJECT}is_crowd) are no boxes.",) if crowds else ()
+        tables = partial(_object_tables, self.options.check)
+        return [
+            base.Part(split, self.input_splits(files, tables), classes, notes=notes)
             for split, files in self._splits.items()
         ]
 
@@ -84,11 +130,11 @@ class TFRecord(base.SourceReader):
             DataError: A feature is not kept, holds no numbers, or has no value in any row.
         """
         missing, kinds = set(self.options.ragged or []), dict[str, Kind]()
-        kept = self.options.columns
+        kept = self.options.kept_columns
         if left_out := sorted(missing - set(missing if kept is None else kept)):
             raise DataError(
-                f"{self.pattern}: ragged names {left_out[0]!r}, but columns keeps {kept}. Name it there, too, or"
-                " leave it out of ragged."
+                f"{self.pattern}: ragged names {left_out[0]!r}, but columns keeps {self.options.columns}. Name it"
+                " there, too, or leave it out of ragged."
             )
         for file in self.files():
             for _, data in _records(file) if missing else ():
@@ -125,10 +171,10 @@ class TFRecord(base.SourceReader):
         keep = self.kept_columns(f"{file}: the first row", names, label, "feature")
         if label in ragged:
             raise DataError(f"{file}: ragged names the label {label!r}; allowed are other features.")
-        if label and (label_kind := (values[label][0], len(values[label][1]))) != ("int64_list", 1):
+        if label and (label_kind := (values[label][0], len(values[label][1]))) not in _LABEL_KINDS:
             raise DataError(
-                f"{file}: label {label!r} is a {label_kind[0]} of {label_kind[1]} in the first row; allowed is one"
-                " integer."
+                f"{file}: label {label!r} is a {label_kind[0]} of {label_kind[1]} in the first row; allowed are one"
+                " integer and one text."
             )
         kinds = {name: ragged.get(name) or (values[name][0], len(values[name][1])) for name in names if name in keep}
         for name, (kind, count) in kinds.items():
@@ -152,6 +198,23 @@ class _TFRecordForm:
     kinds: dict[str, Kind]
     label: str | None
     images: set[str]
+    classes: tuple[str, ...] | None = None
+
+    @property
+    def has_text_label(self) -> bool:
+        """Whether the label is text, from which class indices are made."""
+        return self.label is not None and self.kinds[self.label][0] == "bytes_list"
+
+
+def _label_texts(label: str, files: list[File]) -> set[str]:
+    """Returns the labels in files as texts; rows that cannot be used, which reading refuses, have none."""
+    texts = set[str]()
+    for file in files:
+        for _, data in _records(file):
+            with suppress(ValueError):
+                _, values = _features(data).get(label, ("", ()))
+                texts.update(value.decode() for value in values if isinstance(value, bytes) and len(values) == 1)
+    return texts - {""}
 
 
 def _tables(form: _TFRecordForm, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
@@ -161,7 +224,10 @@ def _tables(form: _TFRecordForm, files: list[File], refuse: base.Refuse) -> Iter
         for name, (kind, count) in form.kinds.items():
             values = [row[1][name] for row in block]
             column = "label" if name == form.label else name
-            if kind == "bytes_list":
+            if column == "label" and form.classes is not None:
+                texts = pa.array([items[0].decode() for items in values], pa.string())
+                columns[column] = pc.index_in(texts, pa.array(form.classes)).cast(pa.int64())
+            elif kind == "bytes_list":
                 columns[column] = pa.array([items[0] for items in values], pa.binary())
             elif count == base.ANY:
                 columns[column] = to_list_array(Ragged.of(values, _DTYPES[kind]))
@@ -169,6 +235,82 @@ def _tables(form: _TFRecordForm, files: list[File], refuse: base.Refuse) -> Iter
                 array = np.array(values, _DTYPES[kind])
                 columns[column] = array if count > 1 else array[:, 0]
         yield base.make_table([row[0] for row in block], columns)
+
+
+@dataclass
+class _ObjectFacts:
+    """What one pass finds about the boxes in files: the names of classes, the largest class, and crowds."""
+
+    names: dict[int, str] = field(default_factory=dict)
+    max_label: int = 0
+    crowds: int = 0
+
+
+def _learn_objects(files: list[File]) -> _ObjectFacts:
+    """Returns the facts of the boxes in files; rows that cannot be used, which reading refuses, have none."""
+    facts = _ObjectFacts()
+    for _, data in (record for file in files for record in _records(file)):
+        with suppress(ValueError):
+            features = _features(data)
+            labels = _values_of(features, _OBJECT + "class/label", "int64_list")
+            names = [name.decode() for name in _values_of(features, _OBJECT + "class/text", "bytes_list")]
+            facts.names.update(zip(labels, names, strict=bool(names)) if names else ())
+            facts.max_label = max([facts.max_label, *labels])
+            facts.crowds += sum(map(bool, _values_of(features, _OBJECT + "is_crowd", "int64_list")))
+    return facts
+
+
+def _values_of(features: dict[str, tuple[str, Any]], name: str, expected: str) -> list[Any]:
+    """Returns the values of a feature, none if it is absent; raises ValueError for one of another kind."""
+    kind, values = features.get(name, (expected, ()))
+    if values and kind != expected:
+        raise ValueError(f"feature {name!r} is of kind {kind}; expected {expected}")
+    return list(values)
+
+
+def _object_tables(check: bool, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+    yield from object_tables(check, False, (row for file in files for row in _object_rows(file)), refuse)
+
+
+def _object_rows(file: File) -> Iterator[ObjectRow]:
+    """Yields the rows of a file of the form of TensorFlow's Object Detection API.
+
+    The form is that of https://github.com/tensorflow/models/blob/master/research/object_detection/g3doc/using_your_own_dataset.md
+    """
+    for number, (_, data) in enumerate(_records(file)):
+        row_id = f"{file.name}:{number}"
+        try:
+            yield _object_row(row_id, _features(data))
+        except ValueError as error:
+            yield ObjectRow(row_id, None, reason=str(error))
+
+
+def _object_row(row_id: str, features: dict[str, tuple[str, Any]]) -> ObjectRow:
+    images = _values_of(features, "image/encoded", "bytes_list")
+    if len(images) != 1:
+        raise ValueError(f"it has {len(images)} values of 'image/encoded'; expected one image")
+    sides = [_values_of(features, f"{_OBJECT}bbox/{side}", "float_list") for side in ("xmin", "ymin", "xmax", "ymax")]
+    labels = _values_of(features, _OBJECT + "class/label", "int64_list")
+    if len(counts := {len(values) for values in (*sides, labels)}) > 1:
+        raise ValueError(
+            f"it has {len(sides[0])} boxes by {_OBJECT}bbox/xmin and {len(labels)} labels, and the numbers of all"
+            f" sides are {sorted(counts)}; expected one value of each for a box"
+        )
+    if labels and min(labels) < 1:
+        raise ValueError(f"a box is of class {min(labels)}; classes count from 1")
+    crowds = _values_of(features, _OBJECT + "is_crowd", "int64_list") or [0] * len(labels)
+    if len(crowds) != len(labels):
+        raise ValueError(f"it has {len(crowds)} values of {_OBJECT}is_crowd for {len(labels)} boxes")
+    size = [_values_of(features, f"image/{side}", "int64_list") for side in ("width", "height")]
+    boxes = [box for box, crowd in zip(zip(*sides, strict=True), crowds, strict=True) if not crowd]
+    return ObjectRow(
+        row_id,
+        images[0],
+        tuple(boxes),
+        tuple(label for label, crowd in zip(labels, crowds, strict=True) if not crowd),
+        size=(size[0][0], size[1][0]) if all(len(one) == 1 for one in size) else None,
+        is_fraction=True,
+    )
 
 
 def _usable(form: _TFRecordForm, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -195,6 +337,11 @@ def _values(form: _TFRecordForm, data: bytes) -> dict[str, Any]:
                 f"feature {name!r} has {len(values[name])} values ({kind}), in the first row {expected[1]}"
                 f" ({expected[0]})" + (_RAGGED_ADVICE if kind == expected[0] != "bytes_list" else "")
             )
+        if name == form.label and kind == "bytes_list":
+            try:
+                values[name][0].decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"label {name!r} is no UTF-8 text: {error}") from error
         if name in form.images and (reason := base.explain_undecodable(values[name][0])):
             raise ValueError(f"{name}: {NOT_AN_IMAGE.format(reason)}")
     return values

@@ -9,9 +9,10 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import tarfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import PurePosixPath
 from typing import Any, Self, cast
@@ -20,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from ray_app.data.arrays import Array
-from ray_app.errors import DataError
+from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
@@ -40,6 +41,9 @@ _EXTENDED_HEADERS = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
+_KEY = "json."
+_KINDS = {"str": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
+"""Type of a column by that of the values of a key of a .json."""
 _TYPES = {bytes: pa.binary(), int: pa.int64(), str: pa.string()}
 
 Members = dict[str, bytes]
@@ -47,33 +51,92 @@ Members = dict[str, bytes]
 
 
 class WebDataset(base.SourceReader):
-    """Tar files; the label is a key of each row's .json (option `label`), or the member .cls, if there is one."""
+    """Tar files; the label is a key of each row's .json (option `label`), or the member .cls, if there is one.
 
-    traits = FormatTraits(options=frozenset({"label", "columns", "check", "tokenizer"}))
+    `json.KEY` among the option `columns` is a value of the .json, which becomes the column KEY.
+    """
+
+    traits = FormatTraits(options=frozenset({"label", "classes", "columns", "check", "tokenizer"}))
 
     def files(self) -> list[File]:
         """Returns the files, sorted, or in the order of the braces."""
         return self._files
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns one part; its columns are those of the members of the first row."""
-        del run
+        """Returns one part; its columns are those of the members of the first row.
+
+        Values of the .json, and a label of text, take a pass over all files to find their types and the classes.
+        """
         first = self._first(self._is_kept)
         if first is None:
             raise DataError(
                 f"{self.pattern}: no member in these tar files; expected members such as 0001.jpg and 0001.cls."
             )
         label, columns = self.options.label, self.options.columns
-        keeps_json = not label or columns is None or "json" in columns
-        form = _WebDatasetForm(self._expected_members(first), columns is None, label, keeps_json, self.options.check)
-        return [base.Part("", self.input_splits(self._files, partial(_tables, form)))]
+        members = self._expected_members(first)
+        keys, columns_taken = self._keys, {_column(name) for name in members} | ({"label"} if label else set())
+        if repeated := [key for key in keys if key in columns_taken]:
+            raise DataError(
+                f"{self.pattern}: json.{repeated[0]} among columns, and a member or the label, become one column"
+                f" {repeated[0]!r}. Leave one of them out."
+            )
+        if label and type(_json_values(first.get("json", b"{}"), [label]).get(label)) is str:
+            keys = [*keys, label]
+        kinds = self._learn_kinds(keys, run) if keys else {}
+        classes = None
+        if label in kinds:
+            classes = self.order_classes(f"{self.pattern}: label key {label!r}", kinds[label].texts)
+        elif self.options.classes:
+            raise ConfigError(f"classes is {self.options.classes}, but the label holds integers; leave classes out.")
+        form = _WebDatasetForm(
+            members,
+            columns is None,
+            label,
+            classes,
+            {key: kinds[key].type for key in self._keys},
+            columns is None or "json" in columns,
+            self.options.check,
+        )
+        return [base.Part("", self.input_splits(self._files, partial(_tables, form)), classes)]
+
+    @property
+    def _keys(self) -> list[str]:
+        """The keys of the .json that become columns."""
+        return [name.removeprefix(_KEY) for name in self.options.columns or [] if name.startswith(_KEY)]
+
+    @property
+    def _member_columns(self) -> list[str] | None:
+        """The columns of members that are kept; None for all."""
+        if self.options.columns is None:
+            return None
+        return [name for name in self.options.columns if not name.startswith(_KEY)]
+
+    def _learn_kinds(self, keys: list[str], run: base.Run) -> dict[str, _Values]:
+        """Returns the type of the values of each key, and their texts if the key is the label."""
+        groups = base.group_files(self._files, self.options.split_bytes)
+        facts = list(run(partial(_learn_values, keys, self.options.label), groups))
+        result = {}
+        for key in keys:
+            kinds = {kind for f in facts for kind in f[key].kinds}
+            if not kinds:
+                raise DataError(f"{self.pattern}: no .json has a value of {key!r}. Leave json.{key} out of columns.")
+            # Integers and fractions together are fractions.
+            if kinds == {"int", "float"}:
+                kinds = {"float"}
+            if len(kinds) > 1 or not kinds <= _KINDS.keys():
+                raise DataError(
+                    f"{self.pattern}: the values of {key!r} in the .json files are of the types {sorted(kinds)};"
+                    f" allowed is one of {sorted(_KINDS)}. Leave json.{key} out of columns."
+                )
+            result[key] = _Values(kinds, set[str]().union(*(f[key].texts for f in facts)))
+        return result
 
     def _expected_members(self, first: Members) -> dict[str, tuple[np.dtype, tuple[int, ...]] | None]:
         """Returns the extensions of the first row's members, with dtype and shape of each .npy and None for others."""
         where = f"{self.pattern}: the first row"
         available = {column for name in first if (column := _column(name))}
         with_label = available | ({"label"} if self.options.label else set())
-        if missing := [name for name in self.options.columns or [] if name not in with_label]:
+        if missing := [name for name in self._member_columns or [] if name not in with_label]:
             usable = sorted({column for name in self._first(lambda _: True) or first if (column := _column(name))})
             raise DataError(
                 f"{where} has no member for the column {missing[0]!r}; its columns are {usable}. Name some of these in"
@@ -94,6 +157,8 @@ class WebDataset(base.SourceReader):
                 f"{where} has the members {sorted(first)}, of which two would be the same column. Write each thing"
                 f" once."
             )
+        if self._keys and "json" not in first:
+            raise DataError(f"{where} has the members {sorted(first)} and no .json, of which columns names keys.")
         if self.options.label and ("json" not in first or "cls" in first):
             raise DataError(
                 f"{where} has the members {sorted(first)}; label={self.options.label!r} is for rows with a .json and"
@@ -111,16 +176,53 @@ class WebDataset(base.SourceReader):
 
     def _is_kept(self, extension: str) -> bool:
         """Returns whether a member is needed: for a column to keep, or for the label."""
-        column = _column(extension)
-        if self.options.columns is None:
+        column, columns = _column(extension), self._member_columns
+        if columns is None:
+            return True
+        if self._keys and column == "json":
             return True
         if self.options.label and column in ("json", "label"):
             return column == "json"
-        return column == "label" or column in self.options.columns
+        return column == "label" or column in columns
 
     @cached_property
     def _files(self) -> list[File]:
         return match_files(self.pattern, lambda name: name.endswith(SUFFIXES), "tar file")
+
+
+@dataclass
+class _Values:
+    """The names of the types of a key's values, and the texts of the label."""
+
+    kinds: set[str] = field(default_factory=set)
+    texts: set[str] = field(default_factory=set)
+
+    @property
+    def type(self) -> pa.DataType:
+        """The type of the column, where all values have one type."""
+        (kind,) = self.kinds
+        return _KINDS[kind]
+
+
+def _learn_values(keys: list[str], label: str | None, files: list[File]) -> dict[str, _Values]:
+    """Returns the types of the values of keys in files; rows that cannot be used, which reading refuses, have none."""
+    facts = {key: _Values() for key in keys}
+    for file in files:
+        for _, members in _rows(file, lambda extension: extension == "json"):
+            for key, value in _json_values(members.get("json", b"{}"), keys).items():
+                facts[key].kinds.add(type(value).__name__)
+                if key == label and isinstance(value, str):
+                    facts[key].texts.add(value)
+    return facts
+
+
+def _json_values(data: bytes, keys: list[str]) -> dict[str, Any]:
+    """Returns those of the keys that have a value in a .json; none if it is no object."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return {key: content[key] for key in keys if content.get(key) is not None} if isinstance(content, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -130,12 +232,16 @@ class _WebDatasetForm:
     Args:
         members: Extensions of the needed members, with dtype and shape of arrays.
         keeps_all: Whether a row with other members is refused.
+        classes: The names of the classes of a label of text.
+        keys: Type of each key of the .json that becomes a column.
         keeps_json: Whether the .json itself is a column.
     """
 
     members: dict[str, tuple[np.dtype, tuple[int, ...]] | None]
     keeps_all: bool
     label: str | None
+    classes: tuple[str, ...] | None
+    keys: dict[str, pa.DataType]
     keeps_json: bool
     check: bool
 
@@ -155,9 +261,8 @@ def _tables(form: _WebDatasetForm, files: list[File], refuse: base.Refuse) -> It
         columns: dict[str, Any] = {}
         for name in block[0][1]:
             values = [row[1][name] for row in block]
-            columns[name] = (
-                np.stack(values) if isinstance(values[0], np.ndarray) else pa.array(values, _TYPES[type(values[0])])
-            )
+            kind = form.keys.get(name) or _TYPES.get(type(values[0]))
+            columns[name] = np.stack(values) if isinstance(values[0], np.ndarray) else pa.array(values, kind)
         yield base.make_table([row[0] for row in block], columns)
 
 
@@ -184,14 +289,32 @@ def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
     for name, expected in form.members.items():
         column = cast(str, _column(name))
         values[column] = _value(*by_column[column], expected, form.check)
+    content = json.loads(values["json"]) if form.label or form.keys else {}
+    for key, kind in form.keys.items():
+        values[key] = _checked(key, content.get(key), kind)
     if form.label:
-        values["label"] = json.loads(values["json"]).get(form.label)
+        values["label"] = content.get(form.label)
+    if form.classes is not None:
+        if values["label"] not in form.classes:
+            raise ValueError(f"label {values['label']!r}; expected one of {base.format_items(form.classes)}")
+        values["label"] = form.classes.index(values["label"])
     label = values.get("label", 0)
     if type(label) is not int or not -(2**63) <= label < 2**63:
         raise ValueError(f"label {label!r}; expected an integer of 64 bits")
     if not form.keeps_json:
         values.pop("json", None)
     return values
+
+
+def _checked(key: str, value: Any, kind: pa.DataType) -> Any:
+    """Returns the value of a key of a .json; raises ValueError for one that the type cannot represent exactly."""
+    if value is None:
+        return None
+    if pa.types.is_integer(kind) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{key} is {value}, which is no integer of 64 bits")
+    if pa.types.is_floating(kind) and not (math.isfinite(value) and float(value) == value):
+        raise ValueError(f"{key} is {value}, which float64 does not represent")
+    return value
 
 
 def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...]] | None, check: bool) -> Any:

@@ -100,7 +100,7 @@ def test_rows_and_images_that_do_not_match_are_refused_or_named(tmp_path: Path) 
         ("file,kind\nq.png,x\n", {}, "no column names the images"),
         ("file\n1.png\n", {}, "no column but 'file'"),
         ("file,kind\n1.png,x\n", {"label": "k"}, "no column 'k'"),
-        ("file,kind\n1.png,x\n", {"targets": ["kind"]}, "which holds string"),
+        ("file,kind\n1.png,x\n", {"targets": ["kind"]}, "targets names 'kind', a column of string"),
         ("file,kind\n8.png,x\n1.png,x\n", {}, "no column names the images"),
         ("file,image\n1.png,x\n", {"columns": ["image"]}, "have names in common"),
     ],
@@ -118,7 +118,7 @@ def test_a_file_of_labels_that_does_not_fit_is_refused(
     [
         ({"labels": "/absent.csv"}, "no such file"),
         ({"label": "kind"}, "name the file by labels"),
-        ({"targets": ["a"]}, "needs labels"),
+        ({"targets": ["a"]}, "name the file by labels"),
         ({"mask_values": "0=a"}, "needs masks"),
         ({"masks": "/absent"}, "is no folder"),
     ],

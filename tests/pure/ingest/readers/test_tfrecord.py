@@ -15,8 +15,7 @@ from PIL import Image
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
-from ray_app.ingest.readers.tfrecord import _example, _masked
-from tests.support.ingest_inputs import read_columns
+from tests.support.ingest_inputs import example, object_example, read_columns, tf_record, write_tfrecord
 from tests.support.paths import SUPPORT
 
 TENSORFLOW_FILES = SUPPORT / "tfrecord"
@@ -74,28 +73,6 @@ def test_the_training_files_may_be_split_further(tmp_path: Path) -> None:
     assert summary.rows == 8
 
 
-def record(data: bytes) -> bytes:
-    length = struct.pack("<Q", len(data))
-    return length + struct.pack("<I", _masked(length)) + data + struct.pack("<I", _masked(data))
-
-
-def example(**features: list[Any]) -> bytes:
-    """Returns a serialized row; the type of the values decides about the kind of a feature."""
-    row = _example()()
-    for name, values in features.items():
-        kind = (
-            {bytes: "bytes_list", float: "float_list", int: "int64_list"}[type(values[0])] if values else "int64_list"
-        )
-        getattr(row.features.feature[name], kind).value.extend(values)
-    return row.SerializeToString()
-
-
-def write(path: Path, *rows: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(map(record, rows)))
-    return path
-
-
 def test_truncated_and_bit_flipped_records_are_refused_with_their_offset(tmp_path: Path) -> None:
     intact = (TENSORFLOW_FILES / "train.tfrecord-00001-of-00002").read_bytes()
     (second,) = struct.unpack("<Q", intact[:8])
@@ -124,9 +101,9 @@ def test_a_plain_file_that_begins_like_gzip_is_read(tmp_path: Path) -> None:
     size = int.from_bytes(b"\x1f\x8b\x00", "little")
     row = example(a=[b"x" * (size - 60)])
     row = example(a=[b"x" * (size - 60 + size - len(row))])
-    assert record(row).startswith(b"\x1f\x8b")
-    assert ingest_tfrecord(tmp_path / "plain", write(tmp_path / "a.tfrecord", row, row)).rows == 2
-    (tmp_path / "b.tfrecord").write_bytes(gzip.compress(record(row)))
+    assert tf_record(row).startswith(b"\x1f\x8b")
+    assert ingest_tfrecord(tmp_path / "plain", write_tfrecord(tmp_path / "a.tfrecord", row, row)).rows == 2
+    (tmp_path / "b.tfrecord").write_bytes(gzip.compress(tf_record(row)))
     assert ingest_tfrecord(tmp_path / "packed", tmp_path / "b.tfrecord").rows == 1
 
 
@@ -138,7 +115,7 @@ def test_a_plain_file_that_begins_like_gzip_is_read(tmp_path: Path) -> None:
         ([b""], {}, "no tf.train.Example with features"),
         ([b"\x12\x03abc"], {}, "SequenceExample"),
         ([example(a=[1])], {"columns": ["b"]}, "the first row: no feature 'b'; the features are ['a']"),
-        ([example(a=[1, 2])], {"label": "a"}, "int64_list of 2 in the first row; allowed is one integer"),
+        ([example(a=[1, 2])], {"label": "a"}, "int64_list of 2 in the first row; allowed are one integer"),
         ([example(a=[1], label=[2])], {"label": "a"}, "another feature 'label'"),
         ([example(a=[])], {}, "'a' has 0 values"),
         ([example(a=[b"x", b"y"])], {}, "'a' has 2 values (bytes_list)"),
@@ -157,7 +134,7 @@ def test_a_plain_file_that_begins_like_gzip_is_read(tmp_path: Path) -> None:
 def test_unusable_records_are_refused_with_the_file(
     tmp_path: Path, rows: list[bytes], options: dict[str, Any], expected: str
 ) -> None:
-    message = refusal(tmp_path, write(tmp_path / "in" / "a.tfrecord", *rows), **options)
+    message = refusal(tmp_path, write_tfrecord(tmp_path / "in" / "a.tfrecord", *rows), **options)
     assert expected in message
     assert str(tmp_path / "in" / "a.tfrecord") in message
 
@@ -171,8 +148,8 @@ def test_features_of_different_length_are_read_as_lists(tmp_path: Path) -> None:
 
 
 def test_a_split_without_a_value_of_a_ragged_feature_has_empty_lists(tmp_path: Path) -> None:
-    write(tmp_path / "in" / "a-train.tfrecord", example(a=[1], b=[1, 2]))
-    write(tmp_path / "in" / "a-test.tfrecord", example(a=[1]), example(a=[2], b=[]))
+    write_tfrecord(tmp_path / "in" / "a-train.tfrecord", example(a=[1], b=[1, 2]))
+    write_tfrecord(tmp_path / "in" / "a-test.tfrecord", example(a=[1]), example(a=[2], b=[]))
     ingest_tfrecord(tmp_path, tmp_path / "in", ragged=["b"])
     assert [list(row) for row in read_columns(tmp_path / "out" / "test")["b"]] == [[], []]
 
@@ -194,11 +171,11 @@ def test_a_split_without_a_value_of_a_ragged_feature_has_empty_lists(tmp_path: P
 def test_ragged_features_without_one_kind_of_numbers_are_refused(
     tmp_path: Path, rows: list[bytes], options: dict[str, Any], expected: str
 ) -> None:
-    assert expected in refusal(tmp_path, write(tmp_path / "in" / "a.tfrecord", *rows), **options)
+    assert expected in refusal(tmp_path, write_tfrecord(tmp_path / "in" / "a.tfrecord", *rows), **options)
 
 
 def test_a_row_with_other_features_can_be_skipped(tmp_path: Path) -> None:
-    file = write(
+    file = write_tfrecord(
         tmp_path / "in" / "a.tfrecord",
         example(a=[1], b=[b"x"]),
         example(a=[1, 2], b=[b"x"]),
@@ -211,7 +188,7 @@ def test_a_row_with_other_features_can_be_skipped(tmp_path: Path) -> None:
 
 def test_files_of_an_unclear_split_are_refused(tmp_path: Path) -> None:
     for name in ("train.tfrecord", "other.tfrecord"):
-        write(tmp_path / "in" / name, example(a=[1]))
+        write_tfrecord(tmp_path / "in" / name, example(a=[1]))
     assert "other.tfrecord does not say whether it is of train" in refusal(tmp_path, tmp_path / "in")
     (tmp_path / "in" / "other.tfrecord").rename(tmp_path / "in" / "test.tfrecord")
     assert ingest_tfrecord(tmp_path, tmp_path / "in").parts.keys() == {"train", "test"}
@@ -227,3 +204,86 @@ def test_a_folder_without_tfrecord_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("x")
     assert "no TFRecord file" in refusal(tmp_path, tmp_path / "in")
+
+
+def test_a_label_of_text_becomes_classes_over_all_splits(tmp_path: Path) -> None:
+    write_tfrecord(
+        tmp_path / "in/train.tfrecord", example(x=[1], label=[b"robin"]), example(x=[2], label=["Möwe".encode()])
+    )
+    write_tfrecord(tmp_path / "in/test.tfrecord", example(x=[3], label=[b"wren"]))
+    summary = ingest_tfrecord(tmp_path, tmp_path / "in")
+    assert summary.parts["train"].classes == summary.parts["test"].classes == ["Möwe", "robin", "wren"]
+    assert read_columns(tmp_path / "out/train")["label"] == [1, 0]
+    assert read_columns(tmp_path / "out/test")["label"] == [2]
+
+
+def test_classes_of_a_text_label_may_be_ordered_by_the_user(tmp_path: Path) -> None:
+    write_tfrecord(tmp_path / "in.tfrecord", example(kind=[b"a"]), example(kind=[b"b"]), example(kind=[b"a"]))
+    options = {"label": "kind", "classes": ["b", "a"]}
+    ingest_tfrecord(tmp_path, tmp_path / "in.tfrecord", **options)
+    assert read_columns(tmp_path / "out")["label"] == [1, 0, 1]
+    shutil.rmtree(tmp_path / "out")
+    assert "which classes lacks" in refusal(tmp_path, tmp_path / "in.tfrecord", label="kind", classes=["b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ([example(x=[1], label=[b"\xff"])], {}, "no UTF-8 text"),
+        ([example(x=[1], label=[b"a"]), example(x=[1], label=[b""])], {}, "no label"),
+        ([example(x=[1], label=[b"a"]), example(x=[1], label=[1])], {}, "int64_list"),
+        ([example(x=[1], label=[1])], {"label": "label", "classes": ["a"]}, "the label holds integers"),
+    ],
+)
+def test_labels_that_are_no_text_are_refused(
+    tmp_path: Path, rows: list[bytes], options: dict[str, Any], expected: str
+) -> None:
+    assert expected in refusal(tmp_path, write_tfrecord(tmp_path / "in.tfrecord", *rows), **options)
+
+
+def test_labels_of_text_and_of_numbers_in_two_splits_are_refused(tmp_path: Path) -> None:
+    write_tfrecord(tmp_path / "in/train.tfrecord", example(label=[b"a"]))
+    write_tfrecord(tmp_path / "in/test.tfrecord", example(label=[0]))
+    assert "text in ['train'], but not in ['test']" in refusal(tmp_path, tmp_path / "in")
+
+
+def test_boxes_of_the_object_detection_api_become_pixels_and_classes(tmp_path: Path) -> None:
+    empty = {f"object__bbox__{side}": [] for side in ("xmin", "ymin", "xmax", "ymax")}
+    rows = [
+        object_example(width=[20], height=[10]),
+        object_example(**empty, object__class__label=[], object__class__text=[]),
+        object_example(object__is_crowd=[0, 1]),
+    ]
+    summary = ingest_tfrecord(tmp_path, write_tfrecord(tmp_path / "in.tfrecord", *rows), boxes=True)
+    assert summary.parts[""].classes == ["background", "wren", "robin"]
+    assert any("1 crowds" in note for note in summary.parts[""].notes)
+    columns = read_columns(tmp_path / "out")
+    assert columns["boxes"] == [[[0, 0, 10, 5], [5, 5, 20, 10]], [], [[0, 0, 10, 5]]]
+    assert columns["labels"] == [[2, 1], [], [2]]
+    assert columns.keys() == {"row_id", "image", "boxes", "labels"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"object__bbox__xmax": [0.5]}, "expected one value of each for a box"),
+        ({"object__bbox__xmax": [0.0, 1.0]}, "has no size"),
+        ({"object__bbox__xmax": [5.5, 1.0]}, "lies outside the image"),
+        ({"object__class__label": [0, 1]}, "classes count from 1"),
+        ({"object__class__label": [0.5, 1.5]}, "expected int64_list"),
+        ({"object__class__label": [10**9, 1]}, "allowed are 100000 classes"),
+        ({"object__class__text": [b"robin", b"robin"]}, "two classes have the name 'robin'"),
+        ({"width": [10], "height": [20]}, "Annotate the image as viewers show it"),
+        ({"encoded": [b"no image"]}, "not an image"),
+        ({"object__is_crowd": [1]}, "for 2 boxes"),
+    ],
+)
+def test_boxes_that_cannot_be_used_are_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    assert expected in refusal(
+        tmp_path, write_tfrecord(tmp_path / "in.tfrecord", object_example(**changes)), boxes=True
+    )
+
+
+def test_boxes_with_options_of_columns_are_refused(tmp_path: Path) -> None:
+    path = write_tfrecord(tmp_path / "in.tfrecord", object_example())
+    assert "leave it out" in refusal(tmp_path, path, boxes=True, columns=["image/encoded"])

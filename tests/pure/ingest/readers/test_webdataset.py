@@ -1,0 +1,97 @@
+"""Values of the .json of WebDataset files by their keys: as columns, and as a label of text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.ingest.ingest import IngestOptions, ingest
+from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns, write_tar
+
+
+def write_rows(path: Path, *contents: Any) -> Path:
+    """Writes a row of a .txt and a .json for each content; bytes are written as they are."""
+    members: dict[str, bytes] = {}
+    for number, content in enumerate(contents):
+        encoded = content if isinstance(content, bytes) else json.dumps(content).encode()
+        members |= {f"{number}.txt": b"text %d" % number, f"{number}.json": encoded}
+    path.parent.mkdir(exist_ok=True)
+    write_tar(path, members)
+    return path
+
+
+def test_values_of_the_json_become_columns_by_their_keys(tmp_path: Path) -> None:
+    """Integers and fractions of several files are one column of fractions, and a value may be missing."""
+    write_rows(
+        tmp_path / "in" / "0.tar",
+        {"caption": "ein Möwe", "width": 3, "x": 1, "is_new": True, "tags": ["a"]},
+        {"caption": None, "x": 2, "width": 4},
+    )
+    write_rows(tmp_path / "in" / "1.tar", {"caption": "b", "width": 5, "x": 0.5, "is_new": False})
+    columns = ["text", "json.caption", "json.width", "json.x", "json.is_new"]
+    rows = ingest_and_read(tmp_path, "webdataset", tmp_path / "in", columns=columns, split_bytes=1)
+    assert rows.pop("row_id") == ["0.tar:0", "0.tar:1", "1.tar:0"]
+    assert rows == {
+        "text": ["text 0", "text 1", "text 0"],
+        "caption": ["ein Möwe", None, "b"],
+        "width": [3, 4, 5],
+        "x": [1.0, 2.0, 0.5],
+        "is_new": [True, None, False],
+    }
+
+
+def test_the_json_stays_a_column_if_it_is_named(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.tar", {"a": 1})
+    rows = ingest_and_read(tmp_path, "webdataset", path, columns=["json", "json.a"])
+    assert (rows["json"], rows["a"], rows.keys()) == (['{"a": 1}'], [1], {"row_id", "json", "a"})
+
+
+def test_a_label_of_text_becomes_classes(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.tar", {"kind": "wren"}, {"kind": "robin"}, {"kind": "wren"})
+    summary = ingest(IngestOptions("webdataset", str(tmp_path / "out"), str(path), label="kind", columns=["text"]))
+    assert summary.parts[""].classes == ["robin", "wren"]
+    rows = read_columns(tmp_path / "out")
+    assert (rows["label"], rows.keys()) == ([1, 0, 1], {"row_id", "text", "label"})
+
+
+def test_classes_may_be_ordered_by_the_user_and_other_rows_left_out(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.tar", {"kind": "b"}, {"kind": "a"}, {"kind": "c"}, {})
+    options = {"label": "kind", "classes": ["b", "a"]}
+    assert "which classes lacks" in ingest_error(tmp_path, "webdataset", path, **options)
+    rows = ingest_and_read(tmp_path, "webdataset", path, on_bad_row="skip", **options)
+    assert rows["label"] == [0, 1]
+    assert "label None; expected one of" in (tmp_path / "out" / "refused.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("contents", "options", "expected"),
+    [
+        ([{"a": 1}, {"a": "x"}], {"columns": ["json.a"]}, "of the types ['int', 'str']"),
+        ([{"a": 1}, {"a": True}], {"columns": ["json.a"]}, "of the types ['bool', 'int']"),
+        ([{"a": [1]}], {"columns": ["json.a"]}, "of the types ['list']"),
+        ([{"a": 1}], {"columns": ["json.b"]}, "no .json has a value of 'b'"),
+        ([{"a": 2**63}], {"columns": ["json.a"]}, "a is 9223372036854775808, which is no integer of 64 bits"),
+        ([{"a": 2**53 + 1}, {"a": 0.5}], {"columns": ["json.a"]}, "which float64 does not represent"),
+        ([b'{"a": NaN}'], {"columns": ["json.a"]}, "a is nan"),
+        ([{"a": 1}, b"[1]"], {"columns": ["json.a"]}, ".json is no object"),
+        ([{"a": 1}, b"{"], {"columns": ["json.a"]}, "row in.tar:1"),
+        ([{"text": 1}], {"columns": ["text", "json.text"]}, "become one column 'text'"),
+        ([{"label": 1, "y": 1}], {"columns": ["json.label"], "label": "y"}, "become one column 'label'"),
+        ([{"json": 1}], {"columns": ["json.json"]}, "become one column 'json'"),
+        ([{"y": "a"}, {"y": 1}], {"label": "y"}, "of the types ['int', 'str']"),
+        ([{"y": 1}], {"label": "y", "classes": ["a"]}, "the label holds integers"),
+    ],
+)
+def test_values_of_the_json_that_are_no_column_are_refused(
+    tmp_path: Path, contents: list[Any], options: dict[str, Any], expected: str
+) -> None:
+    path = write_rows(tmp_path / "in.tar", *contents)
+    assert expected in ingest_error(tmp_path, "webdataset", path, **options)
+
+
+def test_keys_of_the_json_need_a_json(tmp_path: Path) -> None:
+    write_tar(tmp_path / "in.tar", {"0.txt": b"x"})
+    assert "no .json" in ingest_error(tmp_path, "webdataset", tmp_path / "in.tar", columns=["text", "json.a"])
