@@ -15,6 +15,7 @@ from rich.table import Table
 from ray_app.cli.main import exit_code
 from ray_app.ingest.ingest import ingest, preview, run_in_threads, run_on_cluster
 from ray_app.ingest.options import IngestOptions
+from ray_app.ingest.progress import ShownProgress
 from ray_app.ingest.summary import HEADER, DatasetSummary
 from ray_app.plan.manifest import find_similar_names
 
@@ -49,14 +50,14 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> in
 def _call(work: Callable[..., DatasetSummary], options: IngestOptions, address: str | None) -> DatasetSummary:
     """Calls `ingest` or `preview` with threads of this process or, with an address, with a Ray cluster."""
     if not address:
-        return work(options, run_in_threads)
+        return work(options, ShownProgress(run_in_threads))
     import ray
 
     from ray_app.cluster.ray_private import job_config
 
     ray.init(address=address, job_config=job_config(), logging_level=logging.WARNING)
     try:
-        return work(options, run_on_cluster)
+        return work(options, ShownProgress(run_on_cluster))
     finally:
         ray.shutdown()
 

@@ -42,6 +42,8 @@ TOKENS = "tokens"
 _BATCH_TEXTS = 256
 """Number of texts that are encoded together."""
 _NO_LABEL = "no label; every row needs an integer"
+
+
 Record = dict[str, Any]
 """Record of an input split, plain JSON.
 
@@ -150,6 +152,7 @@ def write_input_split(task: InputSplitTask) -> Record:
         ConfigError: The columns cannot be renamed as the options say.
     """
     if (done := load_finished_record(task)) is not None:
+        base.ROWS_READ.add(done["rows"])
         return done
     options, refusals = task.options, Refusals(task.options)
     text_columns = TextColumns()
@@ -158,6 +161,7 @@ def write_input_split(task: InputSplitTask) -> Record:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}
         for table in read_input_split(task, refusals):
             text_columns.add(table)
+            base.ROWS_READ.add(table.num_rows)
             for side, rows in divider.divide(table, refusals).items():
                 sinks[side].write(rows)
         for sink in sinks.values():

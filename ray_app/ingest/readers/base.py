@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,23 @@ SPLITS = {
 }
 """The data set by the word that names it in files, folders and arrays."""
 T = TypeVar("T")
+
+
+class RowCounter:
+    """A number of rows that several threads add to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.value = 0
+
+    def add(self, rows: int) -> None:
+        """Adds rows."""
+        with self._lock:
+            self.value += rows
+
+
+ROWS_READ = RowCounter()
+"""The rows of sources that this process has read, for the progress."""
 
 Refuse = Callable[[str, str], None]
 """Takes the id of a row that cannot be used and why; raises DataError where that is not allowed."""

@@ -371,6 +371,7 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
             if not facts.headers or facts.headers[-1][0] != str(file):
                 facts.headers.append((str(file), list(names)))
             facts.rows += block.num_rows
+            base.ROWS_READ.add(block.num_rows)
             # `_check_headers` refuses repeated names once all headers are known.
             if len(set(names)) < len(names):
                 continue

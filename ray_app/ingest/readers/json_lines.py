@@ -30,10 +30,7 @@ _SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _LIST_SUFFIXES = (".json", ".json.gz")
 """Suffixes of files that may hold one list of objects instead of lines."""
 MAX_DEPTH = 32
-"""Maximum depth of nested lists and objects, including the object of the line.
-
-An array has no more dimensions, and thousands of levels end pyarrow's process.
-"""
+"""Maximum depth of nested lists and objects, with the object of the line; thousands end pyarrow's process."""
 _ONE_TYPE = (
     "Each key needs values of one type; correct them (null where a value is missing), or leave the key out by columns."
 )
@@ -145,6 +142,7 @@ def _learn(options: IngestOptions, files: list[File]) -> _Facts:
     facts = _Facts()
     for block in _blocks(files, options.flatten):
         facts.rows += len(block.lines)
+        base.ROWS_READ.add(len(block.lines))
         table, bad = _parse_block(block, None, keep)
         schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
         first_values = _first_values(block, table, {index for index, _ in bad})

@@ -1,0 +1,159 @@
+"""Ingest of a CSV file and of a folder of images, beside Polars and Hugging Face `datasets` doing the same.
+
+The same is: read the file, make classes of a column of text, shuffle all rows, and write Parquet. Folders of images are
+their classes, and the files are stored unread. This application also decides types over all rows, keeps the id of each
+row, describes each column, and holds a block for each task instead of the table. A step is a row. All sides may use all
+CPUs.
+
+python3 -m venv .venv-data && .venv-data/bin/pip install -r benchmarks/requirements-data.txt
+python benchmarks/ingest.py                # needs a quiet machine; half an hour
+python benchmarks/ingest.py --tiny         # that it runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from benchmarks.harness import ROOT, Sample, alternate, report, run_side
+
+PEERS = ROOT / ".venv-data" / "bin" / "python"
+"""An environment with Polars and `datasets`, see benchmarks/requirements-data.txt."""
+KINDS = ("oak", "ash", "elm", "fir", "yew")
+IMAGE_BYTES = 4096
+
+
+def write_csv(path: Path, rows: int) -> None:
+    """Writes rows of two integers, three numbers, a date and a class."""
+    generator = np.random.default_rng(0)
+    with path.open("w") as file:
+        file.write("number,count,width,height,weight,day,kind\n")
+        for first in range(0, rows, 100_000):
+            size = min(100_000, rows - first)
+            numbers = generator.normal(size=(size, 3)).round(4).tolist()
+            counts, kinds = generator.integers(0, 1000, size).tolist(), generator.integers(0, 5, size).tolist()
+            file.writelines(
+                f"{first + i},{counts[i]},{a},{b},{c},2026-{i % 12 + 1:02}-{i % 28 + 1:02},{KINDS[kinds[i]]}\n"
+                for i, (a, b, c) in enumerate(numbers)
+            )
+
+
+def write_images(folder: Path, count: int) -> None:
+    """Writes files of JPEG's form and a usual size in folders of classes; nobody decodes them here."""
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        path = folder / KINDS[number % 5] / f"{number:06}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\xff\xd8\xff\xe0" + generator.bytes(IMAGE_BYTES))
+
+
+def by_ray_app(kind: str, source: str, out: str) -> None:
+    """Ingests here."""
+    from ray_app.ingest.ingest import ingest
+    from ray_app.ingest.options import IngestOptions
+
+    options = IngestOptions("csv", out, source, label="kind")
+    ingest(options if kind == "csv" else IngestOptions("images", out, source, check=False))
+
+
+def by_polars(kind: str, source: str, out: str) -> None:
+    """Reads and writes a CSV file by Polars."""
+    polars: Any = importlib.import_module("polars")
+
+    assert kind == "csv", "Polars reads no folder of images"
+    table = polars.read_csv(source).with_columns(polars.col("kind").rank("dense").alias("label") - 1).drop("kind")
+    os.mkdir(out)
+    table.sample(fraction=1, shuffle=True, seed=0).write_parquet(f"{out}/0.parquet")
+
+
+def by_datasets(kind: str, source: str, out: str) -> None:
+    """Reads and writes by Hugging Face `datasets`."""
+    # By its name: a checker would take the folder `datasets` of this project for it.
+    datasets: Any = importlib.import_module("datasets")
+    datasets.disable_progress_bars()
+    cache = f"{out}-cache"
+    if kind == "csv":
+        table = datasets.load_dataset("csv", data_files=source, cache_dir=cache, split="train")
+        table = table.class_encode_column("kind")
+    else:
+        table = datasets.load_dataset(
+            "imagefolder", data_dir=source, cache_dir=cache, split="train", num_proc=os.cpu_count()
+        )
+    os.mkdir(out)
+    table.shuffle(seed=0).to_parquet(f"{out}/0.parquet")
+    shutil.rmtree(cache)
+
+
+SIDES = {"ray_app": by_ray_app, "polars": by_polars, "datasets": by_datasets}
+
+
+def run_one(side: str, kind: str, source: str, rows: int) -> None:
+    """Runs a side, and prints wall and CPU milliseconds a row; its peak of memory goes to the file SOURCE.SIDE.peak."""
+    with tempfile.TemporaryDirectory(dir=Path(source).parent) as folder:
+        wall, usage = time.perf_counter(), os.times()
+        SIDES[side](kind, source, f"{folder}/out")
+        after = os.times()
+        wall_ms = (time.perf_counter() - wall) / rows * 1e3
+    cpu_s = sum(after[:4]) - sum(usage[:4])
+    peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    Path(f"{source}.{side}.peak").write_text(str(max(peaks) // 1024))
+    print(wall_ms, cpu_s / rows * 1e3)
+
+
+def measure(kind: str, source: Path, rows: int, sides: list[str], rounds: int) -> None:
+    """Measures sides in turn, and prints the table, rows a second and peaks of memory."""
+
+    def side(name: str) -> Callable[[], Sample]:
+        python = sys.executable if name == "ray_app" else str(PEERS)
+        return partial(run_side, [python, __file__, "--side", name, kind, str(source), str(rows)])
+
+    samples = alternate({name: side(name) for name in sides}, rounds)
+    report(f"Ingest of {rows} rows of {kind}; a step is a row", samples, {})
+    for name in sides:
+        best = min(sample.wall_ms for sample in samples[name])
+        peak = Path(f"{source}.{name}.peak").read_text()
+        print(f"{name:<12}{1e3 / best:>12,.0f} rows/s in the fastest round, at most {peak} MiB")
+
+
+def main() -> None:
+    """Measures all sides."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--images", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="Few rows and one round, here alone.")
+    parser.add_argument("--side", nargs=4, metavar=("SIDE", "KIND", "SOURCE", "ROWS"), help="For internal use.")
+    arguments = parser.parse_args()
+    if arguments.side:
+        side, kind, source, rows = arguments.side
+        run_one(side, kind, source, int(rows))
+        return
+    rows, images, rounds, peers = arguments.rows, arguments.images, arguments.rounds, True
+    if arguments.tiny:
+        rows, images, rounds, peers = 1000, 50, 1, PEERS.exists()
+    elif not PEERS.exists():
+        sys.exit(f"{PEERS} is missing; make it as benchmarks/ingest.py says.")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_csv(folder / "rows.csv", rows)
+        measure("csv", folder / "rows.csv", rows, ["ray_app", "polars", "datasets"] if peers else ["ray_app"], rounds)
+        write_images(folder / "images", images)
+        measure("images", folder / "images", images, ["ray_app", "datasets"] if peers else ["ray_app"], rounds)
+
+
+if __name__ == "__main__":
+    main()
