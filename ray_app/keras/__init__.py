@@ -4,8 +4,7 @@ Importing this package makes PyTorch the backend of Keras, so it is imported bef
 Keras runs on another backend.
 """
 
-from ray_app.keras.callbacks import History
-from ray_app.keras.fit import evaluate, fit, predict
+from ray_app.keras.fit import History, evaluate, fit, predict
 from ray_app.keras.strategies import (
     CentralStorageStrategy,
     MirroredStrategy,

@@ -7,12 +7,13 @@ arguments, and calls `run_training`. So a call is a run like any other, with a d
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from io import StringIO
 from os import fspath
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from ray_app.config.config import Config
@@ -23,13 +24,15 @@ from ray_app.driver.parsing import load_config
 from ray_app.driver.result import Result
 from ray_app.driver.run import run_training
 from ray_app.errors import ConfigError, RunExistsError
-from ray_app.keras.callbacks import History, add_schedule, plan_callbacks
 from ray_app.keras.inputs import FitColumns, fill_columns, is_path, split_arrays, store_arrays, store_program
 from ray_app.keras.strategies import Strategy, strategy_of
+from ray_app.preflight.inputs import make_plan, make_task, read_classes
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import stored_config
 from ray_app.storage.files import to_location
 from ray_app.task.keras import library
+from ray_app.task.keras.callbacks import CallbackPlan, plan_callbacks
+from ray_app.task.keras.optimizer import SCHEDULE
 from ray_app.task.keras.task import Columns, KerasTask
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,29 @@ _INPUTS, _TARGETS = ("image", "features"), ("label", "target")
 """Names that an ingest gives columns."""
 Fields = dict[str, Any]
 """Fields of a configuration by their dotted names."""
+
+
+@dataclass(frozen=True)
+class History:
+    """The course of a run by epoch, as `Model.fit` returns it, and the run itself.
+
+    Args:
+        history: The values of each epoch by name: `loss` and the metrics over the training rows, and with `val_` before
+            their names the values over the validation data. A metric that is not a mean over rows, such as AUC, has
+            only the latter.
+        epoch: The numbers of the epochs, from 0.
+        result: The run.
+        checkpoint: The checkpoint with the weights that training has ended with: `newest`, or `best`.
+    """
+
+    history: dict[str, list[float]]
+    epoch: list[int]
+    result: Result = field(repr=False)
+    checkpoint: str = "newest"
+
+    def keras_model(self) -> Any:
+        """Returns the trained `keras.Model`."""
+        return self.result.keras_model(self.checkpoint)
 
 
 def fit(
@@ -160,6 +186,52 @@ def fit(
         if plan.at_end is not None:
             plan.at_end(history)
     return history
+
+
+def add_schedule(config: Config, plans: Sequence[CallbackPlan]) -> tuple[Config, list[float]]:
+    """Returns a configuration with the schedule of a callback, and the learning rate of each epoch; else none.
+
+    The function gets the rate that the model is compiled with for the first epoch.
+
+    Raises:
+        ConfigError: The model or the configuration has a schedule already, or the function returns no float.
+    """
+    schedules = [plan.schedule for plan in plans if plan.schedule is not None]
+    if not schedules:
+        return config, []
+    dataset = open_dataset(config.data.path)
+    task = make_task(config).prepare(dataset.facts)
+    fields = task.optimizer_fields()
+    if len(schedules) > 1 or config.schedule is not None or "schedule" in fields:
+        raise ConfigError(
+            "LearningRateScheduler sets the learning rate of each epoch, and another schedule sets it, too. Leave one"
+            " of them out."
+        )
+    rates = make_rates(schedules[0], fields["optimizer"]["init_args"]["lr"], config.train.epochs)
+    plan = make_plan(config, dataset.manifest, read_classes(config, dataset))
+    steps = config.train.steps_per_epoch or plan.steps_per_epoch
+    keras_schedules = library.import_keras().optimizers.schedules
+    # The last epoch adds a boundary, since Keras needs at least one.
+    boundaries = [steps * (epoch + 1) - 1 for epoch in range(len(rates))]
+    decay = keras_schedules.PiecewiseConstantDecay(boundaries, [*rates, rates[-1]])
+    spec = {"class_path": SCHEDULE, "init_args": {"serialized": keras_schedules.serialize(decay)}}
+    return config.replace(schedule=spec), rates
+
+
+def make_rates(schedule: Callable[..., float], rate: float, epochs: int) -> list[float]:
+    """Returns the learning rate of each epoch as `LearningRateScheduler` sets it, from the rate of the optimizer."""
+    rates = []
+    for epoch in range(epochs):
+        try:
+            rate = schedule(epoch, rate)
+        except TypeError:
+            rate = schedule(epoch)
+        if not isinstance(rate, float | np.floating):
+            raise ConfigError(f"The schedule returned {rate!r} for epoch {epoch}; it must return a float.")
+        # An optimizer keeps its rate as float32, and the schedule gets the rate of the epoch before.
+        rate = float(np.float32(rate))
+        rates.append(rate)
+    return rates
 
 
 def _locate_rows(

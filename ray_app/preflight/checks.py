@@ -7,6 +7,7 @@ the configuration, the data and the stored run, and compare short trainings; oth
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -33,6 +34,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import register_secrets
 from ray_app.runlog.stored_config import read_manifest, stored_config
 from ray_app.storage.files import read_json, to_location
+from ray_app.task.base import Task
 from ray_app.task.metrics import resolve_mode
 from ray_app.task.module import ModuleTask
 from ray_app.task.schema import prepare_task, refuse_other_names, refuse_other_schema
@@ -40,6 +42,8 @@ from ray_app.task.user_loop import LoopTask
 from ray_app.task.whole_batches import BatchTask
 from ray_app.train.checkpointing.persistence import check_snapshot_memory
 from ray_app.train.job import Job
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -134,10 +138,24 @@ def fit_task(context: PreflightContext) -> CheckResult:
             fields = {name: value for name, value in fields.items() if name != "schedule"}
         config = config.replace(**fields)
         check_config(config)
+    config = _add_task_fields(config, task)
     mode = resolve_mode(task, config.evaluate.metric, config.evaluate.mode)
     context.config = config.replace(evaluate__mode=mode)
     context.used_columns = data_summary.describe_training_columns(task, dataset)
     return CheckResult("\n".join(context.used_columns), warnings=data_summary.similar_class_warnings(dataset.facts))
+
+
+def _add_task_fields(config: Config, task: Task) -> Config:
+    """Returns the configuration with the values that the task sets for fields which are at their defaults."""
+    for name, value in task.configuration_fields().items():
+        section_name, _, field = name.partition(".")
+        section = getattr(config, section_name)
+        if (set_value := getattr(section, field)) == getattr(type(section), field):
+            config = config.replace(**{f"{section_name}__{field}": value})
+        elif set_value != value:
+            logger.info("%s of the configuration counts, %r, not %r of the task.", name, set_value, value)
+    check_config(config)
+    return config
 
 
 def plan_rows(context: PreflightContext) -> list[str]:

@@ -479,6 +479,13 @@ class Task(ABC):
         """
         return {"optimizer": {"class_path": TASK_OPTIMIZER}} if self.has_own_optimizer else {}
 
+    def configuration_fields(self) -> dict[str, Any]:
+        """Returns values of fields of the configuration by their dotted names, such as `evaluate.patience`.
+
+        They apply where the configuration leaves a field at its default. Not overridden: none.
+        """
+        return {}
+
     def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
         """Makes the optimizer, and a schedule or None; called if the configuration has no optimizer.
 

@@ -290,3 +290,17 @@ def get_autoencoder() -> Any:
     model = keras.Model(inputs, Reconstruction()([image, decoded]))
     model.compile("adam")
     return model
+
+
+def get_callbacks() -> list[Any]:
+    """Callbacks with a counterpart in a configuration."""
+    return [
+        keras.callbacks.EarlyStopping("val_accuracy", patience=2, mode="max"),
+        keras.callbacks.ModelCheckpoint("model.keras", save_freq=7),
+        keras.callbacks.TensorBoard(),
+    ]
+
+
+def get_plateau() -> Any:
+    """A callback without a counterpart."""
+    return keras.callbacks.ReduceLROnPlateau()

@@ -22,8 +22,8 @@ Inputs = tuple[Any, Any, Any]
 """A batch in the form that Keras takes: inputs, targets and weights of rows; the last two may be None."""
 
 
-def spec_of_program(model: str | Spec) -> Spec:
-    """Returns the specification of a program that is named by its import path, or that has arguments.
+def spec_of_program(model: str | Spec, field: str = _FIELD) -> Spec:
+    """Returns the specification of a function of a program that is named by its import path, or that has arguments.
 
     Raises:
         ConfigError: It is neither.
@@ -31,8 +31,8 @@ def spec_of_program(model: str | Spec) -> Spec:
     spec = {"class_path": model} if isinstance(model, str) else model
     if not isinstance(spec, dict) or not isinstance(spec.get("class_path"), str) or "." not in spec["class_path"]:
         raise ConfigError(
-            f"{_FIELD} is {model!r}; it must be the import path of a function that returns a compiled keras.Model, such"
-            " as my_program.get_compiled_model, or such a path as class_path with init_args."
+            f"{field} is {model!r}; it must be the import path of a function, such as my_program.get_compiled_model, or"
+            " such a path as class_path with init_args."
         )
     return spec
 

@@ -23,11 +23,12 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Losses, Rows
 from ray_app.task.images import IMAGE
 from ray_app.task.keras import library, program
+from ray_app.task.keras.callbacks import plan_configuration
 from ray_app.task.keras.module import KerasModule, KerasPass
 from ray_app.task.keras.optimizer import OPTIMIZER, refuse_sharding, serialize_optimizer
 from ray_app.task.metrics import Mode
 from ray_app.task.ragged import Arrays, Ragged, to_batch
-from ray_app.task.transforms import Spec
+from ray_app.task.transforms import Spec, instantiate
 from ray_app.task.user_code import user_code
 from ray_app.task.whole_batches import BatchTask, Evaluated, count_rows
 
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 Columns = str | list[str] | dict[str, str]
 """Columns as Keras takes them: one, several in an order, or several by the names of inputs or outputs."""
+_CALLBACKS = "task.init_args.callbacks"
 MODEL_FILE = "model.keras"
 """The file of an export that has the model as Keras saves it."""
 _SAMPLE_ROWS = 2
@@ -82,10 +84,13 @@ class KerasTask(BatchTask):
         max_length: See `ModuleTask`.
         best_metric: The metric that decides which checkpoint is best.
         best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: `min` for a loss.
+        callbacks: Import path of a function that returns callbacks of Keras, with arguments as `model`. What has a
+            counterpart becomes fields of the configuration where these are at their defaults, and a line says which;
+            what has none is refused.
         exif_orientation: See `ModuleTask`.
     """
 
-    functions: ClassVar[tuple[str, ...]] = ("model",)
+    functions: ClassVar[tuple[str, ...]] = ("model", "callbacks")
     """Arguments that are import paths of functions; the result depends on the files of these."""
     seeds_all_generators: ClassVar[bool] = True
     """Initializers of Keras get their seeds from Python's generator, see `library.program_session`."""
@@ -106,6 +111,7 @@ class KerasTask(BatchTask):
         best_metric: str = "loss",
         best_mode: Mode | None = None,
         exif_orientation: bool = True,
+        callbacks: str | Spec | None = None,
     ) -> None:
         columns, targets = _names_in(inputs), _names_in(target)
         super().__init__(
@@ -130,11 +136,15 @@ class KerasTask(BatchTask):
         # Pairs, since JSON makes text of the keys of a dictionary.
         self.class_weight = [[int(number), float(weight)] for number, weight in (class_weight or {}).items()]
         self.scale = scale
+        self.callbacks = None if callbacks is None else program.spec_of_program(callbacks, _CALLBACKS)
         # `prepare` sets these: the settings of Keras that the program expects; kind, type and shape of each column; and
         # the optimizer and the summed losses of `compile`.
         self.keras_settings: dict[str, str] = {}
         self.column_types: dict[str, list[Any]] = {}
         self.compiled: dict[str, Any] = {}
+        # Fields of the configuration that callbacks become, and a line for each of them.
+        self.callback_fields: dict[str, Any] = {}
+        self.callback_lines: list[str] = []
 
     def prepare(self, data: DataFacts) -> KerasTask:
         """Imports the program, checks the columns and builds the model; returns a task that keeps their facts."""
@@ -150,6 +160,10 @@ class KerasTask(BatchTask):
                 "fields": serialize_optimizer(module.program.optimizer, module.trained_variables()),
                 "summed": library.summed_losses(module.program),
             }
+            if prepared.callbacks is not None:
+                with user_code(lambda: "making the callbacks of the program"):
+                    callbacks = instantiate(prepared.callbacks, _CALLBACKS)
+                prepared.callback_fields, prepared.callback_lines = plan_configuration(callbacks)
         return prepared
 
     def validate_config(self, config: Config) -> list[str]:
@@ -159,6 +173,8 @@ class KerasTask(BatchTask):
         if not is_own:
             name = fields["optimizer"]["init_args"]["serialized"]["class_name"]
             logger.info("optimizer of the configuration counts, not %s that the model is compiled with.", name)
+        for line in self.callback_lines:
+            logger.info("%s.", line)
         reason = refuse_sharding(fields) if is_own and (traits.shards_parameters or traits.has_servers) else None
         problems = {
             "optimizers take turns, and a program is compiled with one; leave optimizers out.": bool(config.optimizers),
@@ -184,6 +200,10 @@ class KerasTask(BatchTask):
         """Returns `optimizer` and `schedule` of the configuration as the program was compiled, see `Task`."""
         fields: dict[str, Any] = self.compiled["fields"]
         return fields
+
+    def configuration_fields(self) -> dict[str, Any]:
+        """Returns the fields that the callbacks become, see `Task`."""
+        return self.callback_fields
 
     def columns(self) -> list[str]:
         """Returns the columns to read, see `Task.columns`."""

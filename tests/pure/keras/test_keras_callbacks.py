@@ -9,7 +9,8 @@ import pytest
 
 from ray_app.driver.result import Result
 from ray_app.errors import ConfigError
-from ray_app.keras.callbacks import History, make_rates, plan_callbacks
+from ray_app.keras.fit import History, make_rates
+from ray_app.task.keras.callbacks import plan_callbacks, plan_configuration
 from ray_app.task.keras.library import import_keras
 
 callbacks = import_keras().callbacks
@@ -92,7 +93,7 @@ def test_a_model_is_written_to_a_bucket(monkeypatch: pytest.MonkeyPatch, tmp_pat
     written = {}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "ray_app.keras.callbacks.put_atomic", lambda path, data: written.__setitem__(str(path), data.decode())
+        "ray_app.task.keras.callbacks.put_atomic", lambda path, data: written.__setitem__(str(path), data.decode())
     )
     finish(callbacks.ModelCheckpoint("s3://bucket/models/m.keras"), [1.0])
     assert written == {"s3://bucket/models/m.keras": "newest"}
@@ -134,9 +135,44 @@ def test_a_callback_without_a_counterpart_is_refused(refused: list[Any], message
         plan_callbacks(refused)
 
 
+CONFIGURED = [
+    callbacks.EarlyStopping("val_accuracy", patience=4),
+    callbacks.ModelCheckpoint("m.keras", "val_accuracy", save_best_only=True, save_freq=50),
+    callbacks.BackupAndRestore("/tmp/backup"),
+    callbacks.TensorBoard(),
+    callbacks.TerminateOnNaN(),
+]
+
+
+def test_callbacks_of_a_configuration_become_fields_without_the_name_of_the_run() -> None:
+    fields, lines = plan_configuration(CONFIGURED)
+    assert fields == {
+        "evaluate.patience": 4,
+        "evaluate.min_delta": 0,
+        "evaluate.metric": "accuracy",
+        "checkpoint.every_steps": 50,
+        "tracking.tensorboard": True,
+    }
+    assert [line.partition(":")[0] for line in lines] == [type(callback).__name__ for callback in CONFIGURED]
+    assert "ray-app export" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("callback", "expected"),
+    [
+        (callbacks.CSVLogger("log.csv"), "Leave it out of a configuration"),
+        (callbacks.LearningRateScheduler(lambda epoch: 0.1), "compile the model with a schedule"),
+        (callbacks.ReduceLROnPlateau(), "no counterpart in a run"),
+    ],
+)
+def test_callbacks_that_need_a_call_of_fit_are_refused_in_a_configuration(callback: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        plan_configuration([callback])
+
+
 def test_all_callbacks_of_keras_are_mapped_or_refused_by_name() -> None:
     """A new version of Keras may bring one that nothing here names."""
-    from ray_app.keras.callbacks import _PLANS, _REFUSED
+    from ray_app.task.keras.callbacks import _PLANS, _REFUSED
 
     abstract = {"Callback", "CallbackList", "BackupAndRestore"}
     names = {name for name in dir(callbacks) if isinstance(getattr(callbacks, name), type)}

@@ -200,16 +200,18 @@ def test_the_optimizer_of_compile_is_that_of_the_run(data: Path) -> None:
     assert fields["schedule"]["init_args"]["serialized"]["class_name"] == "ExponentialDecay"
 
 
-def config_of(data: Path, function: str, **fields: Any) -> Config:
+def config_of(data: Path, function: str, callbacks: str | None = None, **fields: Any) -> Config:
     init_args = {"model": PROGRAMS + function, "inputs": "image", "target": "label"}
+    if callbacks is not None:
+        init_args["callbacks"] = PROGRAMS + callbacks
     task = {"class_path": "ray_app.task.keras.KerasTask", "init_args": init_args}
     return Config().replace(
         task=task, **{"data__path": str(data), "data__global_batch_size": 8, "scaling__max_workers": 2, **fields}
     )
 
 
-def prepare_run(data: Path, function: str, **fields: Any) -> Config:
-    return prepare(config_of(data, function, **fields)).job.config
+def prepare_run(data: Path, function: str, callbacks: str | None = None, **fields: Any) -> Config:
+    return prepare(config_of(data, function, callbacks, **fields)).job.config
 
 
 @pytest.mark.parametrize(
@@ -260,6 +262,31 @@ def test_the_optimizer_of_the_configuration_counts_more(data: Path) -> None:
     config = prepare_run(data, "get_plain", optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.5}})
     assert config.optimizer.class_path == "torch.optim.AdamW"
     assert config.schedule is None
+
+
+def test_callbacks_set_fields_that_the_configuration_leaves_at_their_defaults(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ray_app")
+    fields = {"data__eval_path": str(data), "checkpoint__every_steps": 3}
+    config = prepare_run(data, "get_measured", "get_callbacks", **fields)
+    assert (config.evaluate.patience, config.evaluate.metric, config.evaluate.mode) == (2, "accuracy", "max")
+    assert config.tracking.tensorboard
+    assert config.checkpoint.every_steps == 3
+    assert "EarlyStopping: evaluate.patience 2" in caplog.text
+    assert "checkpoint.every_steps of the configuration counts, 3, not 7 of the task" in caplog.text
+
+
+def test_callbacks_that_decide_by_an_evaluation_need_evaluation_data(data: Path) -> None:
+    with pytest.raises(ConfigError, match="eval_path"):
+        prepare_run(data, "get_measured", "get_callbacks")
+
+
+def test_a_callback_without_a_counterpart_is_refused_at_the_start(data: Path) -> None:
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau has no counterpart"):
+        prepare_run(data, "get_plain", "get_plateau", data__eval_path=str(data))
+    with pytest.raises(ConfigError, match=r"task\.init_args\.callbacks is 'print'"):
+        task_of(data, "get_plain", callbacks="print")
 
 
 def test_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

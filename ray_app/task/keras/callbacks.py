@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import csv
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ray_app.config.config import Config
-from ray_app.data.dataset import open_dataset
-from ray_app.driver.result import Result
 from ray_app.errors import ConfigError
-from ray_app.preflight.inputs import make_plan, make_task, read_classes
 from ray_app.storage.files import put_atomic, to_location
 from ray_app.task.keras import library
-from ray_app.task.keras.optimizer import SCHEDULE
 
 _VALIDATION = "val_"
+_RUN_NAME = "run.name"
 _OBSERVER = (
     'Give fields={"observers": [...]}, classes of yours that the driver notifies of evaluations, checkpoints and the'
     " end of a run (docs/runs.md)"
@@ -43,29 +37,6 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class History:
-    """The course of a run by epoch, as `Model.fit` returns it, and the run itself.
-
-    Args:
-        history: The values of each epoch by name: `loss` and the metrics over the training rows, and with `val_` before
-            their names the values over the validation data. A metric that is not a mean over rows, such as AUC, has
-            only the latter.
-        epoch: The numbers of the epochs, from 0.
-        result: The run.
-        checkpoint: The checkpoint with the weights that training has ended with: `newest`, or `best`.
-    """
-
-    history: dict[str, list[float]]
-    epoch: list[int]
-    result: Result = field(repr=False)
-    checkpoint: str = "newest"
-
-    def keras_model(self) -> Any:
-        """Returns the trained `keras.Model`."""
-        return self.result.keras_model(self.checkpoint)
-
-
-@dataclass(frozen=True)
 class CallbackPlan:
     """What a callback becomes.
 
@@ -74,14 +45,18 @@ class CallbackPlan:
         fields: Fields of the configuration by their dotted names.
         checkpoint: The checkpoint with the weights that training ends with, if the callback decides that.
         schedule: Returns the learning rate of each epoch: a function of the epoch and the rate before.
-        at_end: Called with the history after training.
+        at_end: Called with the `ray_app.keras.History` after training.
+        configured: What it becomes in a configuration, where that differs from `text`.
+        refused: Why a configuration cannot have it, and what to use instead; "" if it can.
     """
 
     text: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
     schedule: Callable[..., float] | None = None
-    at_end: Callable[[History], None] | None = None
+    at_end: Callable[[Any], None] | None = None
+    configured: str = ""
+    refused: str = ""
 
 
 def plan_callbacks(callbacks: Any) -> list[CallbackPlan]:
@@ -117,6 +92,25 @@ def plan_callbacks(callbacks: Any) -> list[CallbackPlan]:
     return plans
 
 
+def plan_configuration(callbacks: Any) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields of a configuration that callbacks become, and a line for each callback.
+
+    A configuration has no call of `fit`, at whose end a callback could write a file.
+
+    Raises:
+        ConfigError: See `plan_callbacks`; or a callback belongs to a call of `fit`.
+    """
+    fields: dict[str, Any] = {}
+    plans = plan_callbacks(callbacks)
+    for plan in plans:
+        if plan.refused:
+            raise ConfigError(plan.refused)
+        fields |= plan.fields
+    # The configuration names the run.
+    fields.pop(_RUN_NAME, None)
+    return fields, [plan.configured or plan.text for plan in plans]
+
+
 def _plan_early_stopping(callback: Any) -> CallbackPlan:
     _refuse_set(callback, baseline=None, start_from_epoch=0)
     # Keras stops after the first evaluation that is not better with a patience of 0, as with 1.
@@ -137,7 +131,7 @@ def _plan_model_checkpoint(callback: Any) -> CallbackPlan:
         raise ConfigError("ModelCheckpoint has initial_value_threshold, which has no counterpart. Leave it out.")
     checkpoint, target = "best" if callback.save_best_only else "newest", to_location(path)
 
-    def write(history: History) -> None:
+    def write(history: Any) -> None:
         model = history.result.keras_model(checkpoint)
         with tempfile.TemporaryDirectory(prefix="ray_app-keras-") as folder:
             # Keras writes to disks only, and chooses the format by the end of the name.
@@ -147,14 +141,21 @@ def _plan_model_checkpoint(callback: Any) -> CallbackPlan:
 
     text = f"ModelCheckpoint: the {checkpoint} model is written to {path} at the end; the run has checkpoints meanwhile"
     monitored = _monitored(callback) if callback.save_best_only else {}
-    return CallbackPlan(text, _save_fields(callback.save_freq) | monitored, at_end=write)
+    return CallbackPlan(
+        text,
+        _save_fields(callback.save_freq) | monitored,
+        at_end=write,
+        configured=f"ModelCheckpoint: the run keeps its {checkpoint} checkpoint; `ray-app export RUN OUT --format keras"
+        f"{'' if checkpoint == 'best' else ' --checkpoint newest'}` writes the model",
+    )
 
 
 def _plan_backup(callback: Any) -> CallbackPlan:
     name = Path(callback.backup_dir).name
     return CallbackPlan(
         "BackupAndRestore: another call with the same name continues the run, by default the name of backup_dir",
-        {"run.name": name, **_save_fields(callback.save_freq)},
+        {_RUN_NAME: name, **_save_fields(callback.save_freq)},
+        configured="BackupAndRestore: another start with the same run.name continues the run",
     )
 
 
@@ -170,7 +171,7 @@ def _plan_tensorboard(callback: Any) -> CallbackPlan:
 def _plan_csv(callback: Any) -> CallbackPlan:
     path = Path(callback.filename)
 
-    def write(history: History) -> None:
+    def write(history: Any) -> None:
         header, *rows = _table_lines(history, callback.sep)
         before = _read_lines(path) if callback.append else []
         # A run that was continued has the epochs of its earlier calls again.
@@ -179,10 +180,15 @@ def _plan_csv(callback: Any) -> CallbackPlan:
         with path.open("a" if callback.append else "w", newline="") as file:
             file.writelines([*([] if before else [header]), *rows[written:]])
 
-    return CallbackPlan(f"CSVLogger: {path} is written at the end", at_end=write)
+    return CallbackPlan(
+        f"CSVLogger: {path} is written at the end",
+        at_end=write,
+        refused="CSVLogger writes a file at the end of a call of ray_app.keras.fit. Leave it out of a configuration:"
+        " the values of each epoch are in the report, in MLflow, and in Result.epochs() of Python.",
+    )
 
 
-def _table_lines(history: History, separator: str) -> list[str]:
+def _table_lines(history: Any, separator: str) -> list[str]:
     """Returns the lines of a CSV file with the values of each epoch, and the names before them."""
     text = StringIO()
     names = ["epoch", *sorted(history.history)]
@@ -203,7 +209,13 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _plan_schedule(callback: Any) -> CallbackPlan:
-    return CallbackPlan("LearningRateScheduler: called for all epochs before the start", schedule=callback.schedule)
+    return CallbackPlan(
+        "LearningRateScheduler: called for all epochs before the start",
+        schedule=callback.schedule,
+        refused="LearningRateScheduler belongs to a call of ray_app.keras.fit. For a configuration compile the model"
+        " with a schedule, such as keras.optimizers.schedules.PiecewiseConstantDecay, or name one of torch in"
+        " schedule.",
+    )
 
 
 _PLANS: dict[str, Callable[[Any], CallbackPlan]] = {
@@ -218,52 +230,6 @@ _PLANS: dict[str, Callable[[Any], CallbackPlan]] = {
     "ProgbarLogger": lambda callback: CallbackPlan("ProgbarLogger: a run shows its progress"),
 }
 """What each callback with a counterpart becomes."""
-
-
-def add_schedule(config: Config, plans: Sequence[CallbackPlan]) -> tuple[Config, list[float]]:
-    """Returns a configuration with the schedule of a callback, and the learning rate of each epoch; else none.
-
-    The function gets the rate that the model is compiled with for the first epoch.
-
-    Raises:
-        ConfigError: The model or the configuration has a schedule already, or the function returns no float.
-    """
-    schedules = [plan.schedule for plan in plans if plan.schedule is not None]
-    if not schedules:
-        return config, []
-    dataset = open_dataset(config.data.path)
-    task = make_task(config).prepare(dataset.facts)
-    fields = task.optimizer_fields()
-    if len(schedules) > 1 or config.schedule is not None or "schedule" in fields:
-        raise ConfigError(
-            "LearningRateScheduler sets the learning rate of each epoch, and another schedule sets it, too. Leave one"
-            " of them out."
-        )
-    rates = make_rates(schedules[0], fields["optimizer"]["init_args"]["lr"], config.train.epochs)
-    plan = make_plan(config, dataset.manifest, read_classes(config, dataset))
-    steps = config.train.steps_per_epoch or plan.steps_per_epoch
-    keras_schedules = library.import_keras().optimizers.schedules
-    # The last epoch adds a boundary, since Keras needs at least one.
-    boundaries = [steps * (epoch + 1) - 1 for epoch in range(len(rates))]
-    decay = keras_schedules.PiecewiseConstantDecay(boundaries, [*rates, rates[-1]])
-    spec = {"class_path": SCHEDULE, "init_args": {"serialized": keras_schedules.serialize(decay)}}
-    return config.replace(schedule=spec), rates
-
-
-def make_rates(schedule: Callable[..., float], rate: float, epochs: int) -> list[float]:
-    """Returns the learning rate of each epoch as `LearningRateScheduler` sets it, from the rate of the optimizer."""
-    rates = []
-    for epoch in range(epochs):
-        try:
-            rate = schedule(epoch, rate)
-        except TypeError:
-            rate = schedule(epoch)
-        if not isinstance(rate, float | np.floating):
-            raise ConfigError(f"The schedule returned {rate!r} for epoch {epoch}; it must return a float.")
-        # An optimizer keeps its rate as float32, and the schedule gets the rate of the epoch before.
-        rate = float(np.float32(rate))
-        rates.append(rate)
-    return rates
 
 
 def _refuse_set(callback: Any, **defaults: Any) -> None:
