@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -185,7 +186,7 @@ def parse_with_sections(
         The configuration, and the additional sections by name.
     """
     add_current_folder_to_path()
-    parser = _parser(prog, description, exit_on_error, SECTIONS | more)
+    parser = _parser(prog, description, exit_on_error, tuple((SECTIONS | more).items()))
     arguments = sys.argv[1:] if arguments is None else arguments
     check_files(arguments)
     try:
@@ -298,7 +299,9 @@ def _register_secrets_of(arguments: Sequence[str]) -> None:
             register_secrets(content if isinstance(content, dict) else {})
 
 
-def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str, type]) -> ArgumentParser:
+@lru_cache(8)
+def _parser(prog: str, description: str, exit_on_error: bool, sections: tuple[tuple[str, type], ...]) -> ArgumentParser:
+    """Returns the parser of a command, which a process makes once; `sections` are pairs of a name and a dataclass."""
     set_loader("ray_app", _load_yaml, (yaml.YAMLError,))
     parser = Parser(
         prog=prog,
@@ -308,7 +311,7 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
         exit_on_error=exit_on_error,
         allow_abbrev=False,
     )
-    parser.fields = _fields(sections)
+    parser.fields = _fields(dict(sections))
     parser.add_argument("--config", action="config", help="YAML file with any of the fields below; later ones win.")
     task = "What is trained: class_path and init_args of a subclass of Task."
     parser.add_subclass_arguments(Task, "task", instantiate=False, required=True, help=task)
@@ -323,7 +326,7 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
     )
     parser.add_argument("--observers", type=list[dict[str, Any]] | None, default=None, help=observers)
     parser.add_argument("--seed", type=int, default=0, help="Everything random derives from it.")
-    for name, section in sections.items():
+    for name, section in sections:
         parser.add_class_arguments(section, name)
     return parser
 

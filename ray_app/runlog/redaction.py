@@ -74,23 +74,32 @@ def register_run_secrets(config: Location) -> None:
 
 def redact(text: str) -> str:
     """Returns the text without registered secrets in any quoting, credentials of URIs, and Python's addresses."""
-    text = _hide(remove_addresses(text), _forms(frozenset(_registered | _in_environment(os.environ))))
+    return _redact(text, _known_secrets())
+
+
+def _redact(text: str, secrets: tuple[str, ...]) -> str:
+    text = _hide(remove_addresses(text), secrets)
     text = re.sub(r"(://)[^/\s'\"]*@", rf"\1{HIDDEN}@", text)
     return re.sub(r"(?i)([?&][\w.-]*(?:token|secret|password|signature|key)=)[^&\s'\"]+", rf"\1{HIDDEN}", text)
 
 
 def redact_value(value: Any, name: str = "") -> Any:
     """Returns a value of JSON or YAML without secrets; all of a field with the `name` of a secret is hidden."""
+    # Once for the whole value, since the look at the environment takes longer than a text.
+    return _redact_value(value, name, _known_secrets())
+
+
+def _redact_value(value: Any, name: str, secrets: tuple[str, ...]) -> Any:
     if isinstance(value, dict):
         return {
-            redact(key) if isinstance(key, str) else key: redact_value(item, _below(name, key))
+            _redact(key, secrets) if isinstance(key, str) else key: _redact_value(item, _below(name, key), secrets)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redact_value(item, name) for item in value]
+        return [_redact_value(item, name, secrets) for item in value]
     if is_secret_name(name) and _can_be_secret(value, name):
         return HIDDEN
-    return redact(value) if isinstance(value, str) else value
+    return _redact(value, secrets) if isinstance(value, str) else value
 
 
 def redact_yaml(text: str) -> str:
@@ -121,6 +130,11 @@ def _in_fields(values: Any, name: str = "") -> Iterator[str]:
         yield str(values)
     elif isinstance(values, str):
         yield from _URI_PASSWORD.findall(values)
+
+
+def _known_secrets() -> tuple[str, ...]:
+    """Returns the registered secrets and those in environment variables, in all their forms."""
+    return _forms(frozenset(_registered | _in_environment(os.environ)))
 
 
 def _in_environment(environment: Mapping[str, str]) -> set[str]:
