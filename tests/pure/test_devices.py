@@ -107,6 +107,7 @@ print({name: kernels.fp32_precision for name, kernels in TF32_SETTINGS.items()})
 """
 
 
+@pytest.mark.rest
 def test_the_rounding_of_products_is_read_from_the_newer_settings() -> None:
     """PyTorch refuses its older settings after a process has used the newer ones."""
     completed = subprocess.run(

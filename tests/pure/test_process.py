@@ -77,6 +77,7 @@ def retained_mb(**variables: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.rest
 def test_freed_memory_is_retained_once_and_not_per_thread() -> None:
     assert 200 < retained_mb() < 256 + 4 * 64 + 30
 

@@ -119,17 +119,14 @@ def test_files_of_both_writers_differ_in_bytes_but_not_in_values() -> None:
 FILES = (MODEL, TRAINING, COMMIT)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "stops",
-    [
-        pytest.param({"old": one, "new": other}, marks=() if one == other else pytest.mark.rest)
-        for one in FILES
-        for other in FILES
-    ],
+    [{"old": one, "new": other} for one in FILES for other in FILES],
     ids=str,
     indirect=True,
 )
-@pytest.mark.parametrize("first", ["old", pytest.param("new", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("first", ["old", "new"])
 def test_two_writers_stopped_anywhere_leave_one_intact_checkpoint(paths: RunPaths, stops: Stops, first: str) -> None:
     checkpoint_writers = {}
     for writer in ("old", "new"):
@@ -203,6 +200,7 @@ def test_a_writer_leaves_the_commit_of_a_faster_writer_alone(
     assert_intact(paths)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("stops", [{"new": TRAINING}], indirect=True)
 def test_a_failing_writer_does_not_make_the_other_fail(
     paths: RunPaths, stops: Stops, monkeypatch: pytest.MonkeyPatch
@@ -228,6 +226,7 @@ def write(paths: RunPaths, snapshot: Snapshot) -> None:
     CheckpointStore(paths).write(pack(snapshot), commit_of(20))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("left", [[MODEL], [MODEL, TRAINING]], ids=len)
 def test_files_of_a_killed_writer_are_used_if_they_hold_the_same_steps(paths: RunPaths, left: list[str]) -> None:
     for name in left:
@@ -245,6 +244,7 @@ def test_files_of_a_killed_writer_are_used_if_they_hold_the_same_steps(paths: Ru
     assert (loaded[0].fence, loaded[1].model["weight"][0]) == (2, 21.0)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("model_too", [True, False])
 @pytest.mark.parametrize("damaged", [True, False])
 def test_a_wrong_training_file_of_a_killed_writer_is_not_used(paths: RunPaths, model_too: bool, damaged: bool) -> None:

@@ -41,6 +41,7 @@ def test_help_and_version_import_no_heavy_library() -> None:
         assert not {"torch", "ray", "numpy", "jsonargparse", "yaml"} & set(done.stderr.split())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", COMMANDS)
 def test_usage_of_every_command_names_the_program_as_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -72,10 +73,11 @@ def test_every_job_is_a_command() -> None:
     assert PROJECT["scripts"] == {"ray-app": "ray_app.cli.main:run"}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("arguments", "started"),
     [
-        pytest.param([], "runpy.run_path('jobs/report.py', run_name='__main__')", marks=pytest.mark.rest),
+        ([], "runpy.run_path('jobs/report.py', run_name='__main__')"),
         (["report"], "sys.exit(run())"),
     ],
 )

@@ -88,7 +88,8 @@ def resume_cursors(job: Job) -> Iterator[Cursor]:
     yield Cursor(1, 2)
 
 
-@pytest.mark.parametrize("last", ["keep", pytest.param("drop", marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("last", ["keep", "drop"])
 @pytest.mark.parametrize(("shard", "balance_by"), ORDERS)
 def test_micro_batches_are_the_same_for_every_reader_and_worker_count(
     tmp_path: Path, data: Path, shard: str, balance_by: str | None, last: str

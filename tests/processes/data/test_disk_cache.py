@@ -77,6 +77,7 @@ def test_workers_of_a_node_and_later_runs_share_the_cache(job: Job) -> None:
     again.close()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("fault", ["flipped bit", "lost writes", "swapped rows", "cut off"])
 def test_rows_that_the_disk_corrupted_are_read_again(job: Job, fault: str) -> None:
     cache, counting = open_job_cache(job), CountingFetch()
@@ -182,6 +183,7 @@ def test_a_small_limit_caches_the_first_rows(job: Job, caplog: pytest.LogCapture
     cache.close()
 
 
+@pytest.mark.rest
 def test_the_capacity_follows_the_limit_of_the_only_open_handle(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     folder, few = Path(str(job.config.data.cache_dir)), 40 * ROW_BYTES / 1e9
 
@@ -262,9 +264,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "leave_free",
-    [pytest.param(0.25, id="a share must stay free", marks=pytest.mark.rest), pytest.param(0.0, id="to the last byte")],
+    [pytest.param(0.25, id="a share must stay free"), pytest.param(0.0, id="to the last byte")],
 )
 def test_rows_that_a_full_disk_cannot_hold_are_read_in_every_epoch(
     tmp_path: Path,

@@ -28,6 +28,7 @@ def job(tmp_path: Path) -> Job:
     return cached_job(tmp_path, write_images(tmp_path / "data", [[50, 1], [46]]), TinyTexts())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("file", "at", "new"),
     [

@@ -36,6 +36,7 @@ def rest_but(names: tuple[str, ...], cases: dict[str, Fields]) -> list[Any]:
     return [name if name in names else pytest.param(name, marks=pytest.mark.rest) for name in cases]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", rest_but(QUICK, BIT_IDENTICAL))
 def test_a_strategy_is_bit_identical_on_any_number_of_devices(
     device_pool: WorkerPool, data: Path, tmp_path: Path, name: str
@@ -141,6 +142,7 @@ def train_alone(rank: int, store: Path, job: Job) -> list[str]:
     return SIM.races()  # type: ignore[no-any-return]
 
 
+@pytest.mark.rest
 def test_workers_evaluate_on_their_devices(device_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = strategy_job(
         tmp_path / "run",

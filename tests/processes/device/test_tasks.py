@@ -43,9 +43,8 @@ def keras_task() -> Task:
     return KerasTask(model="tests.support.keras_programs.get_convolutional", inputs="image", target="label")
 
 
-@pytest.mark.parametrize(
-    "make_task", [lightning_task, *(pytest.param(task, marks=pytest.mark.rest) for task in (loop_task, keras_task))]
-)
+@pytest.mark.rest
+@pytest.mark.parametrize("make_task", [lightning_task, *(task for task in (loop_task, keras_task))])
 def test_a_task_is_bit_identical_on_one_and_two_devices(
     device_pool: WorkerPool, data: Path, tmp_path: Path, make_task: Callable[[], Task]
 ) -> None:

@@ -55,6 +55,7 @@ def test_the_digits_have_the_digest_of_the_cpu_on_any_number_of_devices(
         assert run.commit.environment["device"] == "sim simulated"
 
 
+@pytest.mark.rest
 def test_chips_of_tpus_have_the_digest_of_the_cpu_after_a_kill(
     worker_pool: WorkerPool, tpu_pool: WorkerPool, digits: Path, tmp_path: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_killed_worker_and_a_resume_leave_the_digest(device_pool: WorkerPool, 
     assert read_trained_run(job).digests == expected.digests
 
 
+@pytest.mark.rest
 def test_a_joining_worker_gets_the_state_of_a_device(device_pool: WorkerPool, digits: Path, tmp_path: Path) -> None:
     job = digits_job(tmp_path / "run", digits, dropout=0.3, train__epochs=1)
     expected = device_run(device_pool, job, 1)

@@ -18,15 +18,16 @@ from tests.support.paths import ROOT
 _PROCESS_S = 240
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("redirected", "settings", "failures"),
     [
         pytest.param("> /dev/full", {}, 1, id="full disk"),
-        pytest.param("> /dev/full 2>&1", {}, 1, id="full disk, standard error as well", marks=pytest.mark.rest),
-        pytest.param("2> /dev/full", {}, 0, id="standard error alone", marks=pytest.mark.rest),
-        pytest.param("> >(exec true)", {}, 1, id="closed pipe", marks=pytest.mark.rest),
-        pytest.param(">&- 2>&-", {}, 0, id="closed from the beginning", marks=pytest.mark.rest),
-        pytest.param("> /dev/null", {"PYTHONIOENCODING": "ascii"}, 0, id="ascii", marks=pytest.mark.rest),
+        pytest.param("> /dev/full 2>&1", {}, 1, id="full disk, standard error as well"),
+        pytest.param("2> /dev/full", {}, 0, id="standard error alone"),
+        pytest.param("> >(exec true)", {}, 1, id="closed pipe"),
+        pytest.param(">&- 2>&-", {}, 0, id="closed from the beginning"),
+        pytest.param("> /dev/null", {"PYTHONIOENCODING": "ascii"}, 0, id="ascii"),
     ],
 )
 def test_a_run_with_broken_output_finishes(

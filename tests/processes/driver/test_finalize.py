@@ -63,6 +63,7 @@ def mlflow_run(config: Config) -> Any:
     return run
 
 
+@pytest.mark.rest
 def test_the_run_of_a_killed_driver_is_closed_once(
     driver: subprocess.Popen[str], config: Config, paths: RunPaths, tmp_path: Path
 ) -> None:
@@ -151,6 +152,7 @@ def test_evaluations_after_the_closing_are_added_to_the_summary(config: Config, 
     assert len(read_events(paths, "driver_lost")) == 1
 
 
+@pytest.mark.rest
 def test_closing_without_mlflow_times_out_and_a_start_waits_for_it(
     config: Config, paths: RunPaths, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,6 +195,7 @@ def tabular_task(kind: type[TabularClassification]) -> tuple[Any, nn.Module, dic
     return task, task.build_model(), {"features": np.ones((2, 3), np.float32), "label": np.zeros(2, np.int64)}
 
 
+@pytest.mark.rest
 def test_an_interrupted_export_leaves_nothing_and_a_damaged_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

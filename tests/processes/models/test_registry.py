@@ -283,6 +283,7 @@ def test_several_inputs_and_outputs_are_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.rest
 def test_a_table_of_features_is_served_and_unfit_values_are_refused(tmp_path: Path) -> None:
     import mlflow.pyfunc
     import pandas as pd
@@ -505,7 +506,8 @@ def test_a_version_is_fetched_without_code_and_foreign_versions_are_refused(
             resolve_version(tracking_uri, model)
 
 
-@pytest.mark.parametrize("uri", [pytest.param("server", marks=pytest.mark.rest), "store"])
+@pytest.mark.rest
+@pytest.mark.parametrize("uri", ["server", "store"])
 def test_a_run_resolves_its_initial_model_version_once(
     request: pytest.FixtureRequest, digits: Path, uri: str, tmp_path: Path
 ) -> None:
@@ -542,6 +544,7 @@ def test_a_run_resolves_its_initial_model_version_once(
         )
 
 
+@pytest.mark.rest
 def test_files_damaged_by_the_upload_make_no_version(server: str, copy_package: Any, tmp_path: Path) -> None:
     client = connect(server)
 

@@ -27,6 +27,7 @@ class Changing(ImageClassification):
 """
 
 
+@pytest.mark.rest
 def test_a_changed_task_is_reported_or_refused(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = tmp_path / "changing_task.py"
     task.write_text(TASK)

@@ -18,6 +18,7 @@ from tests.support.local_world import make_job, write_images
 REDUCER = "tests.support.own_reducer.OneDevice"
 
 
+@pytest.mark.rest
 def test_the_reducer_of_the_documentation_is_bit_identical_on_any_workers(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -219,6 +219,7 @@ def test_each_worker_holds_only_its_shards(worker_pool: WorkerPool, data: Path, 
         assert max(share[kind] for share in shares) < 0.3 * total_bytes, kind
 
 
+@pytest.mark.rest
 def test_offloaded_shards_are_in_host_memory_and_compute_the_same_values(data: Path, tmp_path: Path) -> None:
     """Without a GPU the device is the CPU, and the test only compares the values."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU

@@ -58,20 +58,19 @@ def test_fsdp_is_bit_identical_to_ddp_on_any_workers_and_after_a_resume(
     assert_bit_identical(read_trained_run(job), plain)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "spec",
     [
         optimizer("AdamW", lr=0.001),
-        pytest.param(optimizer("Adam", lr=0.001, amsgrad=True, weight_decay=0.01), marks=pytest.mark.rest),
-        pytest.param(optimizer("Adagrad", lr=0.01), marks=pytest.mark.rest),
-        pytest.param(optimizer("SGD", lr=0.05, momentum=0.9, foreach=True), marks=pytest.mark.rest),
-        pytest.param(optimizer("RMSprop", lr=0.001, momentum=0.9), marks=pytest.mark.rest),
-        pytest.param(optimizer("NAdam", lr=0.001), marks=pytest.mark.rest),
-        pytest.param(optimizer("ASGD", lr=0.01), marks=pytest.mark.rest),
-        pytest.param(
-            optimizer("tests.processes.reduction.test_sharded_exact.MeanSign", lr=0.001), marks=pytest.mark.rest
-        ),
-        pytest.param({**SGD, "groups": [{"norms_and_biases": True, "lr": 0.01}]}, marks=pytest.mark.rest),
+        optimizer("Adam", lr=0.001, amsgrad=True, weight_decay=0.01),
+        optimizer("Adagrad", lr=0.01),
+        optimizer("SGD", lr=0.05, momentum=0.9, foreach=True),
+        optimizer("RMSprop", lr=0.001, momentum=0.9),
+        optimizer("NAdam", lr=0.001),
+        optimizer("ASGD", lr=0.01),
+        optimizer("tests.processes.reduction.test_sharded_exact.MeanSign", lr=0.001),
+        {**SGD, "groups": [{"norms_and_biases": True, "lr": 0.01}]},
     ],
 )
 def test_elementwise_optimizers_are_bit_identical_to_ddp(

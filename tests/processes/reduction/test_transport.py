@@ -249,6 +249,7 @@ def wait_for_a_late_rank(rank: int, store: Path, port: int) -> float:
         group.close()
 
 
+@pytest.mark.rest
 def test_a_receive_waits_longer_than_the_timeout_for_forming_a_group(worker_pool: WorkerPool) -> None:
     """PyTorch's own receive fails with "Timed out waiting 2000ms for recv operation to complete"."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -93,6 +93,7 @@ def test_the_report_fits_every_screen_and_is_readable(
     assert browser.evaluate(OVERLAPPING) == []
 
 
+@pytest.mark.rest
 def test_light_and_dark_differ_and_print_is_light(
     browser: Browser, site: Site, full: RunDirectory, tmp_path: Path
 ) -> None:

@@ -153,6 +153,7 @@ def test_the_lease_of_a_zombie_driver_is_taken_over(paths: RunPaths, driver: Cal
         assert lease.fence == 2
 
 
+@pytest.mark.rest
 def test_a_frozen_driver_loses_its_lease(paths: RunPaths, driver: Callable[[float], Driver]) -> None:
     first = driver(1.0)
     first.send(signal.SIGSTOP)
@@ -206,7 +207,8 @@ def put_lease(paths: RunPaths, renewed_s: float, released: bool = False, life_s:
     put_json(paths.fence(1), asdict(LeaseRecord(REMOTE_HOLDER, 0.0, renewed_s, life_s, released)))
 
 
-@pytest.mark.parametrize("clock_s", [-500.0, pytest.param(0.0, marks=pytest.mark.rest), 500.0])
+@pytest.mark.rest
+@pytest.mark.parametrize("clock_s", [-500.0, 0.0, 500.0])
 def test_an_unrenewed_lease_of_another_machine_is_taken_over(paths: RunPaths, clock_s: float) -> None:
     put_lease(paths, time.time() + clock_s)
     began = time.monotonic()
@@ -241,9 +243,8 @@ def test_a_lease_of_another_machine_is_watched_for_a_renewal(
     assert newest_fence(paths) == 1 + released
 
 
-@pytest.mark.parametrize(
-    "holder", [pytest.param(LOCAL_HOLDER, marks=pytest.mark.rest), REMOTE_HOLDER], ids=["here", "away"]
-)
+@pytest.mark.rest
+@pytest.mark.parametrize("holder", [LOCAL_HOLDER, REMOTE_HOLDER], ids=["here", "away"])
 def test_watching_restarts_after_a_storage_outage(
     paths: RunPaths, holder: LeaseHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

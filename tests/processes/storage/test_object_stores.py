@@ -163,6 +163,7 @@ def test_a_missing_bucket_is_an_error_and_not_a_missing_file(s3_folder: ObjectPa
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), OSError)
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("repeats", [1, 2 * MIB], ids=["small", "large"])
 def test_one_of_two_racing_writers_wins(folder: Location, repeats: int) -> None:
@@ -240,6 +241,7 @@ def test_a_truncated_answer_is_requested_again(s3_server: S3Server, s3_folder: O
     assert len(s3_server.requests("GET .*/a$")) == 3, "the faults did not happen"
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("small_parts")
 def test_a_big_file_is_uploaded_in_parts_with_bounded_memory(s3_server: S3Server, s3_folder: ObjectPath) -> None:
     data = os.urandom(60 * MIB + 1)
@@ -410,11 +412,12 @@ CheckpointStore(RunPaths(to_location(sys.argv[1]))).write(pack(snapshot_of(4, 3 
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "at",
     [
-        pytest.param("model.safetensors.*partNumber=2", marks=pytest.mark.rest),
-        pytest.param("training.pt", marks=pytest.mark.rest),
+        "model.safetensors.*partNumber=2",
+        "training.pt",
         "COMMIT.json",
     ],
 )

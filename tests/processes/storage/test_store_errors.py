@@ -51,6 +51,7 @@ def test_a_missing_bucket_is_reported(folder: ObjectPath, request_: str) -> None
         REQUESTS[request_](replace(folder, bucket="nothing-here"))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_an_unreachable_server_is_reported(folder: ObjectPath, request_: str) -> None:
     unreachable = replace(folder, query=["endpoint_override=127.0.0.1:9&scheme=http", "_name=one"][0])
@@ -60,6 +61,7 @@ def test_an_unreachable_server_is_reported(folder: ObjectPath, request_: str) ->
         REQUESTS[request_](unreachable)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("request_", REQUESTS)
 @pytest.mark.parametrize("server", ["s3", "gs"])
 def test_a_server_that_times_out_is_reported(

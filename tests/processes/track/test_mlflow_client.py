@@ -254,6 +254,7 @@ def test_a_crash_before_the_cursor_is_stored_doubles_no_point(run: RecordedRun) 
     assert_tracked(run, 1100, "FINISHED")
 
 
+@pytest.mark.rest
 def test_a_run_deleted_in_mlflow_is_sent_completely_to_a_new_one(
     run: RecordedRun, caplog: pytest.LogCaptureFixture
 ) -> None:

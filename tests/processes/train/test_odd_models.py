@@ -267,6 +267,7 @@ CENTRAL = {"train__strategy": "central_storage"}
 LOCAL = {"train__strategy": "local_sgd", "train__local_steps": 3}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("task", "fields", "variants"),
     [
@@ -359,6 +360,7 @@ def test_a_value_that_an_optimizer_computes_is_the_same_in_all_replicas(
     assert runs[0].snapshot.optimizer["param_groups"][0]["size"] != 0.1
 
 
+@pytest.mark.rest
 def test_a_learning_rate_of_a_numpy_type_survives_a_resume(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     schedule = {
         "class_path": "torch.optim.lr_scheduler.LambdaLR",

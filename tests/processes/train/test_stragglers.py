@@ -67,7 +67,8 @@ def train_with_straggler(
     return read_trained_run(job), job.paths
 
 
-@pytest.mark.parametrize("windows", [cache_windows, pytest.param(stream_windows, marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("windows", [cache_windows, stream_windows])
 def test_logical_workers_move_away_from_a_straggler_bit_identically(
     worker_pool: WorkerPool, tmp_path: Path, windows: OpenWindows
 ) -> None:

@@ -58,12 +58,13 @@ def test_training_is_bit_identical_for_all_world_sizes(
     assert runs[0].steps[-1][1] < runs[0].steps[0][1], "the loss did not fall"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("logical_workers", "sizes"),
     [
-        pytest.param(3, (1, 2, 3), marks=pytest.mark.rest),
+        (3, (1, 2, 3)),
         (5, (1, 2, 3, 4)),
-        pytest.param(6, (1, 3, 4), marks=pytest.mark.rest),
+        (6, (1, 3, 4)),
     ],
 )
 def test_uneven_reduction_trees_are_bit_identical(
@@ -132,6 +133,7 @@ def test_settings_are_bit_identical_for_all_world_sizes(
     assert runs[0].commit.params_digest != plain.commit.params_digest, "the setting has no effect"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("variant", ["unused", "frozen"])
 def test_parameters_without_gradients_stay_and_training_is_bit_identical(
     worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, variant: str
@@ -157,6 +159,7 @@ def test_parameters_without_gradients_stay_and_training_is_bit_identical(
     assert not torch.equal(runs[0].snapshot.model["5.weight"], short.snapshot.model["5.weight"])
 
 
+@pytest.mark.rest
 def test_overlapped_has_the_same_rows_and_nearly_the_same_parameters(
     worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path
 ) -> None:

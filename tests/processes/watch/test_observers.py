@@ -87,6 +87,7 @@ def train_observed(folder: Path, data: Path, observers: list[dict[str, Any]], **
     return run_training(config, Console(quiet=True))
 
 
+@pytest.mark.rest
 def test_observers_get_the_recorded_events_and_their_errors_end_no_run(data: Path, tmp_path: Path) -> None:
     CALLS.clear()
     spec = {"class_path": f"{__name__}.Noted", "init_args": {"raises": "epoch"}}

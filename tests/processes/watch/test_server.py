@@ -70,9 +70,8 @@ def test_the_page_reports_a_lost_server(browser: Browser, run: RunDirectory) -> 
             wait_until(lambda: browser.evaluate('document.querySelector("#lost").hidden'))
 
 
-@pytest.mark.parametrize(
-    ("width", "scheme"), [(1200, "light"), (390, "light"), pytest.param(1200, "dark", marks=pytest.mark.rest)]
-)
+@pytest.mark.rest
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (390, "light"), (1200, "dark")])
 def test_the_page_fits_the_screen_and_is_readable(
     browser: Browser, page_server: tuple[PageServer, str], width: int, scheme: str
 ) -> None:

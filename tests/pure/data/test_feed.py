@@ -259,6 +259,7 @@ def test_any_data_set_is_delivered_once_and_resumes_at_any_cursor(
         assert_equal_batches(rest, deliver(dataset, plan, data.draw(st.sampled_from(OPENERS)), data.draw(sizes), start))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("window", [6, 1000], ids="window{}".format)
 def test_large_steps_are_gathered_ahead_and_equal_those_gathered_in_place(
     datasets: dict[str, Dataset], window: int, monkeypatch: pytest.MonkeyPatch
@@ -328,6 +329,7 @@ def test_a_step_above_the_bytes_of_a_block_is_gathered_alone(
     assert set(blocks) == {1}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("open_windows", OPENERS)
 @pytest.mark.parametrize(("every", "steps"), [(3, 5), (5, 1)], ids=["back", "ahead"])
 def test_seek_to_a_window_out_of_order_delivers_the_same_batches(

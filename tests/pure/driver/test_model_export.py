@@ -115,6 +115,7 @@ def test_an_unknown_checkpoint_name_is_refused_with_the_existing_names(job: Job,
         result_of(job).export(str(tmp_path / "out"), name)
 
 
+@pytest.mark.rest
 def test_each_way_uses_the_same_best_checkpoint_after_late_evaluations_and_removals(
     job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,7 +167,8 @@ def test_parameters_that_differ_from_the_committed_digest_are_refused(job: Job) 
         result_of(job).load_model("newest")
 
 
-@pytest.mark.parametrize("eval_data", [pytest.param(False, marks=pytest.mark.rest), True])
+@pytest.mark.rest
+@pytest.mark.parametrize("eval_data", [False, True])
 def test_a_run_that_skips_bad_rows_is_exported_although_its_first_row_is_bad(tmp_path: Path, eval_data: bool) -> None:
     pictures = [io.BytesIO() for _ in range(8)]
     for shade, picture in enumerate(pictures):

@@ -55,6 +55,7 @@ def test_the_metric_of_the_newest_start_decides_the_best_checkpoint(job: Job) ->
     assert (event.fence, event.details["fields"]) == (2, fields)
 
 
+@pytest.mark.rest
 def test_stored_alternating_optimizers_are_complete_and_stable_over_starts(job: Job) -> None:
     schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}
     turns = {

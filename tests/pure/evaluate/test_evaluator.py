@@ -74,6 +74,7 @@ def evaluating(
         evaluator.stop()
 
 
+@pytest.mark.rest
 def test_pending_checkpoints_stay_pinned_during_a_long_evaluation(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -399,6 +399,7 @@ def test_module_task_decodes_json_lists_of_floats_to_float32(tmp_path: Path) -> 
     assert to_lists(decoded["x"]) == [line["x"] for line in lines]
 
 
+@pytest.mark.rest
 def test_module_task_decodes_hugging_face_tokens(tmp_path: Path) -> None:
     """The columns have the types of Hugging Face's tokenizers; preflight runs a step on them."""
     random = np.random.default_rng(0)

@@ -35,6 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> FinishedRun:
     return make_champion_run(tmp_path_factory.mktemp("storage"), digits)
 
 
+@pytest.mark.rest
 def test_invalid_predictions_are_refused_before_a_cluster_starts(
     run: FinishedRun, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

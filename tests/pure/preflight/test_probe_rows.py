@@ -77,7 +77,8 @@ def refusal_of(*arguments: Any, **fields: Any) -> str:
 # --- The rows of the dry run.
 
 
-@pytest.mark.parametrize("long_at", [pytest.param(3, marks=pytest.mark.rest), ROWS - 1])
+@pytest.mark.rest
+@pytest.mark.parametrize("long_at", [3, ROWS - 1])
 def test_the_longest_row_is_run_through_the_model_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_at: int
 ) -> None:
@@ -94,9 +95,8 @@ def test_the_longest_row_is_run_through_the_model_once(
     assert sorted(lengths)[-3:] == [16, 32, LONG], "two other lengths serve the cost estimate"
 
 
-@pytest.mark.parametrize(
-    ("limit", "value"), [("MAX_OPERATIONS", 1e6), pytest.param("max_probe_bytes", lambda: 1e6, marks=pytest.mark.rest)]
-)
+@pytest.mark.rest
+@pytest.mark.parametrize(("limit", "value"), [("MAX_OPERATIONS", 1e6), ("max_probe_bytes", lambda: 1e6)])
 def test_a_row_above_the_cost_limit_is_skipped_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str, value: Any
 ) -> None:
@@ -113,7 +113,8 @@ def test_a_row_above_the_cost_limit_is_skipped_and_logged(
     )
 
 
-@pytest.mark.parametrize("multiple", [pytest.param(1, marks=pytest.mark.rest), 24])
+@pytest.mark.rest
+@pytest.mark.parametrize("multiple", [1, 24])
 def test_the_cost_of_a_long_row_is_extrapolated_from_short_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiple: int
 ) -> None:
@@ -162,6 +163,7 @@ def test_the_cost_limit_applies_to_the_operations_of_the_parameters(monkeypatch:
 # --- The messages of refusals.
 
 
+@pytest.mark.rest
 def test_the_padding_of_a_target_is_not_a_class(tmp_path: Path) -> None:
     path = write(tmp_path / "data", None)
     start(tmp_path, texts(pad_with=59, metrics={"accuracy": ACCURACY}), path)
@@ -169,6 +171,7 @@ def test_the_padding_of_a_target_is_not_a_class(tmp_path: Path) -> None:
     assert "is padded with 60, and the model has no embedding for 60" in refusal_of(tmp_path, texts(pad_with=60), path)
 
 
+@pytest.mark.rest
 def test_an_error_in_an_evaluation_of_lists_is_not_attributed_to_their_length(tmp_path: Path) -> None:
     path = write(tmp_path / "data", None)
     two_classes = {**ACCURACY, "init_args": {"num_classes": 2}}
@@ -195,6 +198,7 @@ class Turns(CausalLanguageModel):
         return self.loss(self.forward(model, batch), batch)  # type: ignore[return-value]
 
 
+@pytest.mark.rest
 def test_the_longest_row_is_tried_where_optimizers_take_turns(tmp_path: Path) -> None:
     path = write(tmp_path / "data", ROWS - 1)
     config = {"class_path": "transformers.GPT2Config", "init_args": {**GPT, "n_positions": LONG}}

@@ -49,7 +49,7 @@ def line_of(code: str) -> str:
             "augment draws from a generator of its own, Impure.transform.random_generator (numpy's Generator). Draw"
             " from the keys",
         ),
-        pytest.param("kept", "training_loss gives something else when it is called again", marks=pytest.mark.rest),
+        ("kept", "training_loss gives something else when it is called again"),
     ],
 )
 def test_preflight_names_impure_code(impurity: str, expected: str, tmp_path: Path) -> None:
@@ -61,5 +61,6 @@ def test_a_pure_task_has_no_impurities(tmp_path: Path) -> None:
     assert impurities_of(tmp_path, "") == []
 
 
+@pytest.mark.rest
 def test_a_model_that_cannot_be_copied_is_built_again(tmp_path: Path) -> None:
     assert impurities_of(tmp_path, "lock") == []

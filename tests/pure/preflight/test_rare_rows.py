@@ -98,9 +98,8 @@ def refusal_of(*arguments: Any) -> str:
 # --- Longer rows.
 
 
-@pytest.mark.parametrize(
-    "long_at", [pytest.param(0, marks=pytest.mark.rest), pytest.param(511, marks=pytest.mark.rest), ROWS - 1]
-)
+@pytest.mark.rest
+@pytest.mark.parametrize("long_at", [0, 511, ROWS - 1])
 def test_a_row_longer_than_the_positions_of_the_model_is_refused(tmp_path: Path, plain: str, long_at: int) -> None:
     long = write(tmp_path / "long", long_at=long_at)
     start(texts(), plain, plain, tmp_path)
@@ -237,15 +236,12 @@ def test_the_search_for_the_longest_row_skips_unreadable_files(tmp_path: Path, p
 # --- Values that only the evaluation data have.
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("task", "message"),
     [
         (IMAGES, "Column 'label' of {path} has labels from 0 to 3; 3 classes allow 0 to 2. Correct the labels or set"),
-        pytest.param(
-            TABLE,
-            "Column 'label' of {path} has labels from 0 to 3; 3 classes allow 0 to 2. Correct the labels or set",
-            marks=pytest.mark.rest,
-        ),
+        (TABLE, "Column 'label' of {path} has labels from 0 to 3; 3 classes allow 0 to 2. Correct the labels or set"),
         (
             numbers(3),
             "the loss and the model's 3 classes allow 0 to 2. Correct the column, or let the model have an output for"

@@ -43,6 +43,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("file", "fields"), CASES)
 def test_a_shipped_configuration_starts_on_gpus(
     file: Path, fields: dict[str, Any], folder: Path, tmp_path: Path

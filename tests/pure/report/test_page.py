@@ -270,6 +270,7 @@ def test_the_report_fetches_nothing_and_has_no_script(tmp_path: Path) -> None:
     assert "@import" not in style
 
 
+@pytest.mark.rest
 def test_thinning_keeps_extremes_and_both_ends() -> None:
     numbers = random.Random(1)
     points = [(float(x), numbers.random()) for x in range(1_000_000)]

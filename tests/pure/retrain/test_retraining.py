@@ -363,6 +363,7 @@ def test_a_real_improvement_on_few_rows_passes_the_gate_and_noise_does_not() -> 
     assert not compare(wrong_for(LABELS, 0.02, 1), wrong_for(LABELS, 0.10, 2), min_gain=-0.01)[1]
 
 
+@pytest.mark.rest
 def test_a_challenger_that_never_predicts_a_class_is_refused_with_its_recalls(monkeypatch: pytest.MonkeyPatch) -> None:
     champion = wrong_for(LABELS, 0.5, 3)
     # It predicts no dog and is otherwise correct.
@@ -586,6 +587,7 @@ def test_resampled_metrics_equal_the_metrics_of_the_drawn_rows() -> None:
         resample(TASK, blocks, "f1", counts)
 
 
+@pytest.mark.rest
 def test_a_regression_is_compared_by_its_root_mean_squared_error() -> None:
     task = TabularRegression(features=["a"])
     rng = np.random.default_rng(0)
@@ -613,6 +615,7 @@ class Branching(TabularClassification):
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("form", ["torch.export", "safetensors"])
 def test_a_packaged_model_scores_like_the_trained_one_and_keeps_its_parameters(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -660,6 +663,7 @@ VALID: dict[str, Any] = {
 CONFIG: Config = load_config(None, **VALID)
 
 
+@pytest.mark.rest
 def test_the_key_of_a_round_changes_with_each_content_that_it_depends_on(tmp_path: Path) -> None:
     for name in ("train", "eval"):
         write(tmp_path / name / "a.parquet", 100, seed=len(name))

@@ -177,6 +177,7 @@ def test_the_next_start_continues_with_the_first_unrecorded_stage(config: Config
     assert [entry["what"] for entry in read_audit_entries(second.paths)] == ["data refused"]
 
 
+@pytest.mark.rest
 def test_unreachable_storage_does_not_refuse_the_data(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +206,7 @@ def test_unreachable_storage_does_not_refuse_the_data(
     assert "the evaluation data has 60 rows, and the gate" in capsys.readouterr().out
 
 
+@pytest.mark.rest
 def test_a_refused_challenger_is_judged_again_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
     watch = StageObserver(config)
     assert start(config, watch).kind == "data refused"
@@ -231,6 +233,7 @@ def test_a_refused_challenger_is_judged_again_when_another_champion_serves(confi
             put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
 
 
+@pytest.mark.rest
 def test_refused_data_is_validated_again_once_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
     watch = StageObserver(config)
     assert start(config, watch).kind == "data refused"

@@ -195,6 +195,7 @@ def test_a_damaged_segment_is_named_and_no_segment_is_joined(paths: RunPaths) ->
     assert list_segments(paths) == before
 
 
+@pytest.mark.rest
 def test_the_number_of_files_is_bounded_and_memory_per_step_is_small(paths: RunPaths) -> None:
     """A step takes at most 140 bytes for every number of logical workers; a record in a list takes 3 kilobytes."""
     num_files, allocated_bytes = [], []

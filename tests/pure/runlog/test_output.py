@@ -45,6 +45,7 @@ def test_a_process_that_prints_nothing_creates_no_file(paths: RunPaths) -> None:
     assert not paths.outputs.exists()
 
 
+@pytest.mark.rest
 def test_endless_output_is_truncated_in_the_storage(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     start_s = time.perf_counter()
     with copied_output(paths, 1, "worker", lambda: "step 1"):

@@ -118,6 +118,7 @@ def test_a_slow_reader_of_a_non_blocking_pipe_gets_every_line() -> None:
     assert b"".join(parts_read).decode() == "".join(lines)
 
 
+@pytest.mark.rest
 def test_writing_to_a_full_non_blocking_pipe_fails_after_a_while() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -91,6 +91,7 @@ def test_files_that_were_read_are_not_read_again(run: RunDirectory, monkeypatch:
     )
 
 
+@pytest.mark.rest
 def test_a_watcher_follows_a_run_and_keeps_its_facts_while_storage_is_unreachable(run: RunDirectory) -> None:
     with RunWatcher([run.paths], EVERY_S) as watcher:
         [first_state] = watcher.sights

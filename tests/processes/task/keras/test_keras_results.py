@@ -41,6 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("keras") / "images", [[50]])
 
 
+@pytest.mark.rest
 def test_plain_keras_loads_an_export_and_predicts_the_same(data: Path, tmp_path: Path) -> None:
     init_args = {"model": "tests.support.keras_programs.get_convolutional", "inputs": "image", "target": "label"}
     result = train(tmp_path / "runs", data, {"class_path": "ray_app.task.keras.KerasTask", "init_args": init_args})

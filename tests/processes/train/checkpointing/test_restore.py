@@ -85,6 +85,7 @@ def test_a_run_resumes_from_some_steps(worker_pool: WorkerPool, tmp_path: Path, 
     assert resume_from_checkpoints(worker_pool, tmp_path, strategy, cache, stride=6) == [1, 7, 13]
 
 
+@pytest.mark.rest
 def test_reader_threads_keep_the_run_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_images(tmp_path / "data", [[50, 1], [46], [200]])
     decode, readers = TinyImages.decode, set[str]()

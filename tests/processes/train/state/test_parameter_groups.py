@@ -126,6 +126,7 @@ def test_parameter_servers_with_groups_are_bit_identical_to_ddp(
     assert (run.digests, run.steps) == (plain.digests, plain.steps)
 
 
+@pytest.mark.rest
 def test_fsdp_with_groups_is_bit_identical_to_ddp(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {
         "task": TinyImages(),

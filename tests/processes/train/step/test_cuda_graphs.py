@@ -51,7 +51,8 @@ def _train_captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, m
     return graphs.captures, graphs.replays
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.rest), 2])
+@pytest.mark.rest
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("task", "fields"),
     [
@@ -82,6 +83,7 @@ def test_a_captured_step_is_bit_identical_to_an_eager_one(
     assert all(0 < captures < replays for captures, replays in counts)
 
 
+@pytest.mark.rest
 def test_a_captured_run_resumes_bit_identically_on_other_workers(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_captured_run_resumes_bit_identically_on_other_workers(
     assert read_trained_run(job).digests == eager.digests
 
 
+@pytest.mark.rest
 def test_input_shapes_above_the_maximum_of_graphs_run_eagerly(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:

@@ -84,7 +84,8 @@ def job_of(folder: Path, data: Path, task: TinyImages | None = None, **fields: A
     return make_job(folder, data, logical_workers=4, batch=12, task=task or Tokens(), **(defaults | fields))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ddp" else pytest.mark.rest) for n in STRATEGIES])
+@pytest.mark.rest
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_weighted_losses_are_bit_identical_on_any_workers_and_after_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
@@ -335,7 +336,8 @@ class Reduced(TinyImages):
         return losses
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ddp" else pytest.mark.rest) for n in STRATEGIES])
+@pytest.mark.rest
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_reduced_values_are_bit_identical_on_any_workers(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:

@@ -346,7 +346,8 @@ class CheckpointedTask(TinyImages):
         return CheckpointedModel()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("local_sgd", marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
 def test_checkpointed_batch_norm_of_one_row_is_bit_identical_on_any_workers(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, strategy: str
 ) -> None:
@@ -491,6 +492,7 @@ class OneLayer:
 TASK: Any = OneLayer()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "fields", [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}], ids=["step", "local step"]
 )

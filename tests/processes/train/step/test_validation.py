@@ -85,6 +85,7 @@ def count_evaluated_rows(job: Job) -> int:
     return sum(map(int, Path(job.task.notes).read_text().split()))
 
 
+@pytest.mark.rest
 def test_every_planned_checkpoint_is_evaluated_on_any_workers_and_after_stops(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:

@@ -190,9 +190,10 @@ class Branches(TinyImages):
         return outputs * model.branch if model.training and torch.rand(()) < 0.3 else outputs  # type: ignore[operator]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param(SGD, marks=pytest.mark.rest), {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}],
+    [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}],
     ids=["sgd", "adam"],
 )
 def test_a_parameter_without_a_gradient_on_some_logical_workers_is_averaged(

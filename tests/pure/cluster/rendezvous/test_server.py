@@ -58,6 +58,7 @@ def test_a_heartbeat_costs_the_same_with_ten_and_with_a_thousand_workers(drained
     assert heartbeat_cost(10, drained) == heartbeat_cost(1000, drained)
 
 
+@pytest.mark.rest
 def test_the_cost_of_a_generation_per_worker_is_independent_of_its_size() -> None:
     costs = []
     for workers in (100, 1000):

@@ -139,6 +139,7 @@ def test_a_column_without_a_name_keeps_the_empty_name(tmp_path: Path) -> None:
     assert ingest_and_read(tmp_path, "csv", write_file(tmp_path, ",a\n0,5\n1,6\n"))[""] == [0, 1]
 
 
+@pytest.mark.rest
 def test_errors_about_many_columns_name_only_the_wrong_ones(tmp_path: Path) -> None:
     names = [f"c{i}" for i in range(300)]
     message = ingest_error(

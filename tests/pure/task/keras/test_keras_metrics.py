@@ -27,6 +27,7 @@ def arrays_of(classes: int) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("function", "classes"), [("get_measured", 5), ("get_binary", 2)])
 def test_metrics_are_those_of_evaluate_for_any_number_of_chunks(data: Path, function: str, classes: int) -> None:
     task = task_of(data, function)

@@ -63,6 +63,7 @@ def gradients_of(model: Any) -> list[Tensor]:
 REST_OPTIONS = [pytest.param(*case, marks=pytest.mark.rest) for case in OPTIONS]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in CLASSES), *REST_OPTIONS])
 def test_a_hundred_steps_give_the_weights_of_keras_bit_for_bit(name: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)

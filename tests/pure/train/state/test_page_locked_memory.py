@@ -82,6 +82,7 @@ def test_a_checkpoint_of_a_copy_has_each_tensor_once_for_all_dtypes(driver: Fake
     assert all(torch.equal(unpacked.optimizer["state"][0][name], v) for name, v in copy.optimizer["state"][0].items())
 
 
+@pytest.mark.rest
 def test_a_block_is_reused_once_no_view_of_it_is_left(driver: FakeCuda) -> None:
     first = page_locked_like(STATE)
     [address] = driver.locked

@@ -16,6 +16,7 @@ def blocks(workers: int, logical_workers: int) -> list[range]:
     return [logical_workers_of(rank, workers, logical_workers) for rank in range(workers)]
 
 
+@pytest.mark.rest
 @given(st.integers(2, 9), st.integers(0, 20), st.floats(0.01, 0.9), st.integers(0, 1000))
 def test_shares_are_drawn_at_the_rate_and_spread_over_the_ranks(
     workers: int, extra: int, rate: float, seed: int

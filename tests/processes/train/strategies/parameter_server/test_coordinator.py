@@ -401,6 +401,7 @@ def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
     }
 
 
+@pytest.mark.rest
 # The rendezvous raises `SystemExit` in the threads of the coordinator.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_coordinator_pauses_the_watchdog_while_it_waits_for_the_storage(
