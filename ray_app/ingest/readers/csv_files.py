@@ -415,9 +415,10 @@ def _read_tables(
     """Yields the tables of an input split; this is the second pass."""
     for file in files:
         bad_rows: list[Any] = []
+        name = file.name
         for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
             yield base.make_table(
-                [f"{file.name}:{number}" for number in numbers],
+                [f"{name}:{number}" for number in numbers],
                 _convert_block(file, block, label, kinds, classes, csv_format),
             )
         for invalid in bad_rows:
@@ -457,11 +458,10 @@ def _numbered_blocks(
     row = 1 + csv_format.has_header(file)
     for block in _string_blocks(file, csv_format, bad_rows):
         bad_numbers = {invalid.number for invalid in bad_rows or ()}
-        numbers: list[int] = []
-        while len(numbers) < block.num_rows:
-            if row not in bad_numbers:
-                numbers.append(row)
-            row += 1
+        numbers = list(range(row, row + block.num_rows + len(bad_numbers)))
+        if bad_numbers:
+            numbers = [number for number in numbers if number not in bad_numbers][: block.num_rows]
+        row = numbers[-1] + 1 if numbers else row
         yield numbers, block
 
 

@@ -423,9 +423,9 @@ def _shapes(files: list[File], lists: list[str], ragged: list[str]) -> dict[str,
 
 def _tables(form: Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     for file in files:
-        row = 0
+        row, name = 0, file.name
         for table in _read(file, form.schema.names):
-            ids = np.array([f"{file.name}:{i}" for i in range(row, row + len(table))], dtype=object)
+            ids = np.array([f"{name}:{i}" for i in range(row, row + len(table))], dtype=object)
             row += len(table)
             if len(table):
                 yield convert_table(form, file, table, ids, refuse)
