@@ -18,8 +18,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.devices import kind_of
 from ray_app.driver.single import train_in_process
 from ray_app.errors import PeerLostError
-from ray_app.reduction import group_state
-from ray_app.reduction.base import collective
+from ray_app.reduction.base import clear_group, collective
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.task import environment
 from ray_app.testing import DieAfter, KilledError
@@ -114,7 +113,7 @@ def open_group_twice(rank: int, store: Path, port: int, device: str, variables: 
             for abort in group._abort_threads.values():
                 abort.join()
             # Otherwise the reduction would be refused before it reaches the backend.
-            group_state.clear_group(group)
+            clear_group(group)
             try:
                 _reduce(group, torch_device)
             except PeerLostError as error:

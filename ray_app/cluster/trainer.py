@@ -30,8 +30,7 @@ from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
 from ray_app.config.config import Config
 from ray_app.config.sections import ScalingSection
-from ray_app.data.memory_cache import MemoryCacheHandle
-from ray_app.data.ray_tasks import fetch_ray
+from ray_app.data.ray_tasks import MemoryCacheHandle, fetch_ray
 from ray_app.data.reader import Fetch, choose_fetch
 from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
 from ray_app.devices import HOST, accelerator, assigned_device

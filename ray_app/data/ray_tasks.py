@@ -1,8 +1,15 @@
-"""Planned reads on a Ray cluster, and a pool of actors that maps the tables that the reads deliver.
+"""Planned reads on a Ray cluster, a pool of actors that maps the tables of the reads, and the memory cache.
 
 Each `ReadSpec` is one Ray Data read task, which also decodes. `fetch_ray` runs single Ray tasks instead if row groups
-are read in slices, and after the loss of a process or a node; `map_in_actors` then starts a new execution. See
-`ray_app.data.process_deaths` for these losses.
+are read in slices, and after the loss of a process or a node; `map_in_actors` then starts a new execution.
+
+The loss of a node is not a task's fault; a process that dies three times in the same task dies of what the task does.
+Ray does not distinguish the two, and Ray Data restarts such a task without end: a row that ends the process while it is
+decoded (a segmentation fault in a C library, too much memory) would be read again and again while the run waits for it.
+So `RetriedTask` and `DeathCounter` count.
+
+The memory cache is a data set that is decoded once into Ray's object store. The driver or an actor owns the decoded
+arrays, not a worker, so that they outlive lost workers. Each node maps one copy of them.
 """
 
 from __future__ import annotations
@@ -15,19 +22,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import ray
 import ray.data
 from ray import cloudpickle
+from ray.actor import ActorHandle
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 
-from ray_app.data.process_deaths import DeathCounter, RetriedTask, classify_loss
-from ray_app.data.reader import MAX_BLOCK_BYTES, Reader, ReadSpec, SliceReader, describe_spec
-from ray_app.errors import unwrap_app_error
+from ray_app.data.reader import (
+    MAX_BLOCK_BYTES,
+    Decoded,
+    Reader,
+    ReadSpec,
+    RowSource,
+    SliceReader,
+    describe_spec,
+    fetch_in_process,
+    load_all,
+)
+from ray_app.errors import ProcessDiedError, unwrap_app_error
 from ray_app.process import defer_interrupts
 
 logger = logging.getLogger(__name__)
@@ -41,6 +58,78 @@ _MAX_IN_FLIGHT = 16
 _LOST = "A read task was lost (%s); the rest is read by others."
 _LOG_LEVELS = {"ray.data": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
 """Levels of Ray Data's loggers; the second one warns that no progress bars are shown."""
+
+
+MAX_DEATHS = 3
+"""Number of times that a process may die of the same task."""
+
+_PROCESS_ERRORS = (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError, ray.exceptions.ActorDiedError)
+_NODE_ERRORS = (ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
+_NODE_DIED = "its node has died"
+"""Part of Ray's message about an actor on a lost node; Ray has no separate exception for it."""
+
+
+def classify_loss(error: BaseException) -> Literal["process", "node"] | None:
+    """Returns what was lost according to an error of a task or of a wait for it; None if the task itself raised it."""
+    chain: list[BaseException] = []
+    todo: list[BaseException | None] = [error]
+    while todo:
+        current = todo.pop()
+        if current is None or current in chain:
+            continue
+        chain.append(current)
+        todo += [current.__cause__, current.__context__]
+    if any(isinstance(e, _NODE_ERRORS) or getattr(e, "preempted", False) or _NODE_DIED in str(e) for e in chain):
+        return "node"
+    return "process" if any(isinstance(e, _PROCESS_ERRORS) for e in chain) else None
+
+
+class DeathCounter:
+    """Counts how often a process died of a task, which `describe` describes: `while it read ...`."""
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe, self._count = describe, 0
+
+    def note(self, error: BaseException) -> None:
+        """Counts the error that ended a try; raises ProcessDiedError if a process has died of the task too often.
+
+        An error that is not the loss of a process or a node is raised again.
+        """
+        loss = classify_loss(error)
+        if loss is None:
+            raise unwrap_app_error(error) from error
+        self._count += loss == "process"
+        if self._count == MAX_DEATHS:
+            raise process_died_error(self._describe(), error) from error
+
+
+def process_died_error(activity: str, error: BaseException | None = None) -> ProcessDiedError:
+    """Returns the error that ends a run after a process died too often."""
+    cause = "without a Python error: a fault or an abort in a library, or the kernel for want of memory"
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        cause = "for want of memory"
+    return ProcessDiedError(
+        f"A process died {MAX_DEATHS} times {activity} ({cause}). Look at these rows, take them out or write them anew;"
+        " if they are sound and large, lower data.read_task_mb, or give the node more memory."
+    )
+
+
+class RetriedTask:
+    """A Ray task, with `max_retries=0`, that is submitted again when its process or its node is lost."""
+
+    def __init__(self, submit: Callable[[], Any], describe: Callable[[], str]) -> None:
+        self._submit, self._deaths = submit, DeathCounter(describe)
+        self.reference = submit()
+
+    def result(self) -> Any:
+        """Waits for the task and returns its result; raises ProcessDiedError if its process died too often."""
+        # Not `Retry`: a task is repeated at once, and `DeathCounter` limits the deaths of processes, not of nodes.
+        while True:
+            try:
+                return ray.get(self.reference)
+            except ray.exceptions.RayError as error:
+                self._deaths.note(error)
+                self.reference = self._submit()
 
 
 class PlannedSource(Datasource):
@@ -279,3 +368,101 @@ def start_shared_actors() -> None:
         DataContext._set_current(saved_context)
         for ray_logger, level in zip(loggers, levels, strict=True):
             ray_logger.setLevel(level)
+
+
+def is_small(source: RowSource) -> bool:
+    """Returns whether one read task reads all of a data set."""
+    return source.manifest.num_rows <= source.task_rows
+
+
+def fetch_auto(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+    """Runs a single read task in this process, and several by Ray Data, which takes seconds to start."""
+    return (fetch_in_process if len(specs) < 2 else fetch_ray)(reader, specs)
+
+
+class MemoryCache:
+    """An actor that owns the decoded arrays of a data set, see `start_memory_cache`."""
+
+    def __init__(self, source: RowSource) -> None:
+        self._load = partial(load_all, fetch_ray, source)
+        self._decoded: Decoded | None = None
+
+    def decoded(self) -> Decoded:
+        """Returns the data set with references in place of arrays; the first call decodes it."""
+        if self._decoded is None:
+            self._decoded = _put(self._load())
+        return self._decoded
+
+
+@dataclass(frozen=True)
+class MemoryCacheHandle:
+    """A decoded data set in Ray's object store, as other processes use it.
+
+    Args:
+        actor: The `MemoryCache` that decodes the data set; None for a small one.
+        decoded: A small data set, with an object reference in place of each array.
+    """
+
+    actor: ActorHandle | None = None
+    decoded: Decoded | None = None
+
+    def read(self) -> Decoded:
+        """Returns the data set with its arrays mapped from the object store of this node.
+
+        Raises:
+            BadRowError: A row cannot be decoded.
+            ProcessDiedError: The actor died again and again.
+        """
+        if self.actor is None:
+            assert self.decoded is not None
+            return _get(self.decoded)
+        try:
+            try:
+                return _get(ray.get(self.actor.decoded.remote()))
+            except ray.exceptions.ObjectLostError:
+                # The actor died after its answer; Ray has restarted it, and it decodes again.
+                return _get(ray.get(self.actor.decoded.remote()))
+        except ray.exceptions.RayTaskError as error:
+            raise unwrap_app_error(error) from error
+        except ray.exceptions.ActorDiedError as error:
+            raise process_died_error(
+                "while it decoded the data set for data.cache: memory, which may need more memory than there is", error
+            ) from error
+
+    def end(self) -> None:
+        """Ends the actor, if there is one."""
+        if self.actor is not None:
+            ray.kill(self.actor, no_restart=True)
+
+
+def start_memory_cache(source: RowSource) -> MemoryCacheHandle:
+    """Decodes a small data set at once in this process; for a larger one it starts the actor.
+
+    The actor decodes while the workers start.
+
+    Raises:
+        BadRowError: A row of a small data set cannot be decoded.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if is_small(source):
+        return MemoryCacheHandle(decoded=_put(load_all(fetch_in_process, source)))
+    # On the driver's node, so that the loss of another node does not end the actor.
+    strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    retries = {"max_restarts": MAX_DEATHS - 1, "max_task_retries": MAX_DEATHS - 1}
+    actor_class = ray.remote(MemoryCache).options(num_cpus=0, scheduling_strategy=strategy, **retries)
+    actor = actor_class.remote(source)
+    actor.decoded.remote()
+    return MemoryCacheHandle(actor)
+
+
+def _get(cached: Decoded) -> Decoded:
+    """Returns the data set with its arrays in place of the object references."""
+    references: dict[str, Any] = cached.arrays
+    return Decoded({name: ray.get(reference) for name, reference in references.items()}, cached.reasons)
+
+
+def _put(decoded: Decoded) -> Decoded:
+    """Returns the data set with object references in place of its arrays, which it puts into the object store."""
+    references: dict[str, Any] = {name: ray.put(values) for name, values in decoded.arrays.items()}
+    return Decoded(references, decoded.reasons)

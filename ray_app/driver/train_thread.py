@@ -14,8 +14,7 @@ from ray.actor import ActorHandle
 from ray_app.cluster.rendezvous.server import start_rendezvous
 from ray_app.cluster.trainer import WorkerArgs, fit
 from ray_app.config.config import Config
-from ray_app.data.memory_cache import is_small, start_memory_cache
-from ray_app.data.ray_tasks import start_shared_actors
+from ray_app.data.ray_tasks import is_small, start_memory_cache, start_shared_actors
 from ray_app.errors import unwrap_app_error
 from ray_app.train.checkpointing.persistence import start_snapshot_actors
 from ray_app.train.job import Hooks, Job

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.data.memory_cache import fetch_auto
-from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
+from ray_app.data.ray_tasks import MAX_DEATHS, fetch_auto, process_died_error
 from ray_app.data.reader import Fetch, fetch_in_process, load_all
 from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, unwrap_app_error

@@ -110,7 +110,7 @@ def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Gene
     """
     import ray
 
-    from ray_app.data.process_deaths import RetriedTask
+    from ray_app.data.ray_tasks import RetriedTask
 
     task = ray.remote(_call).options(num_cpus=1, max_retries=0)
     max_waiting = max(_TASKS_PER_CPU, _TASKS_PER_CPU * int(ray.cluster_resources().get("CPU", 1)))

@@ -8,7 +8,10 @@
   tree. After the last stage each rank has one shard of the total; then the shards are gathered, from the last stage to
   the first. Two stages are the hierarchical all-reduce of Jia et al., "Highly Scalable Deep Learning Training System
   with Mixed-Precision", 2018, with additions in one fixed order.
-- `collective` and `translate_peer_errors` turn errors that a lost peer causes into `PeerLostError`.
+- `collective` and `translate_peer_errors` turn errors that a lost peer causes into `PeerLostError`. After an abort,
+  backends raise errors of many classes with many messages (those of "nccl" in torch 2.15 are plain `RuntimeError`s), so
+  these first ask whether the group is broken (`is_broken`), and only otherwise read the message. torch.distributed has
+  one default group per process at a time, so its state is kept in this module and not in an object.
 - `checksum` maps a gradient to one integer, for the check for silent data corruption. `gradient_norms` computes norms
   on the device, and `scale_and_clip` multiplies gradients by factors that the host derives from them.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +29,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +38,6 @@ from torch import Tensor
 
 from ray_app.errors import ConfigError, PeerLostError, TaskError
 from ray_app.plan.assignment import Node, logical_workers_of, split_point, subtrees
-from ray_app.reduction import group_state
 from ray_app.torch_private import OPERATORS_FILE, foreach_mul_, foreach_norm
 
 logger = logging.getLogger(__name__)
@@ -295,6 +298,50 @@ _LOCAL_ERROR_TYPES = (torch.OutOfMemoryError, torch.AcceleratorError)
 """The types of errors of this rank's own device."""
 
 
+launch_lock = threading.RLock()
+"""Held while collectives are launched on the device, the backend is asked for its error, or the group is closed.
+
+An abort from another thread frees the memory that these calls use, so it waits for this lock, see `ProcessGroup.abort`.
+The lock is reentrant, because a launch that fails asks the backend for the error.
+"""
+
+
+class Breakable(Protocol):
+    """A process group that can break."""
+
+    @property
+    def is_aborted(self) -> bool:
+        """Returns whether this process has aborted the group."""
+
+    def has_failed(self) -> bool:
+        """Returns whether the backend reports a failed collective."""
+
+    def check_device_errors(self) -> None:
+        """Waits for the device and raises if a collective failed, see the function `check_device_errors`."""
+
+
+_group: Breakable | None = None
+"""The group of this process; None outside of a generation, and in a generation of one worker."""
+
+
+def is_broken() -> bool:
+    """Returns whether this process has aborted its group, or the backend of the group has failed."""
+    return _group is not None and (_group.is_aborted or _group.has_failed())
+
+
+def set_group(breakable: Breakable) -> None:
+    """Sets the group of this process."""
+    global _group
+    _group = breakable
+
+
+def clear_group(breakable: Breakable) -> None:
+    """Unsets the group of this process, unless it is another one by now."""
+    global _group
+    if _group is breakable:
+        _group = None
+
+
 @contextmanager
 def collective() -> Iterator[None]:
     """Turns an error of torch.distributed that a lost peer, or the connection to it, has caused into `PeerLostError`.
@@ -306,7 +353,7 @@ def collective() -> Iterator[None]:
     Raises:
         PeerLostError: This process has aborted its group before the block, or a collective of the block failed.
     """
-    if (group := group_state.group) is not None and group.is_aborted:
+    if _group is not None and _group.is_aborted:
         raise PeerLostError("the process group is aborted; no further collective runs in it")
     try:
         yield
@@ -320,15 +367,15 @@ def launch_guard(world: World) -> Callable[[], AbstractContextManager[None]]:
     """Returns the context manager for blocks that launch collectives and, on a device, wait for none of them.
 
     It translates errors as `collective` does. On a device an abort from another thread waits until the block has ended,
-    see `group_state.launch_lock`.
+    see `launch_lock`.
     """
     return _locked_collective if world.has_device_collectives else collective
 
 
 @contextmanager
 def _locked_collective() -> Iterator[None]:
-    """Does what `collective` does, and delays aborts by other threads by holding `group_state.launch_lock`."""
-    with group_state.launch_lock, collective():
+    """Does what `collective` does, and delays aborts by other threads by holding `launch_lock`."""
+    with launch_lock, collective():
         yield
 
 
@@ -344,9 +391,7 @@ def translate_peer_errors() -> Iterator[None]:
         yield
     except (RuntimeError, TaskError) as error:
         cause = error.__cause__ if isinstance(error, TaskError) else error
-        if not _is_peer_error(cause) or not (
-            cause is error or group_state.is_broken() or _was_raised_in_distributed(cause)
-        ):
+        if not _is_peer_error(cause) or not (cause is error or is_broken() or _was_raised_in_distributed(cause)):
             raise
         raise PeerLostError(f"a peer was lost meanwhile: {_message_of(error)}") from error
 
@@ -358,7 +403,7 @@ def _is_peer_error(error: BaseException | None) -> bool:
     another cause is raised again there. Otherwise the type of the error, or its message if the backend has no type for
     it, has to indicate a failed connection or collective.
     """
-    if group_state.is_broken():
+    if is_broken():
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, _LOCAL_ERROR_TYPES):
         return False
@@ -420,8 +465,8 @@ def check_device_errors() -> None:
     Raises:
         PeerLostError: A collective failed.
     """
-    if group_state.group is not None:
-        group_state.group.check_device_errors()
+    if _group is not None:
+        _group.check_device_errors()
 
 
 def check_errors_on_all_ranks(world: World) -> None:

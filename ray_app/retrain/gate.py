@@ -36,10 +36,9 @@ from torch import Tensor, nn
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.arrays import Columns
 from ray_app.data.dataset import DESCRIPTION, Dataset, open_dataset
-from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
-from ray_app.data.process_deaths import RetriedTask
+from ray_app.data.ray_tasks import RetriedTask, fetch_auto
 from ray_app.data.reader import RowSource, plan_reads
 from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import ConfigError

@@ -22,8 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ray_app.devices import HOST, HOST_GROUP, kind_of
 from ray_app.errors import PeerLostError
-from ray_app.reduction import group_state
-from ray_app.reduction.base import World, collective, stage_groups
+from ray_app.reduction.base import World, clear_group, collective, launch_lock, set_group, stage_groups
 from ray_app.torch_private import ErrorType, backend_error, is_group_open, reset_group_count, set_timeout
 from ray_app.train.membership import GenerationInfo, SingleProcessMembership
 
@@ -83,7 +82,7 @@ class ProcessGroup:
     def _open(self, generation: GenerationInfo, device: torch.device, name: str) -> None:
         self.has_device_collectives, self._device = name != HOST_GROUP, device
         self._sockets_before, self._store_address = set(_list_sockets()), (generation.host, generation.port)
-        group_state.set_group(self)
+        set_group(self)
         reset_group_count()
         store = TCPStore(generation.host, generation.port, is_master=False, timeout=_FORM_TIMEOUT)
         # An abort before the connection to the store was open had nothing to shut down, so NCCL might wait for ever.
@@ -146,12 +145,12 @@ class ProcessGroup:
 
         The backends are not asked after this process has aborted the group; then the result is None.
         """
-        with group_state.launch_lock:
+        with launch_lock:
             errors = (backend_error(group, self._device) for group in self._all_groups() if not self.is_aborted)
             return next((error.name for error in errors if error != ErrorType.SUCCESS), None)
 
     def has_failed(self) -> bool:
-        """Returns whether a backend of the group reports an error, see `group_state.Breakable`; False with gloo."""
+        """Returns whether a backend of the group reports an error, see `reduction.base.Breakable`; False with gloo."""
         # `_error` is None if another thread aborts the group meanwhile.
         return self.has_device_collectives and (self._error() is not None or self.is_aborted)
 
@@ -227,10 +226,10 @@ class ProcessGroup:
             # An error of the device itself is ignored here, because the next call that uses the device raises it again.
             with suppress(RuntimeError):
                 kind_of(self._device).synchronize(self._device)
-        with group_state.launch_lock:
+        with launch_lock:
             if dist.is_initialized():
                 dist.destroy_process_group()
-        group_state.clear_group(self)
+        clear_group(self)
 
 
 def init_default_group(name: str, device: torch.device, store: Any, rank: int, size: int) -> None:
@@ -256,7 +255,7 @@ def _abort_group(group: Any) -> None:
 
     The abort frees memory that a launch uses (NCCL in torch 2.15).
     """
-    is_locked = group_state.launch_lock.acquire(timeout=_LAUNCH_S)
+    is_locked = launch_lock.acquire(timeout=_LAUNCH_S)
     try:
         # The group may have been closed meanwhile.
         if is_group_open(group):
@@ -265,7 +264,7 @@ def _abort_group(group: Any) -> None:
         logger.warning("A communicator could not be aborted: %s", error)
     finally:
         if is_locked:
-            group_state.launch_lock.release()
+            launch_lock.release()
 
 
 def backend_name(device: torch.device, backend: str) -> str:

@@ -27,8 +27,7 @@ from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import StreamedWindows, Windows
 from ray_app.plan.order import Cursor, Plan
 from ray_app.preflight.inputs import make_plan, read_classes
-from ray_app.reduction import group_state
-from ray_app.reduction.base import World
+from ray_app.reduction.base import World, clear_group, set_group
 from ray_app.task.base import Batch, Task
 from ray_app.task.image import ImageClassification
 from ray_app.train.job import Job
@@ -207,13 +206,13 @@ class LocalMembership(FileStoreMembership):
                 return
             group: Any = dist.group.WORLD
             state = _DeviceState(group)
-            group_state.set_group(state)
+            set_group(state)
             try:
                 # Only a group that behaves like one of a device has this method.
                 is_device = hasattr(group, "check_device_errors")
                 yield dataclasses.replace(world, has_device_collectives=is_device), info
             finally:
-                group_state.clear_group(state)
+                clear_group(state)
 
     def flags(self) -> Flags:
         """Returns the flags of the next step; the loop asks once a step."""
@@ -222,7 +221,7 @@ class LocalMembership(FileStoreMembership):
 
 
 class _DeviceState:
-    """The state of a process group, see `group_state`; no rank aborts its group before it leaves it."""
+    """The state of a process group, see `reduction.base.Breakable`; no rank aborts its group before it leaves it."""
 
     is_aborted = False
 

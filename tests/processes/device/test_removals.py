@@ -125,7 +125,7 @@ SITES: dict[Site, Case | Check | str] = {
     Site("train.stragglers", "StepTimer.begin", "self._events[0].record()"): Case("ddp", 2),
     Site("train.stragglers", "StepTimer.computed", "self._events[1].record()"): Case("ddp", 2),
     Site("train.step.step", "Step._synchronize", "check_device_errors()"): LINK,
-    Site("reduction.base", "check_device_errors", "group_state.group.check_device_errors()"): LINK,
+    Site("reduction.base", "check_device_errors", "_group.check_device_errors()"): LINK,
     Site("train.process_group", "ProcessGroup.check_device_errors", "self._wait_for_device()"): LINK,
     Site(
         "train.process_group",

@@ -22,8 +22,7 @@ from ray_app.devices import KINDS
 from ray_app.drill.faults import HookChain
 from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.plan.order import Cursor
-from ray_app.reduction import group_state
-from ray_app.reduction.base import World
+from ray_app.reduction.base import World, launch_lock
 from ray_app.runlog.journal import MetricsReader, read_events
 from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification
@@ -328,7 +327,7 @@ def record_locks_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bo
 
     def with_record(name: str, collective: Any) -> Any:
         def record_and_call(*args: Any, **options: Any) -> Any:
-            lock_states.setdefault(name, set()).add(is_locked(group_state.launch_lock))
+            lock_states.setdefault(name, set()).add(is_locked(launch_lock))
             return collective(*args, **options)
 
         return record_and_call

@@ -20,8 +20,7 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError, TaskError
-from ray_app.reduction import group_state
-from ray_app.reduction.base import World, collective, launch_guard, translate_peer_errors
+from ray_app.reduction.base import World, clear_group, collective, launch_guard, set_group, translate_peer_errors
 from ray_app.runlog.journal import read_events
 from ray_app.task.user_code import user_code
 from ray_app.testing import KilledError, WorkerPool, cache_windows, read_trained_run
@@ -118,11 +117,11 @@ class StubGroup:
 @contextmanager
 def current_group(group: StubGroup) -> Iterator[None]:
     """Makes a group the process group of this process within a context."""
-    group_state.set_group(group)
+    set_group(group)
     try:
         yield
     finally:
-        group_state.clear_group(group)
+        clear_group(group)
 
 
 def error_of_collective(error: Exception) -> Exception:

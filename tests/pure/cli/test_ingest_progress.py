@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ray_app.ingest import progress
+from ray_app.cli import ingest as command
+from ray_app.cli.ingest import ShownProgress
 from ray_app.ingest.ingest import IngestOptions, ingest, run_in_threads
-from ray_app.ingest.progress import ShownProgress
 from ray_app.ingest.readers import base
 from tests.support.ingest_inputs import read_columns
 
@@ -24,8 +24,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_TERMINAL_S", 0.001)
-    monkeypatch.setattr(progress, "_LOG_S", 0.001)
+    monkeypatch.setattr(command, "_TERMINAL_S", 0.001)
+    monkeypatch.setattr(command, "_LOG_S", 0.001)
 
 
 def write_csv(path: Path, rows: int) -> Path:
@@ -77,8 +77,8 @@ def test_without_a_total_the_finished_tasks_give_the_time_left(
 ) -> None:
     """Tasks of other processes count by their results."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    stage = progress._Stage(range(4))
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    stage = command._Stage(range(4))
     base.ROWS_READ.add(rows)
     for result in finished:
         stage.finish(result)
