@@ -394,3 +394,13 @@ def test_settings_without_effect_are_refused() -> None:
         ConfigError, match=r"train.server_label_selector is set, but only train.strategy: parameter_server looks at it"
     ):
         check_config(ALL.replace(train__server_label_selector={"zone": "a"}))
+
+
+def test_no_worker_starts_on_a_node_from_which_a_straggler_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {name: {"CPU": 4.0, "GPU": workers} for name, workers in (("a", 1.0), ("b", 2.0), ("c", 4.0))}
+    monkeypatch.setattr("ray_app.cluster.controller.scaling_policy.available_resources_per_node", lambda: free)
+    policy = policy_of(scaling__gpus_per_worker=1.0)
+    nodes = [node(name, 4) for name in "abc"]
+    assert policy._count_free(nodes) == 7
+    policy.excluded_nodes = {"b"}
+    assert policy._count_free(nodes) == 5

@@ -347,6 +347,13 @@ def compare(champion: np.ndarray, challenger: np.ndarray, rows: int = 4, **field
     return figures, decide_promotion(figures, section).promote
 
 
+def test_the_interval_of_a_gain_on_every_row_is_the_gain() -> None:
+    """Each resample of the blocks has the same gain, so that its quantiles are known."""
+    for challenger, champion, gain in ((LABELS, wrong_for(LABELS, 1.0, 1), 1.0), (LABELS, LABELS, 0.0)):
+        figures = compare(champion, challenger)[0]
+        assert (figures.gain, figures.low, figures.high) == (gain, gain, gain)
+
+
 @pytest.mark.rest
 def test_a_real_improvement_on_few_rows_passes_the_gate_and_noise_does_not() -> None:
     better, promoted = compare(wrong_for(LABELS, 0.10, 1), wrong_for(LABELS, 0.02, 2))
@@ -546,6 +553,15 @@ def test_no_row_both_selects_a_checkpoint_and_judges_it_in_the_gate(
     assert np.array_equal(select_gate_rows(moved.manifest, read_delivery(config).evaluation), gate_rows), (
         "the gate rows depend on a file's name"
     )
+
+
+def test_a_sample_of_row_groups_has_about_as_many_rows_as_are_wanted() -> None:
+    """The part of a row that a small group would give is drawn, so that groups of any size give their share."""
+    manifest = Manifest.from_files([("a.parquet", [10] * 4000)])
+    for max_rows in (1000, 5000, 38_000):
+        segments = sample_segments(manifest, max_rows)
+        assert sum(segment.rows for segment in segments) == pytest.approx(max_rows, rel=0.1)
+        assert all(0 <= segment.first <= 10 - segment.rows for segment in segments)
 
 
 def test_new_content_of_the_gate_data_changes_the_key_but_not_the_training_key(tmp_path: Path) -> None:
