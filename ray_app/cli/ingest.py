@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import IO, Any
 
 from jsonargparse import ArgumentParser
@@ -20,14 +20,20 @@ from ray_app.cli.main import exit_code
 from ray_app.ingest.ingest import ingest, preview, run_in_threads, run_on_cluster
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.readers import base
-from ray_app.ingest.shuffle import BucketTask
-from ray_app.ingest.splits import InputSplitTask
+from ray_app.ingest.shuffle import write_bucket
+from ray_app.ingest.splits import InputSplitTask, count_times, write_input_split
 from ray_app.ingest.summary import HEADER, DatasetSummary
 from ray_app.plan.manifest import find_similar_names
 
 _MAX_WIDTH = 200
 _TERMINAL_S, _LOG_S = 0.5, 15.0
 """Seconds between two updates of the progress, on a terminal and elsewhere."""
+_STAGES: dict[Callable[..., Any], str] = {
+    count_times: "Reading the times",
+    write_input_split: "Reading rows",
+    write_bucket: "Shuffling and writing rows",
+}
+"""Names of the stages by the functions that do them; others learn types and classes."""
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> int:
@@ -118,12 +124,14 @@ class ShownProgress:
 
     def __init__(self, run: base.Run, stream: IO[str] | None = None) -> None:
         self._run = run
-        self._stream = sys.stderr if stream is None else stream
-        self._is_terminal = self._stream.isatty()
+        # A standard stream that was closed before the start is None.
+        self._stream: IO[str] | None = sys.stderr if stream is None else stream
+        with suppress(ValueError):
+            self._is_terminal = self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def __call__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Generator[Any, None, None]:
         """Calls `function` with every item; see `base.Run`."""
-        stage = _Stage(items)
+        stage = _Stage(function, items)
         ended = threading.Event()
         thread = threading.Thread(target=self._show, args=(stage, ended), name="ingest-progress", daemon=True)
         thread.start()
@@ -143,6 +151,8 @@ class ShownProgress:
             self._write("\r\x1b[2K")
 
     def _write(self, text: str) -> None:
+        if self._stream is None:
+            return
         try:
             self._stream.write(text)
             self._stream.flush()
@@ -154,16 +164,15 @@ class ShownProgress:
 class _Stage:
     """The progress of one call of the tasks: a pass that learns types, the writing of rows, or their shuffle."""
 
-    def __init__(self, items: Sequence[Any]) -> None:
-        self._items, self._finished, self._rows_finished = len(items), 0, 0
+    def __init__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
+        self._tasks, self._finished, self._rows_finished = len(items), 0, 0
         self._total: int | None = None
-        self._name = "Reading types and classes"
+        self._name = _STAGES.get(function, "Reading types and classes")
         if items and isinstance(items[0], InputSplitTask):
-            self._name, rows = "Reading rows", [task.input_split.rows for task in items]
+            rows = [task.input_split.rows for task in items]
             self._total = sum(count for count in rows if count is not None) if None not in rows else None
-        elif items and isinstance(items[0], BucketTask):
-            self._name = "Shuffling and writing rows"
-        self._rows_before, self._start = base.ROWS_READ.value, time.monotonic()
+        self._read_before, self._stored_before = base.ROWS_READ.read, base.ROWS_READ.stored
+        self._start = time.monotonic()
 
     def finish(self, result: Any) -> None:
         """Counts a finished task by its result."""
@@ -172,17 +181,24 @@ class _Stage:
             self._rows_finished += result["rows"]
 
     def line(self) -> str:
-        """Returns the progress, such as `Reading rows: 1,000 of 4,000 (25 %), 500 rows/s, 6 s left`."""
+        """Returns the progress, such as `Reading rows: 1,000 of 4,000 (25%), 500 rows/s, 6 s left`."""
         elapsed_s = max(time.monotonic() - self._start, 1e-9)
+        stored = base.ROWS_READ.stored - self._stored_before
         # The rows of tasks in other processes are known once the tasks are finished.
-        rows = max(base.ROWS_READ.value - self._rows_before, self._rows_finished)
-        part = rows / self._total if self._total else self._finished / max(self._items, 1)
+        rows = max(base.ROWS_READ.read - self._read_before + stored, self._rows_finished)
         texts = []
         if self._total:
-            texts.append(f"{rows:,} of {self._total:,} ({part:.0%})")
+            done, total = rows, self._total
+            texts.append(f"{rows:,} of {total:,} ({rows / total:.0%})")
         else:
-            texts += [f"{rows:,} rows"] * bool(rows) + [f"{self._finished} of {self._items} tasks"] * (self._items > 1)
-        if rows:
-            texts.append(f"{rows / elapsed_s:,.0f} rows/s")
-        texts.append(f"{elapsed_s * (1 - part) / part:.0f} s left" if 0 < part < 1 else f"{elapsed_s:.0f} s")
+            done, total = self._finished, self._tasks
+            texts += [f"{rows:,} rows"] * bool(rows) + [f"{done} of {total} tasks"] * (total > 1)
+        if rows > stored:
+            texts.append(f"{(rows - stored) / elapsed_s:,.0f} rows/s")
+        # What an earlier ingest has done took no time now.
+        before = stored if self._total else 0
+        if before < done < total:
+            texts.append(f"{elapsed_s * (total - done) / (done - before):.0f} s left")
+        else:
+            texts.append(f"{elapsed_s:.0f} s")
         return f"{self._name}: {', '.join(texts)}"

@@ -77,7 +77,8 @@ class IngestOptions:
             becomes `label` (`target`, if it holds fractions), further ones keep their names. `none`: the images
             have no label. Default: the class is the folder of an image.
         targets: For csv, jsonl, hf, tfrecord, and images with labels: columns of numbers that together become the array
-            column `target`, in this order, such as 0 and 1 for each of several labels. By their names before rename.
+            column `target` of float32, in this order, such as 0 and 1 for each of several labels. By their names before
+            rename; integers above 2**24 are rounded.
         masks: For images: a folder with the mask of each image, of the same path without its suffix or with `_mask` at
             its end; it becomes the column `mask`, and images need no label.
         mask_values: With masks: the name of each value, such as `0=background,255=object`, or of each colour,
@@ -296,6 +297,9 @@ def _check_targets(options: IngestOptions) -> None:
     for name in ("label", "classes", "columns", "ragged", "targets") if options.boxes else ():
         if value := getattr(options, name):
             raise ConfigError(f"{name} is {value!r}: with boxes the columns are image, boxes and labels; leave it out.")
+    for name in ("ragged", "targets") if options.pack is not None else ():
+        if value := getattr(options, name):
+            raise ConfigError(f"{name} is {value!r}: with pack there are no columns but the tokens; leave {name} out.")
     targets = options.targets
     if targets is not None and (not targets or len(set(targets)) < len(targets)):
         raise ConfigError(f"targets is {targets}; allowed are one or more names, each once.")
@@ -311,10 +315,6 @@ def _check_text(options: IngestOptions) -> None:
         raise ConfigError(
             f"{changed[0]} is {getattr(options, changed[0])!r}, which is of texts that become tokens; give a"
             " tokenizer, too."
-        )
-    if options.pack is not None and options.ragged:
-        raise ConfigError(
-            f"ragged is {options.ragged!r}: with pack there are no columns but the tokens; leave ragged out."
         )
     if options.delimiter is not None and not _is_delimiter(options.delimiter):
         raise ConfigError(

@@ -41,7 +41,7 @@ TOKENS = "tokens"
 """Name of the column of tokens."""
 _BATCH_TEXTS = 256
 """Number of texts that are encoded together."""
-_NO_LABEL = "no label; every row needs an integer"
+_NO_LABEL = "no label, or none of the classes; every row needs an integer or a class"
 
 
 Record = dict[str, Any]
@@ -152,7 +152,7 @@ def write_input_split(task: InputSplitTask) -> Record:
         ConfigError: The columns cannot be renamed as the options say.
     """
     if (done := load_finished_record(task)) is not None:
-        base.ROWS_READ.add(done["rows"])
+        base.ROWS_READ.add_stored(done["rows"])
         return done
     options, refusals = task.options, Refusals(task.options)
     text_columns = TextColumns()
@@ -161,7 +161,6 @@ def write_input_split(task: InputSplitTask) -> Record:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}
         for table in read_input_split(task, refusals):
             text_columns.add(table)
-            base.ROWS_READ.add(table.num_rows)
             for side, rows in divider.divide(table, refusals).items():
                 sinks[side].write(rows)
         for sink in sinks.values():
@@ -186,6 +185,7 @@ def read_input_split(task: InputSplitTask, refuse: base.Refuse) -> Iterator[pa.T
     for table in task.input_split.tables(refuse):
         kept = _drop_columns(table, task.options.drop or [])
         stacked = _stack_targets(kept, task.options.targets, refuse) if task.options.targets else kept
+        base.ROWS_READ.add(table.num_rows)
         usable = _rename_and_check(stacked, task.options.rename, refuse)
         yield texts.encode(usable, refuse) if texts else usable
 
@@ -223,7 +223,8 @@ def _drop_columns(table: pa.Table, names: list[str]) -> pa.Table:
 def _stack_targets(table: pa.Table, names: list[str], refuse: base.Refuse) -> pa.Table:
     """Returns the table with columns of numbers as one array column `target`, float32 of shape (rows, columns).
 
-    Rows without a value in one of them are refused. Raises DataError for a column of another type.
+    Rows without a value in one of them, or with one that float32 cannot hold, are refused. Raises DataError for a
+    column of another type.
     """
     if absent := [name for name in names if name not in table.column_names[1:]]:
         raise DataError(f"targets names {absent[0]!r}; the columns are {table.column_names[1:]}. Name these.")
@@ -231,10 +232,10 @@ def _stack_targets(table: pa.Table, names: list[str], refuse: base.Refuse) -> pa
         kind = table.schema.field(name).type
         if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
             raise DataError(f"targets names {name!r}, a column of {kind}; allowed are numbers, and true and false.")
-        is_finite = pc.fill_null(pc.is_finite(table[name].cast(pa.float64(), safe=False)), False)
+        is_finite = pc.fill_null(pc.is_finite(table[name].cast(pa.float32(), safe=False)), False)
         table = without_rows(table, pc.invert(is_finite), refuse, f"no number in {name}, which is one of the targets")
-    values = [table[name].cast(pa.float64(), safe=False).to_numpy() for name in names]
-    column, array = to_column("target", np.stack(values, axis=1).astype(np.float32))
+    values = [table[name].cast(pa.float32(), safe=False).to_numpy() for name in names]
+    column, array = to_column("target", np.stack(values, axis=1))
     return table.drop_columns(names).append_column(column, array)
 
 
@@ -258,7 +259,7 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refu
         content = f"has arrays of shape {spec.shape}" if spec is not None else f"is of type {kind}"
         raise DataError(
             f"the column `label` {content}; allowed are integers. Name a column of strings with the option label"
-            " (csv, jsonl, hf), or rename a column of numbers to 'target' for regression."
+            " (csv, jsonl, hf, tfrecord, webdataset), or rename a column of numbers to 'target' for regression."
         )
     table = without_rows(table, table["label"].is_null(), refuse, _NO_LABEL)
     if pa.types.is_uint64(kind):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -147,14 +148,18 @@ def fit_task(context: PreflightContext) -> CheckResult:
 
 def _add_task_fields(config: Config, task: Task) -> Config:
     """Returns the configuration with the values that the task sets for fields which are at their defaults."""
+    changes: dict[str, Any] = {}
     for name, value in task.configuration_fields().items():
         section_name, _, field = name.partition(".")
         section = getattr(config, section_name)
         if (set_value := getattr(section, field)) == getattr(type(section), field):
-            config = config.replace(**{f"{section_name}__{field}": value})
+            changes[name] = value
         elif set_value != value:
             logger.info("%s of the configuration counts, %r, not %r of the task.", name, set_value, value)
-    check_config(config)
+    if changes:
+        logger.info("Set by the task: %s.", ", ".join(f"{name} {value!r}" for name, value in changes.items()))
+        config = config.replace(**{name.replace(".", "__"): value for name, value in changes.items()})
+        check_config(config)
     return config
 
 

@@ -388,7 +388,13 @@ class Situation:
     @property
     def metric(self) -> str:
         """The metric that decides."""
-        return self.config.evaluate.metric or self.task.best_metric
+        return self._evaluate_field("metric") or self.task.best_metric
+
+    def _evaluate_field(self, name: str) -> str | None:
+        """Returns a field of `evaluate` as the configuration or the task sets it."""
+        of_task = self.task.configuration_fields().get(f"evaluate.{name}")
+        value: str | None = getattr(self.config.evaluate, name) or of_task
+        return value
 
     @property
     def _default_mode(self) -> str:
@@ -461,7 +467,7 @@ class Situation:
             new_rows=sum(rows for file, rows in files if manifest.paths[file] not in old),
             rows=manifest.num_rows,
             metric=self.metric,
-            mode=self.config.evaluate.mode or self._default_mode,
+            mode=self._evaluate_field("mode") or self._default_mode,
             then=self.champion.metric_when_promoted(self.metric),
             judged=judged,
         )

@@ -257,6 +257,14 @@ def _has_gif_end(encoded: bytes) -> bool:
         return False
 
 
+def has_orientation(encoded: bytes) -> bool:
+    """Returns whether an image is turned or mirrored by its EXIF orientation; False for one that cannot be opened."""
+    try:
+        return _read_orientation(_open_image(encoded)) != 1
+    except (OSError, ValueError):
+        return False
+
+
 def _read_orientation(image: Any) -> int:
     """Returns the EXIF orientation of an image, 1 to 8; 1 (as stored) if there is no valid one."""
     try:

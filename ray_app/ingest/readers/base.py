@@ -50,16 +50,21 @@ T = TypeVar("T")
 
 
 class RowCounter:
-    """A number of rows that several threads add to."""
+    """Numbers of rows that several threads add to: those that were read, and those of finished tasks of before."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.value = 0
+        self.read = self.stored = 0
 
     def add(self, rows: int) -> None:
-        """Adds rows."""
+        """Adds rows that were read."""
         with self._lock:
-            self.value += rows
+            self.read += rows
+
+    def add_stored(self, rows: int) -> None:
+        """Adds rows that an interrupted ingest has read."""
+        with self._lock:
+            self.stored += rows
 
 
 ROWS_READ = RowCounter()
@@ -156,6 +161,11 @@ class SourceReader(ABC):
         Raises DataError if a named column is missing, or another column than the label has the name `label`. The
         message says `where`, calls a column by its `kind` and gives a `remedy`.
         """
+        if label in (self.options.targets or ()):
+            raise DataError(
+                f"{where}: {label!r} is one of targets {self.options.targets}, and it is the label, too. Leave it out"
+                " of targets, or rename it in the source."
+            )
         columns = self.options.kept_columns
         named = [*(self.options.columns or []), *(self.options.targets or []), *([label] if label else [])]
         if missing := [name for name in named if name not in names]:

@@ -138,7 +138,7 @@ def _explain_unusable(kind: pa.DataType, has_shape: bool) -> str | None:
 
 def _learn(options: IngestOptions, files: list[File]) -> _Facts:
     label, ragged = options.label, options.ragged or []
-    keep = None if options.kept_columns is None else {*options.kept_columns, label or ""}
+    keep = None if options.kept_columns is None else {*options.kept_columns, *([label] if label else [])}
     facts = _Facts()
     for block in _blocks(files, options.flatten):
         facts.rows += len(block.lines)

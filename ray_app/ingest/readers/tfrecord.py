@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -30,6 +30,7 @@ from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.hugging_face import need_all_numbers
 from ray_app.ingest.readers.image_files import NOT_AN_IMAGE, ObjectRow, name_classes, object_tables
 from ray_app.storage.data_files import File, parser_errors
+from ray_app.task.images import has_orientation
 from ray_app.task.ragged import Ragged
 
 MAX_RECORD_BYTES = 512 << 20
@@ -39,6 +40,7 @@ _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|eval)(?=[-_.]|
 _RAGGED_ADVICE = "; if its length differs from row to row, name it in ragged"
 _OBJECT = "image/object/"
 """Beginning of the names of the features of boxes in TensorFlow's Object Detection API."""
+_LABEL = _OBJECT + "class/label"
 _LABEL_KINDS = (("int64_list", 1), ("bytes_list", 1))
 _DTYPES: dict[str, np.dtype] = {"float_list": np.dtype(np.float32), "int64_list": np.dtype(np.int64)}
 
@@ -86,22 +88,23 @@ class TFRecord(base.SourceReader):
 
     def _parts_with_boxes(self, run: base.Run) -> list[base.Part]:
         """Returns the parts of images with boxes; a pass over all records finds the classes."""
-        facts = list(run(_learn_objects, base.group_files(self.files(), self.options.split_bytes)))
-        names: dict[int, str] = {}
-        for label, name in (item for f in facts for item in f.names.items()):
-            if names.setdefault(label, name) != name:
-                raise DataError(
-                    f"{self.pattern}: the class {label} is {names[label]!r} and {name!r}. Give it one name."
-                )
-        num_classes = max((f.max_label for f in facts), default=0)
-        if num_classes > base.MAX_CLASSES:
-            raise DataError(f"{self.pattern}: a box is of class {num_classes}; allowed are {base.MAX_CLASSES} classes.")
-        classes = name_classes(self.pattern, [names.get(i, str(i)) for i in range(1, num_classes + 1)])
-        crowds = sum(f.crowds for f in facts)
-        notes = (f"{crowds} crowds ({_OBJECT}is_crowd) are no boxes.",) if crowds else ()
+        facts = {
+            split: _ObjectFacts.joined(run(_learn_objects, base.group_files(files, self.options.split_bytes)))
+            for split, files in self._splits.items()
+        }
+        together = _ObjectFacts.joined(facts.values())
+        if repeated := [label for label, names in sorted(together.names.items()) if len(names) > 1]:
+            names = sorted(together.names[repeated[0]])
+            raise DataError(f"{self.pattern}: class {repeated[0]} is called {names}. Give it one name.")
+        count = together.max_label
+        # Without a row that can be used, reading says why.
+        if (together.images and not count) or count > base.MAX_CLASSES:
+            problem = f"a box is of class {count}" if count else f"no record has a box ({_OBJECT}bbox/xmin and others)"
+            raise DataError(f"{self.pattern}: {problem}; expected 1 to {base.MAX_CLASSES} classes of boxes.")
+        classes = name_classes(self.pattern, [min(together.names.get(i, {str(i)})) for i in range(1, count + 1)])
         tables = partial(_object_tables, self.options.check)
         return [
-            base.Part(split, self.input_splits(files, tables), classes, notes=notes)
+            base.Part(split, self.input_splits(files, tables), classes, notes=facts[split].notes())
             for split, files in self._splits.items()
         ]
 
@@ -226,7 +229,7 @@ def _tables(form: _TFRecordForm, files: list[File], refuse: base.Refuse) -> Iter
             column = "label" if name == form.label else name
             if column == "label" and form.classes is not None:
                 texts = pa.array([items[0].decode() for items in values], pa.string())
-                columns[column] = pc.index_in(texts, pa.array(form.classes)).cast(pa.int64())
+                columns[column] = pc.index_in(texts, pa.array(form.classes, pa.string())).cast(pa.int64())
             elif kind == "bytes_list":
                 columns[column] = pa.array([items[0] for items in values], pa.binary())
             elif count == base.ANY:
@@ -239,25 +242,68 @@ def _tables(form: _TFRecordForm, files: list[File], refuse: base.Refuse) -> Iter
 
 @dataclass
 class _ObjectFacts:
-    """What one pass finds about the boxes in files: the names of classes, the largest class, and crowds."""
+    """What one pass finds in rows that can be used: names by class, the largest class, images, and crowds."""
 
-    names: dict[int, str] = field(default_factory=dict)
+    names: dict[int, set[str]] = field(default_factory=dict)
     max_label: int = 0
+    images: int = 0
+    images_without_box: int = 0
     crowds: int = 0
+
+    @classmethod
+    def joined(cls, several: Iterable[_ObjectFacts]) -> _ObjectFacts:
+        """Returns the facts of several files together."""
+        total = cls()
+        for facts in several:
+            for label, names in facts.names.items():
+                total.names.setdefault(label, set()).update(names)
+            total.max_label = max(total.max_label, facts.max_label)
+            total.images += facts.images
+            total.images_without_box += facts.images_without_box
+            total.crowds += facts.crowds
+        return total
+
+    def notes(self) -> tuple[str, ...]:
+        """Returns the notes for the user."""
+        notes = {
+            f"{self.crowds} crowds ({_OBJECT}is_crowd) are no boxes.": self.crowds,
+            f"{self.images_without_box} of {self.images} images have no box; they are rows without objects.": (
+                self.images_without_box
+            ),
+        }
+        return tuple(note for note, count in notes.items() if count)
 
 
 def _learn_objects(files: list[File]) -> _ObjectFacts:
-    """Returns the facts of the boxes in files; rows that cannot be used, which reading refuses, have none."""
+    """Returns the facts of the boxes in files; rows that reading refuses count in none of them."""
     facts = _ObjectFacts()
     for _, data in (record for file in files for record in _records(file)):
         with suppress(ValueError):
             features = _features(data)
-            labels = _values_of(features, _OBJECT + "class/label", "int64_list")
-            names = [name.decode() for name in _values_of(features, _OBJECT + "class/text", "bytes_list")]
-            facts.names.update(zip(labels, names, strict=bool(names)) if names else ())
+            row = _object_row("", features)
+            labels = _values_of(features, _LABEL, "int64_list")
+            for label, name in zip(labels, _class_names(features, labels), strict=True):
+                facts.names.setdefault(label, set()).update([name] if name else [])
             facts.max_label = max([facts.max_label, *labels])
-            facts.crowds += sum(map(bool, _values_of(features, _OBJECT + "is_crowd", "int64_list")))
+            facts.images += 1
+            facts.images_without_box += not row.boxes
+            facts.crowds += len(labels) - len(row.labels)
+    # A class without a name is known by its number.
+    facts.names = {label: names for label, names in facts.names.items() if names}
     return facts
+
+
+def _class_names(features: dict[str, tuple[str, Any]], labels: list[int]) -> list[str]:
+    """Returns the name of the class of each box, "" without names; raises ValueError if some have one."""
+    texts = _values_of(features, _OBJECT + "class/text", "bytes_list")
+    if texts and len(texts) != len(labels):
+        raise ValueError(
+            f"it has {len(texts)} names of classes for {len(labels)} boxes; expected one for each, or none"
+        )
+    try:
+        return [text.decode() for text in texts] or [""] * len(labels)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the name of a class is no UTF-8 text: {error}") from error
 
 
 def _values_of(features: dict[str, tuple[str, Any]], name: str, expected: str) -> list[Any]:
@@ -290,7 +336,8 @@ def _object_row(row_id: str, features: dict[str, tuple[str, Any]]) -> ObjectRow:
     if len(images) != 1:
         raise ValueError(f"it has {len(images)} values of 'image/encoded'; expected one image")
     sides = [_values_of(features, f"{_OBJECT}bbox/{side}", "float_list") for side in ("xmin", "ymin", "xmax", "ymax")]
-    labels = _values_of(features, _OBJECT + "class/label", "int64_list")
+    labels = _values_of(features, _LABEL, "int64_list")
+    _class_names(features, labels)
     if len(counts := {len(values) for values in (*sides, labels)}) > 1:
         raise ValueError(
             f"it has {len(sides[0])} boxes by {_OBJECT}bbox/xmin and {len(labels)} labels, and the numbers of all"
@@ -301,6 +348,11 @@ def _object_row(row_id: str, features: dict[str, tuple[str, Any]]) -> ObjectRow:
     crowds = _values_of(features, _OBJECT + "is_crowd", "int64_list") or [0] * len(labels)
     if len(crowds) != len(labels):
         raise ValueError(f"it has {len(crowds)} values of {_OBJECT}is_crowd for {len(labels)} boxes")
+    if has_orientation(images[0]):
+        raise ValueError(
+            "its EXIF orientation turns it as viewers show it, and TensorFlow decodes it as stored, so its boxes would"
+            " not fit. Write the image without an orientation"
+        )
     size = [_values_of(features, f"image/{side}", "int64_list") for side in ("width", "height")]
     boxes = [box for box, crowd in zip(zip(*sides, strict=True), crowds, strict=True) if not crowd]
     return ObjectRow(

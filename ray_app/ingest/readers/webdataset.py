@@ -80,11 +80,12 @@ class WebDataset(base.SourceReader):
                 f"{self.pattern}: json.{repeated[0]} among columns, and a member or the label, become one column"
                 f" {repeated[0]!r}. Leave one of them out."
             )
-        if label and type(_json_values(first.get("json", b"{}"), [label]).get(label)) is str:
+        has_text_label = label is not None and self._has_texts(label)
+        if label and has_text_label and label not in keys:
             keys = [*keys, label]
         kinds = self._learn_kinds(keys, run) if keys else {}
         classes = None
-        if label in kinds:
+        if label and has_text_label:
             classes = self.order_classes(f"{self.pattern}: label key {label!r}", kinds[label].texts)
         elif self.options.classes:
             raise ConfigError(f"classes is {self.options.classes}, but the label holds integers; leave classes out.")
@@ -92,12 +93,18 @@ class WebDataset(base.SourceReader):
             members,
             columns is None,
             label,
-            classes,
+            None if classes is None else {name: number for number, name in enumerate(classes)},
             {key: kinds[key].type for key in self._keys},
             columns is None or "json" in columns,
             self.options.check,
         )
         return [base.Part("", self.input_splits(self._files, partial(_tables, form)), classes)]
+
+    def _has_texts(self, label: str) -> bool:
+        """Returns whether the first label of a row is text."""
+        rows = (row for file in self._files for _, row in _rows(file, lambda extension: extension == "json"))
+        values = (_json_values(row.get("json", b"{}"), [label]).get(label) for row in rows)
+        return isinstance(next((value for value in values if value is not None), None), str)
 
     @property
     def _keys(self) -> list[str]:
@@ -118,15 +125,16 @@ class WebDataset(base.SourceReader):
         result = {}
         for key in keys:
             kinds = {kind for f in facts for kind in f[key].kinds}
+            remedy = "Correct them." if key == self.options.label else f"Leave json.{key} out of columns."
             if not kinds:
-                raise DataError(f"{self.pattern}: no .json has a value of {key!r}. Leave json.{key} out of columns.")
+                raise DataError(f"{self.pattern}: no .json has a value of {key!r}. {remedy}")
             # Integers and fractions together are fractions.
             if kinds == {"int", "float"}:
                 kinds = {"float"}
             if len(kinds) > 1 or not kinds <= _KINDS.keys():
                 raise DataError(
                     f"{self.pattern}: the values of {key!r} in the .json files are of the types {sorted(kinds)};"
-                    f" allowed is one of {sorted(_KINDS)}. Leave json.{key} out of columns."
+                    f" allowed is one of {sorted(_KINDS)}. {remedy}"
                 )
             result[key] = _Values(kinds, set[str]().union(*(f[key].texts for f in facts)))
         return result
@@ -211,7 +219,7 @@ def _learn_values(keys: list[str], label: str | None, files: list[File]) -> dict
         for _, members in _rows(file, lambda extension: extension == "json"):
             for key, value in _json_values(members.get("json", b"{}"), keys).items():
                 facts[key].kinds.add(type(value).__name__)
-                if key == label and isinstance(value, str):
+                if key == label and isinstance(value, str) and _is_encodable(value):
                     facts[key].texts.add(value)
     return facts
 
@@ -232,7 +240,7 @@ class _WebDatasetForm:
     Args:
         members: Extensions of the needed members, with dtype and shape of arrays.
         keeps_all: Whether a row with other members is refused.
-        classes: The names of the classes of a label of text.
+        class_numbers: The number of each class of a label of text.
         keys: Type of each key of the .json that becomes a column.
         keeps_json: Whether the .json itself is a column.
     """
@@ -240,7 +248,7 @@ class _WebDatasetForm:
     members: dict[str, tuple[np.dtype, tuple[int, ...]] | None]
     keeps_all: bool
     label: str | None
-    classes: tuple[str, ...] | None
+    class_numbers: dict[str, int] | None
     keys: dict[str, pa.DataType]
     keeps_json: bool
     check: bool
@@ -294,10 +302,12 @@ def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
         values[key] = _checked(key, content.get(key), kind)
     if form.label:
         values["label"] = content.get(form.label)
-    if form.classes is not None:
-        if values["label"] not in form.classes:
-            raise ValueError(f"label {values['label']!r}; expected one of {base.format_items(form.classes)}")
-        values["label"] = form.classes.index(values["label"])
+    if form.class_numbers is not None:
+        # A list or an object is no key of a dictionary.
+        text = values["label"] if isinstance(values["label"], str) else None
+        if (class_number := form.class_numbers.get(text or "")) is None:
+            raise ValueError(f"label {values['label']!r}; expected one of {base.format_items([*form.class_numbers])}")
+        values["label"] = class_number
     label = values.get("label", 0)
     if type(label) is not int or not -(2**63) <= label < 2**63:
         raise ValueError(f"label {label!r}; expected an integer of 64 bits")
@@ -310,11 +320,35 @@ def _checked(key: str, value: Any, kind: pa.DataType) -> Any:
     """Returns the value of a key of a .json; raises ValueError for one that the type cannot represent exactly."""
     if value is None:
         return None
+    if pa.types.is_string(kind) and not _is_encodable(value):
+        raise ValueError(f"{key} is {value!r}, which has half of a character (a lone surrogate)")
     if pa.types.is_integer(kind) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{key} is {value}, which is no integer of 64 bits")
-    if pa.types.is_floating(kind) and not (math.isfinite(value) and float(value) == value):
-        raise ValueError(f"{key} is {value}, which float64 does not represent")
+        raise ValueError(f"{key} is {_shorten(value)}, which is no integer of 64 bits")
+    if pa.types.is_floating(kind) and not _is_float(value):
+        raise ValueError(f"{key} is {_shorten(value)}, which float64 does not represent")
     return value
+
+
+def _shorten(value: float) -> str:
+    """Returns a number for a message, of which a long one has no digits: Python refuses to write thousands of them."""
+    return str(value) if not isinstance(value, int) or value.bit_length() < 128 else "an integer of many digits"
+
+
+def _is_float(value: float) -> bool:
+    """Returns whether float64 represents a number exactly; it is not infinite and not NaN."""
+    try:
+        return math.isfinite(value) and float(value) == value
+    except OverflowError:
+        return False
+
+
+def _is_encodable(text: str) -> bool:
+    """Returns whether a text can be stored: JSON may escape half of a character, which UTF-8 does not have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...]] | None, check: bool) -> Any:

@@ -145,8 +145,8 @@ def _plan_model_checkpoint(callback: Any) -> CallbackPlan:
         text,
         _save_fields(callback.save_freq) | monitored,
         at_end=write,
-        configured=f"ModelCheckpoint: the run keeps its {checkpoint} checkpoint; `ray-app export RUN OUT --format keras"
-        f"{'' if checkpoint == 'best' else ' --checkpoint newest'}` writes the model",
+        configured=f"ModelCheckpoint: the run keeps its {checkpoint} checkpoint, and `ray-app export --run RUN --out"
+        f" FOLDER{'' if checkpoint == 'best' else ' --checkpoint newest'}` writes its model",
     )
 
 
@@ -226,7 +226,9 @@ _PLANS: dict[str, Callable[[Any], CallbackPlan]] = {
     "CSVLogger": _plan_csv,
     "LearningRateScheduler": _plan_schedule,
     "TerminateOnNaN": lambda callback: CallbackPlan("TerminateOnNaN: every run does that"),
-    "History": lambda callback: CallbackPlan("History: fit returns it"),
+    "History": lambda callback: CallbackPlan(
+        "History: fit returns it", configured="History: the report and MLflow have the values of each epoch"
+    ),
     "ProgbarLogger": lambda callback: CallbackPlan("ProgbarLogger: a run shows its progress"),
 }
 """What each callback with a counterpart becomes."""

@@ -22,7 +22,7 @@ Inputs = tuple[Any, Any, Any]
 """A batch in the form that Keras takes: inputs, targets and weights of rows; the last two may be None."""
 
 
-def spec_of_program(model: str | Spec, field: str = _FIELD) -> Spec:
+def spec_of_program(model: str | Spec, field: str = _FIELD, result: str = "a compiled keras.Model") -> Spec:
     """Returns the specification of a function of a program that is named by its import path, or that has arguments.
 
     Raises:
@@ -31,8 +31,8 @@ def spec_of_program(model: str | Spec, field: str = _FIELD) -> Spec:
     spec = {"class_path": model} if isinstance(model, str) else model
     if not isinstance(spec, dict) or not isinstance(spec.get("class_path"), str) or "." not in spec["class_path"]:
         raise ConfigError(
-            f"{field} is {model!r}; it must be the import path of a function, such as my_program.get_compiled_model, or"
-            " such a path as class_path with init_args."
+            f"{field} is {model!r}; it must be the import path of a function that returns {result}, such as"
+            f" my_program.get_{field.rpartition('.')[2]}, or such a path as class_path with init_args."
         )
     return spec
 

@@ -136,15 +136,16 @@ class KerasTask(BatchTask):
         # Pairs, since JSON makes text of the keys of a dictionary.
         self.class_weight = [[int(number), float(weight)] for number, weight in (class_weight or {}).items()]
         self.scale = scale
-        self.callbacks = None if callbacks is None else program.spec_of_program(callbacks, _CALLBACKS)
+        self.callbacks = None
+        if callbacks is not None:
+            self.callbacks = program.spec_of_program(callbacks, _CALLBACKS, "callbacks of Keras")
         # `prepare` sets these: the settings of Keras that the program expects; kind, type and shape of each column; and
         # the optimizer and the summed losses of `compile`.
         self.keras_settings: dict[str, str] = {}
         self.column_types: dict[str, list[Any]] = {}
         self.compiled: dict[str, Any] = {}
-        # Fields of the configuration that callbacks become, and a line for each of them.
-        self.callback_fields: dict[str, Any] = {}
-        self.callback_lines: list[str] = []
+        # Fields of the configuration that callbacks become, and a line for each callback.
+        self.callback_plan: tuple[dict[str, Any], list[str]] | None = None
 
     def prepare(self, data: DataFacts) -> KerasTask:
         """Imports the program, checks the columns and builds the model; returns a task that keeps their facts."""
@@ -160,10 +161,7 @@ class KerasTask(BatchTask):
                 "fields": serialize_optimizer(module.program.optimizer, module.trained_variables()),
                 "summed": library.summed_losses(module.program),
             }
-            if prepared.callbacks is not None:
-                with user_code(lambda: "making the callbacks of the program"):
-                    callbacks = instantiate(prepared.callbacks, _CALLBACKS)
-                prepared.callback_fields, prepared.callback_lines = plan_configuration(callbacks)
+            prepared.callback_plan = prepared._plan_callbacks()
         return prepared
 
     def validate_config(self, config: Config) -> list[str]:
@@ -173,11 +171,18 @@ class KerasTask(BatchTask):
         if not is_own:
             name = fields["optimizer"]["init_args"]["serialized"]["class_name"]
             logger.info("optimizer of the configuration counts, not %s that the model is compiled with.", name)
-        for line in self.callback_lines:
+        callback_fields, lines = self._plan_callbacks()
+        for line in lines:
             logger.info("%s.", line)
+        own_metric, metric = config.evaluate.metric, callback_fields.get("evaluate.metric")
         reason = refuse_sharding(fields) if is_own and (traits.shards_parameters or traits.has_servers) else None
         problems = {
             "optimizers take turns, and a program is compiled with one; leave optimizers out.": bool(config.optimizers),
+            "A callback decides by val_ metrics, and data.eval_path is missing. Give it.": (
+                metric is not None and config.data.eval_path is None
+            ),
+            f"evaluate.metric is {own_metric!r}, and a callback monitors val_{metric}; a run decides by one metric."
+            " Name one of them.": None not in (metric, own_metric) and metric != own_metric,
             "train.capture needs each step to do the same; Keras draws seeds on the host in each. Leave it out.": (
                 config.train.capture
             ),
@@ -203,7 +208,15 @@ class KerasTask(BatchTask):
 
     def configuration_fields(self) -> dict[str, Any]:
         """Returns the fields that the callbacks become, see `Task`."""
-        return self.callback_fields
+        return self._plan_callbacks()[0]
+
+    def _plan_callbacks(self) -> tuple[dict[str, Any], list[str]]:
+        """Returns the fields that the callbacks become, and a line for each callback; `prepare` keeps them."""
+        if self.callback_plan is not None or self.callbacks is None:
+            return self.callback_plan or ({}, [])
+        with user_code(lambda: "making the callbacks of the program"):
+            callbacks = instantiate(self.callbacks, _CALLBACKS)
+        return plan_configuration(callbacks)
 
     def columns(self) -> list[str]:
         """Returns the columns to read, see `Task.columns`."""

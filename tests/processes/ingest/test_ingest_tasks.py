@@ -217,7 +217,7 @@ def test_every_input_row_is_written_or_refused(tmp_path: Path) -> None:
     refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
     assert {row["row_id"]: row["reason"] for row in refused} == {
         "1.csv:3": "1 values where 2 are expected",
-        "1.csv:4": "no label; every row needs an integer",
+        "1.csv:4": "no label, or none of the classes; every row needs an integer or a class",
         "1.csv:5": "3 values where 2 are expected",
     }
 

@@ -6,6 +6,7 @@ import io
 import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from ray_app.cli import ingest as command
 from ray_app.cli.ingest import ShownProgress
 from ray_app.ingest.ingest import IngestOptions, ingest, run_in_threads
 from ray_app.ingest.readers import base
+from ray_app.ingest.splits import write_input_split
 from tests.support.ingest_inputs import read_columns
 
 
@@ -78,12 +80,31 @@ def test_without_a_total_the_finished_tasks_give_the_time_left(
     """Tasks of other processes count by their results."""
     now = [100.0]
     monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
-    stage = command._Stage(range(4))
+    stage = command._Stage(len, range(4))
     base.ROWS_READ.add(rows)
     for result in finished:
         stage.finish(result)
     now[0] = 110.0
     assert stage.line() == expected
+
+
+def test_rows_of_an_earlier_ingest_count_and_took_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    split = SimpleNamespace(input_split=SimpleNamespace(rows=500))
+    monkeypatch.setattr(command, "InputSplitTask", SimpleNamespace)
+    stage = command._Stage(write_input_split, [split, split])
+    base.ROWS_READ.add_stored(500)
+    base.ROWS_READ.add(100)
+    now[0] = 110.0
+    assert stage.line() == "Reading rows: 600 of 1,000 (60%), 10 rows/s, 40 s left"
+
+
+def test_without_standard_error_nothing_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    path = write_csv(tmp_path / "in.csv", 10)
+    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(path)), ShownProgress(run_in_threads))
+    assert summary.parts[""].rows == 10
 
 
 @pytest.mark.usefixtures("quick")

@@ -61,9 +61,15 @@ def test_a_row_that_lacks_a_target_is_refused_or_left_out(tmp_path: Path, source
     assert rows["target"].tolist() == [[1, 0], [1, 1]]
 
 
+def test_a_target_that_float32_cannot_hold_is_refused(tmp_path: Path) -> None:
+    path = write_source(tmp_path, "csv", [{"a": "1e39", "b": 1}, {"a": "2", "b": 1}])
+    assert "no number in a" in ingest_error(tmp_path, "csv", path, targets=["a", "b"])
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        ({"targets": ["sings"], "tokenizer": "x.json", "pack": 8}, "with pack there are no columns"),
         ({"targets": ["sings", "kind"]}, "targets names 'kind', a column of string"),
         ({"targets": ["sings", "swims"]}, "no column 'swims'"),
         ({"targets": []}, "allowed are one or more names"),

@@ -233,6 +233,8 @@ def test_classes_of_a_text_label_may_be_ordered_by_the_user(tmp_path: Path) -> N
         ([example(x=[1], label=[b"a"]), example(x=[1], label=[b""])], {}, "no label"),
         ([example(x=[1], label=[b"a"]), example(x=[1], label=[1])], {}, "int64_list"),
         ([example(x=[1], label=[1])], {"label": "label", "classes": ["a"]}, "the label holds integers"),
+        ([example(x=[1], label=[b""])], {"on_bad_row": "skip"}, "no rows"),
+        ([example(x=[1], label=[b"a"])], {"targets": ["x", "label"]}, "it is the label, too"),
     ],
 )
 def test_labels_that_are_no_text_are_refused(
@@ -271,17 +273,42 @@ def test_boxes_of_the_object_detection_api_become_pixels_and_classes(tmp_path: P
         ({"object__bbox__xmax": [5.5, 1.0]}, "lies outside the image"),
         ({"object__class__label": [0, 1]}, "classes count from 1"),
         ({"object__class__label": [0.5, 1.5]}, "expected int64_list"),
-        ({"object__class__label": [10**9, 1]}, "allowed are 100000 classes"),
+        ({"object__class__label": [10**9, 1]}, "a box is of class 1000000000; expected 1 to 100000"),
         ({"object__class__text": [b"robin", b"robin"]}, "two classes have the name 'robin'"),
+        ({"object__class__label": [1, 1]}, "class 1 is called ['robin', 'wren']"),
         ({"width": [10], "height": [20]}, "Annotate the image as viewers show it"),
         ({"encoded": [b"no image"]}, "not an image"),
         ({"object__is_crowd": [1]}, "for 2 boxes"),
+        ({"object__class__text": [b"robin"]}, "1 names of classes for 2 boxes"),
+        ({"object__class__text": [b"robin", b"\xff"]}, "no UTF-8 text"),
+        ({"object__class__text": [1, 2]}, "expected bytes_list"),
     ],
 )
 def test_boxes_that_cannot_be_used_are_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     assert expected in refusal(
         tmp_path, write_tfrecord(tmp_path / "in.tfrecord", object_example(**changes)), boxes=True
     )
+
+
+def test_refused_rows_and_rows_without_boxes_make_no_class(tmp_path: Path) -> None:
+    empty: dict[str, Any] = {f"object__bbox__{side}": [] for side in ("xmin", "ymin", "xmax", "ymax")}
+    empty |= {"object__class__label": [], "object__class__text": []}
+    path = write_tfrecord(tmp_path / "none.tfrecord", object_example(**empty))
+    assert "no record has a box" in refusal(tmp_path, path, boxes=True)
+    rows = [object_example(), object_example(object__class__label=[9, -1]), object_example(**empty)]
+    path = write_tfrecord(tmp_path / "in.tfrecord", *rows)
+    summary = ingest_tfrecord(tmp_path, path, boxes=True, on_bad_row="skip")
+    assert summary.parts[""].classes == ["background", "wren", "robin"]
+    assert any("1 of 2 images have no box" in note for note in summary.parts[""].notes)
+
+
+def test_boxes_of_an_image_that_its_orientation_turns_are_refused(tmp_path: Path) -> None:
+    """TensorFlow decodes images as they are stored."""
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (20, 10)).save(file, "jpeg", exif=exif)
+    path = write_tfrecord(tmp_path / "in.tfrecord", object_example(encoded=[file.getvalue()]))
+    assert "EXIF orientation" in refusal(tmp_path, path, boxes=True)
 
 
 def test_boxes_with_options_of_columns_are_refused(tmp_path: Path) -> None:

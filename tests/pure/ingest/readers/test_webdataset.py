@@ -57,6 +57,18 @@ def test_a_label_of_text_becomes_classes(tmp_path: Path) -> None:
     assert (rows["label"], rows.keys()) == ([1, 0, 1], {"row_id", "text", "label"})
 
 
+def test_a_label_of_integers_may_be_a_column_too(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.tar", {"kind": 4}, {"kind": 2})
+    rows = ingest_and_read(tmp_path, "webdataset", path, label="kind", columns=["json.kind"])
+    assert (rows["label"], rows["kind"]) == ([4, 2], [4, 2])
+
+
+def test_the_first_row_need_not_have_a_label(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.tar", {"kind": None}, {"kind": "wren"})
+    rows = ingest_and_read(tmp_path, "webdataset", path, label="kind", columns=["text"], on_bad_row="skip")
+    assert (rows["text"], rows["label"]) == (["text 1"], [0])
+
+
 def test_classes_may_be_ordered_by_the_user_and_other_rows_left_out(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.tar", {"kind": "b"}, {"kind": "a"}, {"kind": "c"}, {})
     options = {"label": "kind", "classes": ["b", "a"]}
@@ -76,6 +88,10 @@ def test_classes_may_be_ordered_by_the_user_and_other_rows_left_out(tmp_path: Pa
         ([{"a": 2**63}], {"columns": ["json.a"]}, "a is 9223372036854775808, which is no integer of 64 bits"),
         ([{"a": 2**53 + 1}, {"a": 0.5}], {"columns": ["json.a"]}, "which float64 does not represent"),
         ([b'{"a": NaN}'], {"columns": ["json.a"]}, "a is nan"),
+        ([{"a": 0.5}, b'{"a": 1' + b"0" * 400 + b"}"], {"columns": ["json.a"]}, "an integer of many digits"),
+        ([b'{"a": "\\ud83d"}'], {"columns": ["json.a"]}, "half of a character"),
+        ([{"y": "a"}, b'{"y": "\\ud83d"}'], {"label": "y"}, "expected one of ['a']"),
+        ([{"y": "a"}, {"y": ["a"]}], {"label": "y"}, "of the types ['list', 'str']"),
         ([{"a": 1}, b"[1]"], {"columns": ["json.a"]}, ".json is no object"),
         ([{"a": 1}, b"{"], {"columns": ["json.a"]}, "row in.tar:1"),
         ([{"text": 1}], {"columns": ["text", "json.text"]}, "become one column 'text'"),

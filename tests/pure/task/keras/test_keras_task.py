@@ -274,12 +274,27 @@ def test_callbacks_set_fields_that_the_configuration_leaves_at_their_defaults(
     assert config.tracking.tensorboard
     assert config.checkpoint.every_steps == 3
     assert "EarlyStopping: evaluate.patience 2" in caplog.text
+    assert "Set by the task: evaluate.patience 2, evaluate.min_delta 0, evaluate.metric 'accuracy'" in caplog.text
     assert "checkpoint.every_steps of the configuration counts, 3, not 7 of the task" in caplog.text
 
 
 def test_callbacks_that_decide_by_an_evaluation_need_evaluation_data(data: Path) -> None:
-    with pytest.raises(ConfigError, match="eval_path"):
+    with pytest.raises(ConfigError, match=r"data\.eval_path is missing"):
         prepare_run(data, "get_measured", "get_callbacks")
+
+
+def test_a_callback_and_the_configuration_decide_by_one_metric(data: Path) -> None:
+    """Otherwise the mode of the one would be that of the other."""
+    fields = {"data__eval_path": str(data), "evaluate__metric": "loss"}
+    with pytest.raises(ConfigError, match="'loss', and a callback monitors val_accuracy"):
+        prepare_run(data, "get_measured", "get_callbacks", **fields)
+    assert prepare_run(data, "get_measured", "get_callbacks", **fields | {"evaluate__metric": "accuracy"})
+
+
+def test_callbacks_are_known_before_the_data(data: Path) -> None:
+    """A retraining compares a champion by the metric that its callbacks name."""
+    task = KerasTask(PROGRAMS + "get_measured", "image", "label", callbacks=PROGRAMS + "get_callbacks")
+    assert task.configuration_fields()["evaluate.metric"] == "accuracy"
 
 
 def test_a_callback_without_a_counterpart_is_refused_at_the_start(data: Path) -> None:
