@@ -54,7 +54,7 @@ def write_csv(path: Path, rows: int) -> None:
 
 
 def write_images(folder: Path, count: int) -> None:
-    """Writes files of JPEG's form and a usual size in folders of classes; nobody decodes them here."""
+    """Writes files of JPEG's form and a usual size in folders of classes; they are not decoded here."""
     generator = np.random.default_rng(0)
     for number in range(count):
         path = folder / KINDS[number % 5] / f"{number:06}.jpg"
@@ -140,13 +140,13 @@ def main() -> None:
     parser.add_argument("--side", nargs=4, metavar=("SIDE", "KIND", "SOURCE", "ROWS"), help="For internal use.")
     arguments = parser.parse_args()
     if arguments.side:
-        side, kind, source, rows = arguments.side
-        run_one(side, kind, source, int(rows))
+        side, kind, source = arguments.side[:3]
+        run_one(side, kind, source, int(arguments.side[3]))
         return
-    rows, images, rounds, peers = arguments.rows, arguments.images, arguments.rounds, True
-    if arguments.tiny:
-        rows, images, rounds, peers = 1000, 50, 1, PEERS.exists()
-    elif not PEERS.exists():
+    rows, images = (1000, 50) if arguments.tiny else (arguments.rows, arguments.images)
+    rounds = 1 if arguments.tiny else arguments.rounds
+    peers = PEERS.exists()
+    if not peers and not arguments.tiny:
         sys.exit(f"{PEERS} is missing; make it as benchmarks/ingest.py says.")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

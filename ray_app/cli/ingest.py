@@ -165,7 +165,8 @@ class _Stage:
     """The progress of one call of the tasks: a pass that learns types, the writing of rows, or their shuffle."""
 
     def __init__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
-        self._tasks, self._finished, self._rows_finished = len(items), 0, 0
+        self._tasks = len(items)
+        self._finished = self._rows_finished = 0
         self._total: int | None = None
         self._name = _STAGES.get(function, "Reading types and classes")
         if items and isinstance(items[0], InputSplitTask):

@@ -95,7 +95,7 @@ def plan_callbacks(callbacks: Any) -> list[CallbackPlan]:
 def plan_configuration(callbacks: Any) -> tuple[dict[str, Any], list[str]]:
     """Returns the fields of a configuration that callbacks become, and a line for each callback.
 
-    A configuration has no call of `fit`, at whose end a callback could write a file.
+    A configuration has no call of `fit`, so a callback cannot write a file at its end.
 
     Raises:
         ConfigError: See `plan_callbacks`; or a callback belongs to a call of `fit`.
