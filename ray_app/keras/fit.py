@@ -6,6 +6,7 @@ arguments, and calls `run_training`. So a call is a run like any other, with a d
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from ray_app.config.config import Config
+from ray_app.config.import_paths import explain_extra
 from ray_app.config.sections import RunSection
 from ray_app.config.strategies import STRATEGIES
 from ray_app.data.dataset import open_dataset
@@ -41,6 +43,7 @@ _TASK = "ray_app.task.keras.KerasTask"
 _BATCH_SIZE = 32
 """Keras' default."""
 _WORKERS = "scaling.max_workers"
+_UNTRACKED = f"There is no MLflow run, since MLflow is {explain_extra('mlflow')}"
 _INPUTS, _TARGETS = ("image", "features"), ("label", "target")
 """Names that an ingest gives columns."""
 Fields = dict[str, Any]
@@ -168,6 +171,7 @@ def fit(
         **{key: value for plan in plans for key, value in plan.fields.items()},
         **({} if name is None else {"run.name": name}),
     }
+    settings |= (untracked := _untracked_fields(more))
     if "data.eval_path" in settings:
         settings |= _evaluation_fields(str(more.get("train.strategy", settings["train.strategy"])), epochs)
     elif "evaluate.metric" in settings:
@@ -176,8 +180,8 @@ def fit(
     _refuse_other_arrays(config)
     config, rates = add_schedule(config, plans)
     console = Console(file=StringIO()) if verbose == 0 else Console()
-    for plan in plans:
-        console.print(plan.text, markup=False, highlight=False)
+    for text in [*(plan.text for plan in plans), *([_UNTRACKED] if untracked else [])]:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     checkpoint = next((plan.checkpoint for plan in plans if plan.checkpoint), "newest")
     history = _make_history(run_training(config, console), checkpoint, rates)
     if isinstance(model, library.import_keras().Model):
@@ -186,6 +190,12 @@ def fit(
         if plan.at_end is not None:
             plan.at_end(history)
     return history
+
+
+def _untracked_fields(fields: Mapping[str, Any]) -> Fields:
+    """Returns the field that turns tracking off where MLflow is not installed and the caller names no field of it."""
+    is_chosen = any(name.startswith("tracking.") for name in fields)
+    return {} if is_chosen or importlib.util.find_spec("mlflow") else {"tracking.enabled": False}
 
 
 def add_schedule(config: Config, plans: Sequence[CallbackPlan]) -> tuple[Config, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.keras import History, evaluate, fit, predict
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.stored_config import read_config
 from ray_app.task.keras.library import import_keras, program_session
 from tests.support import keras_programs
 
@@ -80,6 +83,19 @@ def test_a_model_takes_the_course_of_its_own_fit_and_keeps_the_trained_weights(t
 
 
 @pytest.mark.rest
+def test_without_mlflow_a_run_is_not_tracked_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "mlflow" else find_spec(name))
+    x, y = np.zeros((32, 8, 8, 1), np.uint8), np.arange(32) % 5
+    history = fit(keras_programs.get_plain, x, y, fields={"run.storage_path": str(tmp_path)})
+    assert not read_config(RunPaths(history.result.path)).tracking.enabled
+    assert "no MLflow run, since MLflow is not installed" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="needs mlflow"):
+        fit(keras_programs.get_plain, x, y, fields={"run.storage_path": str(tmp_path), "tracking.enabled": True})
+
+
 def test_several_inputs_and_outputs_are_dictionaries_of_arrays(tmp_path: Path) -> None:
     pixels, kind = images()
     size = torch.linspace(0, 5, ROWS)
