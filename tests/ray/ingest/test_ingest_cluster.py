@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+import ray.data
 
+from ray_app import ingest_table
 from ray_app.data.parquet_files import FOOTERS_FILE, load_footers
 from ray_app.errors import DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest, run_on_cluster
+from tests.support.ingest_inputs import read_columns
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -59,3 +64,19 @@ def test_an_error_in_a_task_of_the_cluster_keeps_its_type() -> None:
     with pytest.raises(DataError, match="1 is odd"):
         list(run_on_cluster(process_of_even, range(8)))
     assert os.getpid() not in list(run_on_cluster(process_of_even, [0, 2]))
+
+
+@pytest.mark.rest
+def test_a_data_set_of_ray_data_is_stored_in_its_order(tmp_path: Path) -> None:
+    """Its blocks become ready in another order, since the first ones take longest."""
+
+    def wait(batch: pa.Table) -> pa.Table:
+        threading.Event().wait(0.3 if batch["x"][0].as_py() < 100 else 0)
+        return batch
+
+    rows = pa.table({"x": range(400), "kind": ["a", "b"] * 200})
+    blocks = ray.data.from_arrow([rows.slice(first, 50) for first in range(0, 400, 50)])
+    summary = ingest_table(str(tmp_path / "out"), blocks.map_batches(wait, batch_format="pyarrow"), label="kind")
+    assert summary.parts[""].classes == ["a", "b"]
+    stored = read_columns(tmp_path / "out")
+    assert (stored["x"], stored["label"]) == (list(range(400)), [0, 1] * 200)
