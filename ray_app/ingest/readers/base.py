@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import Array, is_list, is_numbers, number_type, to_column, to_list_array
+from ray_app.data.arrays import Array, is_exact_decimal, is_list, is_numbers, number_type, to_column, to_list_array
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.storage.data_files import (
@@ -475,14 +475,17 @@ def to_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
 
 
 def to_plain(column: pa.Array) -> pa.Array:
-    """Returns a column without dictionaries and extension types, with text and bytes in their usual types."""
+    """Returns a column without dictionaries and extension types; text, bytes and decimals have their usual types."""
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType):
         return to_plain(column.storage)
     if pa.types.is_dictionary(kind):
-        return to_plain(column.dictionary_decode())
+        # Arrow decodes no dictionary of string views, as the categories of Polars are.
+        return pa.DictionaryArray.from_arrays(column.indices, to_plain(column.dictionary)).dictionary_decode()
     if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return column.cast(pa.string())
+    if is_exact_decimal(kind):
+        return column.cast(pa.float64())
     if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
         return column.cast(pa.binary())
     return column

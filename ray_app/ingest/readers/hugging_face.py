@@ -19,7 +19,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import is_bytes, is_list, is_number, is_numbers, is_text
+from ray_app.data.arrays import (
+    MAX_DECIMAL_DIGITS,
+    is_bytes,
+    is_exact_decimal,
+    is_list,
+    is_number,
+    is_numbers,
+    is_text,
+)
 from ray_app.data.dataset import index_columns
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
@@ -73,9 +81,13 @@ def explain_unusable(kind: pa.DataType, is_label: bool) -> str | None:
         return "has no value at all"
     has_bytes = is_bytes(value) or pa.types.is_fixed_size_binary(value)
     has_time = pa.types.is_temporal(value) and not pa.types.is_interval(value)
-    if _is_image(kind) or is_number(value) or is_text(value) or has_bytes or has_time:
+    is_value = is_number(value) or is_exact_decimal(value) or is_text(value) or has_bytes or has_time
+    if _is_image(kind) or is_value:
         return None
-    return f"holds {kind}; allowed are numbers, text, bytes, times, images and lists of numbers"
+    allowed = "allowed are numbers, text, bytes, times, images and lists of numbers"
+    if pa.types.is_decimal(value):
+        allowed = f"float64 represents decimals of at most {MAX_DECIMAL_DIGITS} digits"
+    return f"holds {kind}; {allowed}"
 
 
 def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:

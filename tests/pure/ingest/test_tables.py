@@ -51,6 +51,17 @@ def test_tables_of_each_library_become_the_same_columns(tmp_path: Path, table: A
     assert rows["row_id"] == ["table.arrow:0", "table.arrow:1", "table.arrow:2"]
 
 
+def test_categories_and_texts_of_polars_are_read(tmp_path: Path) -> None:
+    """Both have Arrow's type of string views."""
+    texts = pa.array(["x", "y", "x"], pa.string_view())
+    categories = pa.DictionaryArray.from_arrays(
+        pa.array([0, 1, None], pa.uint32()), pa.array(["p", "q"], pa.string_view())
+    )
+    ingest_table(str(tmp_path / "out"), pa.table({"text": texts, "kind": categories, "a": [1, 2, 3]}), label="text")
+    rows = read_columns(tmp_path / "out")
+    assert (rows["label"], rows["kind"]) == ([0, 1, 0], ["p", "q", None])
+
+
 def test_an_equal_table_reuses_the_data_set_and_another_one_is_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     assert not ingest_table(out, TABLE).reused

@@ -172,6 +172,7 @@ def write_table(tmp_path: Path, column: pa.Array, end: str, name: str = "t", **m
 NOON = datetime.datetime(2020, 5, 1, 12, tzinfo=datetime.UTC)
 ID = uuid.UUID(int=2**100 + 7)
 ALLOWED: dict[str, tuple[pa.Array, list[Any]]] = {
+    "decimal": (pa.array([decimal.Decimal("0.1"), None], pa.decimal128(15, 2)), [0.1, None]),
     "time zone": (pa.array([NOON, None], pa.timestamp("us", "UTC")), [NOON, None]),
     "time": (pa.array([NOON.time(), None], pa.time64("us")), [NOON.time(), None]),
     "date": (pa.array([NOON.date(), None]), [NOON.date(), None]),
@@ -198,7 +199,10 @@ def test_hugging_face_columns_keep_values_and_nulls(tmp_path: Path, kind: str, e
 
 
 REFUSED: dict[str, tuple[pa.Array, str]] = {
-    "decimal": (pa.array([decimal.Decimal("1.5")]), "holds decimal128(2, 1); allowed are numbers"),
+    "decimal": (
+        pa.array([decimal.Decimal("1.5")], pa.decimal128(16, 2)),
+        "holds decimal128(16, 2); float64 represents decimals of at most 15 digits",
+    ),
     "tensor": (
         pa.FixedShapeTensorArray.from_numpy_ndarray(np.ones((1, 2))),
         "holds extension<arrow.fixed_shape_tensor",
