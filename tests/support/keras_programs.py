@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
+import numpy as np
 from keras import layers, ops
 
 
@@ -295,7 +296,7 @@ def get_autoencoder() -> Any:
 def get_callbacks() -> list[Any]:
     """Callbacks with a counterpart in a configuration."""
     return [
-        keras.callbacks.EarlyStopping("val_accuracy", patience=2, mode="max"),
+        keras.callbacks.EarlyStopping("val_accuracy", patience=np.int64(2), mode="max"),
         keras.callbacks.ModelCheckpoint("model.keras", save_freq=7),
         keras.callbacks.TensorBoard(),
     ]

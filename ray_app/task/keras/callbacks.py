@@ -105,7 +105,8 @@ def plan_configuration(callbacks: Any) -> tuple[dict[str, Any], list[str]]:
     for plan in plans:
         if plan.refused:
             raise ConfigError(plan.refused)
-        fields |= plan.fields
+        # The task keeps them as JSON, which has no numbers of NumPy.
+        fields |= {name: value.item() if hasattr(value, "item") else value for name, value in plan.fields.items()}
     # The configuration names the run.
     fields.pop(_RUN_NAME, None)
     return fields, [plan.configured or plan.text for plan in plans]

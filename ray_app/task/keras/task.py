@@ -145,7 +145,7 @@ class KerasTask(BatchTask):
         self.column_types: dict[str, list[Any]] = {}
         self.compiled: dict[str, Any] = {}
         # Fields of the configuration that callbacks become, and a line for each callback.
-        self.callback_plan: tuple[dict[str, Any], list[str]] | None = None
+        self.callback_plan: list[Any] | None = None
 
     def prepare(self, data: DataFacts) -> KerasTask:
         """Imports the program, checks the columns and builds the model; returns a task that keeps their facts."""
@@ -161,7 +161,8 @@ class KerasTask(BatchTask):
                 "fields": serialize_optimizer(module.program.optimizer, module.trained_variables()),
                 "summed": library.summed_losses(module.program),
             }
-            prepared.callback_plan = prepared._plan_callbacks()
+            # A list, since JSON has no tuples.
+            prepared.callback_plan = list(prepared._plan_callbacks())
         return prepared
 
     def validate_config(self, config: Config) -> list[str]:
@@ -212,8 +213,11 @@ class KerasTask(BatchTask):
 
     def _plan_callbacks(self) -> tuple[dict[str, Any], list[str]]:
         """Returns the fields that the callbacks become, and a line for each callback; `prepare` keeps them."""
-        if self.callback_plan is not None or self.callbacks is None:
-            return self.callback_plan or ({}, [])
+        if self.callback_plan is not None:
+            fields, lines = self.callback_plan
+            return fields, lines
+        if self.callbacks is None:
+            return {}, []
         with user_code(lambda: "making the callbacks of the program"):
             callbacks = instantiate(self.callbacks, _CALLBACKS)
         return plan_configuration(callbacks)

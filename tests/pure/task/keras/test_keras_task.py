@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -295,6 +296,8 @@ def test_callbacks_are_known_before_the_data(data: Path) -> None:
     """A retraining compares a champion by the metric that its callbacks name."""
     task = KerasTask(PROGRAMS + "get_measured", "image", "label", callbacks=PROGRAMS + "get_callbacks")
     assert task.configuration_fields()["evaluate.metric"] == "accuracy"
+    stored = json.loads(json.dumps(vars(task_of(data, "get_measured", callbacks=PROGRAMS + "get_callbacks"))))
+    assert KerasTask.from_settings(stored).configuration_fields() == task.configuration_fields()
 
 
 def test_a_callback_without_a_counterpart_is_refused_at_the_start(data: Path) -> None:
