@@ -126,6 +126,8 @@ class ShownProgress:
         self._run = run
         # A standard stream that was closed before the start is None.
         self._stream: IO[str] | None = sys.stderr if stream is None else stream
+        self._is_terminal = False
+        # `isatty` of a closed stream raises it.
         with suppress(ValueError):
             self._is_terminal = self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb"
 

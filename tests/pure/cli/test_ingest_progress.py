@@ -108,10 +108,16 @@ def test_without_standard_error_nothing_is_shown(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_stream_that_is_gone_ends_no_ingest(tmp_path: Path) -> None:
-    stream = Terminal()
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_a_stream_that_is_gone_ends_no_ingest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]
+) -> None:
+    """`isatty` of a closed file raises ValueError, and that of a terminal that is gone may still be True."""
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    stream = kind()
     stream.close()
-    stream.isatty = lambda: True  # type: ignore[method-assign]
     path = write_csv(tmp_path / "in.csv", 10)
     summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(path)), ShownProgress(run_in_threads, stream))
     assert summary.parts[""].rows == 10
+    assert errors == []
