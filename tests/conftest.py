@@ -37,8 +37,13 @@ def pytest_configure() -> None:
     # A shell starts background processes with SIGINT ignored.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # By default Ray's workers have a lower priority than other processes, and would starve next to other tests.
-    os.environ |= {"RAY_worker_niceness": "0", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    os.environ |= {
+        # By default Ray's workers have a lower priority than other processes, and would starve next to other tests.
+        "RAY_worker_niceness": "0",
+        # The results must not depend on how full the disk of the machine is: Ray and the disk cache use all of it.
+        "RAY_local_fs_capacity_threshold": "1.0",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -48,8 +48,8 @@ SUMS = "sums"
 """Name of the file of checksums."""
 # Marks in place of a checksum, which is never below 2: a row that the cache does not hold, and a bad row.
 _ABSENT, _BAD = 0, 1
-_LEAVE_FREE = 0.1
-"""Share of the disk that stays free: Ray itself stops working on a node with a disk that is 95 % full."""
+_RAY_THRESHOLD = "RAY_local_fs_capacity_threshold"
+"""Environment variable with the share of a disk above which Ray itself refuses to write to it, 0.95 by default."""
 _SUM = 31
 """Salt of the keys of checksums."""
 _INDEX_BYTES = 16
@@ -326,9 +326,11 @@ class DiskCache:
         check_positions(table, _positions(spec))
         try:
             usage = shutil.disk_usage(self._folder)
-            if usage.free - table.nbytes < _LEAVE_FREE * usage.total:
+            # Twice what Ray leaves free, so that a full cache does not stop Ray on this node.
+            leave_free = 2 * max(0.0, 1 - float(os.environ.get(_RAY_THRESHOLD, "0.95")))
+            if usage.free - table.nbytes < leave_free * usage.total:
                 raise OSError(
-                    errno.ENOSPC, f"{usage.free / 1e9:.1f} GB are free, and {_LEAVE_FREE:.0%} of the disk must stay so"
+                    errno.ENOSPC, f"{usage.free / 1e9:.1f} GB are free, and {leave_free:.0%} of the disk must stay so"
                 )
             done = 0
             for span in spec:

@@ -266,17 +266,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    "leave_free",
-    [pytest.param(0.25, id="a share must stay free"), pytest.param(0.0, id="to the last byte")],
+    "ray_threshold",
+    [pytest.param("0.875", id="a share must stay free"), pytest.param("1.0", id="to the last byte")],
 )
 def test_rows_that_a_full_disk_cannot_hold_are_read_in_every_epoch(
     tmp_path: Path,
     small_disk: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    leave_free: float,
+    ray_threshold: str,
 ) -> None:
-    monkeypatch.setattr("ray_app.data.disk_cache._LEAVE_FREE", leave_free)
+    monkeypatch.setenv("RAY_local_fs_capacity_threshold", ray_threshold)
     folder = write_images(tmp_path / "data", [[50] * 40])
     fields = {"data__cache": "disk", "data__cache_dir": str(small_disk)}
     job = make_job(tmp_path / "run", folder, logical_workers=4, batch=200, task=TinyImages(), **fields)
@@ -285,7 +285,7 @@ def test_rows_that_a_full_disk_cannot_hold_are_read_in_every_epoch(
         assert_equal_to_uncached(job, epoch, epoch_of(job, epoch, cache.around(counting)))
     assert caplog.text.count("takes no more rows") == 1
     assert 2000 < counting.rows < 4000, "the rows that fit are not cached"
-    assert (os.statvfs(small_disk).f_bfree > 0) == (leave_free > 0)
+    assert (os.statvfs(small_disk).f_bfree > 0) == (ray_threshold != "1.0")
     cache.close()
 
 
