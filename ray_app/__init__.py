@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ray_app.driver.parsing import load_config
     from ray_app.driver.result import Result, compare_runs
     from ray_app.driver.run import run_training
-    from ray_app.ingest.ingest import describe, ingest_arrays, ingest_table
+    from ray_app.ingest.ingest import describe, ingest_arrays, ingest_files, ingest_table
     from ray_app.models.export import load_for_training, load_model, read_rows
     from ray_app.preflight.prepare import TaskCheck, check_task
     from ray_app.report.html import Comparison
@@ -42,6 +42,7 @@ __all__ = [
     "describe",
     "drawing",
     "ingest_arrays",
+    "ingest_files",
     "ingest_table",
     "kill_worker",
     "load_config",
@@ -74,6 +75,7 @@ _MODULES = {
     "drawing": "task.transforms",
     "describe": "ingest.ingest",
     "ingest_arrays": "ingest.ingest",
+    "ingest_files": "ingest.ingest",
     "ingest_table": "ingest.ingest",
     "kill_worker": "drill.cluster",
     "load_config": "driver.parsing",

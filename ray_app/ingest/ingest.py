@@ -486,18 +486,28 @@ def ingest_named_arrays(
         return ingest(IngestOptions("numpy", folder, temporary, eval_fraction=eval_fraction, seed=seed))
 
 
-def ingest_table(
-    folder: str,
-    table: Any,
-    *,
-    label: str | None = None,
-    columns: list[str] | None = None,
-    ragged: list[str] | None = None,
-    targets: list[str] | None = None,
-    rename: dict[str, str] | None = None,
-    eval_fraction: float | None = None,
-    seed: int = 0,
-) -> DatasetSummary:
+def ingest_files(folder: str, source: str, path: str | None = None, **options: Any) -> DatasetSummary:
+    """Makes a data set of files, as `ray-app ingest` does.
+
+    An example is `ingest_files("datasets/flowers", "csv", "flowers.csv", label="species")`. After an interruption the
+    same call does what is left, and once more it reuses the data set.
+
+    Args:
+        folder: Folder to create, on a disk or in a bucket.
+        source: Format of the files, see `IngestOptions.source`.
+        path: A file, a folder or a pattern of names; None for the embedded digits.
+        **options: The other fields of `IngestOptions`, such as `label`, `columns` or `eval_fraction`.
+
+    Raises:
+        TypeError: `IngestOptions` has no such field.
+        ConfigError: The options are refused, or the folder holds something else.
+        DataError: The input is missing, empty, damaged or inconsistent.
+        StorageError: A disk, the network or an object store failed; what is finished is kept.
+    """
+    return ingest(IngestOptions(source, folder, path, **options))
+
+
+def ingest_table(folder: str, table: Any, **options: Any) -> DatasetSummary:
     """Makes a data set of a table in memory, as `ray-app ingest --source hf` makes one of Parquet files.
 
     An example is `ingest_table("datasets/mine", data_frame, label="species")`.
@@ -509,9 +519,10 @@ def ingest_table(
         folder: Folder to create, on a disk or in a bucket.
         table: A table of pandas, Polars or Arrow (or of another library with `__arrow_c_stream__`), a
             `pyarrow.RecordBatchReader`, or a `ray.data.Dataset`, which is read once, in its order, block by block.
-        label: See `IngestOptions.label`, and for the others that.
+        **options: Fields of `IngestOptions`, such as `label`, `columns`, `targets`, `rename` or `eval_fraction`.
 
     Raises:
+        TypeError: `IngestOptions` has no such field.
         ConfigError: The folder holds something else, or the options are refused.
         DataError: The object is no table, or a column cannot be stored.
     """
@@ -525,9 +536,7 @@ def ingest_table(
         except (pa.ArrowException, ValueError) as error:
             raise DataError(f"the table cannot be read: {error}. All of its parts need the same columns.") from error
         _set_content_time(file)
-        names: dict[str, Any] = {"label": label, "columns": columns, "ragged": ragged, "targets": targets}
-        names |= {"rename": rename or {}, "eval_fraction": eval_fraction, "seed": seed}
-        return ingest(IngestOptions("hf", folder, str(file), **names))
+        return ingest(IngestOptions("hf", folder, str(file), **options))
 
 
 def _open_table(table: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch | pa.Table]]:

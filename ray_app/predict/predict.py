@@ -27,7 +27,6 @@ from ray_app.data.reader import Reader, ReadSpec, cut_reads, rows_per_task
 from ray_app.devices import HOST, accelerator
 from ray_app.driver.trained_run import choose_checkpoint, load_trained_job
 from ray_app.errors import ConfigError, DataError
-from ray_app.ingest.readers.json_lines import iterate_json
 from ray_app.models.export import fetch_package, is_export, read_export
 from ray_app.models.package import class_path
 from ray_app.plan.manifest import Manifest
@@ -40,6 +39,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import read_config
 from ray_app.storage.data_files import find_file
 from ray_app.storage.files import Location, list_files, list_folders, put_atomic, read_json, to_location
+from ray_app.storage.text_files import iterate_json
 from ray_app.task.base import Task, WithoutTargets
 from ray_app.task.fields import OptionalColumn
 from ray_app.task.ragged import LENGTHS

@@ -14,26 +14,33 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import IO, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import Array, is_exact_decimal, is_list, is_numbers, number_type, to_column, to_list_array
+from ray_app.data.arrays import (
+    Array,
+    is_exact_decimal,
+    is_list,
+    is_numbers,
+    is_text,
+    number_type,
+    to_column,
+    to_list_array,
+)
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.storage.data_files import (
-    HEAD_BYTES,
     File,
     files_in,
     find_file,
     is_folder,
-    name_foreign_file,
 )
 from ray_app.storage.files import Location, to_location
 from ray_app.task.images import decode_image
@@ -341,9 +348,6 @@ def sort_classes(where: str, values: set[str], skip: bool) -> tuple[str, ...]:
     return tuple(sorted(values - {""}))
 
 
-_BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-
-
 def list_text_files(path: Location, suffixes: tuple[str, ...], kind: str) -> list[File]:
     """Returns one text file, or those in a folder, sorted by name; raises DataError if there is none."""
     allowed = " and ".join(suffixes)
@@ -357,26 +361,6 @@ def list_text_files(path: Location, suffixes: tuple[str, ...], kind: str) -> lis
     if not files:
         raise DataError(f"{path}: no {kind} file; allowed are {allowed}. Rename the file or give another input.")
     return files
-
-
-@contextmanager
-def open_text(file: File) -> Iterator[IO[bytes]]:
-    """Opens a text file, uncompressed; raises DataError if its first bytes show another encoding than UTF-8."""
-    with file.open_unpacked() as stream:
-        head: bytes = cast(Any, stream).peek(HEAD_BYTES)[:HEAD_BYTES]
-        if head and (foreign := name_foreign_file(head)):
-            raise DataError(f"{file}: it is {foreign}.")
-        # UTF-16 without a mark has a zero byte in each pair of bytes of a Latin letter.
-        encoding = next(
-            (name for mark, name in _BYTE_ORDER_MARKS.items() if head.startswith(mark)),
-            "UTF-16" if 0 in head[:2] else "",
-        )
-        if encoding:
-            raise DataError(
-                f"{file}: it is {encoding}, and not UTF-8 (as Excel's 'Unicode text' is). Save it as UTF-8, or"
-                " for a CSV in UTF-16 say so (--encoding utf-16)."
-            )
-        yield stream
 
 
 ANY = -1
@@ -488,4 +472,56 @@ def to_plain(column: pa.Array) -> pa.Array:
         return column.cast(pa.float64())
     if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
         return column.cast(pa.binary())
-    return column
+    return column.cast(pa.list_(pa.string())) if is_text_list(kind) else column
+
+
+def is_text_list(kind: pa.DataType) -> bool:
+    """Returns whether values are lists of text, which as the label name all classes of a row."""
+    return is_list(kind) and is_text(kind.value_type)
+
+
+def label_texts(column: pa.Array | pa.ChunkedArray) -> set[str]:
+    """Returns the distinct texts of a label, or of lists of them, with "" for a row or an item without a value."""
+    missing = {""} if column.null_count else set()
+    if is_list(column.type):
+        return missing | label_texts(pc.list_flatten(column))
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    column = to_plain(column)
+    return missing | set(pc.unique(column).drop_null().to_pylist())
+
+
+def has_labels(lists: pa.Array, classes: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Returns for each row of a column of lists whether it has a list, of names or indices of classes only."""
+    good: npt.NDArray[np.bool_] = lists.is_valid().to_numpy(zero_copy_only=False)
+    owners, places = _labels_of_lists(lists, classes)
+    good[owners[places < 0]] = False
+    return good
+
+
+def to_multi_hot(lists: pa.Array, classes: Sequence[str]) -> npt.NDArray[np.float32]:
+    """Returns float32 (rows, classes): 1 for each class in the list of a row, otherwise 0."""
+    values = np.zeros((len(lists), len(classes)), np.float32)
+    values[_labels_of_lists(lists, classes)] = 1
+    return values
+
+
+def _labels_of_lists(lists: pa.Array, classes: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns for each item of the lists its row, and the index of its class, -1 for what is no class."""
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    items = to_plain(pc.list_flatten(lists))
+    known = pa.array(classes, pa.string())
+    if not is_text(items.type):
+        items, known = items.cast(pa.int64(), safe=False), pa.array(range(len(classes)), pa.int64())
+    places = pc.fill_null(pc.index_in(items, known, skip_nulls=True), -1)
+    return np.repeat(np.arange(len(lists)), lengths), places.to_numpy().astype(np.int64)
+
+
+def explain_multi_hot(label: str, classes: Sequence[str]) -> str:
+    """Returns the note of a part with a label of lists."""
+    order = format_items(classes)
+    return f"the lists of {label!r} became the array `target`: 1 for each class in the list, 0 for others; {order}"
+
+
+NOT_IN_CLASSES = "no list of labels, or one with something else than the classes"
+"""The reason to refuse a row for which `has_labels` is false."""

@@ -36,7 +36,6 @@ from ray_app.ingest.readers.image_files import (
     read_small_file,
 )
 from ray_app.ingest.readers.image_folders import IMAGE_SUFFIXES, has_image_suffix, without_suffix
-from ray_app.ingest.readers.json_lines import iterate_json
 from ray_app.storage.data_files import (
     File,
     files_in,
@@ -47,6 +46,7 @@ from ray_app.storage.data_files import (
     printable_name,
 )
 from ray_app.storage.files import Location, to_location
+from ray_app.storage.text_files import iterate_json
 
 _MAX_XML_DEPTH = 16
 _NO_SHAPE = "a segmentation that is neither polygons nor runs (RLE). Correct it, or leave segmentation out"

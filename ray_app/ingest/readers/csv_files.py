@@ -27,8 +27,9 @@ from pyarrow import csv as arrow_csv
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import list_text_files, open_text
+from ray_app.ingest.readers.base import list_text_files
 from ray_app.storage.data_files import File, parser_errors
+from ray_app.storage.text_files import open_text
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}

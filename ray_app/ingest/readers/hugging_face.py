@@ -53,7 +53,16 @@ class Form:
     @property
     def has_text_label(self) -> bool:
         """Whether the label's column holds text, or categories of text."""
-        return self.label is not None and is_text(value_type(self.schema.field(self.label).type))
+        return self.label is not None and _is_label_text(self.schema.field(self.label).type)
+
+    @property
+    def has_label_lists(self) -> bool:
+        """Whether the label is lists of classes, which become the column `target`."""
+        return self.label is not None and is_list(self.schema.field(self.label).type)
+
+    def name_of(self, column: str) -> str:
+        """Returns the name under which a column is stored."""
+        return column if column != self.label else "target" if self.has_label_lists else "label"
 
 
 def _is_image(kind: pa.DataType) -> bool:
@@ -68,13 +77,25 @@ def value_type(kind: pa.DataType) -> pa.DataType:
     return value_type(kind.storage_type) if isinstance(kind, _UNWRAPPED) else kind
 
 
-def explain_unusable(kind: pa.DataType, is_label: bool) -> str | None:
+def _is_label_text(kind: pa.DataType) -> bool:
+    """Returns whether the classes of a label of this type have the names that are its values, or in its lists."""
+    return is_text(value_type(kind)) or base.is_text_list(kind)
+
+
+def _is_integer_list(kind: pa.DataType) -> bool:
+    return is_list(kind) and bool(pa.types.is_integer(kind.value_type))
+
+
+def explain_unusable(kind: pa.DataType, is_label: bool, has_class_names: bool = False) -> str | None:
     """Returns the reason why a column of this type cannot be kept; None if it can."""
     value = value_type(kind)
-    if is_label and not (is_number(value) or is_text(value)):
-        return f"is to be the label, but holds {kind}; a label is a ClassLabel, an integer, text or a truth value"
+    is_label_list = is_label and (base.is_text_list(kind) or (has_class_names and _is_integer_list(kind)))
+    if is_label and not (is_number(value) or is_text(value) or is_label_list):
+        allowed = "a ClassLabel, an integer, text, a truth value, or a list of ClassLabels or text"
+        return f"is to be the label, but holds {kind}; a label is {allowed}"
     if is_list(kind):
-        return None if is_numbers(kind) else f"holds lists that are not of numbers ({kind})"
+        advice = "; lists of text can be the label" if base.is_text_list(kind) else ""
+        return None if is_label_list or is_numbers(kind) else f"holds lists that are not of numbers ({kind}){advice}"
     if pa.types.is_struct(kind) and not _is_image(kind):
         return "holds objects; allowed are numbers, text, bytes, images and lists of numbers"
     if pa.types.is_null(value):
@@ -115,29 +136,14 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
             fits = base.has_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
             reason = base.explain_misfit(name, form.shapes[name])
             faults = {int(i): reason for i in np.flatnonzero(~fits)} | faults
-        elif form.has_text_label and name == form.label:
-            if not is_text(column.type):
-                raise DataError(
-                    f"{file}: column {name!r} holds {column.type}, and text in the first file. Save it again."
-                )
-            columns[name] = pc.index_in(column, pa.array(form.classes, pa.string())).cast(pa.int64())
-        elif name == form.label and form.classes:
-            if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
-                raise DataError(
-                    f"{file}: column {name!r} holds {column.type}, but its classes have names. Save it again."
-                )
-            numbers = column.cast(pa.int64()) if pa.types.is_boolean(column.type) else column
-            # `datasets` writes a missing label as -1.
-            columns[name] = pc.if_else(pc.less(numbers, 0), None, numbers)
-            faults = _labels_out_of_range(columns[name], len(form.classes)) | faults
+        elif name == form.label and form.classes is not None:
+            columns[name], wrong = _convert_label(form, file, column)
+            faults = wrong | faults
     for i, reason in sorted(faults.items()):
         refuse(str(ids[i]), reason)
     good = np.ones(len(ids), np.bool_)
     good[list(faults)] = False
-    kept = {
-        "label" if name == form.label else name: _filter(column, good, form.shapes.get(name))
-        for name, column in columns.items()
-    }
+    kept = {form.name_of(name): _keep_rows(form, name, column, good) for name, column in columns.items()}
     return base.make_table(ids[good].tolist(), kept)
 
 
@@ -149,6 +155,29 @@ def _cast_empty(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), kind)
     return column.cast(kind) if pa.types.is_null(inner) and is_list(kind) else column
+
+
+def _convert_label(form: Form, file: File, column: pa.Array) -> tuple[pa.Array, dict[int, str]]:
+    """Returns the indices of a label with named classes, or its lists of text, and the reason for each wrong row."""
+    name, classes = form.label, form.classes or ()
+    if form.has_label_lists:
+        first = form.schema.field(name or "").type
+        if base.is_text_list(column.type) != base.is_text_list(first) or not is_list(column.type):
+            raise DataError(
+                f"{file}: column {name!r} holds {column.type}, and {first} in the first file. Save it again."
+            )
+        wrong = np.flatnonzero(~base.has_labels(column, classes))
+        return column, {int(i): base.NOT_IN_CLASSES for i in wrong}
+    if form.has_text_label:
+        if not is_text(column.type):
+            raise DataError(f"{file}: column {name!r} holds {column.type}, and text in the first file. Save it again.")
+        return pc.index_in(column, pa.array(classes, pa.string())).cast(pa.int64()), {}
+    if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
+        raise DataError(f"{file}: column {name!r} holds {column.type}, but its classes have names. Save it again.")
+    numbers = column.cast(pa.int64()) if pa.types.is_boolean(column.type) else column
+    # `datasets` writes a missing label as -1.
+    labels = pc.if_else(pc.less(numbers, 0), None, numbers)
+    return labels, _labels_out_of_range(labels, len(classes))
 
 
 def _labels_out_of_range(labels: pa.Array, classes: int) -> dict[int, str]:
@@ -173,9 +202,12 @@ def _bad_images(name: str, images: pa.Array, check: bool, skipped: dict[int, str
     return reasons
 
 
-def _filter(column: pa.Array, good: np.ndarray, shape: base.Shape | None) -> Any:
+def _keep_rows(form: Form, name: str, column: pa.Array, good: np.ndarray) -> Any:
+    """Returns the values of the good rows as they are stored."""
     rows = column.filter(pa.array(good))
-    return rows if shape is None else base.to_numbers(rows, shape)
+    if name == form.label and form.has_label_lists:
+        return base.to_multi_hot(rows, form.classes or ())
+    return base.to_numbers(rows, form.shapes[name]) if name in form.shapes else rows
 
 
 SUFFIXES = (".arrow", ".parquet")
@@ -208,7 +240,10 @@ class HuggingFace(base.SourceReader):
             files = self._splits[split]
             input_splits = self.input_splits(files, partial(_tables, form))
             name = split if len(self._splits) > 1 else ""
-            parts.append(base.Part(name, input_splits, form.classes, index_columns=index_columns(form.schema)))
+            notes = (base.explain_multi_hot(str(form.label), form.classes or ()),) if form.has_label_lists else ()
+            parts.append(
+                base.Part(name, input_splits, form.classes, notes=notes, index_columns=index_columns(form.schema))
+            )
         return parts
 
     @cached_property
@@ -258,16 +293,19 @@ class HuggingFace(base.SourceReader):
         features = _features(file, schema)
         label = self.options.label or ("label" if "label" in schema.names else None)
         keep = self.kept_columns(file, schema.names, label, "column")
+        feature = features.get(label or "", {})
+        # A list of classes (multi-label) has its names in the feature of its items.
+        names = feature.get("names") or (feature.get("feature") or {}).get("names")
         for name in keep:
-            if reason := explain_unusable(schema.field(name).type, name == label):
+            if reason := explain_unusable(schema.field(name).type, name == label, bool(names)):
                 raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
         kept = pa.schema([schema.field(name) for name in keep], schema.metadata)
         ragged = self.options.ragged or []
         base.check_ragged(file, ragged, kept)
-        shapes = _shapes(files, [column.name for column in kept if is_list(column.type)], ragged)
-        names = features.get(label or "", {}).get("names")
+        lists = [column.name for column in kept if is_list(column.type) and column.name != label]
+        shapes = _shapes(files, lists, ragged)
         classes = tuple(names) if names else None
-        if label and not names and not is_text(kind := value_type(kept.field(label).type)):
+        if label and not names and not _is_label_text(kind := value_type(kept.field(label).type)):
             classes = self.classes_of_type(f"{file}: label column {label!r}", kind)
         return Form(kept, shapes, label, classes, self.options.check)
 
@@ -389,7 +427,7 @@ def _label_values(label: str, files: list[File]) -> set[str]:
             for batch in batches:
                 batch.validate(full=True)
                 column = base.to_plain(batch[label])
-                values |= {value or "" for value in column.unique().to_pylist()} if is_text(column.type) else set()
+                values |= base.label_texts(column) if _is_label_text(column.type) else set()
     return values
 
 

@@ -22,10 +22,10 @@ from ray_app.data.arrays import is_list, is_numbers
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import list_text_files, open_text
+from ray_app.ingest.readers.base import list_text_files
 from ray_app.storage.data_files import HEAD_BYTES, File, parser_errors
+from ray_app.storage.text_files import MAX_LINE_BYTES, iterate_json, open_text
 
-MAX_LINE_BYTES = 64 << 20
 _SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _LIST_SUFFIXES = (".json", ".json.gz")
 """Suffixes of files that may hold one list of objects instead of lines."""
@@ -38,7 +38,6 @@ _MAKE_LINES = "Make it with `jq -c '{}' {}`, or in Python with pandas' to_json(o
 _WORDS = {str: "text", bool: "true or false", int: "a number", float: "a number", dict: "an object"}
 _IN_ROW = re.compile(r"in row (\d+)")
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_NUMBER_ENDS = frozenset(",]} \t\r\n")
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
@@ -67,7 +66,8 @@ class JsonLines(base.SourceReader):
         splits = [
             base.InputSplit(f.rows, partial(_tables, form, files)) for f, files in zip(facts, groups, strict=True)
         ]
-        return [base.Part("", splits, form.classes)]
+        notes = (base.explain_multi_hot(str(form.label), form.classes or ()),) if form.has_label_lists else ()
+        return [base.Part("", splits, form.classes, notes=notes)]
 
     def _form(self, facts: list[_Facts]) -> _JsonLinesForm:
         """Returns the form that every row must have."""
@@ -84,13 +84,17 @@ class JsonLines(base.SourceReader):
         self.kept_columns(self.path, schema.names, label, "key")
         base.check_ragged(self.path, self.options.ragged or [], schema)
         shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
+        if label and base.is_text_list(schema.field(label).type):
+            shapes.pop(label, None)
         for column in schema:
+            if column.name == label and base.is_text_list(column.type):
+                continue
             if reason := _explain_unusable(column.type, column.name in shapes):
                 raise DataError(
                     f"{self.path}: key {column.name!r} holds {reason}. Leave it out by naming the columns to keep."
                 )
         classes = None
-        if label and pa.types.is_string(schema.field(label).type):
+        if label and _is_label_text(schema.field(label).type):
             labels = set[str]().union(*(f.labels for f in facts))
             classes = self.order_classes(f"{self.path}: label key {label!r}", labels)
         elif label:
@@ -124,6 +128,15 @@ class _JsonLinesForm:
     classes: tuple[str, ...] | None
     is_flattened: bool
 
+    @property
+    def has_label_lists(self) -> bool:
+        """Whether the label is lists of text, which become the column `target`."""
+        return self.label is not None and base.is_text_list(self.schema.field(self.label).type)
+
+    def name_of(self, key: str) -> str:
+        """Returns the name of the column of a key."""
+        return key if key != self.label else "target" if self.has_label_lists else "label"
+
 
 def _explain_unusable(kind: pa.DataType, has_shape: bool) -> str | None:
     """Returns the reason why a column of this type cannot be kept; None if it can."""
@@ -132,8 +145,14 @@ def _explain_unusable(kind: pa.DataType, has_shape: bool) -> str | None:
     if pa.types.is_null(kind):
         return "no value in any line"
     if is_list(kind) and not (is_numbers(kind) and has_shape):
-        return f"lists that are not of numbers, or all empty ({kind})"
+        advice = "; lists of text can be the label (--label)" if base.is_text_list(kind) else ""
+        return f"lists that are not of numbers, or all empty ({kind}){advice}"
     return None
+
+
+def _is_label_text(kind: pa.DataType) -> bool:
+    """Returns whether the classes of a label of this type have the names that are its values, or in its lists."""
+    return pa.types.is_string(kind) or base.is_text_list(kind)
 
 
 def _learn(options: IngestOptions, files: list[File]) -> _Facts:
@@ -155,12 +174,11 @@ def _learn(options: IngestOptions, files: list[File]) -> _Facts:
             shape_of = base.ragged_shape if name in ragged else base.first_shape
             if is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := shape_of(table[name])):
                 facts.shapes[name] = shape
-        if label in table.column_names and pa.types.is_string(schema.field(label).type):
+        if label in table.column_names and _is_label_text(schema.field(label).type):
             # Parsed again as text, so that each label is as it was written and not a time.
-            if pa.types.is_temporal(table.schema.field(label).type):
+            if table.schema.field(label).type != schema.field(label).type:
                 table, _ = _parse_block(block, pa.schema([schema.field(label)]), None)
-            values = pc.unique(table[label]).to_pylist()
-            facts.labels.update("" if value is None else value for value in values)
+            facts.labels |= base.label_texts(table[label])
     return facts
 
 
@@ -189,6 +207,8 @@ def _mixed_types_error(where: object, first_values: list[dict[str, _FirstValue]]
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
     """Returns text for the type of a time, which pyarrow infers although JSON has none; other types unchanged."""
+    if pa.types.is_list(kind):
+        return pa.list_(_as_text(kind.value_type))
     return pa.string() if pa.types.is_temporal(kind) else kind
 
 
@@ -207,11 +227,20 @@ def _tables(form: _JsonLinesForm, files: list[File], refuse: base.Refuse) -> Ite
             for row in np.flatnonzero(good & ~fits):
                 refuse(ids[row].as_py(), base.explain_misfit(name, shape))
             good &= fits
+        step = len(ids)
+        if form.has_label_lists:
+            fits = base.has_labels(table[form.label].combine_chunks(), form.classes or ())
+            for row in np.flatnonzero(good & ~fits):
+                refuse(ids[row].as_py(), base.NOT_IN_CLASSES)
+            good &= fits
+            step = base.BLOCK_BYTES // (4 * len(form.classes or ()) + 1)
         table, ids = table.filter(pa.array(good)), ids.filter(pa.array(good))
-        yield base.make_table(
-            ids.to_pylist(),
-            {"label" if name == form.label else name: _values(table, name, form) for name in form.schema.names},
-        )
+        for start in range(0, len(ids), max(1, step)):
+            rows = table.slice(start, max(1, step))
+            yield base.make_table(
+                ids.slice(start, max(1, step)).to_pylist(),
+                {form.name_of(name): _values(rows, name, form) for name in form.schema.names},
+            )
 
 
 def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
@@ -246,6 +275,8 @@ def _values(table: pa.Table, name: str, form: _JsonLinesForm) -> Any:
     column = table[name].combine_chunks()
     if name in form.shapes:
         return base.to_numbers(column, form.shapes[name])
+    if name == form.label and form.has_label_lists:
+        return base.to_multi_hot(column, form.classes or ())
     if name == form.label and form.classes is not None:
         return pc.index_in(column, pa.array(form.classes)).cast(pa.int64())
     return column
@@ -487,112 +518,3 @@ def _find_constant(value: Any) -> str | None:
     if isinstance(value, list):
         return next((word for item in value if (word := _find_constant(item))), None)
     return str(value) if isinstance(value, _Constant) else None
-
-
-def iterate_json(file: File) -> Iterator[tuple[str, Any]]:
-    """Yields the items of a file that is one JSON list, or one object of lists, in bounded memory.
-
-    Each item comes with its key in the object, "" in a list; another value of the object comes as it is.
-
-    Raises:
-        DataError: The file is no such JSON, or an item has more than `MAX_LINE_BYTES`.
-    """
-    with parser_errors(file, "Expected one JSON list or object. Write the file again."), open_text(file) as stream:
-        text = _JsonText(file, io.TextIOWrapper(stream, "utf-8-sig"))
-        if text.skip("["):
-            yield from (("", item) for item in text.items("]"))
-        elif text.skip("{"):
-            for key in text.items("}"):
-                if not isinstance(key, str) or not text.skip(":"):
-                    raise ValueError(f"no key of an object before character {text.position}")
-                if text.skip("["):
-                    yield from ((key, item) for item in text.items("]"))
-                else:
-                    yield key, text.value()
-        else:
-            raise ValueError("it begins with neither [ nor {")
-        if text.peek():
-            raise ValueError(f"the file goes on after the end of the JSON, at character {text.position}")
-
-
-class _JsonText:
-    """Reads JSON values from a text, a block at a time."""
-
-    _BLOCK = 1 << 20
-
-    def __init__(self, file: File, stream: io.TextIOWrapper) -> None:
-        self._file, self._stream = file, stream
-        self._text = ""
-        self._at = self._before = 0
-        self._decoder = json.JSONDecoder(parse_constant=self._refuse_constant)
-
-    @property
-    def position(self) -> int:
-        """The number of characters before the next one."""
-        return self._before + self._at
-
-    def peek(self) -> str:
-        """Returns the next character that is no space, "" at the end."""
-        while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in " \t\r\n":
-                    return self._text[self._at]
-                self._at += 1
-            if not self._fill(self._BLOCK):
-                return ""
-
-    def skip(self, mark: str) -> bool:
-        """Skips a character, if it is the next one; returns whether it is."""
-        is_next = self.peek() == mark
-        self._at += is_next
-        return is_next
-
-    def items(self, end: str) -> Iterator[Any]:
-        """Yields the values, or the keys, that commas separate, up to the end mark."""
-        if self.skip(end):
-            return
-        while True:
-            yield self.value()
-            if self.skip(end):
-                return
-            if not self.skip(","):
-                raise ValueError(f"a comma or {end} is expected at character {self.position}")
-
-    def value(self) -> Any:
-        """Returns the next value."""
-        self.peek()
-        while True:
-            try:
-                start = self._at
-                value, end = self._decoder.raw_decode(self._text, start)
-                # A number may go on in the next block, unless another character ends it in this one.
-                is_complete = not isinstance(value, int | float) or self._text[end : end + 1] in _NUMBER_ENDS
-                if is_complete or not self._fill(self._BLOCK):
-                    # `_fill` drops the text before the value.
-                    self._at += end - start
-                    return value
-            except RecursionError as error:
-                raise ValueError(
-                    f"lists and objects are too deep in each other at character {self.position}"
-                ) from error
-            except json.JSONDecodeError as error:
-                size = len(self._text) - self._at
-                if size > MAX_LINE_BYTES:
-                    raise ValueError(
-                        f"the value at character {self.position} has more than {MAX_LINE_BYTES} characters, which are"
-                        " allowed, or is no JSON"
-                    ) from error
-                if not self._fill(max(self._BLOCK, size)):
-                    raise ValueError(f"{error.msg} at character {self._before + error.pos}") from error
-
-    def _fill(self, size: int) -> bool:
-        """Reads more text; returns False at the end of the file."""
-        more = self._stream.read(size)
-        self._text = self._text[self._at :] + more
-        self._before += self._at
-        self._at = 0
-        return bool(more)
-
-    @staticmethod
-    def _refuse_constant(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON")

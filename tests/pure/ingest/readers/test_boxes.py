@@ -14,9 +14,9 @@ from pycocotools.coco import COCO
 
 from ray_app.errors import DataError
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
-from ray_app.ingest.readers import json_lines
-from ray_app.ingest.readers.json_lines import iterate_json
+from ray_app.storage import text_files
 from ray_app.storage.data_files import find_file
+from ray_app.storage.text_files import iterate_json
 from ray_app.task.images import decode_mask
 from tests.support.encoded_images import encode, smooth_pixels
 from tests.support.ingest_inputs import ingest_error, read_columns
@@ -173,7 +173,7 @@ VALUES = [1, -2.5e3, 'a,]}"\\ü', None, [1, [2, {"a": []}]], {"b": {"c": [3]}}, 
 def test_json_is_read_item_by_item_at_any_block_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, indent: int | None
 ) -> None:
-    monkeypatch.setattr(json_lines._JsonText, "_BLOCK", block)
+    monkeypatch.setattr(text_files._JsonText, "_BLOCK", block)
     value = {"x": VALUES, "y": 3, "z": [], "w": {"v": VALUES}}
     for whole, expected in (
         (value, [*(("x", one) for one in VALUES), ("y", 3), ("w", {"v": VALUES})]),
@@ -203,7 +203,7 @@ def test_json_is_read_item_by_item_at_any_block_size(
     ],
 )
 def test_other_json_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str) -> None:
-    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 1 << 20)
     (tmp_path / "a.json").write_text(text)
     file = find_file(tmp_path / "a.json")
     assert file

@@ -731,7 +731,7 @@ def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> Non
     ("table", "options", "expected"),
     [
         ({"a": [1], "y": [-1]}, {"label": "y"}, "row data-00000-of-00001.arrow:0: no label"),
-        ({"a": [1], "y": [b"u"]}, {"label": "y"}, "a label is a ClassLabel, an integer, text or a truth value"),
+        ({"a": [1], "y": [b"u"]}, {"label": "y"}, "a label is a ClassLabel, an integer, text, a truth value"),
         ({"a": [{"b": 1}]}, {}, "column 'a' holds objects"),
         ({"a": [["x"]]}, {}, "holds lists that are not of numbers"),
         ({"a": [[1, 2], [3]]}, {}, "row data-00000-of-00001.arrow:1: 'a' is no list of shape [2]"),
