@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
-from typing import IO, Any
+from typing import IO, Any, get_args, get_type_hints
 
+import yaml
 from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.padding import Padding
@@ -54,11 +57,57 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> in
         default=False,
         help="Write nothing: read what an ingest reads first, and show the columns of 1,000 rows of each part.",
     )
-    values = parser.parse_args(arguments).as_dict()
+    rewritten, texts = _read_as_written(sys.argv[1:] if arguments is None else arguments)
+    values = parser.parse_args(rewritten).as_dict() | texts
     address = values.pop("ray_address") or os.environ.get("RAY_ADDRESS")
     work = preview if values.pop("dry_run") else ingest
     options = IngestOptions(**values)
     return exit_code(lambda: _print(_call(work, options, address), options, work), "The data was not ingested")
+
+
+def _read_as_written(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Returns the arguments with lists and dictionaries as JSON, and the values of the options of text.
+
+    As YAML, which `jsonargparse` reads, `#` and `~` would be nothing, and the class `no` a truth value. Lists and
+    dictionaries may lack their brackets: `a,b` and `a=b,c=d`.
+    """
+    types = get_type_hints(IngestOptions)
+    rewritten, texts = list[str](), dict[str, str]()
+    waiting = deque(arguments)
+    while waiting:
+        argument = waiting.popleft()
+        option, mark, value = argument.partition("=")
+        name = option.removeprefix("--").removesuffix("+")
+        kind = types.get(name) if option.startswith("--") else None
+        kinds = {kind, *(get_args(kind) if kind != dict[str, str] else ())}
+        is_given = mark or (waiting and not waiting[0].startswith("--"))
+        if not is_given or kinds.isdisjoint((str, list[str], dict[str, str])):
+            rewritten.append(argument)
+            continue
+        value = value if mark else waiting.popleft()
+        if list[str] in kinds:
+            # An option of one text or several is one text unless it has brackets: null may be a comma.
+            value = _to_json(value, "" if str in kinds else ",", pairs=False)
+        elif dict[str, str] in kinds:
+            value = _to_json(value, ",", pairs=True)
+        else:
+            texts[name], value = value, "text"
+        rewritten.append(f"{option}={value}")
+    return rewritten, texts
+
+
+def _to_json(value: str, separator: str, pairs: bool) -> str:
+    """Returns a list of texts, or a dictionary of pairs of them, as JSON; what is neither is unchanged."""
+    if value.startswith(("[", "{")):
+        try:
+            # This loader leaves every value a text.
+            return json.dumps(yaml.load(value, yaml.BaseLoader))
+        except yaml.YAMLError:
+            return value
+    items = [item.strip() for item in value.split(separator)] if separator else [value]
+    if not pairs:
+        return json.dumps(items)
+    return json.dumps(dict(item.split("=", 1) for item in items)) if all("=" in item for item in items) else value
 
 
 def _call(work: Callable[..., DatasetSummary], options: IngestOptions, address: str | None) -> DatasetSummary:

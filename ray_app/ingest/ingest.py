@@ -39,7 +39,7 @@ from ray_app.data.parquet_files import read_footers
 from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
-from ray_app.ingest.options import FormatTraits, IngestOptions
+from ray_app.ingest.options import FormatTraits, IngestOptions, Source
 from ray_app.ingest.output_folder import side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
@@ -188,7 +188,7 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     if described := output.load_existing(out, made_from):
         return _summary(str(out), described, reused=True)
     parts = reader.parts(run)
-    options = replace(options, eval_fraction=reader.held_out([part.name for part in parts]))
+    options = _for_tasks(options, reader, parts)
     sides = choose_sides(parts, options, traits.divides_rows)
     with output.work_folder(out, made_from, sorted({side for part in sides.values() for side in part})) as folder:
         # Another process may have had the folder and finished it.
@@ -238,7 +238,7 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
     options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
     reader = READERS[options.source](options.input or "", options)
     parts = reader.parts(run)
-    options = replace(options, eval_fraction=reader.held_out([part.name for part in parts]))
+    options = _for_tasks(options, reader, parts)
     sides = choose_sides(parts, options, traits.divides_rows)
     described: dict[str, dict[str, Any]] = {}
     tasks = make_tasks(parts, sides, options, to_location("."), run)
@@ -248,6 +248,12 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
     if not any(facts["rows"] for facts in described.values()):
         raise DataError(f"{options.input}: source {options.source!r} has no rows. Give more data.")
     return _summary(options.out, described, reused=True)
+
+
+def _for_tasks(options: IngestOptions, reader: base.SourceReader, parts: Sequence[base.Part]) -> IngestOptions:
+    """Returns the options with the part of the rows to hold out, and without what the reader does itself."""
+    drop = None if reader.traits.leaves_out_columns else options.drop
+    return replace(options, eval_fraction=reader.held_out([part.name for part in parts]), drop=drop)
 
 
 def _preview_part(
@@ -486,7 +492,7 @@ def ingest_named_arrays(
         return ingest(IngestOptions("numpy", folder, temporary, eval_fraction=eval_fraction, seed=seed))
 
 
-def ingest_files(folder: str, source: str, path: str | None = None, **options: Any) -> DatasetSummary:
+def ingest_files(folder: str, source: Source, path: str | None = None, **options: Any) -> DatasetSummary:
     """Makes a data set of files, as `ray-app ingest` does.
 
     An example is `ingest_files("datasets/flowers", "csv", "flowers.csv", label="species")`. After an interruption the

@@ -37,6 +37,7 @@ class FormatTraits:
         eval_fraction: Default of `eval_fraction` for a source with named data sets.
         has_named_parts: Its data sets always have names, so that the default of `eval_fraction` always counts.
         divides_rows: It divides its rows into `train` and `eval` itself.
+        leaves_out_columns: It leaves out the columns of the option `drop` itself, before it reads their values.
         row_group_rows: Default of `row_group_rows`.
         has_input: It reads an input.
         has_output: It is written; otherwise it can be trained on as it is.
@@ -46,6 +47,7 @@ class FormatTraits:
     eval_fraction: float = 0.0
     has_named_parts: bool = False
     divides_rows: bool = False
+    leaves_out_columns: bool = False
     row_group_rows: int = 500
     has_input: bool = True
     has_output: bool = True

@@ -13,7 +13,7 @@ import math
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -173,13 +173,16 @@ class SourceReader(ABC):
                 f"{where}: {label!r} is one of targets {self.options.targets}, and it is the label, too. Leave it out"
                 " of targets, or rename it in the source."
             )
-        columns = self.options.kept_columns
+        columns, dropped = self.options.kept_columns, frozenset(self.options.drop or ())
+        self._check_dropped(where, names, label, kind)
         named = [*(self.options.columns or []), *(self.options.targets or []), *([label] if label else [])]
         if missing := [name for name in named if name not in names]:
             raise DataError(
                 f"{where}: no {kind} {missing[0]!r}; the {kind}s are {format_items(names, 50)}. Name one of them."
             )
-        kept = [name for name in names if columns is None or name == label or name in columns]
+        kept = [
+            name for name in names if name == label or (name not in dropped and (columns is None or name in columns))
+        ]
         if label not in (None, "label") and "label" in kept:
             raise DataError(
                 f"{where}: {label!r} is to become 'label', but there is another {kind} 'label' in"
@@ -187,16 +190,35 @@ class SourceReader(ABC):
             )
         return kept
 
-    def classes_of_type(self, where: str, kind: pa.DataType) -> tuple[str, ...] | None:
-        """Returns the names of the classes of a label of a type other than text: those of booleans, otherwise None.
+    def default_label(self, names: Container[str]) -> str | None:
+        """Returns `label` if it is among the columns, and not to be left out; otherwise None."""
+        return "label" if "label" in names and "label" not in (self.options.drop or ()) else None
 
-        Raises ConfigError if the option `classes` names others.
+    def _check_dropped(self, where: object, names: list[str], label: str | None, kind: str) -> None:
+        """Raises ConfigError for a name of the option `drop` that no column has, and for all columns."""
+        dropped = self.options.drop or []
+        available = [*(name for name in names if name != label), *(["label"] if label else [])]
+        if absent := [name for name in dropped if name not in available]:
+            raise ConfigError(
+                f"{where}: drop names {absent[0]!r}; the {kind}s are {format_items(available, 50)}. Name these."
+            )
+        if dropped and set(available) <= set(dropped):
+            raise ConfigError(f"{where}: drop names all {kind}s, {format_items(available)}; leave one of them.")
+
+    def classes_of_type(self, where: str, kind: pa.DataType) -> tuple[str, ...] | None:
+        """Returns the names of the classes of a label of numbers or booleans; None for numbers without `classes`.
+
+        Raises ConfigError if the option `classes` names others than those of booleans.
         """
-        classes = BOOLEAN_CLASSES if pa.types.is_boolean(kind) else None
-        if self.options.classes is not None and tuple(self.options.classes) != classes:
-            allowed = f"[{', '.join(classes)}] for it" if classes else "the classes of a label of text"
-            raise ConfigError(f"{where} holds {kind}, and classes is {self.options.classes}; allowed are {allowed}.")
-        return classes
+        is_boolean = bool(pa.types.is_boolean(kind))
+        if self.options.classes is None:
+            return BOOLEAN_CLASSES if is_boolean else None
+        if is_boolean and sorted(self.options.classes) != sorted(BOOLEAN_CLASSES):
+            raise ConfigError(
+                f"{where} holds {kind}, and classes is {self.options.classes}; allowed are {list(BOOLEAN_CLASSES)}, in"
+                " either order."
+            )
+        return tuple(self.options.classes)
 
     def order_classes(self, where: str, values: set[str]) -> tuple[str, ...]:
         """Returns the names of the classes of a label: the option `classes`, or the sorted values of the label.
@@ -472,7 +494,8 @@ def to_plain(column: pa.Array) -> pa.Array:
         return column.cast(pa.float64())
     if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
         return column.cast(pa.binary())
-    return column.cast(pa.list_(pa.string())) if is_text_list(kind) else column
+    has_other_texts = is_text_list(kind) and not (pa.types.is_list(kind) and pa.types.is_string(kind.value_type))
+    return column.cast(pa.list_(pa.string())) if has_other_texts else column
 
 
 def is_text_list(kind: pa.DataType) -> bool:
@@ -521,6 +544,19 @@ def explain_multi_hot(label: str, classes: Sequence[str]) -> str:
     """Returns the note of a part with a label of lists."""
     order = format_items(classes)
     return f"the lists of {label!r} became the array `target`: 1 for each class in the list, 0 for others; {order}"
+
+
+def to_class_indices(labels: pa.Array, classes: Sequence[str]) -> pa.Array:
+    """Returns the indices of labels in `classes`, null for others: int64.
+
+    The name of a number is its text, of a whole float without a fraction: `-1` for -1 and for -1.0.
+    """
+    labels = to_plain(labels)
+    if pa.types.is_floating(labels.type):
+        whole = pc.and_(pc.equal(pc.floor(labels), labels), pc.less(pc.abs(labels), 2**53))
+        integers = pc.if_else(whole, labels, None).cast(pa.int64())
+        labels = pc.coalesce(integers.cast(pa.string()), labels.cast(pa.string()))
+    return pc.index_in(labels.cast(pa.string()), pa.array(classes, pa.string())).cast(pa.int64())
 
 
 NOT_IN_CLASSES = "no list of labels, or one with something else than the classes"

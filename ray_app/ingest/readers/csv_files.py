@@ -290,12 +290,13 @@ class Csv(base.SourceReader):
     """One CSV file or a folder of them."""
 
     traits = FormatTraits(
+        leaves_out_columns=True,
         options=frozenset(
             {
                 *("label", "delimiter", "column_names", "tokenizer", "columns", "classes", "targets"),
                 *("encoding", "decimal", "thousands", "null", "comment", "skip_lines"),
             }
-        )
+        ),
     )
 
     def files(self) -> list[File]:

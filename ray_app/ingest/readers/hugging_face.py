@@ -29,7 +29,7 @@ from ray_app.data.arrays import (
     is_text,
 )
 from ray_app.data.dataset import index_columns
-from ray_app.errors import DataError
+from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.image_files import NOT_AN_IMAGE
@@ -49,6 +49,8 @@ class Form:
     label: str | None
     classes: tuple[str, ...] | None
     check: bool
+    has_named_numbers: bool = False
+    """Whether the option `classes` names the numbers of the label."""
 
     @property
     def has_text_label(self) -> bool:
@@ -171,7 +173,9 @@ def _convert_label(form: Form, file: File, column: pa.Array) -> tuple[pa.Array, 
     if form.has_text_label:
         if not is_text(column.type):
             raise DataError(f"{file}: column {name!r} holds {column.type}, and text in the first file. Save it again.")
-        return pc.index_in(column, pa.array(classes, pa.string())).cast(pa.int64()), {}
+        return base.to_class_indices(column, classes), {}
+    if form.has_named_numbers:
+        return base.to_class_indices(column, classes), {}
     if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
         raise DataError(f"{file}: column {name!r} holds {column.type}, but its classes have names. Save it again.")
     numbers = column.cast(pa.int64()) if pa.types.is_boolean(column.type) else column
@@ -224,7 +228,10 @@ _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 class HuggingFace(base.SourceReader):
     """A folder of one data set with its splits, or one file."""
 
-    traits = FormatTraits(options=frozenset({"label", "classes", "columns", "ragged", "targets", "check", "tokenizer"}))
+    traits = FormatTraits(
+        leaves_out_columns=True,
+        options=frozenset({"label", "classes", "columns", "ragged", "targets", "check", "tokenizer"}),
+    )
 
     def files(self) -> list[File]:
         """Returns the files, split by split, and the files that describe them."""
@@ -291,7 +298,7 @@ class HuggingFace(base.SourceReader):
         file = files[0]
         schema = _schema(file)
         features = _features(file, schema)
-        label = self.options.label or ("label" if "label" in schema.names else None)
+        label = self.options.label or self.default_label(schema.names)
         keep = self.kept_columns(file, schema.names, label, "column")
         feature = features.get(label or "", {})
         # A list of classes (multi-label) has its names in the feature of its items.
@@ -305,9 +312,15 @@ class HuggingFace(base.SourceReader):
         lists = [column.name for column in kept if is_list(column.type) and column.name != label]
         shapes = _shapes(files, lists, ragged)
         classes = tuple(names) if names else None
+        if names and self.options.classes not in (None, list(names)):
+            raise ConfigError(
+                f"{file}: label column {label!r} has the classes {base.format_items(names)}, and classes is"
+                f" {self.options.classes}. Leave classes out."
+            )
         if label and not names and not _is_label_text(kind := value_type(kept.field(label).type)):
             classes = self.classes_of_type(f"{file}: label column {label!r}", kind)
-        return Form(kept, shapes, label, classes, self.options.check)
+        has_named_numbers = bool(self.options.classes) and not names
+        return Form(kept, shapes, label, classes, self.options.check, has_named_numbers)
 
 
 def _list_saved_files(folder: Location) -> list[File]:

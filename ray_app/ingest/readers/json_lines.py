@@ -50,7 +50,8 @@ class JsonLines(base.SourceReader):
     """
 
     traits = FormatTraits(
-        options=frozenset({"label", "classes", "columns", "ragged", "targets", "flatten", "tokenizer"})
+        leaves_out_columns=True,
+        options=frozenset({"label", "classes", "columns", "ragged", "targets", "flatten", "tokenizer"}),
     )
 
     def files(self) -> list[File]:
@@ -81,7 +82,7 @@ class JsonLines(base.SourceReader):
             absent &= {".".join(keys[:i]) for keys in (n.split(".") for n in schema.names) for i in range(1, len(keys))}
             schema = pa.schema([column for column in schema if column.name not in absent])
         label = self.options.label
-        self.kept_columns(self.path, schema.names, label, "key")
+        schema = pa.schema([schema.field(name) for name in self.kept_columns(self.path, schema.names, label, "key")])
         base.check_ragged(self.path, self.options.ragged or [], schema)
         shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
         if label and base.is_text_list(schema.field(label).type):
@@ -278,7 +279,7 @@ def _values(table: pa.Table, name: str, form: _JsonLinesForm) -> Any:
     if name == form.label and form.has_label_lists:
         return base.to_multi_hot(column, form.classes or ())
     if name == form.label and form.classes is not None:
-        return pc.index_in(column, pa.array(form.classes)).cast(pa.int64())
+        return base.to_class_indices(column, form.classes)
     return column
 
 

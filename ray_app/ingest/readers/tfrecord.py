@@ -19,11 +19,10 @@ from typing import IO, Any, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ray_app.config.import_paths import require
 from ray_app.data.arrays import to_list_array
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
@@ -41,7 +40,7 @@ _RAGGED_ADVICE = "; if its length differs from row to row, name it in ragged"
 _OBJECT = "image/object/"
 """Beginning of the names of the features of boxes in TensorFlow's Object Detection API."""
 _LABEL = _OBJECT + "class/label"
-_LABEL_KINDS = (("int64_list", 1), ("bytes_list", 1))
+_LABEL_KINDS = (("int64_list", 1), ("float_list", 1), ("bytes_list", 1))
 _DTYPES: dict[str, np.dtype] = {"float_list": np.dtype(np.float32), "int64_list": np.dtype(np.int64)}
 
 Kind = tuple[str, int]
@@ -51,7 +50,10 @@ Kind = tuple[str, int]
 class TFRecord(base.SourceReader):
     """TFRecord files; an image is a feature that holds one in the first row."""
 
-    traits = FormatTraits(options=frozenset({"label", "classes", "columns", "ragged", "targets", "boxes", "check"}))
+    traits = FormatTraits(
+        leaves_out_columns=True,
+        options=frozenset({"label", "classes", "columns", "ragged", "targets", "boxes", "check"}),
+    )
 
     def files(self) -> list[File]:
         """Returns the files of every split."""
@@ -79,7 +81,7 @@ class TFRecord(base.SourceReader):
             texts = set[str]().union(*run(partial(_label_texts, label), groups))
             classes = self.order_classes(f"{self.pattern}: label {label!r}", texts)
         elif self.options.classes:
-            raise ConfigError(f"classes is {self.options.classes}, but the label holds integers; leave classes out.")
+            classes = tuple(self.options.classes)
         forms = {split: replace(form, classes=classes) for split, form in forms.items()}
         return [
             base.Part(split, self.input_splits(files, partial(_tables, forms[split])), classes)
@@ -170,14 +172,14 @@ class TFRecord(base.SourceReader):
             values = _features(data)
         ragged = self._ragged_kinds
         names = sorted({*values, *ragged})
-        label = self.options.label or ("label" if "label" in values else None)
+        label = self.options.label or self.default_label(values)
         keep = self.kept_columns(f"{file}: the first row", names, label, "feature")
         if label in ragged:
             raise DataError(f"{file}: ragged names the label {label!r}; allowed are other features.")
         if label and (label_kind := (values[label][0], len(values[label][1]))) not in _LABEL_KINDS:
             raise DataError(
                 f"{file}: label {label!r} is a {label_kind[0]} of {label_kind[1]} in the first row; allowed are one"
-                " integer and one text."
+                " number and one text."
             )
         kinds = {name: ragged.get(name) or (values[name][0], len(values[name][1])) for name in names if name in keep}
         for name, (kind, count) in kinds.items():
@@ -228,8 +230,8 @@ def _tables(form: _TFRecordForm, files: list[File], refuse: base.Refuse) -> Iter
             values = [row[1][name] for row in block]
             column = "label" if name == form.label else name
             if column == "label" and form.classes is not None:
-                texts = pa.array([items[0].decode() for items in values], pa.string())
-                columns[column] = pc.index_in(texts, pa.array(form.classes, pa.string())).cast(pa.int64())
+                labels = [items[0].decode() if kind == "bytes_list" else items[0] for items in values]
+                columns[column] = base.to_class_indices(pa.array(labels), form.classes)
             elif kind == "bytes_list":
                 columns[column] = pa.array([items[0] for items in values], pa.binary())
             elif count == base.ANY:

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from ray_app.data.arrays import Array
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
@@ -80,15 +80,16 @@ class WebDataset(base.SourceReader):
                 f"{self.pattern}: json.{repeated[0]} among columns, and a member or the label, become one column"
                 f" {repeated[0]!r}. Leave one of them out."
             )
-        has_text_label = label is not None and self._has_texts(label)
-        if label and has_text_label and label not in keys:
+        first_label = self._first_label(label) if label else None
+        if label and isinstance(first_label, str) and label not in keys:
             keys = [*keys, label]
         kinds = self._learn_kinds(keys, run) if keys else {}
         classes = None
-        if label and has_text_label:
+        if label and isinstance(first_label, str):
             classes = self.order_classes(f"{self.pattern}: label key {label!r}", kinds[label].texts)
-        elif self.options.classes:
-            raise ConfigError(f"classes is {self.options.classes}, but the label holds integers; leave classes out.")
+        elif label:
+            kind = pa.bool_() if isinstance(first_label, bool) else pa.int64()
+            classes = self.classes_of_type(f"{self.pattern}: label key {label!r}", kind)
         form = _WebDatasetForm(
             members,
             columns is None,
@@ -100,11 +101,11 @@ class WebDataset(base.SourceReader):
         )
         return [base.Part("", self.input_splits(self._files, partial(_tables, form)), classes)]
 
-    def _has_texts(self, label: str) -> bool:
-        """Returns whether the first label of a row is text."""
+    def _first_label(self, label: str) -> Any:
+        """Returns the first label of a row; None if no row has one."""
         rows = (row for file in self._files for _, row in _rows(file, lambda extension: extension == "json"))
         values = (_json_values(row.get("json", b"{}"), [label]).get(label) for row in rows)
-        return isinstance(next((value for value in values if value is not None), None), str)
+        return next((value for value in values if value is not None), None)
 
     @property
     def _keys(self) -> list[str]:
@@ -240,7 +241,7 @@ class _WebDatasetForm:
     Args:
         members: Extensions of the needed members, with dtype and shape of arrays.
         keeps_all: Whether a row with other members is refused.
-        class_numbers: The number of each class of a label of text.
+        class_numbers: The number of each class of a label with named classes.
         keys: Type of each key of the .json that becomes a column.
         keeps_json: Whether the .json itself is a column.
     """
@@ -302,13 +303,15 @@ def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
         values[key] = _checked(key, content.get(key), kind)
     if form.label:
         values["label"] = content.get(form.label)
-    if form.class_numbers is not None:
-        # A list or an object is no key of a dictionary.
-        text = values["label"] if isinstance(values["label"], str) else None
-        if (class_number := form.class_numbers.get(text or "")) is None:
-            raise ValueError(f"label {values['label']!r}; expected one of {base.format_items([*form.class_numbers])}")
-        values["label"] = class_number
     label = values.get("label", 0)
+    if isinstance(label, float) and label.is_integer():
+        values["label"] = label = int(label)
+    if form.class_numbers is not None:
+        # The names of numbers and truth values are those of JSON; a list or an object is no class.
+        text = label if isinstance(label, str) else json.dumps(label) if isinstance(label, int) else ""
+        if (class_number := form.class_numbers.get(text)) is None:
+            raise ValueError(f"label {label!r}; expected one of {base.format_items([*form.class_numbers])}")
+        values["label"] = label = class_number
     if type(label) is not int or not -(2**63) <= label < 2**63:
         raise ValueError(f"label {label!r}; expected an integer of 64 bits")
     if not form.keeps_json:
@@ -365,7 +368,13 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
         return array
     content = data.decode()
     if kind == "cls":
-        return int(content)
+        try:
+            return int(content)
+        except ValueError as error:
+            raise ValueError(
+                f".cls holds {content[:40]!r}; expected an integer. Write a label of text to a .json, and name its key"
+                " by label"
+            ) from error
     if kind == "json" and not isinstance(json.loads(content), dict):
         raise ValueError(".json is no object")
     return content

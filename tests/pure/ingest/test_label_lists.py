@@ -32,7 +32,7 @@ def write_source(folder: Path, source: str, tags: list[Any]) -> Path:
 
 
 @pytest.mark.parametrize("source", ["jsonl", "hf"])
-def test_each_class_in_the_list_is_a_one_in_target(tmp_path: Path, source: str) -> None:
+def test_each_class_in_the_list_is_a_one_in_target(tmp_path: Path, source: Any) -> None:
     out = str(tmp_path / "out")
     part = ingest_files(out, source, str(write_source(tmp_path, source, TAGS)), label="tags").parts[""]
     rows = read_columns(tmp_path / "out")

@@ -591,8 +591,8 @@ def test_labels_of_booleans_have_class_names(tmp_path: Path, source: Any, classe
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ([True, False], "holds bool, and classes is ['a', 'b']; allowed are [false, true] for it"),
-        ([1, 0], "holds int64, and classes is ['a', 'b']; allowed are the classes of a label of text"),
+        ([True, False], "holds bool, and classes is ['a', 'b']; allowed are ['false', 'true'], in either order"),
+        ([1, 0], "no label, or none of the classes"),
     ],
 )
 def test_class_names_that_a_label_cannot_have_are_refused(

@@ -544,7 +544,7 @@ def test_braces_expand_as_the_shell_does() -> None:
     [
         ({"../../etc/0.png": png(0)}, {}, "the member '../../etc/0.png' is refused"),
         ({"/etc/0.png": png(0)}, {}, "the member '/etc/0.png' is refused"),
-        ({"0.png": png(0), "0.cls": b"one"}, {}, "row x.tar:0: invalid literal for int"),
+        ({"0.png": png(0), "0.cls": b"one"}, {}, "row x.tar:0: .cls holds 'one'; expected an integer"),
         ({"0.png": png(0)[:-20], "0.cls": b"1"}, {}, "row x.tar:0: not an image that can be decoded"),
         (
             {"0.png": png(0), "0.cls": b"1", "1.png": png(1)},

@@ -98,7 +98,7 @@ def test_classes_may_be_ordered_by_the_user_and_other_rows_left_out(tmp_path: Pa
         ([{"label": 1, "y": 1}], {"columns": ["json.label"], "label": "y"}, "become one column 'label'"),
         ([{"json": 1}], {"columns": ["json.json"]}, "become one column 'json'"),
         ([{"y": "a"}, {"y": 1}], {"label": "y"}, "of the types ['int', 'str']"),
-        ([{"y": 1}], {"label": "y", "classes": ["a"]}, "the label holds integers"),
+        ([{"y": 1}], {"label": "y", "classes": ["a"]}, "label 1; expected one of ['a']"),
     ],
 )
 def test_values_of_the_json_that_are_no_column_are_refused(

@@ -1,0 +1,95 @@
+"""The option `classes` names the numbers and truth values of a label, in every source that has a label column."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.ingest_inputs import example, ingest_and_read, ingest_error, write_tfrecord
+
+
+def write_source(folder: Path, source: str, labels: list[Any]) -> Path:
+    """Writes rows with the numbers `a` and a label `y`; returns the file."""
+    rows = [{"a": number, "y": label} for number, label in enumerate(labels)]
+    path = folder / {"csv": "in.csv", "jsonl": "in.jsonl", "hf": "in.parquet"}.get(source, f"in.{source}")
+    match source:
+        case "csv":
+            path.write_text("a,y\n" + "".join(f"{row['a']},{row['y']}\n" for row in rows))
+        case "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        case "hf":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        case "tfrecord":
+            write_tfrecord(path, *(example(a=[row["a"]], y=[row["y"]]) for row in rows))
+        case "tar":
+            with tarfile.open(path, "w") as tar:
+                for row in rows:
+                    content = json.dumps(row).encode()
+                    member = tarfile.TarInfo(f"{row['a']}.json")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("source", ["csv", "jsonl", "hf", "tfrecord", "tar"])
+@pytest.mark.parametrize("labels", [[-1, 1, -1], [5, 3, 5], [-1.0, 1.0, -1.0], [True, False, True]], ids=str)
+def test_labels_are_numbered_in_the_order_of_classes(tmp_path: Path, source: str, labels: list[Any]) -> None:
+    if source == "tfrecord" and isinstance(labels[0], bool):
+        # TFRecord has no booleans.
+        labels = [int(label) for label in labels]
+    # A CSV is text: its classes are as they were written.
+    classes = [
+        str(label) if source == "csv" else f"{label:.0f}" if isinstance(label, float) else json.dumps(label)
+        for label in labels[:2]
+    ]
+    path = write_source(tmp_path, source, labels)
+    reader = {"tar": "webdataset"}.get(source, source)
+    assert ingest_and_read(tmp_path, reader, path, label="y", classes=classes)["label"] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("source", ["jsonl", "hf", "tfrecord", "tar"])
+def test_a_number_that_is_no_class_is_refused_or_left_out(tmp_path: Path, source: str) -> None:
+    path, reader = write_source(tmp_path, source, [-1, 7, 1]), {"tar": "webdataset"}.get(source, source)
+    message = ingest_error(tmp_path, reader, path, label="y", classes=["1", "-1"])
+    assert "none of the classes" in message or "expected one of ['1', '-1']" in message
+    rows = ingest_and_read(tmp_path, reader, path, label="y", classes=["1", "-1"], on_bad_row="skip")
+    assert rows["label"] == [1, 0]
+
+
+def test_a_label_of_tfrecord_that_is_no_whole_number_is_refused(tmp_path: Path) -> None:
+    path = write_source(tmp_path, "tfrecord", [1.0, 1.5])
+    assert "row in.tfrecord:1 has 1.5, which is not an integer" in ingest_error(tmp_path, "tfrecord", path, label="y")
+
+
+def test_class_labels_of_hugging_face_keep_their_order(tmp_path: Path) -> None:
+    info = {"info": {"features": {"y": {"names": ["b", "a"], "_type": "ClassLabel"}}}}
+    table = pa.table({"a": [1, 2], "y": [0, 1]}).replace_schema_metadata({"huggingface": json.dumps(info)})
+    pq.write_table(table, tmp_path / "in.parquet")
+    assert ingest_and_read(tmp_path, "hf", tmp_path / "in.parquet", label="y", classes=["b", "a"])["label"] == [0, 1]
+    (tmp_path / "second").mkdir()
+    message = ingest_error(tmp_path / "second", "hf", tmp_path / "in.parquet", label="y", classes=["a", "b"])
+    assert "has the classes ['b', 'a'], and classes is ['a', 'b']" in message
+
+
+@pytest.mark.parametrize("source", ["jsonl", "hf", "csv"])
+def test_a_column_that_cannot_be_stored_is_left_out_by_drop(tmp_path: Path, source: str) -> None:
+    rows = [{"a": number, "inner": {"b": 1}, "y": number} for number in range(3)]
+    path = tmp_path / {"csv": "in.csv", "jsonl": "in.jsonl", "hf": "in.parquet"}[source]
+    if source == "hf":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif source == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        # A label column of this name beside another label is refused.
+        path.write_text("a,label,y\n0,1,0\n1,1,1\n2,1,2\n")
+    drop = ["label"] if source == "csv" else ["inner"]
+    columns = ingest_and_read(tmp_path, source, path, label="y", drop=[*drop])
+    assert (columns["a"], columns["label"]) == ([0, 1, 2], [0, 1, 2])
+    assert "inner" not in columns
