@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from ray_app.driver.parsing import load_config
     from ray_app.driver.result import Result, compare_runs
     from ray_app.driver.run import run_training
-    from ray_app.ingest.ingest import describe, ingest_arrays, ingest_files, ingest_table
+    from ray_app.ingest.in_memory import ingest_arrays, ingest_table
+    from ray_app.ingest.ingest import describe, ingest_files
     from ray_app.models.export import load_for_training, load_model, read_rows
     from ray_app.preflight.prepare import TaskCheck, check_task
     from ray_app.report.html import Comparison
@@ -74,9 +75,9 @@ _MODULES = {
     "compare_runs": "driver.result",
     "drawing": "task.transforms",
     "describe": "ingest.ingest",
-    "ingest_arrays": "ingest.ingest",
+    "ingest_arrays": "ingest.in_memory",
     "ingest_files": "ingest.ingest",
-    "ingest_table": "ingest.ingest",
+    "ingest_table": "ingest.in_memory",
     "kill_worker": "drill.cluster",
     "load_config": "driver.parsing",
     "load_for_training": "models.export",

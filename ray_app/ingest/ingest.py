@@ -19,19 +19,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, fields, replace
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.dataset import DESCRIPTION, FORMAT_VERSION, read_description
@@ -454,44 +449,6 @@ def _shuffle(
     return buckets
 
 
-def ingest_arrays(
-    folder: str, *, eval_fraction: float | None = None, seed: int = 0, **arrays: npt.ArrayLike
-) -> DatasetSummary:
-    """Makes a data set of arrays, as `ray-app ingest --source numpy` makes one of files.
-
-    An example is `ingest_arrays("datasets/mine", x=x, y=y)`.
-
-    The same call with the same arrays reuses the data set. While it runs, the arrays are also in files of the temporary
-    folder.
-
-    Args:
-        folder: Folder to create, on a disk or in a bucket; it holds the data set, or the data sets `train` and `eval`
-            and possibly `test`.
-        eval_fraction: See `IngestOptions.eval_fraction`.
-        seed: See `IngestOptions.seed`.
-        **arrays: Arrays of shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the
-            column `label` (integers) or `target`, others keep their names. With `x_train`, `y_train`, `x_test`,
-            `y_test` the data sets are `train`, `eval` and `test`.
-
-    Raises:
-        ConfigError: The folder holds something else.
-        DataError: The arrays differ in rows, or do not hold numbers.
-    """
-    return ingest_named_arrays(folder, arrays, eval_fraction, seed)
-
-
-def ingest_named_arrays(
-    folder: str, arrays: Mapping[str, npt.ArrayLike], eval_fraction: float | None = None, seed: int = 0
-) -> DatasetSummary:
-    """Makes a data set of arrays by their names, see `ingest_arrays`."""
-    with tempfile.TemporaryDirectory(prefix="ray_app-arrays-") as temporary:
-        for name, values in arrays.items():
-            file = Path(temporary) / f"{name}.npy"
-            np.save(file, to_numbers(name, values), allow_pickle=False)
-            _set_content_time(file)
-        return ingest(IngestOptions("numpy", folder, temporary, eval_fraction=eval_fraction, seed=seed))
-
-
 def ingest_files(folder: str, source: Source, path: str | None = None, **options: Any) -> DatasetSummary:
     """Makes a data set of files, as `ray-app ingest` does.
 
@@ -511,89 +468,3 @@ def ingest_files(folder: str, source: Source, path: str | None = None, **options
         StorageError: A disk, the network or an object store failed; what is finished is kept.
     """
     return ingest(IngestOptions(source, folder, path, **options))
-
-
-def ingest_table(folder: str, table: Any, **options: Any) -> DatasetSummary:
-    """Makes a data set of a table in memory, as `ray-app ingest --source hf` makes one of Parquet files.
-
-    An example is `ingest_table("datasets/mine", data_frame, label="species")`.
-
-    The same call with an equal table reuses the data set. While it runs, the table is also in a file of the temporary
-    folder.
-
-    Args:
-        folder: Folder to create, on a disk or in a bucket.
-        table: A table of pandas, Polars or Arrow (or of another library with `__arrow_c_stream__`), a
-            `pyarrow.RecordBatchReader`, or a `ray.data.Dataset`, which is read once, in its order, block by block.
-        **options: Fields of `IngestOptions`, such as `label`, `columns`, `targets`, `rename` or `eval_fraction`.
-
-    Raises:
-        TypeError: `IngestOptions` has no such field.
-        ConfigError: The folder holds something else, or the options are refused.
-        DataError: The object is no table, or a column cannot be stored.
-    """
-    with tempfile.TemporaryDirectory(prefix="ray_app-table-") as temporary:
-        file = Path(temporary) / "table.arrow"
-        schema, batches = _open_table(table)
-        try:
-            with pa.ipc.new_stream(file, schema) as stream:
-                for batch in batches:
-                    stream.write(batch.cast(schema) if batch.schema != schema else batch)
-        except (pa.ArrowException, ValueError) as error:
-            raise DataError(f"the table cannot be read: {error}. All of its parts need the same columns.") from error
-        _set_content_time(file)
-        return ingest(IngestOptions("hf", folder, str(file), **options))
-
-
-def _open_table(table: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch | pa.Table]]:
-    """Returns the schema of a table and its rows in parts; raises DataError for any other object."""
-    if hasattr(table, "__arrow_c_stream__"):
-        try:
-            if type(table).__module__.partition(".")[0] == "pandas":
-                # The stream of pandas lacks its index; one with a name is a column.
-                has_name = any(name is not None for name in table.index.names)
-                table = pa.Table.from_pandas(table, preserve_index=has_name or None)
-            reader = pa.RecordBatchReader.from_stream(table)
-        except (pa.ArrowException, TypeError, ValueError) as error:
-            raise DataError(f"the table cannot be converted to Arrow: {error}. Give each column one type.") from error
-        return reader.schema, iter(reader)
-    if not (hasattr(table, "iter_batches") and hasattr(table, "context")):
-        raise DataError(
-            f"table is of type {type(table).__name__}; allowed are tables of pandas, Polars and Arrow, a"
-            " pyarrow.RecordBatchReader (of a database, Delta Lake or Iceberg), and a ray.data.Dataset. For arrays use"
-            " ingest_arrays."
-        )
-    # Without this Ray Data gives blocks in the order in which they are ready.
-    table.context.execution_options.preserve_order = True
-    parts = table.iter_batches(batch_format="pyarrow", batch_size=None)
-    first = next(parts := iter(parts), None)
-    if first is None:
-        raise DataError("the ray.data.Dataset has no rows. Give one with rows.")
-    return first.schema, chain([first], parts)
-
-
-def _set_content_time(file: Path) -> None:
-    """Sets the time of a file to a function of its content, since an ingest recognizes a file by its time."""
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=7)).digest()
-    content_ns = int.from_bytes(digest, "big")
-    os.utime(file, ns=(content_ns, content_ns))
-
-
-def to_numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
-    """Returns the values as an array of numbers, rows first; raises DataError for missing values and other types."""
-    try:
-        array = np.ma.asarray(values) if isinstance(values, np.ma.MaskedArray) else np.asarray(values)
-    except ValueError as error:
-        # The rows have different lengths.
-        raise DataError(f"{name}: {error}. Give an array with one entry for each row, all of one shape.") from error
-    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
-        raise DataError(
-            f"{name}: {int(np.ma.count_masked(array))} values are masked. Fill them or leave their rows out."
-        )
-    if array.dtype.kind not in "biuf":
-        raise DataError(
-            f"{name}: an array of {array.dtype}; allowed are bool, integers and floats without missing values. Convert"
-            " it to numbers, labels by numpy.unique(y, return_inverse=True)[1]."
-        )
-    return np.ascontiguousarray(array)

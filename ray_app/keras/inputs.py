@@ -22,7 +22,7 @@ import torch
 
 from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
-from ray_app.ingest.ingest import ingest_named_arrays, to_numbers
+from ray_app.ingest.in_memory import ingest_named_arrays, to_numbers
 from ray_app.storage.files import put_atomic, to_location
 from ray_app.task.keras import library
 from ray_app.task.keras.module import refuse_steps

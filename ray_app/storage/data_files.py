@@ -484,6 +484,12 @@ def files_below(folder: Location, suffix: str) -> list[Location]:
     ]
 
 
+def refuse_table_log(folder: Location) -> None:
+    """Raises DataError for the folder of a table with a log of its own, such as that of Delta Lake."""
+    for entry in entries_in(folder):
+        _check_no_table(folder, entry.name)
+
+
 def _check_no_table(folder: Location, *parts: str) -> None:
     """Refuses a table with a log, since rows that the log has dropped are still in the files.
 
@@ -499,9 +505,9 @@ def _check_no_table(folder: Location, *parts: str) -> None:
         kinds.append("Apache Iceberg")
     if kinds:
         raise DataError(
-            f"{folder} is a table of {kinds[0]} ({'/'.join(parts)}), whose log says which rows of its files count."
-            " Write the rows that do as plain Parquet, such as with deltalake, pyiceberg or Spark, and give that"
-            " folder."
+            f"{folder} is a table of {kinds[0]} ({'/'.join(parts)}). Its log says which rows of its files count, so"
+            " ingest the table itself: ray_app.ingest_table(FOLDER, TABLE) with a table of deltalake or pyiceberg; or"
+            " write its rows as plain Parquet, and give that folder."
         )
 
 

@@ -33,7 +33,15 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.image_files import NOT_AN_IMAGE
-from ray_app.storage.data_files import File, files_in, find_file, is_folder, open_parquet, parser_errors
+from ray_app.storage.data_files import (
+    File,
+    files_in,
+    find_file,
+    is_folder,
+    open_parquet,
+    parser_errors,
+    refuse_table_log,
+)
 from ray_app.storage.files import Location, read_json
 
 _UNWRAPPED = (pa.UuidType, pa.JsonType)
@@ -60,7 +68,8 @@ class Form:
     @property
     def has_label_lists(self) -> bool:
         """Whether the label is lists of classes, which become the column `target`."""
-        return self.label is not None and is_list(self.schema.field(self.label).type)
+        is_list_column = self.label is not None and is_list(self.schema.field(self.label).type)
+        return is_list_column and self.label not in self.shapes
 
     def name_of(self, column: str) -> str:
         """Returns the name under which a column is stored."""
@@ -92,7 +101,7 @@ def explain_unusable(kind: pa.DataType, is_label: bool, has_class_names: bool = 
     """Returns the reason why a column of this type cannot be kept; None if it can."""
     value = value_type(kind)
     is_label_list = is_label and (base.is_text_list(kind) or (has_class_names and _is_integer_list(kind)))
-    if is_label and not (is_number(value) or is_text(value) or is_label_list):
+    if is_label and not (is_number(value) or is_text(value) or is_label_list or is_numbers(kind)):
         allowed = "a ClassLabel, an integer, text, a truth value, or a list of ClassLabels or text"
         return f"is to be the label, but holds {kind}; a label is {allowed}"
     if is_list(kind):
@@ -262,6 +271,8 @@ class HuggingFace(base.SourceReader):
         if find_file(self.path / "state.json"):
             return {"": _list_saved_files(self.path)}
         single = find_file(self.path)
+        if not single and is_folder(self.path):
+            refuse_table_log(self.path)
         files = [single] if single else files_in(self.path) if is_folder(self.path) else []
         splits = _group_by_split(self.path, [file for file in files if file.location.name.endswith(SUFFIXES)])
         if not splits:
@@ -309,8 +320,15 @@ class HuggingFace(base.SourceReader):
         kept = pa.schema([schema.field(name) for name in keep], schema.metadata)
         ragged = self.options.ragged or []
         base.check_ragged(file, ragged, kept)
-        lists = [column.name for column in kept if is_list(column.type) and column.name != label]
+        has_class_lists = names or (label and base.is_text_list(kept.field(label).type))
+        lists = [c.name for c in kept if is_list(c.type) and not (c.name == label and has_class_lists)]
         shapes = _shapes(files, lists, ragged)
+        if label and shapes.get(label, (1,)) != (1,):
+            raise DataError(
+                f"{file}: the label {label!r} has lists of shape {list(shapes[label])}; allowed are one number, a"
+                " ClassLabel, text or a truth value, and lists of ClassLabels or text for several labels. Lists of 0"
+                " and 1 are targets: rename the column to 'target'."
+            )
         classes = tuple(names) if names else None
         if names and self.options.classes not in (None, list(names)):
             raise ConfigError(

@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -29,6 +30,9 @@ from ray_app.storage.text_files import MAX_LINE_BYTES, iterate_json, open_text
 _SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _LIST_SUFFIXES = (".json", ".json.gz")
 """Suffixes of files that may hold one list of objects instead of lines."""
+_SAMPLED_LINES = 200
+_MAX_CELLS = 100_000_000
+"""Maximum values of a block of lines as a table, with those that are missing."""
 MAX_DEPTH = 32
 """Maximum depth of nested lists and objects, with the object of the line; thousands end pyarrow's process."""
 _ONE_TYPE = (
@@ -163,6 +167,7 @@ def _learn(options: IngestOptions, files: list[File]) -> _Facts:
     for block in _blocks(files, options.flatten):
         facts.rows += len(block.lines)
         base.ROWS_READ.add(len(block.lines))
+        _check_number_of_keys(block, keep)
         table, bad = _parse_block(block, None, keep)
         schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
         first_values = _first_values(block, table, {index for index, _ in bad})
@@ -181,6 +186,30 @@ def _learn(options: IngestOptions, files: list[File]) -> _Facts:
                 table, _ = _parse_block(block, pa.schema([schema.field(label)]), None)
             facts.labels |= base.label_texts(table[label])
     return facts
+
+
+def _check_number_of_keys(block: _Block, keep: set[str] | None) -> None:
+    """Refuses lines with so many different keys that a table of them would not fit into memory.
+
+    Keys that are values, such as names of users, make one column a line. The number is estimated from some lines.
+    """
+    keys = list[set[str]]()
+    for line in block.lines[:: max(1, len(block.lines) // _SAMPLED_LINES)]:
+        with suppress(_LineError):
+            names = set(_parse_object(line))
+            keys.append(names if keep is None else names & keep)
+    first = set[str]().union(*keys[::2])
+    new = set[str]().union(*keys[1::2]) - first
+    per_line = len(new) / max(1, len(keys) // 2)
+    estimated = len(first | new) + per_line * (len(block.lines) - len(keys))
+    if estimated * len(block.lines) > _MAX_CELLS:
+        examples = base.format_items(sorted(new)[:3])
+        where = f"{block.file}: {len(block.lines):,} lines from line {block.numbers[0]} on"
+        allowed = _MAX_CELLS // len(block.lines)
+        raise DataError(
+            f"{where} have about {estimated:,.0f} different keys, such as {examples}; allowed are {allowed:,} for so"
+            " many lines. Write keys that are values as values, or name the keys to keep by columns."
+        )
 
 
 def _first_values(block: _Block, table: pa.Table, wrong: set[int]) -> dict[str, _FirstValue]:

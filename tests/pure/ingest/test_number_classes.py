@@ -93,3 +93,15 @@ def test_a_column_that_cannot_be_stored_is_left_out_by_drop(tmp_path: Path, sour
     columns = ingest_and_read(tmp_path, source, path, label="y", drop=[*drop])
     assert (columns["a"], columns["label"]) == ([0, 1, 2], [0, 1, 2])
     assert "inner" not in columns
+
+
+@pytest.mark.parametrize("source", ["jsonl", "hf"])
+def test_a_label_in_a_list_of_one_is_the_number(tmp_path: Path, source: str) -> None:
+    assert ingest_and_read(tmp_path, source, write_source(tmp_path, source, [[1], [0]]), label="y")["label"] == [1, 0]
+
+
+def test_a_label_of_lists_of_numbers_is_refused_with_advice(tmp_path: Path) -> None:
+    path = write_source(tmp_path, "hf", [[1, 0], [0, 0]])
+    message = ingest_error(tmp_path, "hf", path, label="y")
+    assert "has lists of shape [2]" in message
+    assert "rename the column to 'target'" in message

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import adbc_driver_sqlite.dbapi as adbc
 import pandas as pd
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable, write_deltalake
+from pyiceberg.catalog import load_catalog
 
-from ray_app import ingest_table
+from ray_app import ingest_files, ingest_table
 from ray_app.errors import ConfigError, DataError
 from tests.support.ingest_inputs import read_columns
 
@@ -80,6 +84,7 @@ def test_the_index_of_pandas_is_no_feature(tmp_path: Path) -> None:
     ("table", "expected"),
     [
         ([1, 2], "table is of type list"),
+        (pd.Series([1, 2], name="a"), "cannot be converted to Arrow"),
         (pd.DataFrame({"a": [1, "x"]}, dtype=object), "cannot be converted to Arrow"),
         (RayData(), "has no rows"),
         (RayData(TABLE, TABLE.drop_columns(["v"])), "need the same columns"),
@@ -89,3 +94,73 @@ def test_what_is_no_table_is_refused(tmp_path: Path, table: Any, expected: str) 
     with pytest.raises(DataError) as caught:
         ingest_table(str(tmp_path / "out"), table)
     assert expected in str(caught.value)
+
+
+def open_cursor(query: str) -> sqlite3.Cursor:
+    """Returns a cursor of a database in memory with 12,000 rows of `sales`, after the query."""
+    database = sqlite3.connect(":memory:")
+    database.execute("CREATE TABLE sales (id INTEGER, price REAL, note TEXT)")
+    rows = [(number, number / 4, None if number < 11_000 else "late") for number in range(12_000)]
+    database.executemany("INSERT INTO sales VALUES (?, ?, ?)", rows)
+    return database.execute(query)
+
+
+def test_the_result_of_a_cursor_is_read_to_its_end(tmp_path: Path) -> None:
+    ingest_table(str(tmp_path / "out"), open_cursor("SELECT id, price AS cost FROM sales ORDER BY id"))
+    rows = read_columns(tmp_path / "out")
+    assert rows["id"] == list(range(12_000))
+    assert rows["cost"] == [number / 4 for number in range(12_000)]
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("SELECT id, note FROM sales ORDER BY id", "column 'note' of the result"),
+        ("SELECT id, id FROM sales", "several columns 'id'"),
+        ("SELECT id FROM sales WHERE id < 0", "has no rows"),
+        ("DELETE FROM sales", "execute a SELECT"),
+    ],
+)
+def test_a_result_that_is_no_table_is_refused(tmp_path: Path, query: str, expected: str) -> None:
+    with pytest.raises(DataError) as caught:
+        ingest_table(str(tmp_path / "out"), open_cursor(query))
+    assert expected in str(caught.value)
+
+
+def test_tables_of_delta_lake_have_the_rows_that_count(tmp_path: Path) -> None:
+    folder = str(tmp_path / "delta")
+    write_deltalake(folder, pa.table({"a": [1, 2, 3]}))
+    DeltaTable(folder).delete("a = 1")
+    ingest_table(str(tmp_path / "out"), DeltaTable(folder))
+    assert sorted(read_columns(tmp_path / "out")["a"]) == [2, 3]
+    # Its Parquet files alone still have the row that was deleted.
+    with pytest.raises(DataError, match=r"is a table of Delta Lake .*ray_app\.ingest_table"):
+        ingest_files(str(tmp_path / "second"), "hf", folder)
+
+
+def test_tables_and_scans_of_iceberg_are_read(tmp_path: Path) -> None:
+    catalog = load_catalog("shop", type="sql", uri="sqlite:///:memory:", warehouse=f"file://{tmp_path / 'iceberg'}")
+    catalog.create_namespace("shop")
+    table = catalog.create_table("shop.sales", schema=pa.schema({"a": pa.int64()}))
+    table.append(pa.table({"a": [1, 2, 3]}))
+    for number, source in enumerate((table, table.scan(row_filter="a > 1"))):
+        ingest_table(str(tmp_path / str(number)), source)
+        assert read_columns(tmp_path / str(number))["a"] == [1, 2, 3][number:]
+
+
+def test_a_cursor_of_adbc_is_read_as_arrow(tmp_path: Path) -> None:
+    with adbc.connect() as connection, connection.cursor() as cursor:
+        cursor.execute("SELECT 1 AS a, 'x' AS b UNION ALL SELECT 2, 'y'")
+        ingest_table(str(tmp_path / "out"), cursor, label="b")
+    assert read_columns(tmp_path / "out")["label"] == [0, 1]
+
+
+def test_every_option_of_an_ingest_can_be_given(tmp_path: Path) -> None:
+    table = pa.table({"a": list(range(40)), "who": [number // 4 for number in range(40)], "y": ["u", "v"] * 20})
+    options = {"label": "y", "classes": ["v", "u"], "group": "who", "eval_fraction": 0.5, "drop": ["a"]}
+    summary = ingest_table(str(tmp_path / "out"), table, **options)
+    assert {name: part.classes for name, part in summary.parts.items()} == {"train": ["v", "u"], "eval": ["v", "u"]}
+    sides = [set(read_columns(tmp_path / "out" / side)["who"]) for side in ("train", "eval")]
+    assert not sides[0] & sides[1]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lable'"):
+        ingest_table(str(tmp_path / "second"), table, lable="y")
