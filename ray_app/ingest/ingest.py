@@ -79,6 +79,7 @@ from ray_app.ingest.summary import (
     TextColumns,
     make_notes,
 )
+from ray_app.ingest.value_notation import ValueNotation
 from ray_app.storage.data_files import files_below, is_folder, is_within, relative_path
 from ray_app.storage.files import Location, list_folders, put_atomic, put_json, to_location
 
@@ -140,7 +141,7 @@ __all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = 6
+LAYOUT = 7
 """Version of the order of rows, of the input splits and of their records.
 
 It increases with every change of these, so that no ingest continues what an older version has begun.
@@ -254,7 +255,7 @@ def _preview_part(
     part: base.Part, sides: Sequence[str], tasks: Sequence[InputSplitTask], options: IngestOptions, max_rows: int
 ) -> dict[str, dict[str, Any]]:
     """Returns the facts of the first rows of each side of a part, which may have no input split."""
-    refusals, texts = Refusals(options), TextColumns()
+    refusals, texts = Refusals(options), TextColumns(ValueNotation.of(options))
     statistics = {side: ColumnStatistics() for side in sides}
     columns: dict[str, dict[str, dict[str, Any]]] = {side: {} for side in sides}
     labels: dict[str, Counter[int]] = {side: Counter() for side in sides}
@@ -277,7 +278,7 @@ def _preview_part(
             "shards": [],
             "skipped_files": len(part.skipped_files),
             "refused": len(refusals.rows) if side == sides[0] else 0,
-            "notes": [*part.notes, *make_notes([texts.description()])],
+            "notes": [*part.notes, *make_notes([texts.description()], _notation(options))],
             "is_sample": True,
         }
         for side in sides
@@ -386,7 +387,7 @@ def _write_all(
     runs = {side: records[side] for side, part in part_of.items() if not part.keeps_order}
     shuffled = _shuffle(runs, options, folder, run)
     for side, part in part_of.items():
-        notes = make_notes(text_columns[part.name])
+        notes = make_notes(text_columns[part.name], _notation(options))
         facts = merge_descriptions(part, shuffled.get(side, records[side]), len(refused[side]), notes)
         facts["index_columns"] = _index_columns(part, options, facts["columns"])
         if options.pack:
@@ -400,6 +401,11 @@ def _write_all(
         files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
         read_footers(target, files_written, trusted=True).put(target)
         put_json(target / DESCRIPTION, description)
+
+
+def _notation(options: IngestOptions) -> ValueNotation | None:
+    """Returns the notation of numbers of a source that has options for it, otherwise None."""
+    return ValueNotation.of(options) if "decimal" in READERS[options.source].traits.options else None
 
 
 def _index_columns(part: base.Part, options: IngestOptions, columns: Collection[str]) -> list[str]:

@@ -32,6 +32,7 @@ from ray_app.ingest.readers import base
 from ray_app.ingest.shards import Shards
 from ray_app.ingest.shuffle import Runs
 from ray_app.ingest.summary import TextColumns
+from ray_app.ingest.value_notation import ValueNotation
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
 from ray_app.storage.files import Location, put_json, read_json, to_location
 
@@ -155,7 +156,7 @@ def write_input_split(task: InputSplitTask) -> Record:
         base.ROWS_READ.add_stored(done["rows"])
         return done
     options, refusals = task.options, Refusals(task.options)
-    text_columns = TextColumns()
+    text_columns = TextColumns(ValueNotation.of(options))
     divider = Divider(task)
     with make_scratch(task.folder) as scratch:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}

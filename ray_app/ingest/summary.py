@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data.arrays import from_column, is_bytes, is_list, is_text, spec_of_field
+from ray_app.ingest.value_notation import ValueNotation
 from ray_app.task.ragged import Ragged
 
 MAX_VALUES = 100
@@ -368,8 +369,8 @@ class DatasetSummary:
 
 
 _MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "n/a", "#N/A")
-_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
-_WRITTEN = r"^\s*[$€£]?\s?[+-]?(\d{1,3}([., '’]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£]?\s*$"
+_HEXADECIMAL = r"^[+-]?0[xX][0-9a-fA-F]+$"
+_WRITTEN = r"^\s*[$€£]?\s?[+-]?(\d{1,3}([., '’_\x{a0}\x{202f}]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£]?\s*$"
 """Numbers as people and spreadsheets write them.
 
 They may have a decimal comma, groups of three digits, or a sign of a currency or of per cent.
@@ -379,16 +380,17 @@ _TRUTH = r"(?i)^\s*(true|false)\s*$"
 Counts = dict[str, Any]
 """Counts of a column of text.
 
-`values` counts the values that are not missing. Of these, `numbers` counts numbers, `written` counts numbers that are
-written in another way, and `truth` counts truth values. `first` has the id and the value of the first row that does not
-fit each kind.
+`values` counts the values that are not missing. Of these, `numbers` counts numbers in the notation of the options,
+`zeros` those with leading zeros, `written` counts numbers that are written in another way, and `truth` counts truth
+values. `first` has the id and the value of the first row that does not fit each kind.
 """
 
 
 class TextColumns:
-    """Counts the numbers and booleans in the columns of text of a stream of tables."""
+    """Counts the numbers and booleans in the columns of text of a stream of tables; numbers have a `notation`."""
 
-    def __init__(self) -> None:
+    def __init__(self, notation: ValueNotation) -> None:
+        self._notation = notation
         self._counts: dict[str, Counts] = {}
 
     def add(self, table: pa.Table) -> None:
@@ -404,11 +406,18 @@ class TextColumns:
     def _add(self, name: str, row_ids: pa.ChunkedArray, values: pa.ChunkedArray) -> None:
         present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, pa.array(_MISSING))))
         row_ids, values = row_ids.filter(present), values.filter(present)
-        numbers, truth = (pc.match_substring_regex(values, pattern) for pattern in (_NUMBER, _TRUTH))
-        written = pc.match_substring_regex(values, _WRITTEN)
-        counts = self._counts.setdefault(name, {"values": 0, "numbers": 0, "written": 0, "truth": 0, "first": {}})
+        zero = rf"^[+-]?0{self._notation.group_mark and self._notation.group_mark + '?'}[\dxX]"
+        patterns = (f"{self._notation.number}|{_HEXADECIMAL}", _WRITTEN, _TRUTH, zero)
+        numbers, written, truth, zeros = (pc.match_substring_regex(values, pattern) for pattern in patterns)
+        matches_of = {
+            "numbers": numbers,
+            "zeros": pc.and_(numbers, zeros),
+            "written": pc.and_not(written, numbers),
+            "truth": truth,
+        }
+        counts = self._counts.setdefault(name, {"values": 0, **dict.fromkeys(matches_of, 0), "first": {}})
         counts["values"] += len(values)
-        for kind, matches in (("numbers", numbers), ("written", pc.and_not(written, numbers)), ("truth", truth)):
+        for kind, matches in matches_of.items():
             counts[kind] += pc.sum(matches).as_py() or 0
         # "numbers": the first value that is not a number in any notation; "written": the first that is not a plain one.
         for kind, fits in (("numbers", pc.or_(numbers, written)), ("written", numbers), ("truth", truth)):
@@ -419,46 +428,73 @@ class TextColumns:
             counts["first"].setdefault("any", [row_ids[0].as_py(), values[0].as_py()[:_MAX_VALUE_CHARS]])
 
 
-def make_notes(split_counts: list[dict[str, Counts]]) -> list[str]:
-    """Returns a sentence about each column of text that consists mostly of numbers or booleans."""
+def make_notes(split_counts: list[dict[str, Counts]], notation: ValueNotation | None = None) -> list[str]:
+    """Returns a sentence about each column of text that consists mostly of numbers or booleans.
+
+    Args:
+        split_counts: The counts of each input split.
+        notation: The notation of numbers, for a source that has options for it.
+    """
     notes = []
     for name in dict.fromkeys(name for counts in split_counts for name in counts):
         parts = [counts[name] for counts in split_counts if name in counts]
-        total = {kind: sum(part[kind] for part in parts) for kind in ("values", "numbers", "written", "truth")}
+        total = {kind: sum(part[kind] for part in parts) for kind in ("values", "numbers", "zeros", "written", "truth")}
         first: dict[str, list[str]] = {}
         for part in parts:
             first = part["first"] | first
-        if note := _note(name, total, first):
+        if note := _note(name, total, first, notation):
             notes.append(note)
     return notes
 
 
-def _note(name: str, total: dict[str, int], first: dict[str, list[str]]) -> str | None:
-    """Returns the sentence about one column; None where most of its values are text."""
+def _note(
+    name: str, total: dict[str, int], first: dict[str, list[str]], notation: ValueNotation | None
+) -> str | None:
+    """Returns the sentence about one column; None where most of its values are text, or it is text for a reason."""
     values, numbers = total["values"], total["numbers"] + total["written"]
+    if values and total["truth"] and total["numbers"] and total["truth"] + total["numbers"] == values:
+        row_id, value = first["truth"]
+        return (
+            f"column {name!r} is text: {total['truth']} of its {values} values are true or false, and the others are"
+            f" numbers, the first is {value!r} in {row_id}. Write all of them as true and false, or all as numbers."
+        )
     if not values or 2 * max(numbers, total["truth"]) <= values:
         return None
-    if numbers >= total["truth"]:
-        kind, others = "numbers", values - numbers
-        cause = "numbers" if others else "written" if total["written"] else "any"
-    else:
-        kind, others = "true or false", values - total["truth"]
-        cause = "truth"
-    row_id, value = first.get(cause) or first["any"]
-    if cause == "any":
-        reason = (
-            f"all of its {values} values are {kind}, such as {value!r} in {row_id}: they are text in the source, or too"
-            f" long for 64 bits"
-        )
-        return f"column {name!r} is text, although {reason}."
-    if cause == "written":
-        reason = (
-            f"{total['written']} of its {values} values are numbers written in another way, the first is {value!r} in"
-            f" {row_id}"
-        )
-        return f"column {name!r} is text: {reason}. Write them with digits and a decimal point alone, as in 1234.5."
-    reason = f"{others} of its {values} values are not {kind}, the first is {value!r} in {row_id}"
+    if numbers < total["truth"]:
+        return _note_on_others(name, "true or false", values - total["truth"], values, first["truth"])
+    if numbers < values:
+        return _note_on_others(name, "numbers", values - numbers, values, first["numbers"])
+    if total["written"]:
+        return _note_on_written(name, total["written"], values, first["written"], notation)
+    if total["zeros"]:
+        # Their column is text by intention: the reader of CSV files names it, and JSON has no such numbers.
+        return None
+    row_id, value = first["any"]
     return (
-        f"column {name!r} is text: {reason}. Correct them, or leave them empty where they are missing, if it is to hold"
-        f" {kind}."
+        f"column {name!r} is text, although all of its {values} values are numbers, such as {value!r} in {row_id}: they"
+        f" are text in the source, or too long for 64 bits."
+    )
+
+
+def _note_on_others(name: str, kind: str, others: int, values: int, first: list[str]) -> str:
+    """Returns the sentence about a column of which the fewer values are no numbers, or not true or false."""
+    row_id, value = first
+    return (
+        f"column {name!r} is text: {others} of its {values} values are not {kind}, the first is {value!r} in {row_id}."
+        f" Correct them, or leave them empty where they are missing, if it is to hold {kind}."
+    )
+
+
+def _note_on_written(name: str, written: int, values: int, first: list[str], notation: ValueNotation | None) -> str:
+    """Returns the sentence about a column of numbers, some of which are written in another way."""
+    row_id, value = first
+    remedy = "Write them with digits and a decimal point alone, as in 1234.5."
+    if notation and (options := notation.find_options(value)):
+        remedy = f"{remedy[:-1]}, or give {' or '.join(options)} where the values are to be read so."
+    elif notation and not notation.is_plain:
+        groups = f", and {notation.thousands!r} between groups of three digits" if notation.thousands else ""
+        remedy = f"Correct them; the options say that numbers have the decimal mark {notation.decimal!r}{groups}."
+    return (
+        f"column {name!r} is text: {written} of its {values} values are numbers written in another way, the first is"
+        f" {value!r} in {row_id}. {remedy}"
     )

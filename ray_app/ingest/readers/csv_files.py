@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from functools import cached_property, partial
 from typing import IO, Any
 
@@ -28,15 +27,13 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files, open_text
+from ray_app.ingest.readers.csv_columns import ColumnScan, choose_type, convert_values
+from ray_app.ingest.value_notation import ValueNotation
 from ray_app.storage.data_files import File, parser_errors
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
 """Delimiters that are recognized without the option `delimiter`, and their names for messages."""
-NULLS = tuple(arrow_csv.ConvertOptions().null_values)
-"""Spellings of a missing value, as pyarrow has them."""
-KINDS = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_(), pa.string())
-"""Types of CSV columns; a column gets the first one that all of its values fit."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?\s*")
 """A number with a decimal point or a decimal comma."""
 _HEAD_BYTES, _HEAD_ROWS = 1 << 20, 20
@@ -62,8 +59,7 @@ class CsvFormat:
     delimiter: str = ","
     column_names: tuple[str, ...] | None = None
     encoding: str = "utf-8"
-    decimal: str = "."
-    thousands: str | None = None
+    notation: ValueNotation = ValueNotation()
     nulls: tuple[str, ...] = ()
     comment: str | None = None
     skip_lines: int = 0
@@ -76,8 +72,7 @@ class CsvFormat:
             (options.delimiter or ",").replace(r"\t", "\t"),
             tuple(options.column_names) if options.column_names else None,
             options.encoding,
-            options.decimal,
-            options.thousands,
+            ValueNotation.of(options),
             tuple([options.null] if isinstance(options.null, str) else options.null or ()),
             options.comment,
             options.skip_lines,
@@ -112,18 +107,6 @@ class CsvFormat:
         """Returns the first MiB of a file; bytes that are not UTF-8 become U+FFFD."""
         with parser_errors(file, "The file is damaged; make it again."), self.open(file) as stream:
             return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
-
-    def plain_numbers(self, values: pa.Array) -> pa.Array:
-        """Returns texts with the numbers in the notation of Arrow; raises ArrowInvalid for others that are not null."""
-        if self.decimal == "." and self.thousands is None:
-            return values
-        mark, decimal = re.escape(self.thousands or ""), re.escape(self.decimal)
-        groups = rf"\d{{1,3}}({mark}\d{{3}})+|" if mark else ""
-        pattern = rf"^[+-]?({groups}\d+)({decimal}\d*)?([eE][+-]?\d+)?$|^[+-]?{decimal}\d+$"
-        if pc.any(pc.invert(pc.match_substring_regex(values, pattern))).as_py():
-            raise pa.ArrowInvalid("a value is not a number in this notation")
-        values = pc.replace_substring(values, self.thousands, "") if self.thousands else values
-        return pc.replace_substring(values, self.decimal, ".")
 
 
 class _PlainLines(io.RawIOBase):
@@ -192,7 +175,7 @@ def recognize_delimiter(file: File, layout: CsvFormat) -> str:
     comma divides the first row. Otherwise it is the delimiter that gives the first row most values.
     """
     head = layout.read_head(file)
-    marks = [mark for mark in DELIMITERS if mark != layout.decimal]
+    marks = [mark for mark in DELIMITERS if mark != layout.notation.decimal]
     widths = {delimiter: [len(row) for row in parse_first_rows(head, delimiter)] or [1] for delimiter in marks}
     num_columns = len(layout.column_names or ())
     if num_columns > 1 and (fits := [mark for mark, width in widths.items() if width[0] == num_columns]):
@@ -312,12 +295,9 @@ class Csv(base.SourceReader):
                 f"{self.path}: no rows, only a header line with the names {base.format_items(names)}. Give a file with"
                 " rows."
             )
-        kinds = {
-            name: next(kind for kind in KINDS if all(kind in f.kinds.get(name, KINDS) for f in facts)) for name in names
-        }
+        kinds, type_notes = self._choose_types(names, facts)
+        notes += type_notes
         classes = None
-        if label and self.options.classes:
-            kinds[label] = pa.string()
         if label and not (pa.types.is_integer(kinds[label]) or pa.types.is_floating(kinds[label])):
             labels = {value or "" for f in facts for value in f.labels}
             classes = self.order_classes(f"{self.path}: label column {label!r}", labels)
@@ -332,6 +312,18 @@ class Csv(base.SourceReader):
         if self.options.delimiter:
             return layout
         return replace(layout, delimiter=recognize_delimiter(self.files()[0], layout))
+
+    def _choose_types(self, names: list[str], facts: list[_CsvFacts]) -> tuple[dict[str, pa.DataType], list[str]]:
+        """Returns the type of each column, and notes for the user on columns that are text for a reason."""
+        kinds, notes = dict.fromkeys(names, pa.string()), []
+        # Labels are names if `classes` states these, and values that are left out are not judged.
+        named = [self.options.label] if self.options.classes else []
+        for name in names:
+            if name not in (*named, *(self.options.drop or ())):
+                scans = [f.columns[name] for f in facts if name in f.columns]
+                kinds[name], note = choose_type(self.path, name, scans)
+                notes += [note] if note else []
+        return kinds, notes
 
     def _check_headers(self, facts: list[_CsvFacts]) -> tuple[list[str], list[str]]:
         """Returns the names of the columns, and notes for the user on how the files were interpreted."""
@@ -352,11 +344,11 @@ class Csv(base.SourceReader):
 
 @dataclass
 class _CsvFacts:
-    """What the first pass finds in the files of an input split, such as the `KINDS` that all values fit."""
+    """What the first pass finds in the files of an input split, such as the types that all values fit."""
 
     rows: int = 0
     headers: list[tuple[str, list[str]]] = field(default_factory=list)
-    kinds: dict[str, list[pa.DataType]] = field(default_factory=dict)
+    columns: dict[str, ColumnScan] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
 
 
@@ -376,10 +368,9 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
             if len(set(names)) < len(names):
                 continue
             for name in names:
-                facts.kinds[name] = [
-                    kind for kind in facts.kinds.get(name, KINDS) if _fits(block[name], kind, csv_format)
-                ]
-                if pa.types.is_string(facts.kinds[name][0]):
+                scan = facts.columns.setdefault(name, ColumnScan())
+                scan.add(block[name], file.name, numbers, csv_format.notation)
+                if pa.types.is_string(scan.types[0]):
                     _check_zero_bytes(file, name, block[name], numbers)
                     has_line_ends |= bool(pc.any(pc.match_substring(block[name], "\n")).as_py())
             if label in names:
@@ -438,7 +429,7 @@ def _convert_block(
 ) -> dict[str, pa.Array]:
     """Returns the columns of a block with their types, the label by its new name and as indices of `classes`."""
     try:
-        columns = {name: _convert(block[name], kind, layout) for name, kind in kinds.items()}
+        columns = {name: convert_values(block[name], kind, layout.notation) for name, kind in kinds.items()}
     except (pa.ArrowInvalid, KeyError) as error:
         raise DataError(f"{file}: {error}. The file changed while it was read: start again.") from error
     columns = {"label" if name == label else name: values for name, values in columns.items()}
@@ -515,33 +506,3 @@ def _without_nulls(block: pa.RecordBatch, nulls: tuple[str, ...]) -> pa.RecordBa
         for values in block.columns
     ]
     return pa.RecordBatch.from_arrays(columns, schema=block.schema)
-
-
-def _convert(values: pa.Array, kind: pa.DataType, layout: CsvFormat) -> pa.Array:
-    """Returns strings as values of a type; except for text they are trimmed, and `NULLS` become null."""
-    if pa.types.is_string(kind):
-        return values
-    trimmed = pc.utf8_trim_whitespace(values)
-    present = pc.if_else(pc.is_in(trimmed, pa.array(NULLS)), None, trimmed)
-    return (present if pa.types.is_boolean(kind) else layout.plain_numbers(present)).cast(kind)
-
-
-def _fits(values: pa.Array, kind: pa.DataType, layout: CsvFormat) -> bool:
-    """Returns whether the type can represent all values, whole numbers without rounding."""
-    try:
-        _convert(values, kind, layout)
-    except pa.ArrowInvalid:
-        return False
-    return not pa.types.is_floating(kind) or _are_exact_in_float64(values)
-
-
-def _are_exact_in_float64(values: pa.Array) -> bool:
-    """Returns whether float64 represents all whole numbers of 19 and more characters exactly.
-
-    Such numbers may not fit into 64 bits. They are often identifiers, which must not be rounded, so their column
-    becomes text.
-    """
-    candidates = pc.and_not(pc.greater_equal(pc.binary_length(values), 19), pc.match_substring(values, "."))
-    long = values.filter(candidates)
-    whole = long.filter(pc.match_substring_regex(long, r"^\s*[+-]?\d+\s*$")).to_pylist()
-    return all(Decimal(float(value)) == Decimal(value.strip()) for value in whole)

@@ -1,0 +1,124 @@
+"""Values of CSV columns that numbers do not represent as they are written become text with a note, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.ingest.readers import base
+from ray_app.ingest.readers.csv_columns import _may_have_leading_zeros
+from ray_app.ingest.value_notation import ValueNotation
+from tests.support.ingest_inputs import ingest_error, read_columns
+
+
+def write_csv(tmp_path: Path, content: str, name: str = "f.csv") -> Path:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    return tmp_path / name
+
+
+def ingest_csv(tmp_path: Path, content: str, **options: Any) -> tuple[dict[str, Any], list[str]]:
+    """Ingests a file; returns its columns and the notes."""
+    path = write_csv(tmp_path, content)
+    part = ingest(IngestOptions("csv", str(tmp_path / "out"), str(path), **options)).parts[""]
+    return read_columns(tmp_path / "out"), part.notes
+
+
+@pytest.mark.parametrize("block", [16, 16 << 20])
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        ("01234", "01234"),
+        ('"01234"', "01234"),
+        ("00", "00"),
+        (" 007", " 007"),
+        ("-01", "-01"),
+        ("+05", "+05"),
+        ("0x1F", "0x1F"),
+    ],
+)
+def test_a_column_with_leading_zeros_is_text_with_a_note(
+    tmp_path: Path, value: str, stored: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "BLOCK_BYTES", block)
+    columns, notes = ingest_csv(tmp_path, f"zip,n\n12345,1\n{value},2\n,3\n7,4\n")
+    assert columns["zip"] == ["12345", stored, "", "7"]
+    assert columns["n"] == [1, 2, 3, 4]
+    assert notes == [
+        f"column 'zip' is text, since a number does not keep leading zeros; the first such value is {stored.strip()!r}"
+        " in f.csv:3. Write the values without these zeros if the column is to hold numbers."
+    ]
+
+
+@pytest.mark.parametrize(
+    "values", [["0", "10", "5"], ["0.5", "-0.5", "1e05"], ["-0", "+0", " 0"], ["0.0", "0.", "0e0"]]
+)
+def test_a_zero_alone_or_before_a_point_is_a_number(tmp_path: Path, values: list[str]) -> None:
+    columns, notes = ingest_csv(tmp_path, "v\n" + "\n".join(values))
+    assert (columns["v"], notes) == ([float(value) for value in values], [])
+
+
+def test_labels_that_differ_in_leading_zeros_stay_apart(tmp_path: Path) -> None:
+    path = write_csv(tmp_path, "a,y\n1,007\n2,07\n3,7\n")
+    part = ingest(IngestOptions("csv", str(tmp_path / "out"), str(path), label="y")).parts[""]
+    assert part.classes == ["007", "07", "7"]
+    assert "column 'y' is text, since a number does not keep leading zeros" in part.notes[0]
+
+
+def test_leading_zeros_in_another_file_count(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write_csv(tmp_path / "in", "v\n1\n", "a.csv")
+    write_csv(tmp_path / "in", "v\n01\n", "b.csv")
+    options = IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "in"), split_bytes=1)
+    [note] = ingest(options).parts[""].notes
+    assert "'01' in b.csv:2" in note
+    assert read_columns(tmp_path / "out")["v"] == ["1", "01"]
+
+
+def test_a_zero_before_groups_of_digits_or_a_decimal_comma(tmp_path: Path) -> None:
+    columns, _ = ingest_csv(tmp_path, "a;b;c\n0,5;0.123;0\n1,5;1.234;00,5\n", decimal=",", thousands=".")
+    assert columns == {"row_id": ["f.csv:2", "f.csv:3"], "a": [0.5, 1.5], "b": ["0.123", "1.234"], "c": ["0", "00,5"]}
+
+
+def test_candidates_of_leading_zeros_are_those_of_a_slice() -> None:
+    values = pa.array(["x", "0.5", "01", None, "", "5", "-1", "0"])
+    for first in range(len(values)):
+        expected = [False, False, True, False, False, False, True, False][first:]
+        # "x" may be preceded by anything that is no digit, but has one character alone.
+        assert _may_have_leading_zeros(values[first:], ValueNotation()).tolist() == expected
+    assert not np.any(_may_have_leading_zeros(pa.array([None], pa.string()), ValueNotation()))
+    assert not len(_may_have_leading_zeros(pa.array([], pa.string()), ValueNotation()))
+
+
+@pytest.mark.parametrize("integer", ["123456789012345678", "-9007199254740993"])
+@pytest.mark.parametrize("block", [32, 16 << 20])
+def test_an_integer_that_float64_would_round_is_refused_among_fractions(
+    tmp_path: Path, integer: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "BLOCK_BYTES", block)
+    path = write_csv(tmp_path, f"v\n1\n{integer}\n0.5\n")
+    message = ingest_error(tmp_path, "csv", path, on_bad_row="skip")
+    assert f"f.csv: row f.csv:3: column 'v' holds {integer}, which float64 would round" in message
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["123456789012345678", "5"], [123456789012345678, 5]),
+        (["9007199254740992", "0.5"], [2.0**53, 0.5]),
+        (["0.123456789012345678", "0.5"], [0.123456789012345678, 0.5]),
+    ],
+)
+def test_long_numbers_that_are_exact_or_fractions_are_kept(
+    tmp_path: Path, values: list[str], expected: list[float]
+) -> None:
+    assert ingest_csv(tmp_path, "v\n" + "\n".join(values))[0]["v"] == expected
+
+
+def test_an_integer_that_would_be_rounded_in_a_column_that_is_left_out_is_no_error(tmp_path: Path) -> None:
+    columns, _ = ingest_csv(tmp_path, "v,w\n123456789012345678,1\n0.5,2\n", drop=["v"])
+    assert columns["w"] == [1, 2]
