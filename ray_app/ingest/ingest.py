@@ -77,6 +77,7 @@ from ray_app.ingest.summary import (
     DatasetSummary,
     PartSummary,
     TextColumns,
+    count_missing,
     make_notes,
 )
 from ray_app.ingest.value_notation import ValueNotation
@@ -266,7 +267,7 @@ def _preview_part(
             labels[side].update(rows["label"].to_pylist() if "label" in rows.column_names else [])
             for column in rows.schema:
                 facts = columns[side].setdefault(column.name, column_facts(column))
-                facts["nulls"] += rows[column.name].null_count
+                facts["nulls"] += count_missing(rows[column.name])
     return {
         side: {
             "rows": statistics[side].rows,

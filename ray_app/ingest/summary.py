@@ -72,6 +72,19 @@ def merge_statistics(parts: Sequence[Mapping[str, Statistics]]) -> dict[str, Sta
     return merged
 
 
+def find_empty_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Returns whether each value of a column of text is empty, which tasks take for a missing value: (rows,)."""
+    # Arrow does not measure views and dictionaries.
+    texts = column if pa.types.is_string(column.type) else column.cast(pa.large_string())
+    return pc.fill_null(pc.equal(pc.binary_length(texts), 0), False)
+
+
+def count_missing(column: pa.ChunkedArray) -> int:
+    """Returns the number of missing values of a column, among which those of text that are empty count."""
+    empty = pc.sum(find_empty_texts(column)).as_py() or 0 if is_text(column.type) else 0
+    return int(column.null_count + empty)
+
+
 def _measure(field: pa.Field, column: pa.ChunkedArray, is_counted: bool) -> Statistics:
     """Returns the statistics of the values that are not missing; text is counted if `is_counted`.
 
@@ -80,6 +93,10 @@ def _measure(field: pa.Field, column: pa.ChunkedArray, is_counted: bool) -> Stat
     """
     spec = spec_of_field(field)
     if spec is None:
+        if is_text(column.type):
+            # Arrow does not filter views.
+            column = column.cast(pa.large_string()) if pa.types.is_string_view(column.type) else column
+            column = column.filter(pc.invert(find_empty_texts(column)))
         return _measure_plain(column.drop_null(), is_counted)
     if 0 in spec.shape:
         return {}
@@ -226,7 +243,7 @@ def describe_columns(
         values = _describe_counts(class_counts) if is_class and class_counts else _describe_values(measured)
         has_values = not num_rows or facts["nulls"] < num_rows
         use = _describe_use(name, facts, index_columns) if has_values else f"not usable: {NO_VALUE}"
-        rows.append((name, _describe_type(facts), use, ", ".join(missing), values))
+        rows.append((_shorten(name), _describe_type(facts), use, ", ".join(missing), values))
     return rows
 
 
@@ -251,7 +268,7 @@ def _describe_use(name: str, facts: Mapping[str, Any], index_columns: Collection
 
 def _describe_counts(counts: Mapping[str, int]) -> str:
     """Returns the number of rows of each class, in the order of the classes, or of the first ones."""
-    entries = [f"{name} {rows:,}" for name, rows in list(counts.items())[:_MAX_SHOWN]]
+    entries = [f"{_format_value(name)} {rows:,}" for name, rows in list(counts.items())[:_MAX_SHOWN]]
     if len(counts) > _MAX_SHOWN:
         entries.append(f"... ({len(counts):,} classes of {min(counts.values()):,} to {max(counts.values()):,} rows)")
     return ", ".join(entries)
@@ -271,13 +288,13 @@ def _describe_values(statistics: Statistics) -> str:
         # Where no value is repeated, numbers of rows say nothing.
         is_unique = max(counted.values()) == 1
         entries = [
-            _shorten(value) if is_unique else f"{_shorten(value)} {rows:,}"
+            _format_value(value) if is_unique else f"{_format_value(value)} {rows:,}"
             for value, rows in counted.most_common(_MAX_SHOWN)
         ]
         parts.extend([*entries, f"... ({len(counted)} different)"] if len(counted) > _MAX_SHOWN else entries)
     elif statistics.get("examples"):
         limit = f"more than {MAX_VALUES} different, or long"
-        parts.extend([*map(_shorten, statistics["examples"]), f"... ({limit})"])
+        parts.extend([*map(_format_value, statistics["examples"]), f"... ({limit})"])
     return ", ".join(parts)
 
 
@@ -285,6 +302,12 @@ def _shorten(value: str) -> str:
     """Returns a value for a table: the beginning of a long one, with escapes for what cannot be printed."""
     text = value if len(value) <= _MAX_VALUE_CHARS else value[: _MAX_VALUE_CHARS - 3] + "..."
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def _format_value(value: str) -> str:
+    """Returns a value for a list; one with a comma or with blanks at its ends is in quotes."""
+    text = _shorten(value)
+    return f"'{text}'" if "," in text or text != text.strip() or not text else text
 
 
 def _number_text(value: Any) -> str:
@@ -328,17 +351,19 @@ class PartSummary:
 
     def __str__(self) -> str:
         shards = f" in {_count(len(self.shards), 'shard')}" if self.shards else ""
+        listed = "an ingest lists them in refused.jsonl" if self.is_sample else "refused.jsonl names them"
         return (
-            f"{self.path}: {'first ' if self.is_sample else ''}{self.rows:,} rows{shards}"
-            + (f", {len(self.class_counts):,} classes" if self.class_counts else "")
+            f"{self.path}: {'first ' if self.is_sample else ''}{_count(self.rows, 'row')}{shards}"
+            + (f", {_count(len(self.class_counts), 'class')}" if self.class_counts else "")
             + (f", {_count(self.skipped_files, 'other file')} left out" if self.skipped_files else "")
             + (f", {_count(self.refused, 'row')} refused" if self.refused else "")
-            + (" (refused.jsonl names them, with the reason)" if self.skipped_files or self.refused else "")
+            + (f" ({listed}, with the reason)" if self.skipped_files or self.refused else "")
         )
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 @dataclass(frozen=True)
@@ -447,9 +472,7 @@ def make_notes(split_counts: list[dict[str, Counts]], notation: ValueNotation | 
     return notes
 
 
-def _note(
-    name: str, total: dict[str, int], first: dict[str, list[str]], notation: ValueNotation | None
-) -> str | None:
+def _note(name: str, total: dict[str, int], first: dict[str, list[str]], notation: ValueNotation | None) -> str | None:
     """Returns the sentence about one column; None where most of its values are text, or it is text for a reason."""
     values, numbers = total["values"], total["numbers"] + total["written"]
     if values and total["truth"] and total["numbers"] and total["truth"] + total["numbers"] == values:
@@ -458,7 +481,9 @@ def _note(
             f"column {name!r} is text: {total['truth']} of its {values} values are true or false, and the others are"
             f" numbers, the first is {value!r} in {row_id}. Write all of them as true and false, or all as numbers."
         )
-    if not values or 2 * max(numbers, total["truth"]) <= values:
+    # A column of all numbers, some with leading zeros, is text by intention: the reader of CSV files names it.
+    is_intended = total["numbers"] == values and total["zeros"] > 0
+    if not values or 2 * max(numbers, total["truth"]) <= values or is_intended:
         return None
     if numbers < total["truth"]:
         return _note_on_others(name, "true or false", values - total["truth"], values, first["truth"])
@@ -466,9 +491,6 @@ def _note(
         return _note_on_others(name, "numbers", values - numbers, values, first["numbers"])
     if total["written"]:
         return _note_on_written(name, total["written"], values, first["written"], notation)
-    if total["zeros"]:
-        # Their column is text by intention: the reader of CSV files names it, and JSON has no such numbers.
-        return None
     row_id, value = first["any"]
     return (
         f"column {name!r} is text, although all of its {values} values are numbers, such as {value!r} in {row_id}: they"

@@ -56,14 +56,14 @@ class ValueNotation:
 
     def find_options(self, value: str) -> list[str]:
         """Returns the options of a command line, each of which makes a value a number; those that are set stay."""
-        options = []
+        options: dict[str | None, str] = {}
         for decimal in (".", ",") if self.is_plain else (self.decimal,):
             marks = (None, *(mark for mark in _GROUP_MARKS if mark != decimal))
             for thousands in marks if self.thousands is None else (self.thousands,):
                 if re.match(ValueNotation(decimal, thousands).number, value):
                     names = [f"--decimal {decimal}"] if decimal != self.decimal else []
                     names += [f"--thousands {shlex.quote(thousands)}"] if thousands and not self.thousands else []
-                    options.append(" ".join(names))
-                    # Another mark between groups would not change the number.
+                    # Where the mark between groups suffices, the decimal mark does not matter.
+                    options.setdefault(thousands, " ".join(names))
                     break
-        return options
+        return [option for option in options.values() if option]
