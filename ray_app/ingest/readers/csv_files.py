@@ -300,7 +300,8 @@ class Csv(base.SourceReader):
         classes = None
         if label and not (pa.types.is_integer(kinds[label]) or pa.types.is_floating(kinds[label])):
             labels = {value or "" for f in facts for value in f.labels}
-            classes = self.order_classes(f"{self.path}: label column {label!r}", labels)
+            first_missing = next((f.first_missing_label for f in facts if f.first_missing_label), None)
+            classes = self.order_classes(f"{self.path}: label column {label!r}", labels, first_missing)
             kinds[label] = pa.string()
         tables = partial(_read_tables, self._format, label, self.skips, kinds, classes)
         splits = [base.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
@@ -350,6 +351,7 @@ class _CsvFacts:
     headers: list[tuple[str, list[str]]] = field(default_factory=list)
     columns: dict[str, ColumnScan] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
+    first_missing_label: str | None = None
 
 
 def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: list[File]) -> _CsvFacts:
@@ -374,7 +376,11 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
                     _check_zero_bytes(file, name, block[name], numbers)
                     has_line_ends |= bool(pc.any(pc.match_substring(block[name], "\n")).as_py())
             if label in names:
-                facts.labels.update(pc.unique(block[label]).to_pylist())
+                labels = set(pc.unique(block[label]).to_pylist())
+                facts.labels |= labels
+                if labels & {None, ""} and not facts.first_missing_label:
+                    row = pc.index(pc.fill_null(pc.equal(block[label], ""), True), True).as_py()
+                    facts.first_missing_label = f"{file.name}:{numbers[row]}"
         # The search for an open quote reads the file once more, so only a value with a line end, which an open quote
         # causes, makes it necessary.
         may_have_open_quote = has_line_ends or any("\n" in row.text for row in bad_rows)

@@ -122,3 +122,60 @@ def test_long_numbers_that_are_exact_or_fractions_are_kept(
 def test_an_integer_that_would_be_rounded_in_a_column_that_is_left_out_is_no_error(tmp_path: Path) -> None:
     columns, _ = ingest_csv(tmp_path, "v,w\n123456789012345678,1\n0.5,2\n", drop=["v"])
     assert columns["w"] == [1, 2]
+
+
+def note_on(tmp_path: Path, values: list[str], **options: Any) -> str:
+    """Returns the only note on a column `v` of a file with the delimiter `|`."""
+    [note] = ingest_csv(tmp_path, "v|w\n" + "\n".join(f"{value}|x" for value in values), delimiter="|", **options)[1]
+    return str(note)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "expected"),
+    [
+        (["1,5", "2,5"], {}, "'1,5' in f.csv:2. {write}, or give --decimal , where"),
+        (["1,234", "5"], {}, "or give --thousands , or --decimal , where"),
+        (["1.234,5", "5"], {}, "or give --decimal , --thousands . where"),
+        (
+            ["1,5", "1.234"],
+            {"decimal": ","},
+            "1 of its 2 values {other}, the first is '1.234' in f.csv:3. {write}, or give --thousands . where",
+        ),
+        (
+            ["1,234", "5", "1,23"],
+            {"thousands": ","},
+            "1 of its 3 values {other}, the first is '1,23' in f.csv:4. Correct them; the options say that numbers have"
+            " the decimal mark '.', and ',' between groups",
+        ),
+        (["12 %", "5"], {}, "'12 %' in f.csv:2. {write}."),
+        (["1 234", "5"], {}, "or give --thousands ' ' where"),
+    ],
+)
+def test_a_note_on_numbers_in_another_notation_names_the_options(
+    tmp_path: Path, values: list[str], options: dict[str, Any], expected: str
+) -> None:
+    write = "Write them with digits and a decimal point alone, as in 1234.5"
+    other = "are numbers written in another way"
+    assert expected.format(write=write, other=other) in note_on(tmp_path, values, **options)
+
+
+def test_a_note_on_numbers_in_json_lines_names_no_option_of_csv(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_text('{"v": "1,5"}\n{"v": "2,5"}\n')
+    [note] = ingest(IngestOptions("jsonl", str(tmp_path / "out"), str(tmp_path / "f.jsonl"))).parts[""].notes
+    assert note.endswith("Write them with digits and a decimal point alone, as in 1234.5.")
+
+
+@pytest.mark.parametrize("blank", [" ", "\u00a0", "\u202f"])
+def test_blanks_between_groups_of_digits_may_be_those_without_a_line_break(tmp_path: Path, blank: str) -> None:
+    content = f"v;w\n1{blank}234,5;2{blank}000\n-3,5;0\n"
+    columns, notes = ingest_csv(tmp_path, content, thousands=" ", decimal=",", delimiter=";")
+    assert (columns["v"], columns["w"], notes) == ([1234.5, -3.5], [2000, 0], [])
+
+
+def test_a_gap_in_a_label_of_text_names_the_row_and_the_remedy(tmp_path: Path) -> None:
+    path = write_csv(tmp_path, "a,y\n1,x\n2,\n3,\n")
+    message = ingest_error(tmp_path, "csv", path, label="y")
+    assert "label column 'y' has rows without a value (the first is f.csv:3). Correct these rows, leave them out" in (
+        message
+    )
+    assert ingest_csv(tmp_path, path.read_text(), label="y", on_bad_row="skip")[0]["a"] == [1]
