@@ -27,6 +27,7 @@ _MAX_VALUE_CHARS = 40
 _MIN_ROUNDED_CHARS = 16
 """Digits of the smallest integer that float64 does not represent, 2**53 + 1."""
 _ZERO, _NINE = b"09"
+_INFINITY = r"(?i)^\s*[+-]?inf(inity)?\s*$"
 
 
 @dataclass
@@ -155,12 +156,28 @@ def convert_values(values: pa.Array, kind: pa.DataType, notation: ValueNotation)
     return (present if pa.types.is_boolean(kind) else notation.to_plain(present)).cast(kind)
 
 
+def find_too_large(texts: pa.Array, numbers: pa.Array) -> pa.Array:
+    """Returns whether each text is a number beyond float64, which Arrow makes infinite, such as 1e400.
+
+    Args:
+        texts: The values as they are written, (rows,).
+        numbers: The same as float64.
+    """
+    is_infinite = pc.fill_null(pc.is_inf(numbers), False)
+    if not pc.any(is_infinite).as_py():
+        return is_infinite
+    return pc.and_not(is_infinite, pc.fill_null(pc.match_substring_regex(texts, _INFINITY), False))
+
+
 def _fits(values: pa.Array, kind: pa.DataType, notation: ValueNotation) -> bool:
     """Returns whether the type can represent all values, whole numbers beyond 64 bits without rounding."""
     try:
         convert_values(values, kind, notation)
     except pa.ArrowInvalid:
         return False
+    if pa.types.is_boolean(kind):
+        # Arrow takes 0 and 1 for booleans, too; beside true and false they are another kind of value.
+        return not pc.any(pc.is_in(pc.utf8_trim_whitespace(values), pa.array(["0", "1"]))).as_py()
     return not pa.types.is_floating(kind) or _are_exact_in_float64(values)
 
 

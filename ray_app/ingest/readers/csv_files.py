@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
@@ -27,7 +28,7 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files, open_text
-from ray_app.ingest.readers.csv_columns import ColumnScan, choose_type, convert_values
+from ray_app.ingest.readers.csv_columns import ColumnScan, choose_type, convert_values, find_too_large
 from ray_app.ingest.value_notation import ValueNotation
 from ray_app.storage.data_files import File, parser_errors
 
@@ -41,6 +42,8 @@ _HEAD_BYTES, _HEAD_ROWS = 1 << 20, 20
 _MAX_VALUE_CHARS = 1 << 30
 """Maximum characters of a value; the default of the csv module is 131,072."""
 csv.field_size_limit(_MAX_VALUE_CHARS)
+_MAX_VALUE_CHARS_SHOWN = 40
+"""Characters of a value that a message repeats."""
 _MAX_NAMES = 20
 """Maximum number of names in a command of a message."""
 _LINE_BYTES = 1 << 20
@@ -414,15 +417,34 @@ def _read_tables(
         bad_rows: list[Any] = []
         name = file.name
         for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
-            yield base.make_table(
+            table = base.make_table(
                 [f"{name}:{number}" for number in numbers],
                 _convert_block(file, block, label, kinds, classes, csv_format),
             )
+            yield _without_too_large(table, block, label, refuse)
         for invalid in bad_rows:
             refuse(
                 f"{file.name}:{invalid.number}",
                 f"{invalid.actual_columns} values where {invalid.expected_columns} are expected",
             )
+
+
+def _without_too_large(table: pa.Table, block: pa.RecordBatch, label: str | None, refuse: base.Refuse) -> pa.Table:
+    """Refuses rows with a number that float64 does not represent, and returns the others; `block` has their texts."""
+    is_good = np.ones(table.num_rows, np.bool_)
+    for column in table.schema:
+        if not pa.types.is_floating(column.type):
+            continue
+        source = label if label and column.name == "label" else column.name
+        too_large = find_too_large(block[source], table[column.name].combine_chunks())
+        for row in np.flatnonzero(too_large.to_numpy(zero_copy_only=False) & is_good):
+            is_good[row] = False
+            value = block[source][int(row)].as_py().strip()[:_MAX_VALUE_CHARS_SHOWN]
+            refuse(
+                table["row_id"][int(row)].as_py(),
+                f"{source!r} holds {value}, which is too large for float64 (at most about 1.8e308)",
+            )
+    return table if is_good.all() else table.filter(pa.array(is_good))
 
 
 def _convert_block(

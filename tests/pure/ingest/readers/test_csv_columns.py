@@ -179,3 +179,23 @@ def test_a_gap_in_a_label_of_text_names_the_row_and_the_remedy(tmp_path: Path) -
         message
     )
     assert ingest_csv(tmp_path, path.read_text(), label="y", on_bad_row="skip")[0]["a"] == [1]
+
+
+@pytest.mark.parametrize("value", ["1e400", "-1e999", " 1e400 "])
+def test_a_number_that_is_too_large_for_float64_is_a_bad_row(tmp_path: Path, value: str) -> None:
+    path = write_csv(tmp_path, f"v,w\n1.5,1\n{value},2\ninf,3\n-Infinity,4\n")
+    assert f"row f.csv:3: 'v' holds {value.strip()}, which is too large for float64" in ingest_error(
+        tmp_path, "csv", path
+    )
+    columns, _ = ingest_csv(tmp_path, path.read_text(), on_bad_row="skip")
+    assert columns["v"] == [1.5, float("inf"), float("-inf")]
+    assert columns["w"] == [1, 3, 4]
+
+
+def test_truth_values_and_numbers_in_one_column_are_text_with_a_note(tmp_path: Path) -> None:
+    columns, notes = ingest_csv(tmp_path, "v,w\ntrue,True\n0,false\nfalse,\n1,TRUE\n")
+    assert (columns["v"], columns["w"]) == (["true", "0", "false", "1"], [True, False, None, True])
+    assert notes == [
+        "column 'v' is text: 2 of its 4 values are true or false, and the others are numbers, the first is '0' in"
+        " f.csv:3. Write all of them as true and false, or all as numbers."
+    ]
