@@ -300,6 +300,12 @@ def _first_rows(
                 return
 
 
+_TEXT_SUFFIXES = tuple(
+    f"{suffix}{packed}" for suffix in (".csv", ".tsv", ".jsonl", ".ndjson", ".json") for packed in ("", ".gz")
+)
+"""Ends of the names of files that only an ingest reads."""
+
+
 def describe(path: str) -> DatasetSummary:
     """Returns what is in a data set: rows, and the type, missing values and values of each column.
 
@@ -311,6 +317,12 @@ def describe(path: str) -> DatasetSummary:
         DataError: There is no data set, or a file is damaged.
     """
     folder = to_location(path)
+    if path.endswith(_TEXT_SUFFIXES):
+        raise DataError(
+            f"{path} is a text file; allowed are Parquet and a folder that an ingest made. To see what is in it: ray-app"
+            f" ingest --source {'jsonl' if '.json' in folder.name or '.ndjson' in folder.name else 'csv'} --input"
+            f" {path} --dry_run true."
+        )
     if not is_folder(folder):
         return _summary(path, {"": describe_parquet(path)}, reused=True)
     inner = [side for side in sorted(list_folders(folder)) if read_description(folder / side)]

@@ -319,3 +319,13 @@ def test_a_preview_says_that_refused_rows_are_listed_by_an_ingest(tmp_path: Path
     assert str(part) == (
         "data set: first 2 rows, 1 class, 1 row refused (an ingest lists them in refused.jsonl, with the reason)"
     )
+
+
+@pytest.mark.parametrize(("name", "source"), [("t.csv", "csv"), ("t.tsv.gz", "csv"), ("t.jsonl", "jsonl")])
+def test_describe_of_a_text_file_names_the_command_that_shows_it(tmp_path: Path, name: str, source: str) -> None:
+    path = tmp_path / name
+    path.write_text("a\n1\n")
+    with pytest.raises(DataError) as error:
+        describe(str(path))
+    assert f"ray-app ingest --source {source} --input {path} --dry_run true" in str(error.value)
+    assert "remove" not in str(error.value)
