@@ -41,7 +41,7 @@ from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.output_folder import side_folder
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import base, csv_files
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
 from ray_app.ingest.readers.boxes import Coco, Voc, Yolo
 from ray_app.ingest.readers.cifar import Cifar
@@ -300,12 +300,6 @@ def _first_rows(
                 return
 
 
-_TEXT_SUFFIXES = tuple(
-    f"{suffix}{packed}" for suffix in (".csv", ".tsv", ".jsonl", ".ndjson", ".json") for packed in ("", ".gz")
-)
-"""Ends of the names of files that only an ingest reads."""
-
-
 def describe(path: str) -> DatasetSummary:
     """Returns what is in a data set: rows, and the type, missing values and values of each column.
 
@@ -317,13 +311,13 @@ def describe(path: str) -> DatasetSummary:
         DataError: There is no data set, or a file is damaged.
     """
     folder = to_location(path)
-    if path.endswith(_TEXT_SUFFIXES):
-        raise DataError(
-            f"{path} is a text file; allowed are Parquet and a folder that an ingest made. To see what is in it: ray-app"
-            f" ingest --source {'jsonl' if '.json' in folder.name or '.ndjson' in folder.name else 'csv'} --input"
-            f" {path} --dry_run true."
-        )
     if not is_folder(folder):
+        for source, suffixes in (("csv", csv_files.SUFFIXES), ("jsonl", (".jsonl", ".jsonl.gz", ".ndjson"))):
+            if folder.name.endswith(suffixes):
+                raise DataError(
+                    f"{path} is a text file; allowed are Parquet and a folder that an ingest made. What is in it shows"
+                    f" ray-app ingest --source {source} --input {path} --dry_run true."
+                )
         return _summary(path, {"": describe_parquet(path)}, reused=True)
     inner = [side for side in sorted(list_folders(folder)) if read_description(folder / side)]
     described: dict[str, dict[str, Any]] = {}
