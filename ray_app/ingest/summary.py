@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data.arrays import from_column, is_bytes, is_list, is_text, spec_of_field
-from ray_app.ingest.value_notation import ValueNotation
+from ray_app.ingest.value_notation import ValueNotation, find_date_formats
 from ray_app.task.ragged import Ragged
 
 MAX_VALUES = 100
@@ -467,7 +467,7 @@ def make_notes(split_counts: list[dict[str, Counts]], notation: ValueNotation | 
         first: dict[str, list[str]] = {}
         for part in parts:
             first = part["first"] | first
-        if note := _note(name, total, first, notation):
+        if note := _note(name, total, first, notation) or _note_on_dates(name, first, notation):
             notes.append(note)
     return notes
 
@@ -495,6 +495,20 @@ def _note(name: str, total: dict[str, int], first: dict[str, list[str]], notatio
     return (
         f"column {name!r} is text, although all of its {values} values are numbers, such as {value!r} in {row_id}: they"
         f" are text in the source, or too long for 64 bits."
+    )
+
+
+def _note_on_dates(name: str, first: dict[str, list[str]], notation: ValueNotation | None) -> str | None:
+    """Returns the sentence about a column of text that begins with a date in another form than ISO 8601."""
+    if notation is None or notation.date_format or "any" not in first:
+        return None
+    row_id, value = first["any"]
+    if not (formats := find_date_formats(value)):
+        return None
+    options = " or ".join(f"--date_format '{date_format}'" for date_format in formats)
+    return (
+        f"column {name!r} is text, and its first value, {value!r} in {row_id}, looks like a date. Give {options} if all"
+        f" of its values are such dates."
     )
 
 

@@ -7,7 +7,7 @@ and the first value of each kind that a number would not represent as it is writ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 
 import numpy as np
@@ -21,7 +21,7 @@ from ray_app.ingest.value_notation import ValueNotation
 NULLS = tuple(arrow_csv.ConvertOptions().null_values)
 """Spellings of a missing value, as pyarrow has them."""
 TYPES = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_(), pa.string())
-"""Types of CSV columns; a column gets the first one that all of its values fit."""
+"""Types of CSV columns other than dates, see `types_of`."""
 _MAX_VALUE_CHARS = 40
 """Characters of a value that a message repeats."""
 _MIN_ROUNDED_CHARS = 16
@@ -34,21 +34,45 @@ _INFINITY = r"(?i)^\s*[+-]?inf(inity)?\s*$"
 class ColumnScan:
     """The types that all values of a column fit, and the first values that a number does not represent.
 
-    `zeros` is a number with leading zeros, and `rounded` an integer that float64 would round; each has the id of its
-    row, too.
+    `zeros` is a number with leading zeros, `rounded` an integer that float64 would round, and `no_date` what is not of
+    the format of the dates before it; each has the id of its row, too.
     """
 
-    types: list[pa.DataType] = field(default_factory=lambda: list(TYPES))
+    types: list[pa.DataType]
+    has_dates: bool = False
+    no_date: tuple[str, str] | None = None
     zeros: tuple[str, str] | None = None
     rounded: tuple[str, str] | None = None
 
     def add(self, values: pa.Array, file: str, numbers: Sequence[int], notation: ValueNotation) -> None:
         """Adds values, strings of shape (rows,), of the rows with these numbers in a file."""
-        self.types = [kind for kind in self.types if _fits(values, kind, notation)]
+        types = [kind for kind in self.types if _fits(values, kind, notation)]
+        if notation.date_format and notation.date_type in types:
+            is_missing = pc.is_in(pc.utf8_trim_whitespace(values), pa.array([*NULLS, None]))
+            self.has_dates |= pc.index(is_missing, False).as_py() >= 0
+        elif notation.date_format and notation.date_type in self.types:
+            self._find_no_date(values, file, numbers, notation)
+        self.types = types
         if not _is_number(self.types[0]):
             return
         self.zeros = self.zeros or _first_value(_find_leading_zeros(values, notation), values, file, numbers)
         self.rounded = self.rounded or _first_value(_find_rounded(values, notation), values, file, numbers)
+
+    def _find_no_date(self, values: pa.Array, file: str, numbers: Sequence[int], notation: ValueNotation) -> None:
+        """Stores the first value that is no date, where a date precedes it."""
+        for number, value in zip(numbers, values.to_pylist(), strict=True):
+            text = (value or "").strip()
+            if text in NULLS:
+                continue
+            if not notation.has_date(text):
+                self.no_date = (f"{file}:{number}", text[:_MAX_VALUE_CHARS]) if self.has_dates else None
+                return
+            self.has_dates = True
+
+
+def types_of(notation: ValueNotation) -> list[pa.DataType]:
+    """Returns the types of columns in a notation; a column gets the first one that all of its values fit."""
+    return [*([notation.date_type] if notation.date_format else []), *TYPES]
 
 
 def choose_type(where: object, name: str, scans: Sequence[ColumnScan]) -> tuple[pa.DataType, str | None]:
@@ -56,7 +80,19 @@ def choose_type(where: object, name: str, scans: Sequence[ColumnScan]) -> tuple[
 
     Raises DataError for a column of float64 with an integer that would be rounded.
     """
-    kind = next(kind for kind in TYPES if all(kind in scan.types for scan in scans))
+    has_dates = any(scan.has_dates for scan in scans)
+    kind = next(
+        kind
+        for kind in scans[0].types
+        if all(kind in scan.types for scan in scans) and (has_dates or not pa.types.is_timestamp(kind))
+    )
+    no_date = next((scan.no_date for scan in scans if scan.no_date), None)
+    if pa.types.is_string(kind) and no_date:
+        row_id, value = no_date
+        return kind, (
+            f"column {name!r} is text: {value!r} in {row_id} is not of the form that date_format states, and values"
+            f" before it are. Correct it, or leave it empty, if the column is to hold dates."
+        )
     if not _is_number(kind):
         return kind, None
     if zeros := next((scan.zeros for scan in scans if scan.zeros), None):
@@ -153,6 +189,8 @@ def convert_values(values: pa.Array, kind: pa.DataType, notation: ValueNotation)
         return values
     trimmed = pc.utf8_trim_whitespace(values)
     present = pc.if_else(pc.is_in(trimmed, pa.array(NULLS)), None, trimmed)
+    if pa.types.is_timestamp(kind):
+        return notation.to_dates(present)
     return (present if pa.types.is_boolean(kind) else notation.to_plain(present)).cast(kind)
 
 

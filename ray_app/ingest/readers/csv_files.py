@@ -28,7 +28,7 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files, open_text
-from ray_app.ingest.readers.csv_columns import ColumnScan, choose_type, convert_values, find_too_large
+from ray_app.ingest.readers.csv_columns import ColumnScan, choose_type, convert_values, find_too_large, types_of
 from ray_app.ingest.value_notation import ValueNotation
 from ray_app.storage.data_files import File, parser_errors
 
@@ -278,7 +278,7 @@ class Csv(base.SourceReader):
         options=frozenset(
             {
                 *("label", "delimiter", "column_names", "tokenizer", "columns", "classes", "targets"),
-                *("encoding", "decimal", "thousands", "null", "comment", "skip_lines"),
+                *("encoding", "decimal", "thousands", "date_format", "null", "comment", "skip_lines"),
             }
         )
     )
@@ -373,7 +373,7 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
             if len(set(names)) < len(names):
                 continue
             for name in names:
-                scan = facts.columns.setdefault(name, ColumnScan())
+                scan = facts.columns.setdefault(name, ColumnScan(types_of(csv_format.notation)))
                 scan.add(block[name], file.name, numbers, csv_format.notation)
                 if pa.types.is_string(scan.types[0]):
                     _check_zero_bytes(file, name, block[name], numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,63 @@ def test_truth_values_and_numbers_in_one_column_are_text_with_a_note(tmp_path: P
         "column 'v' is text: 2 of its 4 values are true or false, and the others are numbers, the first is '0' in"
         " f.csv:3. Write all of them as true and false, or all as numbers."
     ]
+
+
+@pytest.mark.parametrize("block", [32, 16 << 20])
+def test_columns_of_dates_in_the_named_format_become_timestamps(
+    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "BLOCK_BYTES", block)
+    content = "d,iso,t,void\n31.12.2020,2020-12-31,x,\n,2021-01-01,y,\n 1.2.2021 ,2021-01-02,z,\n"
+    columns, notes = ingest_csv(tmp_path, content, date_format="%d.%m.%Y")
+    assert columns["d"] == [datetime(2020, 12, 31), None, datetime(2021, 2, 1)]
+    assert (columns["iso"], columns["t"]) == (["2020-12-31", "2021-01-01", "2021-01-02"], ["x", "y", "z"])
+    assert (columns["void"], notes) == ([None] * 3, [])
+
+
+def test_dates_in_the_named_format_divide_rows_by_time(tmp_path: Path) -> None:
+    path = write_csv(tmp_path, "d,x\n31.12.2020,1\n01.01.2021,2\n30.11.2020,3\n01.12.2020,4\n")
+    options: dict[str, Any] = {"split_by": "d", "eval_fraction": 0.25}
+    assert "of csv in another form by date_format" in ingest_error(tmp_path, "csv", path, **options)
+    ingest(IngestOptions("csv", str(tmp_path / "out"), str(path), date_format="%d.%m.%Y", **options))
+    assert read_columns(tmp_path / "out" / "eval")["x"] == [2]
+
+
+@pytest.mark.parametrize("block", [24, 16 << 20])
+def test_a_value_that_is_not_in_the_named_format_is_noted(
+    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "BLOCK_BYTES", block)
+    columns, notes = ingest_csv(tmp_path, "d,t\n31.12.2020,x\n31.02.2020,y\n01.01.2020,z\n", date_format="%d.%m.%Y")
+    assert columns["d"] == ["31.12.2020", "31.02.2020", "01.01.2020"]
+    assert len(notes) == 1
+    assert "column 'd' is text: '31.02.2020' in f.csv:3 is not of the form that date_format states" in notes[0]
+
+
+def test_dates_with_an_offset_are_stored_in_utc(tmp_path: Path) -> None:
+    columns, _ = ingest_csv(tmp_path, "d\n31.12.2020 23:00 -0200\n", date_format="%d.%m.%Y %H:%M %z")
+    assert columns["d"] == [datetime(2021, 1, 1, 1, tzinfo=UTC)]
+
+
+@pytest.mark.parametrize(
+    ("value", "options"),
+    [
+        ("31.12.2020", "--date_format '%d.%m.%Y'"),
+        ("12/31/2020", "--date_format '%m/%d/%Y'"),
+        ("01/02/2020", "--date_format '%d/%m/%Y' or --date_format '%m/%d/%Y'"),
+        ("31.12.2020 13:45", "--date_format '%d.%m.%Y %H:%M'"),
+    ],
+)
+def test_a_note_names_the_format_of_a_column_that_looks_like_dates(tmp_path: Path, value: str, options: str) -> None:
+    assert note_on(tmp_path, [value, value]) == (
+        f"column 'v' is text, and its first value, {value!r} in f.csv:2, looks like a date. Give {options} if all of"
+        " its values are such dates."
+    )
+
+
+@pytest.mark.parametrize("date_format", ["", "d.m.Y", "%Q", "%"])
+def test_a_format_of_dates_that_cannot_be_read_is_refused(tmp_path: Path, date_format: str) -> None:
+    path = write_csv(tmp_path, "a\n1\n")
+    assert f"date_format is {date_format!r}; allowed is a format of Python's strptime" in ingest_error(
+        tmp_path, "csv", path, date_format=date_format
+    )
