@@ -36,7 +36,7 @@ from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
 from ray_app.ingest.options import FormatTraits, IngestOptions, Source
 from ray_app.ingest.output_folder import side_folder
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import base, csv_files
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
 from ray_app.ingest.readers.boxes import Coco, Voc, Yolo
 from ray_app.ingest.readers.cifar import Cifar
@@ -72,8 +72,10 @@ from ray_app.ingest.summary import (
     DatasetSummary,
     PartSummary,
     TextColumns,
+    count_missing,
     make_notes,
 )
+from ray_app.ingest.value_notation import ValueNotation
 from ray_app.storage.data_files import files_below, is_folder, is_within, relative_path
 from ray_app.storage.files import Location, list_folders, put_atomic, put_json, to_location
 
@@ -135,7 +137,7 @@ __all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = 6
+LAYOUT = 7
 """Version of the order of rows, of the input splits and of their records.
 
 It increases with every change of these, so that no ingest continues what an older version has begun.
@@ -255,7 +257,7 @@ def _preview_part(
     part: base.Part, sides: Sequence[str], tasks: Sequence[InputSplitTask], options: IngestOptions, max_rows: int
 ) -> dict[str, dict[str, Any]]:
     """Returns the facts of the first rows of each side of a part, which may have no input split."""
-    refusals, texts = Refusals(options), TextColumns()
+    refusals, texts = Refusals(options), TextColumns(ValueNotation.of(options))
     statistics = {side: ColumnStatistics() for side in sides}
     columns: dict[str, dict[str, dict[str, Any]]] = {side: {} for side in sides}
     labels: dict[str, Counter[int]] = {side: Counter() for side in sides}
@@ -266,7 +268,7 @@ def _preview_part(
             labels[side].update(rows["label"].to_pylist() if "label" in rows.column_names else [])
             for column in rows.schema:
                 facts = columns[side].setdefault(column.name, column_facts(column))
-                facts["nulls"] += rows[column.name].null_count
+                facts["nulls"] += count_missing(rows[column.name])
     return {
         side: {
             "rows": statistics[side].rows,
@@ -278,7 +280,7 @@ def _preview_part(
             "shards": [],
             "skipped_files": len(part.skipped_files),
             "refused": len(refusals.rows) if side == sides[0] else 0,
-            "notes": [*part.notes, *make_notes([texts.description()])],
+            "notes": [*part.notes, *make_notes([texts.description()], _notation(options))],
             "is_sample": True,
         }
         for side in sides
@@ -311,6 +313,12 @@ def describe(path: str) -> DatasetSummary:
     """
     folder = to_location(path)
     if not is_folder(folder):
+        for source, suffixes in (("csv", csv_files.SUFFIXES), ("jsonl", (".jsonl", ".jsonl.gz", ".ndjson"))):
+            if folder.name.endswith(suffixes):
+                raise DataError(
+                    f"{path} is a text file; allowed are Parquet and a folder that an ingest made. What is in it shows"
+                    f" ray-app ingest --source {source} --input {path} --dry_run true."
+                )
         return _summary(path, {"": describe_parquet(path)}, reused=True)
     inner = [side for side in sorted(list_folders(folder)) if read_description(folder / side)]
     described: dict[str, dict[str, Any]] = {}
@@ -387,7 +395,7 @@ def _write_all(
     runs = {side: records[side] for side, part in part_of.items() if not part.keeps_order}
     shuffled = _shuffle(runs, options, folder, run)
     for side, part in part_of.items():
-        notes = make_notes(text_columns[part.name])
+        notes = make_notes(text_columns[part.name], _notation(options))
         facts = merge_descriptions(part, shuffled.get(side, records[side]), len(refused[side]), notes)
         facts["index_columns"] = _index_columns(part, options, facts["columns"])
         if options.pack:
@@ -401,6 +409,11 @@ def _write_all(
         files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
         read_footers(target, files_written, trusted=True).put(target)
         put_json(target / DESCRIPTION, description)
+
+
+def _notation(options: IngestOptions) -> ValueNotation | None:
+    """Returns the notation of numbers of a source that has options for it, otherwise None."""
+    return ValueNotation.of(options) if "decimal" in READERS[options.source].traits.options else None
 
 
 def _index_columns(part: base.Part, options: IngestOptions, columns: Collection[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
 from typing import Literal
 
 from ray_app.errors import ConfigError
@@ -100,6 +101,9 @@ class IngestOptions:
         encoding: For csv: utf-8, latin-1, cp1252 or utf-16.
         decimal: For csv: the decimal mark of numbers, a point or a comma.
         thousands: For csv: the mark between groups of three digits, such as a comma, a point or a blank.
+        date_format: For csv: the form of dates and times in the notation of Python's `strptime`, such as %d.%m.%Y.
+            Columns of which all values have it become timestamps, also columns of digits; those with an offset (%z) in
+            UTC. Default: dates are text, of which ISO 8601 is taken as a time where a time is needed.
         null: For csv: a further spelling of a missing value, such as ?, or several; such values are missing in columns
             of text, too.
         comment: For csv: the character at the beginning of lines that are left out.
@@ -167,6 +171,7 @@ class IngestOptions:
     encoding: Literal["utf-8", "latin-1", "cp1252", "utf-16"] = "utf-8"
     decimal: Literal[".", ","] = "."
     thousands: str | None = None
+    date_format: str | None = None
     null: str | list[str] | None = None
     comment: str | None = None
     skip_lines: int = 0
@@ -206,6 +211,7 @@ class IngestOptions:
 
 
 _ALTERNATIVES = {"label": " (a column gets another name by rename={NAME: 'label'})"}
+_MOMENT = datetime(2026, 1, 31, 23, 59, tzinfo=UTC)
 _TOKENIZER_OPTIONS = ("text", "end_of_text", "pack")
 _POSITIVE: dict[str, int | None] = {
     "shard_rows": None,
@@ -222,6 +228,14 @@ def _is_delimiter(text: str) -> bool:
     A command line passes `\t` for a tab.
     """
     return text == r"\t" or (len(text) == 1 and text.isascii() and text not in '"\r\n\0')
+
+
+def _is_date_format(text: str) -> bool:
+    """Returns whether dates can be written and read in a format."""
+    try:
+        return "%" in text and isinstance(datetime.strptime(_MOMENT.strftime(text), text), datetime)
+    except ValueError:
+        return False
 
 
 def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], needs_output: bool = True) -> None:
@@ -333,6 +347,11 @@ def _check_text(options: IngestOptions) -> None:
             len(value) != 1 or (value not in ",.'_ " if name == "thousands" else value.isalnum())
         ):
             raise ConfigError(f"{name} is {value!r}; allowed is {allowed}.")
+    if options.date_format is not None and not _is_date_format(options.date_format):
+        raise ConfigError(
+            f"date_format is {options.date_format!r}; allowed is a format of Python's strptime, such as %d.%m.%Y or"
+            f" %m/%d/%Y %H:%M."
+        )
     if options.skip_lines < 0:
         raise ConfigError(f"skip_lines is {options.skip_lines}; allowed is 0 or more.")
     if options.classes is not None and (len(set(options.classes)) != len(options.classes) or "" in options.classes):

@@ -19,13 +19,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ray_app.data.arrays import is_list, is_number, is_ragged_list, spec_of_field
+from ray_app.data.arrays import is_list, is_number, is_ragged_list, is_text, spec_of_field
 from ray_app.data.bad_rows import find_missing_values
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.errors import DataError
 from ray_app.ingest.readers.base import Part
-from ray_app.ingest.summary import CONVERT, NO_VALUE, ColumnStatistics, Statistics, merge_statistics
+from ray_app.ingest.summary import (
+    CONVERT,
+    NO_VALUE,
+    ColumnStatistics,
+    Statistics,
+    count_missing,
+    find_empty_texts,
+    merge_statistics,
+)
 from ray_app.plan.manifest import ColumnFacts
 from ray_app.storage.data_files import parser_errors, publish
 from ray_app.storage.files import Location, to_location
@@ -155,7 +163,7 @@ class Shards(RowWriter):
         """Measures the columns, and counts missing values and up to `MAX_COUNTED_LABELS` labels of rows or boxes."""
         self._statistics.add(table)
         for column in table.schema:
-            self._columns.setdefault(column.name, column_facts(column))["nulls"] += table[column.name].null_count
+            self._columns.setdefault(column.name, column_facts(column))["nulls"] += count_missing(table[column.name])
         labels: pa.ChunkedArray | None = None
         if "label" in table.column_names:
             labels = table["label"]
@@ -356,6 +364,8 @@ def _measure_columns(dataset: Dataset) -> tuple[dict[str, int], dict[str, Statis
                 ):
                     for name in names:
                         missing[name] += len(find_missing_values(table.select([name])))
+                        if is_text(table.schema.field(name).type):
+                            missing[name] += pc.sum(find_empty_texts(table[name])).as_py() or 0
                     statistics.add(table)
     return missing, statistics.description()
 

@@ -24,6 +24,7 @@ from ray_app.errors import DataError, StorageError
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
 from ray_app.ingest.shards import RowWriter, Shards, column_facts, row_bytes
+from ray_app.ingest.summary import count_missing
 from ray_app.storage.data_files import open_data_file, publish
 from ray_app.storage.files import Location, put_json, read_json
 
@@ -55,7 +56,7 @@ class Runs(RowWriter):
                     f"the column {column.name!r} is {total} in one file of the input and {facts} in another one; all"
                     " files of a data set have the same. Correct the input."
                 )
-            total["nulls"] += table[column.name].null_count
+            total["nulls"] += count_missing(table[column.name])
         self._pending.append(table)
         self._pending_bytes += int(row_bytes(table).sum())
         if self._pending_bytes >= RUN_BYTES:

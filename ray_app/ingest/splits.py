@@ -31,16 +31,18 @@ from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch,
 from ray_app.ingest.readers import base
 from ray_app.ingest.shards import Shards
 from ray_app.ingest.shuffle import Runs
+from ray_app.ingest.split_times import ALLOWED_TIMES, find_first_eval_time, find_no_times, merge_counts, to_times
 from ray_app.ingest.summary import TextColumns
+from ray_app.ingest.value_notation import ValueNotation
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
 from ray_app.storage.files import Location, put_json, read_json, to_location
 
-_OFFSET = r"([zZ]|[+-]\d\d:?\d\d)$"
-"""End of a time of ISO 8601 that names its offset from UTC, such as Z or +01:00; dates alone do not match."""
 TOKENS = "tokens"
 """Name of the column of tokens."""
 _BATCH_TEXTS = 256
 """Number of texts that are encoded together."""
+_MAX_VALUE_CHARS = 40
+"""Characters of a value that a message repeats."""
 _NO_LABEL = "no label, or none of the classes; every row needs an integer or a class"
 
 
@@ -155,7 +157,7 @@ def write_input_split(task: InputSplitTask) -> Record:
         base.ROWS_READ.add_stored(done["rows"])
         return done
     options, refusals = task.options, Refusals(task.options)
-    text_columns = TextColumns()
+    text_columns = TextColumns(ValueNotation.of(options))
     divider = Divider(task)
     with make_scratch(task.folder) as scratch:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}
@@ -330,7 +332,7 @@ class Divider:
         options = self._task.options
         if options.split_by:
             assert self._task.first_eval_time is not None, "the ingest has found it"
-            return _times(table[self._column], options) >= self._task.first_eval_time
+            return to_times(table[self._column], options) >= self._task.first_eval_time
         if options.stratify:
             return np.array([self._is_chosen(label) for label in table[self._column].to_pylist()], np.bool_)
         column = table[self._column or "row_id"]
@@ -377,32 +379,17 @@ def _with_values(table: pa.Table, column: str, options: IngestOptions, refuse: b
     missing = pc.is_null(table[column], nan_is_null=True)
     if is_text(table[column].type):
         missing = pc.or_(missing, pc.fill_null(pc.equal(table[column], ""), True))
-    return without_rows(table, missing, refuse, f"no {column}, by which rows are divided")
-
-
-def _times(column: pa.ChunkedArray, options: IngestOptions) -> npt.NDArray[Any]:
-    """Returns times of text as microseconds, in UTC unless they name an offset, and other values as their numbers.
-
-    Raises DataError for a column of another type; the result is of shape (rows,).
-    """
-    kind = column.type
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return np.asarray(column.to_numpy())
-    try:
-        if is_text(kind):
-            has_offset = pc.match_substring_regex(column, _OFFSET)
-            times = np.empty(len(column), np.int64)
-            for mask, zone in ((has_offset, "UTC"), (pc.invert(has_offset), None)):
-                of_form = column.filter(mask).cast(pa.timestamp("us", zone))
-                times[mask.to_numpy()] = of_form.cast(pa.int64()).to_numpy()
-            return times
-        whole = column.cast(pa.int32()) if pa.types.is_date32(kind) else column
-        return np.asarray(whole.cast(pa.int64()).to_numpy())
-    except pa.ArrowException as error:
-        raise DataError(
-            f"split_by {options.split_by!r} is a column of {kind}: {error}. Allowed are dates, times (as text in ISO"
-            " 8601, such as 2026-01-31), and numbers."
-        ) from error
+    table = without_rows(table, missing, refuse, f"no {column}, by which rows are divided")
+    if not options.split_by or not is_text(table[column].type):
+        return table
+    is_time = np.ones(table.num_rows, np.bool_)
+    for row, value in find_no_times(table[column]):
+        is_time[row] = False
+        refuse(
+            table["row_id"][row].as_py(),
+            f"{column} is {value[:_MAX_VALUE_CHARS]!r}, by which rows are divided; allowed are {ALLOWED_TIMES}",
+        )
+    return table.filter(pa.array(is_time))
 
 
 def count_times(task: InputSplitTask) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
@@ -412,41 +399,9 @@ def count_times(task: InputSplitTask) -> tuple[npt.NDArray[Any], npt.NDArray[np.
     name = _final_name(task.options.split_by, task.options)
     assert name is not None
     for table in read_input_split(task, refusals):
-        times = _times(_with_values(table, name, task.options, refusals)[name], task.options)
-        different, counts = _merge_counts([(different, counts), np.unique(times, return_counts=True)])
+        times = to_times(_with_values(table, name, task.options, refusals)[name], task.options)
+        different, counts = merge_counts([(different, counts), np.unique(times, return_counts=True)])
     return different, counts
-
-
-def _merge_counts(
-    parts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]],
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Returns the different values of all parts, sorted, and the number of rows of each."""
-    # An empty array would change the type of the others.
-    parts = [part for part in parts if len(part[0])] or list(parts[:1])
-    different, indices = np.unique(np.concatenate([values for values, _ in parts]), return_inverse=True)
-    total = np.zeros(len(different), np.int64)
-    np.add.at(total, indices, np.concatenate([counts for _, counts in parts]))
-    return different, total
-
-
-def find_first_eval_time(
-    counts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]], options: IngestOptions
-) -> int | float:
-    """Returns the least value of `split_by` of the rows that go to `eval`, which are nearest to the wanted fraction.
-
-    Args:
-        counts: The different values and their rows, of each input split.
-    """
-    times, rows = _merge_counts(counts)
-    if len(times) < 2:
-        raise DataError(
-            f"split_by {options.split_by!r} has one value in all rows; rows of one value stay together. Name another"
-            " column."
-        )
-    # The rows from each value on; with the first value no row would be left to train on.
-    later = np.cumsum(rows[::-1])[::-1][1:]
-    best = int(np.argmin(np.abs(later - (options.eval_fraction or 0.0) * rows.sum())))
-    return times[1 + best].item()
 
 
 def without_rows(table: pa.Table, bad: pa.Array | pa.ChunkedArray, refuse: base.Refuse, reason: str) -> pa.Table:

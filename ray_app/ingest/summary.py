@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data.arrays import from_column, is_bytes, is_list, is_text, spec_of_field
+from ray_app.ingest.value_notation import ValueNotation, find_date_formats
 from ray_app.task.ragged import Ragged
 
 MAX_VALUES = 100
@@ -71,6 +72,19 @@ def merge_statistics(parts: Sequence[Mapping[str, Statistics]]) -> dict[str, Sta
     return merged
 
 
+def find_empty_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Returns whether each value of a column of text is empty, which tasks take for a missing value: (rows,)."""
+    # Arrow does not measure views and dictionaries.
+    texts = column if pa.types.is_string(column.type) else column.cast(pa.large_string())
+    return pc.fill_null(pc.equal(pc.binary_length(texts), 0), False)
+
+
+def count_missing(column: pa.ChunkedArray) -> int:
+    """Returns the number of missing values of a column, among which those of text that are empty count."""
+    empty = pc.sum(find_empty_texts(column)).as_py() or 0 if is_text(column.type) else 0
+    return int(column.null_count + empty)
+
+
 def _measure(field: pa.Field, column: pa.ChunkedArray, is_counted: bool) -> Statistics:
     """Returns the statistics of the values that are not missing; text is counted if `is_counted`.
 
@@ -79,6 +93,10 @@ def _measure(field: pa.Field, column: pa.ChunkedArray, is_counted: bool) -> Stat
     """
     spec = spec_of_field(field)
     if spec is None:
+        if is_text(column.type):
+            # Arrow does not filter views.
+            column = column.cast(pa.large_string()) if pa.types.is_string_view(column.type) else column
+            column = column.filter(pc.invert(find_empty_texts(column)))
         return _measure_plain(column.drop_null(), is_counted)
     if 0 in spec.shape:
         return {}
@@ -225,7 +243,7 @@ def describe_columns(
         values = _describe_counts(class_counts) if is_class and class_counts else _describe_values(measured)
         has_values = not num_rows or facts["nulls"] < num_rows
         use = _describe_use(name, facts, index_columns) if has_values else f"not usable: {NO_VALUE}"
-        rows.append((name, _describe_type(facts), use, ", ".join(missing), values))
+        rows.append((_shorten(name), _describe_type(facts), use, ", ".join(missing), values))
     return rows
 
 
@@ -250,7 +268,7 @@ def _describe_use(name: str, facts: Mapping[str, Any], index_columns: Collection
 
 def _describe_counts(counts: Mapping[str, int]) -> str:
     """Returns the number of rows of each class, in the order of the classes, or of the first ones."""
-    entries = [f"{name} {rows:,}" for name, rows in list(counts.items())[:_MAX_SHOWN]]
+    entries = [f"{_format_value(name)} {rows:,}" for name, rows in list(counts.items())[:_MAX_SHOWN]]
     if len(counts) > _MAX_SHOWN:
         entries.append(f"... ({len(counts):,} classes of {min(counts.values()):,} to {max(counts.values()):,} rows)")
     return ", ".join(entries)
@@ -270,13 +288,13 @@ def _describe_values(statistics: Statistics) -> str:
         # Where no value is repeated, numbers of rows say nothing.
         is_unique = max(counted.values()) == 1
         entries = [
-            _shorten(value) if is_unique else f"{_shorten(value)} {rows:,}"
+            _format_value(value) if is_unique else f"{_format_value(value)} {rows:,}"
             for value, rows in counted.most_common(_MAX_SHOWN)
         ]
         parts.extend([*entries, f"... ({len(counted)} different)"] if len(counted) > _MAX_SHOWN else entries)
     elif statistics.get("examples"):
         limit = f"more than {MAX_VALUES} different, or long"
-        parts.extend([*map(_shorten, statistics["examples"]), f"... ({limit})"])
+        parts.extend([*map(_format_value, statistics["examples"]), f"... ({limit})"])
     return ", ".join(parts)
 
 
@@ -284,6 +302,12 @@ def _shorten(value: str) -> str:
     """Returns a value for a table: the beginning of a long one, with escapes for what cannot be printed."""
     text = value if len(value) <= _MAX_VALUE_CHARS else value[: _MAX_VALUE_CHARS - 3] + "..."
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def _format_value(value: str) -> str:
+    """Returns a value for a list; one with a comma or with blanks at its ends is in quotes."""
+    text = _shorten(value)
+    return f"'{text}'" if "," in text or text != text.strip() or not text else text
 
 
 def _number_text(value: Any) -> str:
@@ -327,17 +351,19 @@ class PartSummary:
 
     def __str__(self) -> str:
         shards = f" in {_count(len(self.shards), 'shard')}" if self.shards else ""
+        listed = "an ingest lists them in refused.jsonl" if self.is_sample else "refused.jsonl names them"
         return (
-            f"{self.path}: {'first ' if self.is_sample else ''}{self.rows:,} rows{shards}"
-            + (f", {len(self.class_counts):,} classes" if self.class_counts else "")
+            f"{self.path}: {'first ' if self.is_sample else ''}{_count(self.rows, 'row')}{shards}"
+            + (f", {_count(len(self.class_counts), 'class')}" if self.class_counts else "")
             + (f", {_count(self.skipped_files, 'other file')} left out" if self.skipped_files else "")
             + (f", {_count(self.refused, 'row')} refused" if self.refused else "")
-            + (" (refused.jsonl names them, with the reason)" if self.skipped_files or self.refused else "")
+            + (f" ({listed}, with the reason)" if self.skipped_files or self.refused else "")
         )
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 @dataclass(frozen=True)
@@ -368,8 +394,8 @@ class DatasetSummary:
 
 
 _MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "n/a", "#N/A")
-_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
-_WRITTEN = r"^\s*[$€£]?\s?[+-]?(\d{1,3}([., '’]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£]?\s*$"
+_HEXADECIMAL = r"^[+-]?0[xX][0-9a-fA-F]+$"
+_WRITTEN = r"^\s*[$€£]?\s?[+-]?(\d{1,3}([., '’_\x{a0}\x{202f}]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£]?\s*$"
 """Numbers as people and spreadsheets write them.
 
 They may have a decimal comma, groups of three digits, or a sign of a currency or of per cent.
@@ -379,16 +405,17 @@ _TRUTH = r"(?i)^\s*(true|false)\s*$"
 Counts = dict[str, Any]
 """Counts of a column of text.
 
-`values` counts the values that are not missing. Of these, `numbers` counts numbers, `written` counts numbers that are
-written in another way, and `truth` counts truth values. `first` has the id and the value of the first row that does not
-fit each kind.
+`values` counts the values that are not missing. Of these, `numbers` counts numbers in the notation of the options,
+`zeros` those with leading zeros, `written` counts numbers that are written in another way, and `truth` counts truth
+values. `first` has the id and the value of the first row that does not fit each kind.
 """
 
 
 class TextColumns:
-    """Counts the numbers and booleans in the columns of text of a stream of tables."""
+    """Counts the numbers and booleans in the columns of text of a stream of tables; numbers have a `notation`."""
 
-    def __init__(self) -> None:
+    def __init__(self, notation: ValueNotation) -> None:
+        self._notation = notation
         self._counts: dict[str, Counts] = {}
 
     def add(self, table: pa.Table) -> None:
@@ -404,11 +431,18 @@ class TextColumns:
     def _add(self, name: str, row_ids: pa.ChunkedArray, values: pa.ChunkedArray) -> None:
         present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, pa.array(_MISSING))))
         row_ids, values = row_ids.filter(present), values.filter(present)
-        numbers, truth = (pc.match_substring_regex(values, pattern) for pattern in (_NUMBER, _TRUTH))
-        written = pc.match_substring_regex(values, _WRITTEN)
-        counts = self._counts.setdefault(name, {"values": 0, "numbers": 0, "written": 0, "truth": 0, "first": {}})
+        zero = rf"^[+-]?0{self._notation.group_mark and self._notation.group_mark + '?'}[\dxX]"
+        patterns = (f"{self._notation.number}|{_HEXADECIMAL}", _WRITTEN, _TRUTH, zero)
+        numbers, written, truth, zeros = (pc.match_substring_regex(values, pattern) for pattern in patterns)
+        matches_of = {
+            "numbers": numbers,
+            "zeros": pc.and_(numbers, zeros),
+            "written": pc.and_not(written, numbers),
+            "truth": truth,
+        }
+        counts = self._counts.setdefault(name, {"values": 0, **dict.fromkeys(matches_of, 0), "first": {}})
         counts["values"] += len(values)
-        for kind, matches in (("numbers", numbers), ("written", pc.and_not(written, numbers)), ("truth", truth)):
+        for kind, matches in matches_of.items():
             counts[kind] += pc.sum(matches).as_py() or 0
         # "numbers": the first value that is not a number in any notation; "written": the first that is not a plain one.
         for kind, fits in (("numbers", pc.or_(numbers, written)), ("written", numbers), ("truth", truth)):
@@ -419,46 +453,84 @@ class TextColumns:
             counts["first"].setdefault("any", [row_ids[0].as_py(), values[0].as_py()[:_MAX_VALUE_CHARS]])
 
 
-def make_notes(split_counts: list[dict[str, Counts]]) -> list[str]:
-    """Returns a sentence about each column of text that consists mostly of numbers or booleans."""
+def make_notes(split_counts: list[dict[str, Counts]], notation: ValueNotation | None = None) -> list[str]:
+    """Returns a sentence about each column of text that consists mostly of numbers or booleans.
+
+    Args:
+        split_counts: The counts of each input split.
+        notation: The notation of numbers, for a source that has options for it.
+    """
     notes = []
     for name in dict.fromkeys(name for counts in split_counts for name in counts):
         parts = [counts[name] for counts in split_counts if name in counts]
-        total = {kind: sum(part[kind] for part in parts) for kind in ("values", "numbers", "written", "truth")}
+        total = {kind: sum(part[kind] for part in parts) for kind in ("values", "numbers", "zeros", "written", "truth")}
         first: dict[str, list[str]] = {}
         for part in parts:
             first = part["first"] | first
-        if note := _note(name, total, first):
+        if note := _note(name, total, first, notation) or _note_on_dates(name, first, notation):
             notes.append(note)
     return notes
 
 
-def _note(name: str, total: dict[str, int], first: dict[str, list[str]]) -> str | None:
-    """Returns the sentence about one column; None where most of its values are text."""
+def _note(name: str, total: dict[str, int], first: dict[str, list[str]], notation: ValueNotation | None) -> str | None:
+    """Returns the sentence about one column; None where most of its values are text, or it is text for a reason."""
     values, numbers = total["values"], total["numbers"] + total["written"]
-    if not values or 2 * max(numbers, total["truth"]) <= values:
+    if values and total["truth"] and total["numbers"] and total["truth"] + total["numbers"] == values:
+        row_id, value = first["truth"]
+        return (
+            f"column {name!r} is text: {total['truth']} of its {values} values are true or false, and the others are"
+            f" numbers, the first is {value!r} in {row_id}. Write all of them as true and false, or all as numbers."
+        )
+    # A column of all numbers, some with leading zeros, is text by intention: the reader of CSV files names it.
+    is_intended = total["numbers"] == values and total["zeros"] > 0
+    if not values or 2 * max(numbers, total["truth"]) <= values or is_intended:
         return None
-    if numbers >= total["truth"]:
-        kind, others = "numbers", values - numbers
-        cause = "numbers" if others else "written" if total["written"] else "any"
-    else:
-        kind, others = "true or false", values - total["truth"]
-        cause = "truth"
-    row_id, value = first.get(cause) or first["any"]
-    if cause == "any":
-        reason = (
-            f"all of its {values} values are {kind}, such as {value!r} in {row_id}: they are text in the source, or too"
-            f" long for 64 bits"
-        )
-        return f"column {name!r} is text, although {reason}."
-    if cause == "written":
-        reason = (
-            f"{total['written']} of its {values} values are numbers written in another way, the first is {value!r} in"
-            f" {row_id}"
-        )
-        return f"column {name!r} is text: {reason}. Write them with digits and a decimal point alone, as in 1234.5."
-    reason = f"{others} of its {values} values are not {kind}, the first is {value!r} in {row_id}"
+    if numbers < total["truth"]:
+        return _note_on_others(name, "true or false", values - total["truth"], values, first["truth"])
+    if numbers < values:
+        return _note_on_others(name, "numbers", values - numbers, values, first["numbers"])
+    if total["written"]:
+        return _note_on_written(name, total["written"], values, first["written"], notation)
+    row_id, value = first["any"]
     return (
-        f"column {name!r} is text: {reason}. Correct them, or leave them empty where they are missing, if it is to hold"
-        f" {kind}."
+        f"column {name!r} is text, although all of its {values} values are numbers, such as {value!r} in {row_id}: they"
+        f" are text in the source, or too long for 64 bits."
+    )
+
+
+def _note_on_dates(name: str, first: dict[str, list[str]], notation: ValueNotation | None) -> str | None:
+    """Returns the sentence about a column of text that begins with a date in another form than ISO 8601."""
+    if notation is None or notation.date_format or "any" not in first:
+        return None
+    row_id, value = first["any"]
+    if not (formats := find_date_formats(value)):
+        return None
+    options = " or ".join(f"--date_format '{date_format}'" for date_format in formats)
+    return (
+        f"column {name!r} is text, and its first value, {value!r} in {row_id}, looks like a date. Give {options} if all"
+        f" of its values are such dates."
+    )
+
+
+def _note_on_others(name: str, kind: str, others: int, values: int, first: list[str]) -> str:
+    """Returns the sentence about a column of which the fewer values are no numbers, or not true or false."""
+    row_id, value = first
+    return (
+        f"column {name!r} is text: {others} of its {values} values are not {kind}, the first is {value!r} in {row_id}."
+        f" Correct them, or leave them empty where they are missing, if it is to hold {kind}."
+    )
+
+
+def _note_on_written(name: str, written: int, values: int, first: list[str], notation: ValueNotation | None) -> str:
+    """Returns the sentence about a column of numbers, some of which are written in another way."""
+    row_id, value = first
+    remedy = "Write them with digits and a decimal point alone, as in 1234.5."
+    if notation and (options := notation.find_options(value)):
+        remedy = f"{remedy[:-1]}, or give {' or '.join(options)} where the values are to be read so."
+    elif notation and not notation.is_plain:
+        groups = f", and {notation.thousands!r} between groups of three digits" if notation.thousands else ""
+        remedy = f"Correct them; the options say that numbers have the decimal mark {notation.decimal!r}{groups}."
+    return (
+        f"column {name!r} is text: {written} of its {values} values are numbers written in another way, the first is"
+        f" {value!r} in {row_id}. {remedy}"
     )

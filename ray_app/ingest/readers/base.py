@@ -220,15 +220,18 @@ class SourceReader(ABC):
             )
         return tuple(self.options.classes)
 
-    def order_classes(self, where: str, values: set[str]) -> tuple[str, ...]:
+    def order_classes(self, where: str, values: set[str], first_missing: str | None = None) -> tuple[str, ...]:
         """Returns the names of the classes of a label: the option `classes`, or the sorted values of the label.
 
-        "" among the values stands for a row without a value. Raises DataError for a value that is not among `classes`,
-        and see `sort_classes`; where rows may be skipped, those rows are refused later.
+        "" among the values stands for a row without a value; `first_missing` is the id of the first one, if it is
+        known. Raises DataError for a value that is not among `classes`, and see `sort_classes`; where rows may be
+        skipped, those rows are refused later.
         """
         classes = self.options.classes
         if classes is None:
-            return sort_classes(where, values, self.skips)
+            first = f" (the first is {first_missing})" if first_missing else ""
+            remedy = f"{first}. Correct these rows, leave them out with on_bad_row=skip, or name another column."
+            return sort_classes(where, values, self.skips, remedy)
         others = sorted(values - {"", *classes})
         if others and not self.skips:
             raise DataError(
@@ -359,14 +362,21 @@ def _match_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[Fil
 MAX_CLASSES = 100_000
 
 
-def sort_classes(where: str, values: set[str], skip: bool) -> tuple[str, ...]:
+def sort_classes(
+    where: str, values: set[str], skip: bool, remedy: str = ". Name another column or correct these rows."
+) -> tuple[str, ...]:
     """Returns the class names in sorted order; "" among the values stands for a row without a value.
 
-    Raises DataError if there are too many, or, unless these may be skipped, rows without a value.
+    Raises DataError if there are too many, or, unless these may be skipped, rows without a value; the message then
+    ends with `remedy`.
     """
-    if ("" in values and not skip) or len(values) > MAX_CLASSES:
-        wrong = f"more than {MAX_CLASSES} different strings" if len(values) > MAX_CLASSES else "rows without a value"
-        raise DataError(f"{where} has {wrong}. Name another column or correct these rows.")
+    if len(values) > MAX_CLASSES:
+        raise DataError(
+            f"{where} has more than {MAX_CLASSES} different strings, which are allowed. Name another column or correct"
+            " these rows."
+        )
+    if "" in values and not skip:
+        raise DataError(f"{where} has rows without a value{remedy}")
     return tuple(sorted(values - {""}))
 
 

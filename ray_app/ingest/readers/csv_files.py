@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from functools import cached_property, partial
 from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
@@ -28,16 +28,14 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files
+from ray_app.ingest.readers.csv_columns import ColumnScan, choose_type, convert_values, find_too_large, types_of
+from ray_app.ingest.value_notation import ValueNotation
 from ray_app.storage.data_files import File, parser_errors
 from ray_app.storage.text_files import open_text
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
 """Delimiters that are recognized without the option `delimiter`, and their names for messages."""
-NULLS = tuple(arrow_csv.ConvertOptions().null_values)
-"""Spellings of a missing value, as pyarrow has them."""
-KINDS = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_(), pa.string())
-"""Types of CSV columns; a column gets the first one that all of its values fit."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?\s*")
 """A number with a decimal point or a decimal comma."""
 _HEAD_BYTES, _HEAD_ROWS = 1 << 20, 20
@@ -45,6 +43,8 @@ _HEAD_BYTES, _HEAD_ROWS = 1 << 20, 20
 _MAX_VALUE_CHARS = 1 << 30
 """Maximum characters of a value; the default of the csv module is 131,072."""
 csv.field_size_limit(_MAX_VALUE_CHARS)
+_MAX_VALUE_CHARS_SHOWN = 40
+"""Characters of a value that a message repeats."""
 _MAX_NAMES = 20
 """Maximum number of names in a command of a message."""
 _LINE_BYTES = 1 << 20
@@ -63,8 +63,7 @@ class CsvFormat:
     delimiter: str = ","
     column_names: tuple[str, ...] | None = None
     encoding: str = "utf-8"
-    decimal: str = "."
-    thousands: str | None = None
+    notation: ValueNotation = ValueNotation()
     nulls: tuple[str, ...] = ()
     comment: str | None = None
     skip_lines: int = 0
@@ -77,8 +76,7 @@ class CsvFormat:
             (options.delimiter or ",").replace(r"\t", "\t"),
             tuple(options.column_names) if options.column_names else None,
             options.encoding,
-            options.decimal,
-            options.thousands,
+            ValueNotation.of(options),
             tuple([options.null] if isinstance(options.null, str) else options.null or ()),
             options.comment,
             options.skip_lines,
@@ -113,18 +111,6 @@ class CsvFormat:
         """Returns the first MiB of a file; bytes that are not UTF-8 become U+FFFD."""
         with parser_errors(file, "The file is damaged; make it again."), self.open(file) as stream:
             return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
-
-    def plain_numbers(self, values: pa.Array) -> pa.Array:
-        """Returns texts with the numbers in the notation of Arrow; raises ArrowInvalid for others that are not null."""
-        if self.decimal == "." and self.thousands is None:
-            return values
-        mark, decimal = re.escape(self.thousands or ""), re.escape(self.decimal)
-        groups = rf"\d{{1,3}}({mark}\d{{3}})+|" if mark else ""
-        pattern = rf"^[+-]?({groups}\d+)({decimal}\d*)?([eE][+-]?\d+)?$|^[+-]?{decimal}\d+$"
-        if pc.any(pc.invert(pc.match_substring_regex(values, pattern))).as_py():
-            raise pa.ArrowInvalid("a value is not a number in this notation")
-        values = pc.replace_substring(values, self.thousands, "") if self.thousands else values
-        return pc.replace_substring(values, self.decimal, ".")
 
 
 class _PlainLines(io.RawIOBase):
@@ -193,7 +179,7 @@ def recognize_delimiter(file: File, layout: CsvFormat) -> str:
     comma divides the first row. Otherwise it is the delimiter that gives the first row most values.
     """
     head = layout.read_head(file)
-    marks = [mark for mark in DELIMITERS if mark != layout.decimal]
+    marks = [mark for mark in DELIMITERS if mark != layout.notation.decimal]
     widths = {delimiter: [len(row) for row in parse_first_rows(head, delimiter)] or [1] for delimiter in marks}
     num_columns = len(layout.column_names or ())
     if num_columns > 1 and (fits := [mark for mark, width in widths.items() if width[0] == num_columns]):
@@ -294,7 +280,7 @@ class Csv(base.SourceReader):
         options=frozenset(
             {
                 *("label", "delimiter", "column_names", "tokenizer", "columns", "classes", "targets"),
-                *("encoding", "decimal", "thousands", "null", "comment", "skip_lines"),
+                *("encoding", "decimal", "thousands", "date_format", "null", "comment", "skip_lines"),
             }
         ),
     )
@@ -314,15 +300,13 @@ class Csv(base.SourceReader):
                 f"{self.path}: no rows, only a header line with the names {base.format_items(names)}. Give a file with"
                 " rows."
             )
-        kinds = {
-            name: next(kind for kind in KINDS if all(kind in f.kinds.get(name, KINDS) for f in facts)) for name in names
-        }
+        kinds, type_notes = self._choose_types(names, facts)
+        notes += type_notes
         classes = None
-        if label and self.options.classes:
-            kinds[label] = pa.string()
         if label and not (pa.types.is_integer(kinds[label]) or pa.types.is_floating(kinds[label])):
             labels = {value or "" for f in facts for value in f.labels}
-            classes = self.order_classes(f"{self.path}: label column {label!r}", labels)
+            first_missing = next((f.first_missing_label for f in facts if f.first_missing_label), None)
+            classes = self.order_classes(f"{self.path}: label column {label!r}", labels, first_missing)
             kinds[label] = pa.string()
         tables = partial(_read_tables, self._format, label, self.skips, kinds, classes)
         splits = [base.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
@@ -334,6 +318,18 @@ class Csv(base.SourceReader):
         if self.options.delimiter:
             return layout
         return replace(layout, delimiter=recognize_delimiter(self.files()[0], layout))
+
+    def _choose_types(self, names: list[str], facts: list[_CsvFacts]) -> tuple[dict[str, pa.DataType], list[str]]:
+        """Returns the type of each column, and notes for the user on columns that are text for a reason."""
+        kinds, notes = dict.fromkeys(names, pa.string()), []
+        # Labels are names if `classes` states these, and values that are left out are not judged.
+        named = [self.options.label] if self.options.classes else []
+        for name in names:
+            if name not in (*named, *(self.options.drop or ())):
+                scans = [f.columns[name] for f in facts if name in f.columns]
+                kinds[name], note = choose_type(self.path, name, scans)
+                notes += [note] if note else []
+        return kinds, notes
 
     def _check_headers(self, facts: list[_CsvFacts]) -> tuple[list[str], list[str]]:
         """Returns the names of the columns, and notes for the user on how the files were interpreted."""
@@ -354,12 +350,13 @@ class Csv(base.SourceReader):
 
 @dataclass
 class _CsvFacts:
-    """What the first pass finds in the files of an input split, such as the `KINDS` that all values fit."""
+    """What the first pass finds in the files of an input split, such as the types that all values fit."""
 
     rows: int = 0
     headers: list[tuple[str, list[str]]] = field(default_factory=list)
-    kinds: dict[str, list[pa.DataType]] = field(default_factory=dict)
+    columns: dict[str, ColumnScan] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
+    first_missing_label: str | None = None
 
 
 def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: list[File]) -> _CsvFacts:
@@ -378,14 +375,17 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
             if len(set(names)) < len(names):
                 continue
             for name in names:
-                facts.kinds[name] = [
-                    kind for kind in facts.kinds.get(name, KINDS) if _fits(block[name], kind, csv_format)
-                ]
-                if pa.types.is_string(facts.kinds[name][0]):
+                scan = facts.columns.setdefault(name, ColumnScan(types_of(csv_format.notation)))
+                scan.add(block[name], file.name, numbers, csv_format.notation)
+                if pa.types.is_string(scan.types[0]):
                     _check_zero_bytes(file, name, block[name], numbers)
                     has_line_ends |= bool(pc.any(pc.match_substring(block[name], "\n")).as_py())
             if label in names:
-                facts.labels.update(pc.unique(block[label]).to_pylist())
+                labels = set(pc.unique(block[label]).to_pylist())
+                facts.labels |= labels
+                if labels & {None, ""} and not facts.first_missing_label:
+                    row = pc.index(pc.fill_null(pc.equal(block[label], ""), True), True).as_py()
+                    facts.first_missing_label = f"{file.name}:{numbers[row]}"
         # The search for an open quote reads the file once more, so only a value with a line end, which an open quote
         # causes, makes it necessary.
         may_have_open_quote = has_line_ends or any("\n" in row.text for row in bad_rows)
@@ -419,15 +419,34 @@ def _read_tables(
         bad_rows: list[Any] = []
         name = file.name
         for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
-            yield base.make_table(
+            table = base.make_table(
                 [f"{name}:{number}" for number in numbers],
                 _convert_block(file, block, label, kinds, classes, csv_format),
             )
+            yield _without_too_large(table, block, label, refuse)
         for invalid in bad_rows:
             refuse(
                 f"{file.name}:{invalid.number}",
                 f"{invalid.actual_columns} values where {invalid.expected_columns} are expected",
             )
+
+
+def _without_too_large(table: pa.Table, block: pa.RecordBatch, label: str | None, refuse: base.Refuse) -> pa.Table:
+    """Refuses rows with a number that float64 does not represent, and returns the others; `block` has their texts."""
+    is_good = np.ones(table.num_rows, np.bool_)
+    for column in table.schema:
+        if not pa.types.is_floating(column.type):
+            continue
+        source = label if label and column.name == "label" else column.name
+        too_large = find_too_large(block[source], table[column.name].combine_chunks())
+        for row in np.flatnonzero(too_large.to_numpy(zero_copy_only=False) & is_good):
+            is_good[row] = False
+            value = block[source][int(row)].as_py().strip()[:_MAX_VALUE_CHARS_SHOWN]
+            refuse(
+                table["row_id"][int(row)].as_py(),
+                f"{source!r} holds {value}, which is too large for float64 (at most about 1.8e308)",
+            )
+    return table if is_good.all() else table.filter(pa.array(is_good))
 
 
 def _convert_block(
@@ -440,7 +459,7 @@ def _convert_block(
 ) -> dict[str, pa.Array]:
     """Returns the columns of a block with their types, the label by its new name and as indices of `classes`."""
     try:
-        columns = {name: _convert(block[name], kind, layout) for name, kind in kinds.items()}
+        columns = {name: convert_values(block[name], kind, layout.notation) for name, kind in kinds.items()}
     except (pa.ArrowInvalid, KeyError) as error:
         raise DataError(f"{file}: {error}. The file changed while it was read: start again.") from error
     columns = {"label" if name == label else name: values for name, values in columns.items()}
@@ -517,33 +536,3 @@ def _without_nulls(block: pa.RecordBatch, nulls: tuple[str, ...]) -> pa.RecordBa
         for values in block.columns
     ]
     return pa.RecordBatch.from_arrays(columns, schema=block.schema)
-
-
-def _convert(values: pa.Array, kind: pa.DataType, layout: CsvFormat) -> pa.Array:
-    """Returns strings as values of a type; except for text they are trimmed, and `NULLS` become null."""
-    if pa.types.is_string(kind):
-        return values
-    trimmed = pc.utf8_trim_whitespace(values)
-    present = pc.if_else(pc.is_in(trimmed, pa.array(NULLS)), None, trimmed)
-    return (present if pa.types.is_boolean(kind) else layout.plain_numbers(present)).cast(kind)
-
-
-def _fits(values: pa.Array, kind: pa.DataType, layout: CsvFormat) -> bool:
-    """Returns whether the type can represent all values, whole numbers without rounding."""
-    try:
-        _convert(values, kind, layout)
-    except pa.ArrowInvalid:
-        return False
-    return not pa.types.is_floating(kind) or _are_exact_in_float64(values)
-
-
-def _are_exact_in_float64(values: pa.Array) -> bool:
-    """Returns whether float64 represents all whole numbers of 19 and more characters exactly.
-
-    Such numbers may not fit into 64 bits. They are often identifiers, which must not be rounded, so their column
-    becomes text.
-    """
-    candidates = pc.and_not(pc.greater_equal(pc.binary_length(values), 19), pc.match_substring(values, "."))
-    long = values.filter(candidates)
-    whole = long.filter(pc.match_substring_regex(long, r"^\s*[+-]?\d+\s*$")).to_pylist()
-    return all(Decimal(float(value)) == Decimal(value.strip()) for value in whole)

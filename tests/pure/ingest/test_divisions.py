@@ -114,7 +114,10 @@ def test_a_division_does_not_depend_on_where_it_is_done(tmp_path: Path, options:
         ({"group": "patient", "stratify": True, "eval_fraction": 0.1}, "group and stratify are set"),
         ({"group": "person", "eval_fraction": 0.1}, "group needs the column 'person'; the columns are ['patient'"),
         ({"group": "x", "eval_fraction": 0.1}, "group 'x' is a column of double; allowed are text and integers"),
-        ({"split_by": "patient", "eval_fraction": 0.1}, "split_by 'patient' is a column of string"),
+        (
+            {"split_by": "patient", "eval_fraction": 0.1},
+            "patient is 'p0', by which rows are divided; allowed",
+        ),
         ({"group": "kind", "eval_fraction": 0.1}, "group is 'kind', which is no group of rows"),
         ({"stratify": True, "eval_fraction": 0.1, "label": None}, "stratify needs the column 'label'"),
     ],
@@ -168,3 +171,17 @@ def test_a_row_without_the_deciding_value_is_a_bad_row(tmp_path: Path, option: s
     assert f"{reason}, by which rows are divided" in ingest_error(tmp_path, "csv", tmp_path / "a.csv", **options)
     skipped = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "a.csv"), on_bad_row="skip", **options))
     assert (skipped.rows, sum(part.refused for part in skipped.parts.values())) == (20, 1)
+
+
+@pytest.mark.parametrize("value", ["soon", "31.12.2020", "2026-02-30"])
+def test_a_row_with_a_value_that_is_no_time_is_a_bad_row(tmp_path: Path, value: str) -> None:
+    (tmp_path / "a.csv").write_text(f"d,x\n2026-01-01,1\n2026-01-02,2\n{value},3\n2026-01-04,4\n")
+    options: dict[str, Any] = {"split_by": "d", "eval_fraction": 0.3}
+    message = ingest_error(tmp_path, "csv", tmp_path / "a.csv", **options)
+    assert f"row a.csv:4: d is {value!r}, by which rows are divided; allowed are dates, times (as text" in message
+    assert "or leave such rows out with on_bad_row=skip" in message
+    ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "a.csv"), on_bad_row="skip", **options))
+    assert read_columns(tmp_path / "out" / "train")["x"] == [1, 2]
+    assert read_columns(tmp_path / "out" / "eval")["x"] == [4]
+    refused = "".join(path.read_text() for path in (tmp_path / "out").glob("*/refused.jsonl"))
+    assert "a.csv:4" in refused

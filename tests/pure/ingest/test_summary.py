@@ -21,7 +21,7 @@ from ray_app.cli.main import main
 from ray_app.errors import DataError
 from ray_app.ingest.ingest import IngestOptions, describe, ingest, preview, run_in_threads
 from ray_app.ingest.readers.base import make_table
-from ray_app.ingest.summary import HEADER, MAX_VALUES, ColumnStatistics, merge_statistics
+from ray_app.ingest.summary import HEADER, MAX_VALUES, ColumnStatistics, count_missing, merge_statistics
 
 CSV = "age,sex,id,survived\n" + "".join(
     f"{'' if i % 10 == 0 else i % 7},{('male', 'female')[i % 3 == 0]},n{i},{('no', 'yes')[i % 2]}\n" for i in range(300)
@@ -265,3 +265,67 @@ def test_a_refusal_leaves_no_thread_that_reads(tmp_path: Path) -> None:
         ingest(options, lambda function, items: run_in_threads(function, items, threads=2))
     assert caught.value.__traceback__ is not None
     assert set(threading.enumerate()) == before
+
+
+def test_empty_texts_are_stored_as_they_are_and_counted_as_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "a.csv", tmp_path / "out"
+    source.write_text("n,t,void\n1,x,\n,,\n3,NA,\n4,x,\n")
+    (written,) = ingest(IngestOptions("csv", str(out), str(source))).parts.values()
+    (sample,) = preview(IngestOptions("csv", input=str(source))).parts.values()
+    (described,) = describe(str(out)).parts.values()
+    (out / "dataset.json").unlink()
+    (measured,) = describe(str(out)).parts.values()
+    for part in (written, sample, described, measured):
+        rows = {row[0]: row[1:] for row in part.table()}
+        assert rows["n"][2] == "1"
+        assert rows["t"] == ("text" if part is measured else "string", "text or category", "1", "x 2, NA 1")
+        assert part.columns["t"]["nulls"] == 1
+        assert "" not in part.statistics["t"]["examples"]
+    assert sorted(pq.read_table(out / "part-00000.parquet")["t"].to_pylist()) == ["", "NA", "x", "x"]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(["", "b", None, ""]),
+        pa.array(["", "b", None, ""], pa.large_string()),
+        pa.array(["", "b", None, ""], pa.string_view()),
+    ],
+)
+def test_empty_texts_of_all_types_are_missing(column: pa.Array) -> None:
+    assert count_missing(pa.chunked_array([column])) == 3
+    assert statistics_of(pa.table({"x": column}))["x"] == {"values": {"b": 1}, "examples": ["b"]}
+
+
+def test_names_of_classes_and_values_are_shown_without_control_characters(tmp_path: Path) -> None:
+    source = tmp_path / "a.csv"
+    source.write_text('"a\x1b[31m",y,t\n1,"no\x1b[31m","one, two"\n2,"two\nlines"," x"\n3,"two\nlines",three\n')
+    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(source), label="y"))
+    rows = {row[0]: row[-1] for row in summary.parts[""].table()}
+    assert rows["label"] == "no\\x1b[31m 1, two\\nlines 2"
+    assert sorted(rows["t"]) == sorted("'one, two', ' x', three")
+    assert "a\\x1b[31m" in rows
+    html = summary._repr_html_()
+    assert "\x1b" not in html
+    assert "two\\nlines 2" in html
+
+
+def test_a_preview_says_that_refused_rows_are_listed_by_an_ingest(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,y\n1,x\n2\n3,x\n")
+    options = IngestOptions("csv", input=str(tmp_path / "a.csv"), label="y", on_bad_row="skip")
+    (part,) = preview(options).parts.values()
+    assert str(part) == (
+        "data set: first 2 rows, 1 class, 1 row refused (an ingest lists them in refused.jsonl, with the reason)"
+    )
+
+
+@pytest.mark.parametrize(("name", "source"), [("t.csv", "csv"), ("t.tsv.gz", "csv"), ("t.jsonl", "jsonl")])
+def test_describe_of_a_text_file_names_the_command_that_shows_it(tmp_path: Path, name: str, source: str) -> None:
+    path = tmp_path / name
+    path.write_text("a\n1\n")
+    with pytest.raises(DataError) as error:
+        describe(str(path))
+    assert f"ray-app ingest --source {source} --input {path} --dry_run true" in str(error.value)
+    assert "remove" not in str(error.value)

@@ -1,0 +1,98 @@
+"""Times by which an ingest divides rows between `train` and `eval` (`IngestOptions.split_by`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ray_app.data.arrays import is_text
+from ray_app.errors import DataError
+from ray_app.ingest.options import IngestOptions
+
+_OFFSET = r"([zZ]|[+-]\d\d:?\d\d)$"
+"""End of a time of ISO 8601 that names its offset from UTC, such as Z or +01:00; dates alone do not match."""
+
+ALLOWED_TIMES = (
+    "dates, times (as text in ISO 8601, such as 2026-01-31; of csv in another form by date_format), and numbers"
+)
+
+
+def to_times(column: pa.ChunkedArray, options: IngestOptions) -> npt.NDArray[Any]:
+    """Returns times of text as microseconds, in UTC unless they name an offset, and other values as their numbers.
+
+    Raises DataError for a column of another type; the result is of shape (rows,).
+    """
+    kind = column.type
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return np.asarray(column.to_numpy())
+    try:
+        if is_text(kind):
+            return _parse_times(column)
+        whole = column.cast(pa.int32()) if pa.types.is_date32(kind) else column
+        return np.asarray(whole.cast(pa.int64()).to_numpy())
+    except pa.ArrowException as error:
+        raise DataError(
+            f"split_by {options.split_by!r} is a column of {kind}: {error}. Allowed are {ALLOWED_TIMES}."
+        ) from error
+
+
+def _parse_times(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """Returns texts of ISO 8601 as microseconds; raises ArrowInvalid for another text."""
+    has_offset = pc.match_substring_regex(column, _OFFSET)
+    times = np.empty(len(column), np.int64)
+    for mask, zone in ((has_offset, "UTC"), (pc.invert(has_offset), None)):
+        of_form = column.filter(mask).cast(pa.timestamp("us", zone))
+        times[mask.to_numpy()] = of_form.cast(pa.int64()).to_numpy()
+    return times
+
+
+def find_no_times(column: pa.ChunkedArray) -> Iterator[tuple[int, str]]:
+    """Yields the rows of a column of text that hold no time of ISO 8601, and their values, in their order."""
+    todo = [(0, len(column))]
+    while todo:
+        low, high = todo.pop()
+        try:
+            _parse_times(column.slice(low, high - low))
+        except pa.ArrowInvalid:
+            # Arrow does not say which value it is.
+            if high - low > 1:
+                todo += [((low + high) // 2, high), (low, (low + high) // 2)]
+            else:
+                yield low, str(column[low].as_py())
+
+
+def merge_counts(
+    parts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]],
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """Returns the different values of all parts, sorted, and the number of rows of each."""
+    # An empty array would change the type of the others.
+    parts = [part for part in parts if len(part[0])] or list(parts[:1])
+    different, indices = np.unique(np.concatenate([values for values, _ in parts]), return_inverse=True)
+    total = np.zeros(len(different), np.int64)
+    np.add.at(total, indices, np.concatenate([counts for _, counts in parts]))
+    return different, total
+
+
+def find_first_eval_time(
+    counts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]], options: IngestOptions
+) -> int | float:
+    """Returns the least value of `split_by` of the rows that go to `eval`, which are nearest to the wanted fraction.
+
+    Args:
+        counts: The different values and their rows, of each input split.
+    """
+    times, rows = merge_counts(counts)
+    if len(times) < 2:
+        raise DataError(
+            f"split_by {options.split_by!r} has one value in all rows; rows of one value stay together. Name another"
+            " column."
+        )
+    # The rows from each value on; with the first value no row would be left to train on.
+    later = np.cumsum(rows[::-1])[::-1][1:]
+    best = int(np.argmin(np.abs(later - (options.eval_fraction or 0.0) * rows.sum())))
+    return times[1 + best].item()
