@@ -201,7 +201,7 @@ class TabularClassification(Classification, _Tabular):
     Args:
         label: Column of class indices.
         features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
-            of these kinds but index columns, `row_id`, and text that is unlike categories.
+            of these kinds but index columns, `row_id`, `label`, `target`, and text that is unlike categories.
         hidden: Width of every hidden layer; default: [256, 256].
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Numbers are divided by it.
@@ -273,7 +273,7 @@ class TabularRegression(_Tabular):
     Args:
         label: Column of numbers to predict.
         features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
-            of these kinds but index columns, `row_id`, and text that is unlike categories.
+            of these kinds but index columns, `row_id`, `label`, `target`, and text that is unlike categories.
         hidden: Width of every hidden layer; default: [256, 256].
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Numbers are divided by it.

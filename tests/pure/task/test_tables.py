@@ -112,6 +112,27 @@ def test_text_that_is_unlike_categories_is_left_out_and_named(tmp_path: Path) ->
     assert named.category_columns[0]["values"] == names
 
 
+@pytest.mark.parametrize(
+    ("kind", "label", "other"),
+    [(TabularClassification, "label", "target"), (TabularRegression, "target", "label")],
+    ids=["classification", "regression"],
+)
+def test_a_column_with_the_name_of_a_target_is_a_feature_only_if_a_setting_names_it(
+    tmp_path: Path, kind: type[Task], label: str, other: str
+) -> None:
+    dataset = write_table(tmp_path, {"x": [1.0, 2.0, 3.0], label: [0, 1, 0], other: [0, 2, 0]})
+    task = prepare_task(kind(), dataset.facts)
+    assert task.columns() == ["x", label]
+    _, unused = describe_training_columns(task, dataset)
+    assert unused == (
+        f"Columns not used: '{other}' (integer, a {other} by its name; task.init_args.features can name it)"
+    )
+    for arguments in ({"features": ["x", other]}, {"categories": [other]}, {"standardize": [other]}):
+        assert sorted(prepare_task(kind(**arguments), dataset.facts).columns()) == sorted(["x", label, other])
+    with pytest.raises(DataError, match=f"'{other}': integer, a {other} by its name"):
+        prepare_task(kind(), write_table(tmp_path / "alone", {label: [0, 1], other: [0, 2]}).facts)
+
+
 def test_statistics_are_those_of_the_rows_that_are_trained_on(tmp_path: Path) -> None:
     train = write_table(tmp_path / "train", PEOPLE)
     evaluated = write_table(tmp_path / "eval", {**PEOPLE, "age": [None] * 5 + [80.0], "sex": ["x", "y", "male"] * 2})
