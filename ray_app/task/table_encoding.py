@@ -27,6 +27,12 @@ Encoding = Mapping[str, Any]
 PARTS = ("year", "month", "day", "weekday", "hour", "minute", "seconds")
 """The parts of a date: of the calendar in UTC (weekday 0 is Monday), and the seconds since the first date."""
 
+_TRUTH_TEXTS = {
+    "true": ("true", "True", "TRUE", "1", "1.0"),
+    "false": ("false", "False", "FALSE", "0", "0.0"),
+}
+"""The texts of a boolean as libraries write it: pandas as text, CSV files, and columns of numbers with gaps."""
+
 
 def encode_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     """Encodes the columns of rows as `features`, float32 (rows, inputs), and `categories`, int64 (rows, columns).
@@ -98,6 +104,21 @@ def category_text(value: Any) -> str | None:
     if isinstance(value, float | np.floating) and float(value).is_integer():
         return str(int(value))
     return str(value)
+
+
+def value_codes(column: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the code of each text that is a value of a category column; all other texts are the category other.
+
+    Where the values are booleans, with or without the constant that replaces a missing one, each usual text of a
+    boolean is that value.
+    """
+    codes = {value: code for code, value in enumerate(column["values"])}
+    booleans = {value: value.lower() for value in codes if value.lower() in _TRUTH_TEXTS}
+    if codes.keys() - booleans.keys() <= {column["fill"]} and len(set(booleans.values())) == len(booleans):
+        for value, truth in booleans.items():
+            for text in _TRUTH_TEXTS[truth]:
+                codes.setdefault(text, codes[value])
+    return codes
 
 
 def to_floats(values: Any) -> npt.NDArray[Any]:
@@ -195,8 +216,8 @@ def _date_part(part: str, seconds: npt.NDArray[np.float64], first: float) -> npt
 
 
 def _category_codes(column: Mapping[str, Any], values: Any) -> npt.NDArray[np.int64]:
-    code_of = {value: code for code, value in enumerate(column["values"])}
-    other = len(code_of)
+    code_of = value_codes(column)
+    other = len(column["values"])
     missing = other + 1 if column["own_class"] else code_of.get(column["fill"])
     texts = list(map(category_text, np.asarray(values, object).tolist()))
     if missing is None and None in texts:

@@ -16,7 +16,7 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Rows, Task, need_column
 from ray_app.task.classification import Classification, ClassWeights, add_row_weights
 from ray_app.task.fields import SAMPLE_WEIGHT, OptionalColumn, decode_sample_weights, need_finite, need_sample_weights
-from ray_app.task.table_encoding import category_count, encode_rows, plain_encoding
+from ray_app.task.table_encoding import category_count, encode_rows, plain_encoding, value_codes
 from ray_app.task.table_statistics import (
     Missing,
     TableSettings,
@@ -148,7 +148,8 @@ class _Tabular(Task):
         counted = count_values(data, [column["name"] for column in present])
         for column in present:
             counts = counted[column["name"]]
-            others = [value for value in counts if value is not None and value not in set(column["values"])]
+            codes = value_codes(column)
+            others = [value for value in counts if value is not None and value not in codes]
             if others:
                 named = ", ".join(repr(value) for value in sorted(others)[:_MAX_NAMED])
                 more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""

@@ -214,6 +214,33 @@ def test_booleans_integers_and_dictionaries_are_categories_by_wish(tmp_path: Pat
     assert codes.tolist() == [[1, 1, 1], [0, 3, 0], [3, 0, 3], [1, 1, 1]]
 
 
+@pytest.mark.parametrize("trained", [[True, False, None], ["True", "False", None], ["true", "false", None]])
+@pytest.mark.parametrize("fill", ["category", {"constant": "unknown"}, {"constant": True}], ids=str)
+def test_a_boolean_is_a_category_in_each_usual_form(tmp_path: Path, trained: list[Any], fill: Any) -> None:
+    is_text = isinstance(trained[0], str)
+    fill = {"constant": trained[0]} if fill == {"constant": True} and is_text else fill
+    columns = {"alone": trained, "label": [0, 1, 0]}
+    task = prepare(write_table(tmp_path / "train", columns), categories=["alone"], missing={"alone": fill})
+    assert task.fitted is not None
+    forms = {True: ["true", "True", "TRUE", "1", True, 1, 1.0], False: ["false", "False", "FALSE", "0", False, 0, 0.0]}
+    codes = [encode_rows(task.fitted, {"alone": [value]})["categories"][0, 0] for value in trained[:2]]
+    for code, values in zip(codes, forms.values(), strict=True):
+        for value in values:
+            assert encode_rows(task.fitted, {"alone": [value]})["categories"].tolist() == [[code]], repr(value)
+    other = len(task.category_columns[0]["values"])
+    assert encode_rows(task.fitted, {"alone": ["yes", 2]})["categories"].tolist() == [[other], [other]]
+    later = write_table(tmp_path / "later", {"alone": ["TRUE", "0", "maybe"], "label": [0, 1, 0]})
+    (note,) = task.describe_differences(later.facts)
+    assert note.startswith("1 of 3 rows")
+
+
+def test_texts_are_not_booleans_unless_all_of_them_are(tmp_path: Path) -> None:
+    for values in (["true", "false", "maybe"], ["true", "True", "false"]):
+        task = prepare(write_table(tmp_path, {"x": values, "label": [0, 1, 0]}), features=["x"])
+        assert task.fitted is not None
+        assert encode_rows(task.fitted, {"x": ["TRUE", "1"]})["categories"].tolist() == [[3], [3]]
+
+
 def test_decimals_are_numbers_where_float64_has_all_their_digits(tmp_path: Path) -> None:
     prices = [Decimal("1234567890123.45"), Decimal("0.10"), Decimal("-3.99"), Decimal("7.00")]
     columns = {"price": pa.array(prices, pa.decimal128(15, 2)), "label": [0, 1, 0, 1]}
