@@ -16,7 +16,7 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Rows, Task, need_column
 from ray_app.task.classification import Classification, ClassWeights, add_row_weights
 from ray_app.task.fields import SAMPLE_WEIGHT, OptionalColumn, decode_sample_weights, need_finite, need_sample_weights
-from ray_app.task.table_encoding import category_count, encode_rows, plain_encoding, value_codes
+from ray_app.task.table_encoding import category_count, describe_other_values, encode_rows, plain_encoding
 from ray_app.task.table_statistics import (
     Missing,
     TableSettings,
@@ -28,8 +28,6 @@ from ray_app.task.table_statistics import (
 Categories = list[str] | Literal["auto"]
 """The columns of categories; `auto`: columns of text with at most 256 values that occur twice on average."""
 _NUMBERS = ("number", "integer")
-_MAX_NAMED = 5
-"""Maximum number of values in a note."""
 
 
 class TableNetwork(nn.Module):
@@ -143,22 +141,11 @@ class _Tabular(Task):
 
     def describe_differences(self, data: DataFacts) -> list[str]:
         """Returns a note for each category column with values that the rows that were trained on lack."""
-        notes = []
         present = [column for column in self.category_columns if column["name"] in data.columns]
         counted = count_values(data, [column["name"] for column in present])
-        for column in present:
-            counts = counted[column["name"]]
-            codes = value_codes(column)
-            others = [value for value in counts if value is not None and value not in codes]
-            if others:
-                named = ", ".join(repr(value) for value in sorted(others)[:_MAX_NAMED])
-                more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
-                rows = sum(counts[value] for value in others)
-                notes.append(
-                    f"{rows:,} of {data.num_rows:,} rows of {data.path} have values of {column['name']!r} that the"
-                    f" training data lacks ({named}{more}): they count as one category, other."
-                )
-        return notes
+        rows = f"{data.num_rows:,} rows of {data.path}"
+        notes = [describe_other_values(column, counted[column["name"]], rows) for column in present]
+        return [note for note in notes if note is not None]
 
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
         """Decodes rows into `features` (rows, inputs) float32, `categories` (rows, columns) and `label` (rows,)."""

@@ -379,11 +379,8 @@ def test_a_table_that_lacks_a_column_is_not_taken_for_encoded_rows() -> None:
     encoding = {"columns": [{"name": "age"}, {"name": "fare"}]}
     inputs = [{"name": "features", "dtype": "float32", "shape": [2]}]
 
-    def refuse(encoding: Any, rows: dict[str, Any]) -> dict[str, Any]:
-        raise ValueError(f"a column is missing beside {sorted(rows)}")
-
-    predictor = loader.Predictor(torch.nn.Identity(), inputs, encoding, refuse)
-    with pytest.raises(ValueError, match=r"missing beside \['age'\]"):
+    predictor = loader.Predictor(torch.nn.Identity(), inputs, encoding, encode_rows)
+    with pytest.raises(ValueError, match="column 'fare' is missing; there are 'age', 'id'"):
         predictor.predict(pd.DataFrame({"age": [1.0], "id": [7.0]}))
     encoded = np.ones((1, 2), np.float32)
     assert predictor.predict({"features": encoded}).tolist() == [[1, 1]]
