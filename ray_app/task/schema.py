@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -57,12 +57,31 @@ def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
     return {"columns": kinds, "classes": list(data.classes) if data.classes and LABEL in read else None}
 
 
-def refuse_other_schema(schema: Schema, data: DataFacts, where: str, of: str) -> None:
-    """Raises DataError for columns of other types, or classes of other names, than the task's."""
+def refuse_other_data(task: Task, data: DataFacts, where: str, of: str) -> None:
+    """Raises DataError for data that a prepared task cannot use; as `refuse_other_schema`, but see `takes_column`."""
+    refuse_other_schema(task.data_schema, data, where, of, task.takes_column)
+
+
+def refuse_other_schema(
+    schema: Schema,
+    data: DataFacts,
+    where: str,
+    of: str,
+    takes_column: Callable[[str, ColumnFacts], bool] = lambda _name, _facts: False,
+) -> None:
+    """Raises DataError for columns of other types, or classes of other names, than the task's.
+
+    Args:
+        schema: The schema of the data that was trained on.
+        data: The other data.
+        where: The other data in words, for the message.
+        of: The data that was trained on in words.
+        takes_column: Whether a column may have another type; see `Task.takes_column`.
+    """
     for name, kind, dtype in schema.get("columns", []):
         facts = data.columns.get(name)
         is_empty = facts is not None and (facts.nulls == data.num_rows or facts.dtype == "null")
-        if facts is not None and not is_empty and not _fits(kind, dtype, facts):
+        if facts is not None and not is_empty and not (_fits(kind, dtype, facts) or takes_column(name, facts)):
             raise DataError(
                 f"Column {name!r} of {where} holds {_described(facts.kind, facts.dtype)}; of {of} it holds"
                 f" {_described(kind, dtype)}. Both must be of one type: convert the one, or ingest both the same way."

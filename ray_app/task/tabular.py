@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ray_app.plan.manifest import DataFacts
+from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Rows, Task, need_column
 from ray_app.task.classification import Classification, ClassWeights, add_row_weights
@@ -146,6 +146,19 @@ class _Tabular(Task):
         rows = f"{data.num_rows:,} rows of {data.path}"
         notes = [describe_other_values(column, counted[column["name"]], rows) for column in present]
         return [note for note in notes if note is not None]
+
+    def takes_column(self, name: str, facts: ColumnFacts) -> bool:
+        """Whether a feature can be encoded from a column of another type; see `Task.takes_column`.
+
+        Numbers come from numbers of any type, categories from numbers and text, and dates from dates and text.
+        """
+        kinds = {column["name"]: column["kind"] for column in (self.fitted or {"columns": []})["columns"]}
+        is_array = any(one == name and kind == "array" for one, kind, _ in self.data_schema["columns"])
+        if kinds.get(name) == "number":
+            return not is_array and facts.kind in _NUMBERS
+        if kinds.get(name) == "category":
+            return facts.kind in (*_NUMBERS, "text")
+        return kinds.get(name) == "date" and (facts.kind == "text" or facts.is_date)
 
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
         """Decodes rows into `features` (rows, inputs) float32, `categories` (rows, columns) and `label` (rows,)."""
