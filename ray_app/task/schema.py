@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -16,6 +18,8 @@ from ray_app.task.base import Task
 LABEL = "label"
 """The column to which an ingest writes class indices."""
 _MAX_NAMED = 8
+_MAX_WRITTEN = 100
+"""A message has so many classes at most as an option to copy."""
 
 Schema = Mapping[str, Any]
 """A schema as JSON, with the entries `columns` and `classes`.
@@ -103,7 +107,7 @@ def refuse_other_names(trained: Sequence[str] | None, classes: Sequence[str] | N
     raise DataError(
         f"Class {number} is {one!r} in {where} and {trained_name}: they have the classes {_some(classes)} and"
         f" {_some(trained)}. Classes agree by name, never by number alone. Ingest both in one go (eval_fraction), or"
-        " from sources with the same labels."
+        f" from sources with the same labels{_describe_classes_option(trained, classes, where, of)}."
     )
 
 
@@ -134,6 +138,20 @@ def _number_kind(dtype: str) -> str:
 
 def _described(kind: str, dtype: str) -> str:
     return f"{kind} {dtype}".rstrip()
+
+
+def _describe_classes_option(trained: Sequence[str], classes: Sequence[str], where: str, of: str) -> str:
+    """Returns the ingest that numbers the classes as in the training; an empty text if there is no such one.
+
+    Rows of a class that was not trained on cannot be ingested so, and a message has a limited number of names.
+    """
+    if len(trained) > _MAX_WRITTEN or not set(classes) <= set(trained):
+        return ""
+    option = shlex.quote(json.dumps(list(trained), ensure_ascii=False))
+    return (
+        f", or ingest {where} again with the classes of {of} in their order, which csv, jsonl, hf, tfrecord and"
+        f" webdataset allow: --classes {option}"
+    )
 
 
 def _some(names: Sequence[str]) -> str:
