@@ -6,11 +6,12 @@ import ast
 import difflib
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from collections.abc import Iterable
-from types import ModuleType
-from typing import Any
+from types import ModuleType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -43,6 +44,8 @@ _TYPE_NAMES = {
     "NoneType": "null",
     "dict": "a mapping",
 }
+_PLURALS = {"text": "texts", "a number": "numbers", "an integer": "integers"}
+_TYPE_ALIAS = re.compile(r"[A-Z]\w+( \| None)?")
 _MAX_NAMES = 12
 
 
@@ -131,14 +134,57 @@ def _explain_argument_value(class_path: str, name: str, value: str) -> str | Non
             " weight_decay: 0.0."
         )
     try:
-        annotation = inspect.signature(load_class(class_path)).parameters[name].annotation
+        loaded = load_class(class_path)
+        annotation = inspect.signature(loaded).parameters[name].annotation
     # The class may raise any error when it is imported or inspected.
     except Exception:
         return None
     type_text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     type_text = type_text.replace(" | torch.Tensor", "")
     shape = ", where Spec is {class_path: IMPORT.PATH, init_args: {NAME: VALUE}}" if "Spec" in type_text else ""
-    return f"{class_path} got {name} = {_argument_of(value, name)!r}; it must be {type_text}{shape}."
+    argument, hint = _argument_of(value, name), _resolve_annotation(loaded, name)
+    example = f" Write {name}: {json.dumps([argument])}." if isinstance(argument, str) and _takes_texts(hint) else ""
+    meaning = ""
+    # The name of a type says nothing to a user.
+    if not shape and _TYPE_ALIAS.fullmatch(type_text) and hint is not None:
+        type_text, meaning = _describe_type(hint), _read_meaning(loaded, name)
+    return f"{class_path} got {name} = {argument!r}; it must be {type_text}{shape}.{example}{meaning}"
+
+
+def _resolve_annotation(loaded: Any, name: str) -> Any:
+    """Returns the type of an argument of a class or a function; None if it cannot be resolved."""
+    is_class = isinstance(loaded, type)
+    try:
+        return get_type_hints(loaded.__init__ if is_class else loaded).get(name)
+    # An annotation can name what is imported for type checks only, and its evaluation can raise any error.
+    except Exception:
+        return None
+
+
+def _takes_texts(hint: Any) -> bool:
+    """Whether a type allows a list of texts and not each text."""
+    return list[str] in (hint, *get_args(hint)) and str not in get_args(hint)
+
+
+def _describe_type(hint: Any) -> str:
+    """Returns in words which values a type allows."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_describe_type, parts))
+    if origin is Literal:
+        return " or ".join(map(str, parts))
+    if origin is list:
+        item = _describe_type(parts[0])
+        return f"a list of {_PLURALS.get(item, item)}"
+    name = getattr(origin or hint, "__name__", str(hint))
+    return _TYPE_NAMES.get(name, name)
+
+
+def _read_meaning(loaded: Any, name: str) -> str:
+    """Returns the first sentence about an argument in the docstring of a class, after a blank; or an empty text."""
+    match = re.search(rf"^    {name}: (.+(?:\n {{8,}}.+)*)", inspect.getdoc(loaded) or "", re.MULTILINE)
+    sentence = " ".join(match[1].split()).partition(". ")[0].rstrip(".") if match else ""
+    return f" {name} means: {sentence}." if sentence else ""
 
 
 def _argument_of(text: str, name: str) -> Any:

@@ -38,8 +38,8 @@ from ray_app.models.registry import download_version, load_parameters, resolve_v
 from ray_app.storage.files import to_json
 from ray_app.task.base import Batch, Task, WithoutTargets
 from ray_app.task.ragged import Arrays, to_batch
-from ray_app.task.schema import refuse_other_schema
-from ray_app.task.table_encoding import encode_rows
+from ray_app.task.schema import refuse_other_data
+from ray_app.task.table_encoding import encode_raw_rows
 from ray_app.task.user_code import user_code
 
 EXPORT = "export.json"
@@ -122,7 +122,7 @@ def load_model(folder: str | Path) -> loader.Predictor:
     data, described = check_export(Path(folder).expanduser())
     encoding = described.get("encoding")
     return loader.Predictor(
-        loader.load(data), described["inputs"], encoding["settings"] if encoding else None, encode_rows
+        loader.load(data), described["inputs"], encoding["settings"] if encoding else None, encode_raw_rows
     )
 
 
@@ -179,7 +179,7 @@ def open_rows(task: Task, path: str, targets: bool = True) -> RowSource:
     """
     dataset, unread = open_dataset(path), WithoutTargets(task)
     columns, decode = (task.columns(), task.decode) if targets else (unread.columns, unread)
-    refuse_other_schema(task.data_schema, dataset.facts, path, "what the model was trained on")
+    refuse_other_data(task, dataset.facts, path, "what the model was trained on")
     if targets:
         task.prepare(dataset.facts)
     fields = probe(dataset, columns, decode)

@@ -14,7 +14,7 @@ import inspect
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ DESCRIPTION = "package.json"
 EXPORTED = "model.pt2"
 WEIGHTS = "model.safetensors"
 TASK = "task.json"
+_MAX_NAMED = 12
 
 _ALLOWED_MEMBER = re.compile(
     r"[^/]+/(archive_format|archive_version|byteorder|\.data/\w+|models/\w+\.json|data/weights/weight_\d+|data/constants/tensor_\d+|"
@@ -100,38 +101,90 @@ class Predictor:
         """Predicts a batch; MLflow's `params` are ignored.
 
         Args:
-            data: One input: an array (rows, ...), or a table of numbers. Several: a dictionary, or a table with an
-                array in every cell. A model of a table with categories, dates or missing values takes its columns: a
-                dictionary of sequences, or a table, with words and gaps (None, NaN) as they were trained on.
+            data: One input: an array (rows, ...), or a table of numbers. Several: a dictionary, a list of dictionaries,
+                or a table with an array in every cell. A model of a table with categories, dates or missing values
+                takes its columns, with words and gaps (None, NaN) as they were trained on: a table of pandas, Polars or
+                Arrow, a dictionary of sequences, a list of rows as dictionaries, or a dictionary of one row.
 
         Returns:
-            The task's outputs as an array (rows, ...); a dictionary of arrays if there are several.
+            The task's outputs as an array (rows, ...); a dictionary of arrays if there are several. They are empty for
+            no rows.
+
+        Warns:
+            UserWarning: Categories have values that the training data lacks; they count as one category, other.
 
         Raises:
-            ValueError: An array does not match the model's input, or an input is missing.
+            ValueError: An array does not match the model's input, an input is missing, or a value cannot be encoded.
         """
         del params
-        if self._encoding and self._encode_rows and hasattr(data, "keys"):
-            names = [column["name"] for column in self._encoding["columns"]]
-            # Raw rows that lack a column are an error of the encoding: other numbers of a table never take its place.
-            if all(name in data for name in names) or not all(spec["name"] in data for spec in self._inputs):
-                data = self._encode_rows(self._encoding, {name: data[name] for name in names if name in data})
+        columns = self._column_names()
+        data = _to_columns(data, [*columns, *(spec["name"] for spec in self._inputs)], bool(columns))
+        # Raw rows that lack a column are an error of the encoding: other numbers of a table never take its place.
+        if columns and _is_by_name(data) and not self._is_encoded(data, columns):
+            data = self._encode(data, columns)
+        is_only = len(self._inputs) == 1
+        try:
+            if not (is_only or _is_by_name(data) or hasattr(data, "columns")):
+                raise ValueError(f"The model has several inputs, and {type(data).__name__} has no names.")
+            tensors = [_input_tensor(_input_values(data, spec, is_only), spec) for spec in self._inputs]
+        except ValueError as error:
+            raise ValueError(f"{error} {self._describe_allowed(columns)}") from error
+        rows = len(tensors[0])
+        if not rows:
+            # Not every program of `torch.export` takes zero rows.
+            tensors = [tensor.new_zeros([max(length, 1) for length in tensor.shape]) for tensor in tensors]
         with torch.no_grad():
-            outputs = self.module(
-                *(_input_tensor(_input_values(data, spec, len(self._inputs) == 1), spec) for spec in self._inputs)
-            )
+            outputs = name_outputs(self.module(*tensors))
         arrays = {
             name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy()
-            for name, values in name_outputs(outputs)
+            for name, values in (outputs if rows else [(name, values[:0]) for name, values in outputs])
         }
         return arrays[""] if list(arrays) == [""] else arrays
+
+    def _column_names(self) -> list[str]:
+        """Returns the columns of raw rows; an empty list if the model takes arrays alone."""
+        return [column["name"] for column in self._encoding["columns"]] if self._encoding and self._encode_rows else []
+
+    def _is_encoded(self, data: Any, columns: list[str]) -> bool:
+        """Whether data has the inputs of the model, and not the columns of raw rows."""
+        return all(spec["name"] in data for spec in self._inputs) and not all(name in data for name in columns)
+
+    def _encode(self, data: Any, columns: list[str]) -> dict[str, Any]:
+        assert self._encoding is not None
+        assert self._encode_rows is not None
+        if missing := [name for name in columns if name not in data]:
+            raise ValueError(
+                f"The column {missing[0]!r} is missing; there are {_join_names(data)}."
+                f" {self._describe_allowed(columns)}"
+            )
+        rows = {name: data[name] for name in columns}
+        if not any(map(len, rows.values())):
+            return {
+                spec["name"]: np.zeros((0, *(abs(length) for length in spec["shape"])), np.dtype(spec["dtype"]))
+                for spec in self._inputs
+            }
+        return self._encode_rows(self._encoding, rows)
+
+    def _describe_allowed(self, columns: list[str]) -> str:
+        """Returns what `predict` takes, as a sentence."""
+        shapes = ", ".join(
+            f"{spec['name']!r} {np.dtype(spec['dtype'])} ({', '.join(map(str, ['rows', *spec['shape']]))})"
+            for spec in self._inputs
+        )
+        if columns:
+            return (
+                f"Give the columns {_join_names(columns)} by name: a table of pandas, Polars or Arrow, a dictionary of"
+                " sequences, a list of rows as dictionaries, or a dictionary of one row."
+            )
+        form = "an array, or a dictionary with it" if len(self._inputs) == 1 else "a dictionary of arrays"
+        return f"Give {form}: {shapes}."
 
 
 def _load_pyfunc(data_path: str) -> Predictor:
     """Loads a model; MLflow calls this function by its name."""
     described = describe(data_path)
     encoding = described.get("encoding")
-    encode_rows = importlib.import_module(encoding["module"]).encode_rows if encoding else None
+    encode_rows = importlib.import_module(encoding["module"]).encode_raw_rows if encoding else None
     return Predictor(load(data_path), described["inputs"], encoding and encoding["settings"], encode_rows)
 
 
@@ -284,23 +337,79 @@ def _restore_task_module(folder: Path) -> nn.Module:
     return Served(task, model, [spec["name"] for spec in describe(folder)["inputs"]])
 
 
+def _join_names(names: Any) -> str:
+    """Returns names in quotes, separated by commas; the first ones of many."""
+    quoted = list(map(repr, names))
+    return ", ".join(quoted[:_MAX_NAMED]) + (f", ... ({len(quoted)})" if len(quoted) > _MAX_NAMED else "")
+
+
+def _is_by_name(data: Any) -> bool:
+    return hasattr(data, "keys")
+
+
+def _is_single_value(values: Any) -> bool:
+    return isinstance(values, str | bytes) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0
+
+
+def _to_list(values: Any) -> list[Any]:
+    """Returns a column of Arrow or Polars as a list."""
+    return list(values.to_pylist() if hasattr(values, "to_pylist") else values.to_list())
+
+
+def _to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
+    """Returns rows as dictionaries, and a table without `keys`, as a dictionary of columns; other data unchanged.
+
+    Args:
+        names: The columns and inputs that the model takes.
+        is_raw: Whether the model takes raw rows by column; if not, a table may be one array.
+    """
+    if isinstance(data, list | tuple) and data and all(isinstance(row, Mapping) for row in data):
+        keys = list(dict.fromkeys(name for row in data for name in row))
+        for i, row in enumerate(data):
+            if lacking := [name for name in names if name in keys and name not in row]:
+                raise ValueError(
+                    f"Row {i}, counted from 0, lacks {lacking[0]!r}, which other rows have; give None for a missing"
+                    " value."
+                )
+        return {name: [row.get(name) for row in data] for name in keys}
+    table_names = getattr(data, "column_names", getattr(data, "columns", None))
+    if not _is_by_name(data) and table_names is not None and (is_raw or len(names) > 1):
+        return {name: _to_list(data[name]) if name in names else [] for name in table_names}
+    if _is_by_name(data):
+        present = [name for name in names if name in data]
+        single = [name for name in present if _is_single_value(data[name])]
+        if single and len(single) < len(present):
+            sequence = next(name for name in present if name not in single)
+            raise ValueError(
+                f"{single[0]!r} is one value, {data[single[0]]!r}, and {sequence!r} a sequence; give a sequence with a"
+                " value for each row for all of them, or one value for each."
+            )
+        return {name: [data[name]] for name in present} if single else data
+    return data
+
+
 def _input_values(data: Any, spec: dict[str, Any], only: bool) -> Any:
     """Extracts the values of one input from the data of a caller."""
     name = spec["name"]
     if isinstance(data, dict) or (hasattr(data, "columns") and not only):
         if name not in data:
-            raise ValueError(f"The input {name!r} is missing; there are {', '.join(map(repr, data))}.")
+            raise ValueError(f"The input {name!r} is missing; there are {_join_names(data)}.")
         return data[name] if isinstance(data, dict) else np.stack(data[name].tolist())
     return data.to_numpy() if hasattr(data, "to_numpy") else data
 
 
 def _input_tensor(values: Any, spec: dict[str, Any]) -> Tensor:
-    raw = np.asarray(values)
+    try:
+        raw = np.asarray(values)
+        array: npt.NDArray = np.array(raw, dtype=np.dtype(spec["dtype"]), order="C", copy=True)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(
+            f"The values given as the input {spec['name']!r} are not {np.dtype(spec['dtype'])}: {error}."
+        ) from error
     if raw.dtype.kind not in "biufO":
         raise ValueError(
             f"The input {spec['name']!r} is of {spec['dtype']}; the values given are of {raw.dtype} and do not fit."
         )
-    array: npt.NDArray = np.array(raw, dtype=np.dtype(spec["dtype"]), order="C", copy=True)
     if not np.can_cast(raw.dtype, array.dtype, "same_kind") and not np.array_equal(array, raw):
         raise ValueError(
             f"The input {spec['name']!r} is of {array.dtype}; the values given are of {raw.dtype} and do not fit."

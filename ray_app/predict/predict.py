@@ -43,7 +43,7 @@ from ray_app.storage.text_files import iterate_json
 from ray_app.task.base import Task, WithoutTargets
 from ray_app.task.fields import OptionalColumn
 from ray_app.task.ragged import LENGTHS
-from ray_app.task.schema import refuse_other_schema
+from ray_app.task.schema import refuse_other_data
 
 MADE_FROM = "made_from.json"
 COCO_RESULTS = "detections.json"
@@ -134,9 +134,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         model_of_run(config, section.run) if section.run else model_of_package(config, section.model)
     )
     model.load(HOST)
-    refuse_other_schema(
-        model.task.data_schema, dataset.facts, f"predict.data {section.data}", "what the model was trained on"
-    )
+    refuse_other_data(model.task, dataset.facts, f"predict.data {section.data}", "what the model was trained on")
     reader, carried = _make_reader(dataset, model.task), _carried_columns(dataset, section.columns)
     if section.coco:
         read_categories(section.coco)

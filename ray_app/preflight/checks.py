@@ -38,7 +38,7 @@ from ray_app.storage.files import read_json, to_location
 from ray_app.task.base import Task
 from ray_app.task.metrics import resolve_mode
 from ray_app.task.module import ModuleTask
-from ray_app.task.schema import prepare_task, refuse_other_names, refuse_other_schema
+from ray_app.task.schema import prepare_task, refuse_other_data, refuse_other_names, refuse_other_schema
 from ray_app.task.user_loop import LoopTask
 from ray_app.task.whole_batches import BatchTask
 from ray_app.train.checkpointing.persistence import check_snapshot_memory
@@ -246,7 +246,7 @@ def open_evaluation_data(context: PreflightContext) -> list[str]:
     config, task = context.config, context.task
     dataset = open_dataset(str(config.data.eval_path))
     names = f"data.eval_path {config.data.eval_path}", f"data.path {config.data.path}"
-    refuse_other_schema(task.data_schema, dataset.facts, *names)
+    refuse_other_data(task, dataset.facts, *names)
     context.eval_dataset, context.eval_task = dataset, task.prepare(dataset.facts)
     source = inputs.open_source(task, dataset, config.data.read_task_mb, config.evaluate.max_rows)
     if source.fields != context.fields:

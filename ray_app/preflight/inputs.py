@@ -30,7 +30,7 @@ from ray_app.runlog.redaction import redact
 from ray_app.storage.files import read_json, to_location
 from ray_app.task.base import Rows, Task
 from ray_app.task.ragged import Arrays
-from ray_app.task.schema import named_classes, refuse_other_schema
+from ray_app.task.schema import named_classes, refuse_other_data
 from ray_app.train.state.parameters import check_parameters_digest, read_parameters, unreadable_parameters_error
 
 _ADJECTIVES = (
@@ -147,7 +147,7 @@ def open_evaluation_source(task: Task, path: str, read_task_mb: float, max_rows:
         DataError: The task cannot be evaluated on the data.
     """
     dataset = open_dataset(path)
-    refuse_other_schema(task.data_schema, dataset.facts, path, "what the task was trained on")
+    refuse_other_data(task, dataset.facts, path, "what the task was trained on")
     task.prepare(dataset.facts)
     return open_source(task, dataset, read_task_mb, max_rows)
 

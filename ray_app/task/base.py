@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.config.import_paths import TASK_OPTIMIZER
 from ray_app.devices import KINDS
 from ray_app.errors import ConfigError
-from ray_app.plan.manifest import DataFacts
+from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.fields import Mistake, class_names, count_classes, need_column, need_finite, to_model_types
 from ray_app.task.ragged import LENGTHS, Arrays
@@ -281,7 +281,6 @@ class Task(ABC):
     """Names of the classes in the order of their indices; set by `prepare` of a classification."""
     data_schema: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
     """Columns and classes of the training data, see `ray_app.task.schema`; set after `prepare`."""
-
     fitted: dict[str, Any] | None = None
     """What `prepare` has computed from the rows that are trained on, plain JSON; stored with a run and a package."""
     left_out: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed
@@ -315,6 +314,11 @@ class Task(ABC):
         """
         del data
         return []
+
+    def takes_column(self, name: str, facts: ColumnFacts) -> bool:
+        """Whether `decode` takes a column of other data with another type than that trained on; not overridden: no."""
+        del name, facts
+        return False
 
     def validate_config(self, config: Config) -> list[str]:
         """Returns a sentence for each setting with which the task cannot be trained; it says what to do.
@@ -539,8 +543,7 @@ class Task(ABC):
 
         Args:
             outputs: From `forward`, on the CPU.
-            batch: The decoded fields that they were computed from, on the device of the model, such as the lengths of
-                lists.
+            batch: The decoded fields that they were computed from, on the model's device, such as the lengths of lists.
         """
         del batch
         named = outputs if isinstance(outputs, dict) else {"predicted": outputs}

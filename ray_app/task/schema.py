@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +18,8 @@ from ray_app.task.base import Task
 LABEL = "label"
 """The column to which an ingest writes class indices."""
 _MAX_NAMED = 8
+_MAX_WRITTEN = 100
+"""A message has so many classes at most as an option to copy."""
 
 Schema = Mapping[str, Any]
 """A schema as JSON, with the entries `columns` and `classes`.
@@ -57,12 +61,31 @@ def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
     return {"columns": kinds, "classes": list(data.classes) if data.classes and LABEL in read else None}
 
 
-def refuse_other_schema(schema: Schema, data: DataFacts, where: str, of: str) -> None:
-    """Raises DataError for columns of other types, or classes of other names, than the task's."""
+def refuse_other_data(task: Task, data: DataFacts, where: str, of: str) -> None:
+    """Raises DataError for data that a prepared task cannot use; as `refuse_other_schema`, but see `takes_column`."""
+    refuse_other_schema(task.data_schema, data, where, of, task.takes_column)
+
+
+def refuse_other_schema(
+    schema: Schema,
+    data: DataFacts,
+    where: str,
+    of: str,
+    takes_column: Callable[[str, ColumnFacts], bool] = lambda _name, _facts: False,
+) -> None:
+    """Raises DataError for columns of other types, or classes of other names, than the task's.
+
+    Args:
+        schema: The schema of the data that was trained on.
+        data: The other data.
+        where: The other data in words, for the message.
+        of: The data that was trained on in words.
+        takes_column: Whether a column may have another type; see `Task.takes_column`.
+    """
     for name, kind, dtype in schema.get("columns", []):
         facts = data.columns.get(name)
         is_empty = facts is not None and (facts.nulls == data.num_rows or facts.dtype == "null")
-        if facts is not None and not is_empty and not _fits(kind, dtype, facts):
+        if facts is not None and not is_empty and not (_fits(kind, dtype, facts) or takes_column(name, facts)):
             raise DataError(
                 f"Column {name!r} of {where} holds {_described(facts.kind, facts.dtype)}; of {of} it holds"
                 f" {_described(kind, dtype)}. Both must be of one type: convert the one, or ingest both the same way."
@@ -84,7 +107,7 @@ def refuse_other_names(trained: Sequence[str] | None, classes: Sequence[str] | N
     raise DataError(
         f"Class {number} is {one!r} in {where} and {trained_name}: they have the classes {_some(classes)} and"
         f" {_some(trained)}. Classes agree by name, never by number alone. Ingest both in one go (eval_fraction), or"
-        " from sources with the same labels."
+        f" from sources with the same labels{_describe_classes_option(trained, classes, where, of)}."
     )
 
 
@@ -115,6 +138,20 @@ def _number_kind(dtype: str) -> str:
 
 def _described(kind: str, dtype: str) -> str:
     return f"{kind} {dtype}".rstrip()
+
+
+def _describe_classes_option(trained: Sequence[str], classes: Sequence[str], where: str, of: str) -> str:
+    """Returns the ingest that numbers the classes as in the training; an empty text if there is no such one.
+
+    Rows of a class that was not trained on cannot be ingested so, and a message has a limited number of names.
+    """
+    if len(trained) > _MAX_WRITTEN or not set(classes) <= set(trained):
+        return ""
+    option = shlex.quote(json.dumps(list(trained), ensure_ascii=False))
+    return (
+        f", or ingest {where} again with the classes of {of} in their order, which csv, jsonl, hf, tfrecord and"
+        f" webdataset allow: --classes {option}"
+    )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -15,6 +15,8 @@ The module stands alone: it needs NumPy and nothing of ray_app, since every mode
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
 from typing import Any
@@ -26,6 +28,14 @@ Encoding = Mapping[str, Any]
 
 PARTS = ("year", "month", "day", "weekday", "hour", "minute", "seconds")
 """The parts of a date: of the calendar in UTC (weekday 0 is Monday), and the seconds since the first date."""
+
+_TRUTH_TEXTS = {
+    "true": ("true", "True", "TRUE", "1", "1.0"),
+    "false": ("false", "False", "FALSE", "0", "0.0"),
+}
+"""The texts of a boolean as libraries write it: pandas as text, CSV files, and columns of numbers with gaps."""
+_MAX_NAMED = 3
+"""Maximum number of values in a note."""
 
 
 def encode_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
@@ -45,13 +55,91 @@ def encode_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.ND
         # Values that overflow become infinite, which is refused below.
         with np.errstate(over="ignore"):
             features = matrix.astype(np.float32) / np.float32(encoding["scale"])
-        if not np.isfinite(features).all():
-            raise ValueError("a feature, as float32 and divided by task.init_args.scale, is NaN or infinite")
+        if not (finite := np.isfinite(features).all(0)).all():
+            name = _input_names(encoding, rows)[int(finite.argmin())]
+            raise ValueError(
+                f"column {name!r}, as float32 and divided by task.init_args.scale, is NaN or infinite; correct the"
+                " value or drop the row"
+            )
         fields["features"] = features
     categories = [column for column in encoding["columns"] if column["kind"] == "category"]
     if categories:
         fields["categories"] = np.stack([_category_codes(column, _values(rows, column)) for column in categories], 1)
     return fields
+
+
+def encode_raw_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    """Encodes the rows of a caller, see `encode_rows`, and warns once of values that the training data lacks.
+
+    Raises:
+        ValueError: As `encode_rows`, with the index of the first such row; or the columns differ in their rows.
+    """
+    columns = {column["name"]: _values(rows, column) for column in encoding["columns"]}
+    counts = {name: len(values) for name, values in columns.items()}
+    count = next(iter(counts.values()), 0)
+    if other := [name for name in counts if counts[name] != count]:
+        raise ValueError(
+            f"the columns have different numbers of rows: {next(iter(counts))!r} {count}, {other[0]!r}"
+            f" {counts[other[0]]}; give each column one value for each row"
+        )
+    try:
+        fields = encode_rows(encoding, columns)
+    except ValueError as error:
+        raise ValueError(_explain_bad_row(encoding, columns, count) or str(error)) from error
+    notes = []
+    categories = [column for column in encoding["columns"] if column["kind"] == "category"]
+    for i, column in enumerate(categories):
+        others = np.flatnonzero(fields["categories"][:, i] == len(column["values"]))
+        values = np.asarray(columns[column["name"]], object)[others].tolist()
+        notes.append(describe_other_values(column, Counter(map(category_text, values)), f"{count:,} rows"))
+    if texts := [note for note in notes if note is not None]:
+        # The line in the warning is the caller's of `Predictor.predict`.
+        warnings.warn(" ".join(texts), stacklevel=4)
+    return fields
+
+
+def _explain_bad_row(encoding: Encoding, columns: Mapping[str, Any], count: int) -> str | None:
+    """Returns the index of the first row that cannot be encoded and the reason; None if each row alone can be."""
+
+    def error_of(first: int, end: int) -> str | None:
+        parts = {
+            name: values.iloc[first:end] if hasattr(values, "iloc") else values[first:end]
+            for name, values in columns.items()
+        }
+        try:
+            encode_rows(encoding, parts)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if error_of(low, middle + 1) is None:
+            low = middle + 1
+        else:
+            high = middle
+    reason = error_of(low, low + 1) if low < count else None
+    return None if reason is None else f"row {low}, counted from 0: {reason}"
+
+
+def describe_other_values(column: Mapping[str, Any], counts: Mapping[str | None, int], rows: str) -> str | None:
+    """Returns a note on values of a category column that the training data lacks; None if there are none.
+
+    Args:
+        counts: The number of rows of each value as a text, None for missing values.
+        rows: All rows in words, such as `5 rows`.
+    """
+    codes = value_codes(column)
+    others = [value for value in counts if value is not None and value not in codes]
+    if not others:
+        return None
+    named = ", ".join(repr(value) for value in sorted(others)[:_MAX_NAMED])
+    more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
+    return (
+        f"{sum(counts[value] for value in others):,} of {rows} have values of {column['name']!r} that the training data"
+        f" lacks ({named}{more}): they count as one category, other."
+    )
 
 
 def plain_encoding(names: Sequence[str], scale: float) -> dict[str, Any]:
@@ -69,6 +157,14 @@ def input_matrix(encoding: Encoding, rows: Mapping[str, Any]) -> list[npt.NDArra
         elif column["kind"] == "date":
             inputs += _date_inputs(column, _values(rows, column))
     return inputs
+
+
+def _input_names(encoding: Encoding, rows: Mapping[str, Any]) -> list[str]:
+    """Returns the column of each input."""
+    names = list[str]()
+    for column in encoding["columns"]:
+        names += [column["name"]] * sum(part.shape[1] for part in input_matrix({"columns": [column]}, rows))
+    return names
 
 
 def category_count(column: Mapping[str, Any]) -> int:
@@ -98,6 +194,21 @@ def category_text(value: Any) -> str | None:
     if isinstance(value, float | np.floating) and float(value).is_integer():
         return str(int(value))
     return str(value)
+
+
+def value_codes(column: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the code of each text that is a value of a category column; all other texts are the category other.
+
+    Where the values are booleans, with or without the constant that replaces a missing one, each usual text of a
+    boolean is that value.
+    """
+    codes = {value: code for code, value in enumerate(column["values"])}
+    booleans = {value: value.lower() for value in codes if value.lower() in _TRUTH_TEXTS}
+    if codes.keys() - booleans.keys() <= {column["fill"]} and len(set(booleans.values())) == len(booleans):
+        for value, truth in booleans.items():
+            for text in _TRUTH_TEXTS[truth]:
+                codes.setdefault(text, codes[value])
+    return codes
 
 
 def to_floats(values: Any) -> npt.NDArray[Any]:
@@ -195,8 +306,8 @@ def _date_part(part: str, seconds: npt.NDArray[np.float64], first: float) -> npt
 
 
 def _category_codes(column: Mapping[str, Any], values: Any) -> npt.NDArray[np.int64]:
-    code_of = {value: code for code, value in enumerate(column["values"])}
-    other = len(code_of)
+    code_of = value_codes(column)
+    other = len(column["values"])
     missing = other + 1 if column["own_class"] else code_of.get(column["fill"])
     texts = list(map(category_text, np.asarray(values, object).tolist()))
     if missing is None and None in texts:

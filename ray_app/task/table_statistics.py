@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,8 @@ It is `refuse`, `mean`, `median`, `indicator` (the mean, and a further input tha
 METHODS = ("refuse", "mean", "median", "indicator", "category", "constant")
 ROW_ID = "row_id"
 """Column in which an ingest stores the name of each row."""
+RESERVED = ("label", "target")
+"""Columns that hold what is predicted, by their names: they are features only if a setting names them."""
 MAX_AUTO_CATEGORIES = 256
 """Columns of text with more different values are categories only if `categories` names them."""
 MAX_CATEGORIES = 100_000
@@ -78,14 +80,19 @@ def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, An
     return encoding, left_out
 
 
-def _check_settings(settings: TableSettings, data: DataFacts) -> None:
-    named = {
+def _named_columns(settings: TableSettings) -> dict[str, Collection[str]]:
+    """Returns the columns that each setting of single columns names."""
+    return {
         "missing": [name for name in settings.missing if name != "default"],
         "categories": settings.categories if settings.categories != "auto" else (),
         "dates": settings.dates,
         "log": settings.log,
         "standardize": () if isinstance(settings.standardize, bool) else settings.standardize,
     }
+
+
+def _check_settings(settings: TableSettings, data: DataFacts) -> None:
+    named = _named_columns(settings)
     for setting, names in named.items():
         usable = [name for name in settings.features or data.columns if name not in settings.targets]
         if absent := [name for name in names if name not in usable]:
@@ -139,6 +146,11 @@ def _choose_columns(settings: TableSettings, data: DataFacts) -> tuple[dict[str,
             " not have it. Leave it out."
         )
     names = settings.features if settings.features is not None else sorted(set(data.columns) - no_features)
+    if settings.features is None:
+        named = set().union(*_named_columns(settings).values())
+        for name in sorted(({*RESERVED} & {*names}) - named):
+            left_out[name] = f"{data.columns[name].kind}, a {name} by its name; task.init_args.features can name it"
+        names = [name for name in names if name not in left_out]
     for name in names:
         facts = data.columns.get(name)
         if facts is None:

@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ray_app.plan.manifest import DataFacts
+from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Rows, Task, need_column
 from ray_app.task.classification import Classification, ClassWeights, add_row_weights
 from ray_app.task.fields import SAMPLE_WEIGHT, OptionalColumn, decode_sample_weights, need_finite, need_sample_weights
-from ray_app.task.table_encoding import category_count, encode_rows, plain_encoding
+from ray_app.task.table_encoding import category_count, describe_other_values, encode_rows, plain_encoding
 from ray_app.task.table_statistics import (
     Missing,
     TableSettings,
@@ -28,8 +28,6 @@ from ray_app.task.table_statistics import (
 Categories = list[str] | Literal["auto"]
 """The columns of categories; `auto`: columns of text with at most 256 values that occur twice on average."""
 _NUMBERS = ("number", "integer")
-_MAX_NAMED = 5
-"""Maximum number of values in a note."""
 
 
 class TableNetwork(nn.Module):
@@ -143,21 +141,24 @@ class _Tabular(Task):
 
     def describe_differences(self, data: DataFacts) -> list[str]:
         """Returns a note for each category column with values that the rows that were trained on lack."""
-        notes = []
         present = [column for column in self.category_columns if column["name"] in data.columns]
         counted = count_values(data, [column["name"] for column in present])
-        for column in present:
-            counts = counted[column["name"]]
-            others = [value for value in counts if value is not None and value not in set(column["values"])]
-            if others:
-                named = ", ".join(repr(value) for value in sorted(others)[:_MAX_NAMED])
-                more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
-                rows = sum(counts[value] for value in others)
-                notes.append(
-                    f"{rows:,} of {data.num_rows:,} rows of {data.path} have values of {column['name']!r} that the"
-                    f" training data lacks ({named}{more}): they count as one category, other."
-                )
-        return notes
+        rows = f"{data.num_rows:,} rows of {data.path}"
+        notes = [describe_other_values(column, counted[column["name"]], rows) for column in present]
+        return [note for note in notes if note is not None]
+
+    def takes_column(self, name: str, facts: ColumnFacts) -> bool:
+        """Whether a feature can be encoded from a column of another type; see `Task.takes_column`.
+
+        Numbers come from numbers of any type, categories from numbers and text, and dates from dates and text.
+        """
+        kinds = {column["name"]: column["kind"] for column in (self.fitted or {"columns": []})["columns"]}
+        is_array = any(one == name and kind == "array" for one, kind, _ in self.data_schema["columns"])
+        if kinds.get(name) == "number":
+            return not is_array and facts.kind in _NUMBERS
+        if kinds.get(name) == "category":
+            return facts.kind in (*_NUMBERS, "text")
+        return kinds.get(name) == "date" and (facts.kind == "text" or facts.is_date)
 
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
         """Decodes rows into `features` (rows, inputs) float32, `categories` (rows, columns) and `label` (rows,)."""
@@ -201,7 +202,7 @@ class TabularClassification(Classification, _Tabular):
     Args:
         label: Column of class indices.
         features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
-            of these kinds but index columns, `row_id`, and text that is unlike categories.
+            of these kinds but index columns, `row_id`, `label`, `target`, and text that is unlike categories.
         hidden: Width of every hidden layer; default: [256, 256].
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Numbers are divided by it.
@@ -273,7 +274,7 @@ class TabularRegression(_Tabular):
     Args:
         label: Column of numbers to predict.
         features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
-            of these kinds but index columns, `row_id`, and text that is unlike categories.
+            of these kinds but index columns, `row_id`, `label`, `target`, and text that is unlike categories.
         hidden: Width of every hidden layer; default: [256, 256].
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Numbers are divided by it.

@@ -64,6 +64,22 @@ def test_a_learning_rate_that_is_not_a_number_is_refused(tmp_path: Path, text: s
 
 
 @pytest.mark.parametrize(("text", "message"), [
+    (
+        "categories: cat",
+        "got categories = 'cat'; it must be a list of texts or auto. Write categories: [\"cat\"]. categories means:"
+        " Columns of text, booleans or integers that are categories, or auto: columns of text with at most 256"
+        " different values, each in two rows on average.",
+    ),
+    ("missing: mean", "got missing = 'mean'; it must be a mapping or null. missing means: What becomes of a missing"),
+    ("features: age", "got features = 'age'; it must be list[str] | None. Write features: [\"age\"]."),
+    ("embedding: wide", "got embedding = 'wide'; it must be int | None."),
+])  # fmt: skip
+def test_an_argument_of_a_task_is_refused_with_what_is_allowed(tmp_path: Path, text: str, message: str) -> None:
+    task = f"{{class_path: ray_app.task.tabular.TabularRegression, init_args: {{{text}}}}}"
+    assert message in error_of(tmp_path, task=task)
+
+
+@pytest.mark.parametrize(("text", "message"), [
     (".nan", "optimizer.init_args.lr is nan; it must be finite."),
     (".inf", "optimizer.init_args.lr is inf; it must be finite."),
     ("-1", "optimizer.init_args.lr is -1.0; it must be at least 0."),

@@ -5,6 +5,7 @@ tasks.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import safetensors.torch
 from ray.exceptions import AuthenticationError
 
+from ray_app.cli.ingest import main
 from ray_app.cluster.resources import connection_errors
 from ray_app.config.config import Config
 from ray_app.config.import_paths import OptimizerSpec
@@ -88,6 +90,22 @@ def test_evaluation_data_with_a_prefix_of_the_classes_is_accepted(tmp_path: Path
 def test_a_class_that_was_not_trained_on_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"Class 2 is 'owl' in predict\.data p and none in the model"):
         refuse_other_names(["cat", "dog"], ["cat", "dog", "owl"], "predict.data p", "the model")
+
+
+def test_the_refusal_of_other_classes_has_the_option_that_numbers_them_alike(tmp_path: Path) -> None:
+    trained = ["no", "yes", "it's both"]
+    with pytest.raises(DataError, match=r"or ingest predict\.data p again with the classes of the model") as caught:
+        refuse_other_names(trained, ["yes"], "predict.data p", "the model")
+    option = shlex.split(str(caught.value).partition("allow: ")[2].removesuffix("."))
+    (tmp_path / "one.csv").write_text("x,answer\n1.5,yes\n")
+    source = ["--source", "csv", "--input", str(tmp_path / "one.csv"), "--label", "answer"]
+    assert main([*source, "--out", str(tmp_path / "one"), *option]) == 0
+    refuse_other_names(trained, open_dataset(str(tmp_path / "one")).facts.classes, "predict.data p", "the model")
+    # The rows of a class that was not trained on cannot be ingested with that option.
+    for names, classes in ((trained, ["owl"]), ([str(n) for n in range(101)], ["1"])):
+        with pytest.raises(DataError) as caught:
+            refuse_other_names(names, classes, "predict.data p", "the model")
+        assert "--classes" not in str(caught.value)
 
 
 def test_class_names_that_equal_their_indices_do_not_count_as_names() -> None:

@@ -112,6 +112,27 @@ def test_text_that_is_unlike_categories_is_left_out_and_named(tmp_path: Path) ->
     assert named.category_columns[0]["values"] == names
 
 
+@pytest.mark.parametrize(
+    ("kind", "label", "other"),
+    [(TabularClassification, "label", "target"), (TabularRegression, "target", "label")],
+    ids=["classification", "regression"],
+)
+def test_a_column_with_the_name_of_a_target_is_a_feature_only_if_a_setting_names_it(
+    tmp_path: Path, kind: type[Task], label: str, other: str
+) -> None:
+    dataset = write_table(tmp_path, {"x": [1.0, 2.0, 3.0], label: [0, 1, 0], other: [0, 2, 0]})
+    task = prepare_task(kind(), dataset.facts)
+    assert task.columns() == ["x", label]
+    _, unused = describe_training_columns(task, dataset)
+    assert unused == (
+        f"Columns not used: '{other}' (integer, a {other} by its name; task.init_args.features can name it)"
+    )
+    for arguments in ({"features": ["x", other]}, {"categories": [other]}, {"standardize": [other]}):
+        assert sorted(prepare_task(kind(**arguments), dataset.facts).columns()) == sorted(["x", label, other])
+    with pytest.raises(DataError, match=f"'{other}': integer, a {other} by its name"):
+        prepare_task(kind(), write_table(tmp_path / "alone", {label: [0, 1], other: [0, 2]}).facts)
+
+
 def test_statistics_are_those_of_the_rows_that_are_trained_on(tmp_path: Path) -> None:
     train = write_table(tmp_path / "train", PEOPLE)
     evaluated = write_table(tmp_path / "eval", {**PEOPLE, "age": [None] * 5 + [80.0], "sex": ["x", "y", "male"] * 2})
@@ -191,6 +212,33 @@ def test_booleans_integers_and_dictionaries_are_categories_by_wish(tmp_path: Pat
     codes = decode_all_rows(task, dataset)["categories"]
     assert [column["values"] for column in task.category_columns] == [["false", "true"], ["1", "3"], ["a", "b"]]
     assert codes.tolist() == [[1, 1, 1], [0, 3, 0], [3, 0, 3], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("trained", [[True, False, None], ["True", "False", None], ["true", "false", None]])
+@pytest.mark.parametrize("fill", ["category", {"constant": "unknown"}, {"constant": True}], ids=str)
+def test_a_boolean_is_a_category_in_each_usual_form(tmp_path: Path, trained: list[Any], fill: Any) -> None:
+    is_text = isinstance(trained[0], str)
+    fill = {"constant": trained[0]} if fill == {"constant": True} and is_text else fill
+    columns = {"alone": trained, "label": [0, 1, 0]}
+    task = prepare(write_table(tmp_path / "train", columns), categories=["alone"], missing={"alone": fill})
+    assert task.fitted is not None
+    forms = {True: ["true", "True", "TRUE", "1", True, 1, 1.0], False: ["false", "False", "FALSE", "0", False, 0, 0.0]}
+    codes = [encode_rows(task.fitted, {"alone": [value]})["categories"][0, 0] for value in trained[:2]]
+    for code, values in zip(codes, forms.values(), strict=True):
+        for value in values:
+            assert encode_rows(task.fitted, {"alone": [value]})["categories"].tolist() == [[code]], repr(value)
+    other = len(task.category_columns[0]["values"])
+    assert encode_rows(task.fitted, {"alone": ["yes", 2]})["categories"].tolist() == [[other], [other]]
+    later = write_table(tmp_path / "later", {"alone": ["TRUE", "0", "maybe"], "label": [0, 1, 0]})
+    (note,) = task.describe_differences(later.facts)
+    assert note.startswith("1 of 3 rows")
+
+
+def test_texts_are_not_booleans_unless_all_of_them_are(tmp_path: Path) -> None:
+    for values in (["true", "false", "maybe"], ["true", "True", "false"]):
+        task = prepare(write_table(tmp_path, {"x": values, "label": [0, 1, 0]}), features=["x"])
+        assert task.fitted is not None
+        assert encode_rows(task.fitted, {"x": ["TRUE", "1"]})["categories"].tolist() == [[3], [3]]
 
 
 def test_decimals_are_numbers_where_float64_has_all_their_digits(tmp_path: Path) -> None:
@@ -331,11 +379,8 @@ def test_a_table_that_lacks_a_column_is_not_taken_for_encoded_rows() -> None:
     encoding = {"columns": [{"name": "age"}, {"name": "fare"}]}
     inputs = [{"name": "features", "dtype": "float32", "shape": [2]}]
 
-    def refuse(encoding: Any, rows: dict[str, Any]) -> dict[str, Any]:
-        raise ValueError(f"a column is missing beside {sorted(rows)}")
-
-    predictor = loader.Predictor(torch.nn.Identity(), inputs, encoding, refuse)
-    with pytest.raises(ValueError, match=r"missing beside \['age'\]"):
+    predictor = loader.Predictor(torch.nn.Identity(), inputs, encoding, encode_rows)
+    with pytest.raises(ValueError, match="column 'fare' is missing; there are 'age', 'id'"):
         predictor.predict(pd.DataFrame({"age": [1.0], "id": [7.0]}))
     encoded = np.ones((1, 2), np.float32)
     assert predictor.predict({"features": encoded}).tolist() == [[1, 1]]
