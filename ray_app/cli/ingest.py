@@ -154,6 +154,14 @@ def print_summary(summary: DatasetSummary) -> None:
         for row in part.table():
             table.add_row(*row)
         console.print(Padding.indent(table, 2))
+        numbers = sorted(map(int, part.class_counts or ())) if part.classes is None else []
+        if len(numbers) > 1 and (numbers[0] < 0 or numbers[-1] >= len(numbers)):
+            labels, all_labels = ", ".join(map(str, numbers[:10])), ",".join(map(str, numbers))
+            more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
+            console.print(
+                f"  Warning: the labels are {labels}{more}; to train on, they count from 0: --classes {all_labels}"
+                " numbers them so."
+            )
         for names in find_similar_names(part.classes or ()):
             console.print(
                 f"  Warning: the classes {', '.join(map(repr, names))} differ in upper and lower case, blanks or the"

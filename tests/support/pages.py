@@ -171,6 +171,8 @@ def _pictures_of_each_kind(folder: Path) -> None:
     (folder / "birds.csv").write_text("file,species,age,sings,flies\n" + "".join(lines))
     lines = [f"{n},{n % 24},{n % 2},{n // 2 % 2},{n % 7 / 2}\n" for n in range(40)]
     (folder / "weather.csv").write_text("day,hour,warm,rain,wind\n" + "".join(lines))
+    tagged = [{"text": f"day {n}", "tags": ["rain", "wind"][: n % 3]} for n in range(40)]
+    (folder / "tagged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tagged))
     write_tfrecord(folder / "records" / "train-0.tfrecord", *(object_example() for _ in range(4)))
 
 
