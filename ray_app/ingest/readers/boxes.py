@@ -35,7 +35,7 @@ from ray_app.ingest.readers.image_files import (
     parse_coco_shape,
     read_small_file,
 )
-from ray_app.ingest.readers.image_folders import IMAGE_SUFFIXES, has_image_suffix, without_suffix
+from ray_app.ingest.readers.image_names import IMAGE_SUFFIXES, has_image_suffix, without_suffix
 from ray_app.ingest.readers.json_lines import iterate_json
 from ray_app.storage.data_files import (
     File,

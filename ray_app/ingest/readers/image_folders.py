@@ -21,6 +21,7 @@ from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.csv_files import Csv
 from ray_app.ingest.readers.image_files import MaskValues, parse_mask_values, read_image, read_mask
+from ray_app.ingest.readers.image_names import ImageNames, has_image_suffix, without_suffix
 from ray_app.storage.data_files import (
     HEAD_BYTES,
     File,
@@ -40,8 +41,6 @@ from ray_app.storage.data_files import (
 from ray_app.storage.files import Location, to_location
 from ray_app.storage.object_stores import CONNECTIONS
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
-"""Suffixes by which a file is a row, even if it cannot be decoded and is refused."""
 ALLOWED = "png, jpeg, webp and gif, and tiff, bmp and avif, which are stored as png"
 _SPLIT_ORDER = ["", "train", "eval", "test"]
 _EXPECTED = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
@@ -288,8 +287,10 @@ class Images(base.SourceReader):
         refused: list[tuple[str, str]] = []
         tables = [table for split in part.input_splits for table in split.tables(lambda *row: refused.append(row))]
         table = pa.concat_tables(tables)
-        by_name = _names_of(self._images, self.path)
-        names = self._name_column(table, by_name)
+        options = self.options
+        value_columns = [options.label, *(options.targets or []), *(options.columns or [])]
+        image_names = ImageNames(self._images, self.path)
+        names = image_names.name_column(self._label_file, table, [name for name in value_columns if name])
         label, others = self._chosen_columns(table, names)
         values, classes = {name: table[name] for name in others}, None
         if label and pa.types.is_string(table[label].type):
@@ -298,23 +299,11 @@ class Images(base.SourceReader):
             numbers = {name: number for number, name in enumerate(classes)}
             values[label] = pa.array([numbers.get(text) for text in texts], pa.int64())
         values = {"label" if name == label else name: column for name, column in values.items()}
-        if not label and not self.options.targets and len(others) == 1:
+        if not label and not options.targets and len(others) == 1:
             values = {"target": values[others[0]]}
-        rows = self._match_rows(table["row_id"].to_pylist(), table[names].to_pylist(), by_name)
+        rows = self._match_rows(table["row_id"].to_pylist(), table[names].to_pylist(), image_names)
         rows += [ImageRow(row_id, None, 0, reason=reason) for row_id, reason in refused]
         return _Labels(rows, pa.table(values), classes, part.notes)
-
-    def _name_column(self, table: pa.Table, by_name: dict[str, list[File]]) -> str:
-        """Returns the first column that names an image in its first row."""
-        for name in table.column_names[1:]:
-            if _clean_name(table[name][0].as_py()) in by_name:
-                return str(name)
-        first = {name: table[name][0].as_py() for name in table.column_names[1:]}
-        raise DataError(
-            f"{self._label_file}: no column names the images: its first row has {first}, and an image is called"
-            f" {relative_path(self._images[0].location, self.path)!r}. Name images by their paths below {self.path}, by"
-            " the ends of these, or without suffixes."
-        )
 
     def _chosen_columns(self, table: pa.Table, names: str) -> tuple[str | None, list[str]]:
         """Returns the column of the label, and all columns of values with it."""
@@ -338,13 +327,11 @@ class Images(base.SourceReader):
             label = chosen[0]
         return label, chosen
 
-    def _match_rows(self, ids: list[str], names: list[Any], by_name: dict[str, list[File]]) -> list[ImageRow]:
+    def _match_rows(self, ids: list[str], names: list[Any], image_names: ImageNames) -> list[ImageRow]:
         """Returns the rows of the file of labels, those refused that do not name one image, or one named before."""
         rows, first_of = [], dict[Location, str]()
         for index, (row_id, name) in enumerate(zip(ids, names, strict=True)):
-            files = by_name.get(_clean_name(name), [])
-            exact = [f for f in files if relative_path(f.location, self.path) == _clean_name(name)]
-            files = exact or files
+            files = image_names.find(name)
             reason = ""
             if len(files) != 1:
                 reason = f"{name!r} names no image below {self.path}"
@@ -417,43 +404,6 @@ def _walk(folder: Location, depth: int = 0) -> dict[Location, list[File]]:
     for inner in folders_in(folder):
         files |= _walk(inner, depth + 1)
     return files
-
-
-def _clean_name(name: Any) -> str:
-    """Returns the name of an image in a file of labels as a path below the input."""
-    return "" if name is None else str(name).strip().replace("\\", "/").removeprefix("./")
-
-
-def _names_of(images: list[File], root: Location) -> dict[str, list[File]]:
-    """Returns the images by the names that a row may have for them.
-
-    These are the path below the input and its ends, each with and without the suffix. A stem of digits is also
-    named by its number, since a column of such names holds integers.
-    """
-    by_name: dict[str, list[File]] = {}
-    for image in images:
-        parts = relative_path(image.location, root).split("/")
-        ends = ["/".join(parts[start:]) for start in range(len(parts))]
-        stem = without_suffix(parts[-1])
-        names = {
-            *ends,
-            *(without_suffix(end) for end in ends),
-            str(int(stem)) if stem.isascii() and stem.isdecimal() else stem,
-        }
-        for name in names:
-            by_name.setdefault(name, []).append(image)
-    return by_name
-
-
-def without_suffix(path: str) -> str:
-    """Returns a path without the suffix of its last part."""
-    stem, dot, suffix = path.rpartition(".")
-    return stem if dot and "/" not in suffix and stem else path
-
-
-def has_image_suffix(file: File) -> bool:
-    """Returns whether the name of a file has the suffix of an image."""
-    return file.location.name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _head(file: File) -> bytes:

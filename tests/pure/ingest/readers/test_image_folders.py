@@ -101,7 +101,7 @@ def test_rows_and_images_that_do_not_match_are_refused_or_named(tmp_path: Path) 
         ("file\n1.png\n", {}, "no column but 'file'"),
         ("file,kind\n1.png,x\n", {"label": "k"}, "no column 'k'"),
         ("file,kind\n1.png,x\n", {"targets": ["kind"]}, "targets names 'kind', a column of string"),
-        ("file,kind\n8.png,x\n1.png,x\n", {}, "no column names the images"),
+        ("file,kind\n8.png,x\n1.png,x\n", {}, "row labels.csv:2: '8.png' names no image"),
         ("file,image\n1.png,x\n", {"columns": ["image"]}, "have names in common"),
     ],
 )
