@@ -3,8 +3,8 @@
 Files that training decodes stay unchanged; TIFF, BMP and AVIF files, and first frames, become PNG. Masks become PNG
 files of one channel that has the classes, if the user names these by values or colours.
 
-`AnnotatedImages` is the base of the readers of annotations (`boxes.py`). An image without annotations is a row without
-boxes. With the option `segmentation` the outlines of objects become one mask of classes for each image.
+`AnnotatedImages` is the base of the readers of annotations (`boxes.py`, `yolo.py`). An image without annotations is a
+row without boxes. With the option `segmentation` the outlines of objects become one mask of classes for each image.
 """
 
 from __future__ import annotations

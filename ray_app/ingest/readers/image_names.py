@@ -1,13 +1,15 @@
-"""Names of images: their suffixes, and how the rows of a file of labels name images."""
+"""Names of images: their suffixes, their files in folders, and how the rows of a file of labels name them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import PurePosixPath
 from typing import Any
 
 import pyarrow as pa
 
 from ray_app.errors import DataError
-from ray_app.storage.data_files import File, relative_path
+from ray_app.storage.data_files import File, files_in, is_folder, relative_path
 from ray_app.storage.files import Location
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
@@ -28,6 +30,39 @@ def has_image_suffix(file: File) -> bool:
 def clean_name(name: Any) -> str:
     """Returns the name of an image in a file of labels as a path below the input."""
     return "" if name is None else str(name).strip().replace("\\", "/").removeprefix("./")
+
+
+class FolderListing:
+    """The files of folders by their names; each folder is listed once."""
+
+    def __init__(self) -> None:
+        self._listings: dict[Location, dict[str, File]] = {}
+
+    def find(self, folder: Location, name: str) -> File | None:
+        """Returns the file with a path below a folder, or None."""
+        *above, last = name.split("/")
+        for part in above:
+            folder = folder / part
+        if folder not in self._listings:
+            present = is_folder(folder)
+            self._listings[folder] = {file.location.name: file for file in files_in(folder)} if present else {}
+        return self._listings[folder].get(last)
+
+    def find_image(self, folder: Location, stem: str) -> File | None:
+        """Returns the image of a stem in a folder, or None."""
+        suffixes = [case for suffix in IMAGE_SUFFIXES for case in (suffix, suffix.upper())]
+        return next((file for suffix in suffixes if (file := self.find(folder, stem + suffix))), None)
+
+
+def is_below(name: str) -> bool:
+    """Returns whether a name in annotations leads to a file below a folder, whatever folder that is."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def order_splits(names: Iterable[str]) -> list[str]:
+    """Returns the names of data sets in the order in which they are written."""
+    return sorted(names, key=["train", "eval", "test", ""].index)
 
 
 class ImageNames:
