@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import reprlib
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +34,33 @@ from ray_app.storage.files import Location
 
 _MAX_DEPTH = 16
 """Maximum number of folders inside each other; a link may lead to a folder above itself."""
+
+
+class _SettingsLoader(yaml.SafeLoader):
+    """Loads YAML with each word as it is written, since `yes`, `no` and `1e3` may be names of classes.
+
+    References (`*name`) are refused: a few of them inside each other stand for gigabytes. So is a repeated key, of
+    which YAML takes the last value in silence.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Returns the next node."""
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has references (*name), which are not allowed; write the values out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Returns the keys and values of a node."""
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if repeated := [key for key, count in keys.items() if count > 1]:
+            raise ValueError(f"the key {repeated[0]!r} occurs twice")
+        return super().construct_mapping(node, deep)
+
+
+_SettingsLoader.yaml_implicit_resolvers = {
+    first: [one for one in several if one[0] == "tag:yaml.org,2002:null"]
+    for first, several in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 class Yolo(AnnotatedImages):
@@ -74,7 +106,7 @@ class Yolo(AnnotatedImages):
         if not file.location.name.endswith((".yaml", ".yml")):
             return {"names": [line.strip() for line in text.splitlines() if line.strip()]}
         with parser_errors(file, "Expected the data.yaml of a data set of YOLO. Correct it."):
-            settings = yaml.safe_load(text)
+            settings = yaml.load(text, _SettingsLoader)
         if not isinstance(settings, dict):
             raise DataError(f"{file}: no settings in it; expected names, train and val. Correct it.")
         if "kpt_shape" in settings:
@@ -84,14 +116,20 @@ class Yolo(AnnotatedImages):
     @cached_property
     def _classes(self) -> tuple[str, ...]:
         names = self._settings.get("names")
-        if isinstance(names, dict) and sorted(names, key=str) == sorted(range(len(names)), key=str):
-            names = [names[number] for number in range(len(names))]
-        if not isinstance(names, list) or not names or not all(isinstance(name, str | int) for name in names):
+        if isinstance(names, dict) and names.keys() == {str(number) for number in range(len(names))}:
+            names = [names[str(number)] for number in range(len(names))]
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise DataError(
-                f"{self._names_file}: the names of the classes are {str(names)[:200]}; expected a list of them, or"
-                " names by the numbers from 0."
+                f"{self._names_file}: the names of the classes are {reprlib.repr(names)}; expected a list of them, or"
+                " names by the numbers from 0. Correct names."
             )
-        return tuple(map(str, names))
+        count = self._settings.get("nc")
+        if count is not None and count != str(len(names)):
+            raise DataError(
+                f"{self._names_file}: nc is {reprlib.repr(count)}, and names has {len(names)} classes. Correct one of"
+                " them, or leave nc out."
+            )
+        return tuple(names)
 
     @cached_property
     def _named_images(self) -> dict[str, list[Location | File]]:
@@ -141,19 +179,33 @@ class Yolo(AnnotatedImages):
             raise DataError(
                 f"{self._names_file}: it names {entry!r}; expected a folder of images, or a list. Correct it."
             )
-        beside = self._names_file.location.parent
-        root = self._settings.get("path")
-        bare = re.sub(r"^(\.\./|\./)+", "", entry)
-        bases = [beside / root / bare] if isinstance(root, str) and is_below(root) else []
-        for location in [*bases, beside / bare]:
+        tried = self._candidates(entry)
+        for location in tried:
             if is_folder(location):
                 return location
             if location.name.endswith(".txt") and (file := find_file(location)):
                 return file
         raise DataError(
-            f"{self._names_file}: it names {entry!r}, which is no folder and no list beside it. Correct path, train,"
-            " val and test, or leave them out."
+            f"{self._names_file}: it names {entry!r}, and there is no folder and no list of images at"
+            f" {base.format_items(list(map(str, tried)))}. Correct path, train, val and test, or leave them out."
         )
+
+    def _candidates(self, entry: str) -> list[Location]:
+        """Returns where a folder or a list of `data.yaml` may be: below `path`, or beside `data.yaml`.
+
+        `path` counts from the folder of `data.yaml`. Many data sets say `../train/images` for a folder beside it, as
+        Ultralytics' trainer allows, and have the `path` of the machine that made them.
+        """
+        beside, root = self._names_file.location.parent, self._settings.get("path")
+        if root is not None and (not isinstance(root, str) or "\0" in root):
+            raise DataError(f"{self._names_file}: path is {reprlib.repr(root)}; expected a folder. Correct it.")
+        bare = re.sub(r"^(\.\./|\./)+", "", entry)
+        if not isinstance(beside, Path):
+            # Keys of a bucket have no folder above.
+            return [beside / root / bare, beside / bare] if root and is_below(root) else [beside / bare]
+        paths = [beside / root / entry, beside / root / bare] if root else []
+        paths += [beside / bare, beside / entry]
+        return list(dict.fromkeys(Path(os.path.normpath(path)) for path in paths))
 
     def _listed_images(self, file: File) -> list[File]:
         images = []
@@ -205,9 +257,7 @@ class Yolo(AnnotatedImages):
 
 
 def _yolo_id(names: File, image: File) -> str:
-    root = str(names.location.parent)
-    text = str(image.location)
-    return printable_name(text.removeprefix(root).lstrip("/"))
+    return printable_name(str(image.location).removeprefix(f"{names.location.parent}/").lstrip("/"))
 
 
 def _yolo_line(words: list[str], classes: int) -> tuple[int, Box, tuple[float, ...]]:

@@ -393,9 +393,9 @@ def test_lines_of_yolo_that_cannot_be_used_are_bad_rows(tmp_path: Path, text: st
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ("names: 3\n", "the names of the classes are 3"),
+        ("names: 3\n", "the names of the classes are '3'"),
         ("names: [cat]\ntrain: labels\n", "no image in"),
-        ("names: [cat]\ntrain: ../../../../etc\n", "is no folder and no list beside it"),
+        ("names: [cat]\ntrain: ../../../../etc\n", "no folder and no list of images at"),
         ("names: [cat]\ntrain: [[a]]\n", "expected a folder of images"),
         ("- a\n", "no settings in it"),
         ("names: [", "Expected the data.yaml"),
