@@ -42,7 +42,7 @@ from ray_app.storage.data_files import (
     parser_errors,
     printable_name,
 )
-from ray_app.storage.files import to_location
+from ray_app.storage.files import Location, to_location
 
 _MAX_XML_DEPTH = 16
 _NO_SHAPE = "a segmentation that is neither polygons nor runs (RLE). Correct it, or leave segmentation out"
@@ -145,11 +145,16 @@ class _CocoFile:
             size = (item["width"], item["height"]) if has_size else None
             self.images[image_id] = _string(where, item, "file_name"), size
         else:
-            is_crowd = bool(item.get("iscrowd"))
+            if (is_crowd := item.get("iscrowd", 0)) not in (0, 1) or not isinstance(is_crowd, int):
+                raise DataError(
+                    f"{where} has {is_crowd!r} as 'iscrowd'; expected 0 or 1, as COCO has. Correct the file."
+                )
             shape = parse_coco_shape(item.get("segmentation")) if self._segmentation else None
             category, box = _integer(where, item, "category_id"), item.get("bbox")
             image_id = _integer(where, item, "image_id")
-            self._objects.setdefault(image_id, []).append((category, box, is_crowd, shape, item.get("id", number)))
+            self._objects.setdefault(image_id, []).append(
+                (category, box, bool(is_crowd), shape, item.get("id", number))
+            )
 
     def annotations(self, files: dict[int, File | None]) -> Annotations:
         """Returns the rows; a row is refused if its image is missing or one of its objects cannot be used."""
@@ -258,14 +263,43 @@ class Voc(AnnotatedImages):
         note = (
             "boxes count pixels from 1, as VOC does" if first else "boxes count pixels from 0, since one begins there"
         )
-        result = {}
+        rows: dict[str, list[ObjectRow]] = {}
+        used: set[Location] = set()
         for name, files in self.annotation_files().items():
-            rows = [
-                self._row(file, tree, objects[id(tree)], classes, first, listing)
-                for file, tree in zip(files, trees[name], strict=True)
-            ]
-            result[name] = Annotations(rows, tuple(classes), (f"{note}.",))
-        return result
+            rows[name] = []
+            for file, tree in zip(files, trees[name], strict=True):
+                stem = without_suffix(file.location.name)
+                image = self._find_image(stem, (tree.findtext("filename") or "").strip(), listing)
+                used |= {image.location} if image else set()
+                rows[name].append(self._row(file, tree, objects[id(tree)], classes, first, image))
+        skipped = self._skipped_images(used)
+        return {name: Annotations(several, tuple(classes), (f"{note}.",), skipped) for name, several in rows.items()}
+
+    @cached_property
+    def _image_folders(self) -> list[Location]:
+        if self.options.images:
+            return [to_location(self.options.images)]
+        above = self.path / "Annotations" if is_folder(self.path / "Annotations") else self.path
+        return [self.path / "JPEGImages", self.path / "images", above]
+
+    def _find_image(self, stem: str, name: str, listing: FolderListing) -> File | None:
+        """Returns the image of an XML file with this stem and this element `filename`."""
+        folders = self._image_folders
+        named = next(
+            (f for d in folders if is_below(name) and (f := listing.find(d, name)) and has_image_suffix(f)), None
+        )
+        # The name of the XML file counts, as in VOC: tools that rename or copy files leave old names in them.
+        if named is None or without_suffix(named.location.name) != stem:
+            return next((f for d in folders if (f := listing.find_image(d, stem))), named)
+        return named
+
+    def _skipped_images(self, used: set[Location]) -> tuple[tuple[str, str], ...]:
+        """Returns the images that no XML file of a data set describes, with the reason."""
+        reason = "left out: an image without an XML file"
+        reason += " that a list in ImageSets/Main names" if "train" in self._lists else ""
+        folders = filter(is_folder, self._image_folders)
+        images = [file for folder in folders for file in files_in(folder) if has_image_suffix(file)]
+        return tuple((printable_name(file.name), reason) for file in images if file.location not in used)
 
     def _row(
         self,
@@ -274,25 +308,15 @@ class Voc(AnnotatedImages):
         objects: list[tuple[str, Box]] | str,
         classes: list[str],
         first: float,
-        listing: FolderListing,
+        image: File | None,
     ) -> ObjectRow:
         stem = without_suffix(file.location.name)
         row = ObjectRow(printable_name(stem), None)
         if isinstance(objects, str):
             return replace(row, reason=objects)
-        above = file.location.parent
-        usual = [self.path / "JPEGImages", self.path / "images", above]
-        folders = [to_location(self.options.images)] if self.options.images else usual
-        name = (tree.findtext("filename") or "").strip()
-        named = next(
-            (f for d in folders if is_below(name) and (f := listing.find(d, name)) and has_image_suffix(f)), None
-        )
-        # The name of the XML file counts, as in VOC: tools that rename or copy files leave old names in them.
-        image = named
-        if named is None or without_suffix(named.location.name) != stem:
-            image = next((f for d in folders if (f := listing.find_image(d, stem))), named)
         if image is None:
-            return replace(row, reason=f"no image {name or stem!r} in {[str(folder) for folder in folders]}")
+            name = (tree.findtext("filename") or "").strip() or stem
+            return replace(row, reason=f"no image {name!r} in {list(map(str, self._image_folders))}")
         size = [tree.findtext(f"size/{key}", "").strip() for key in ("width", "height")]
         declared = (int(size[0]), int(size[1])) if all(re.fullmatch(r"0*[1-9]\d{0,9}", text) for text in size) else None
         boxes = tuple((left - first, top - first, right, bottom) for _, (left, top, right, bottom) in objects)

@@ -318,11 +318,16 @@ def decode_text(file: File, content: bytes) -> str:
 
 @dataclass(frozen=True)
 class Annotations:
-    """The annotations of one data set: its rows, the names of the classes from 1 on, and notes for the user."""
+    """The annotations of one data set: its rows, the names of the classes from 1 on, and notes for the user.
+
+    Args:
+        skipped: Files that do not become a row, with the reason.
+    """
 
     rows: list[ObjectRow]
     classes: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -379,7 +384,7 @@ class AnnotatedImages(base.SourceReader):
             notes = [*one.notes]
             if empty := sum(not row.boxes for row in rows if row.image):
                 notes.append(f"{empty} of {len(rows)} images have no box; they are rows without objects.")
-            parts.append(base.Part(name, splits, named, keeps_order=True, notes=tuple(notes)))
+            parts.append(base.Part(name, splits, named, one.skipped, keeps_order=True, notes=tuple(notes)))
         return parts
 
 

@@ -34,6 +34,8 @@ from ray_app.storage.files import Location
 
 _MAX_DEPTH = 16
 """Maximum number of folders inside each other; a link may lead to a folder above itself."""
+_OTHER_TEXTS = ("classes.txt", "train.txt", "val.txt", "test.txt")
+"""Text files beside labels that are no labels."""
 
 
 class _SettingsLoader(yaml.SafeLoader):
@@ -80,7 +82,7 @@ class Yolo(AnnotatedImages):
         for name, pairs in self._pairs.items():
             contents = dict(map_small_files(lambda *both: both, [label for _, label in pairs if label]))
             rows = [self._row(image, label, contents[label] if label else b"") for image, label in pairs]
-            result[name] = Annotations(rows, self._classes)
+            result[name] = Annotations(rows, self._classes, skipped=self._skipped_labels)
         if not any(row.boxes or row.reason for one in result.values() for row in one.rows):
             raise DataError(
                 f"{self.path}: no image has a label; the labels of images/a/1.jpg are in labels/a/1.txt. Give another"
@@ -154,6 +156,23 @@ class Yolo(AnnotatedImages):
                     raise DataError(f"{self._names_file}: no image in {one}. Correct it, or add images.")
             splits[name] = [(image, self._label_of(image, listing)) for image in images]
         return {"" if list(splits) == ["train"] else name: pairs for name, pairs in splits.items()}
+
+    @cached_property
+    def _skipped_labels(self) -> tuple[tuple[str, str], ...]:
+        """Returns the files of labels that belong to no image of a data set, with the reason."""
+        pairs = [pair for several in self._pairs.values() for pair in several]
+        lists = {one.location for several in self._named_images.values() for one in several if isinstance(one, File)}
+        labels = {label.location for _, label in pairs if label}
+        others = labels | lists
+        folders = {label.parent for label in labels}
+        files = [file for folder in sorted(folders, key=str) for file in files_in(folder)]
+        return tuple(
+            (_yolo_id(self._names_file, file), "left out: a file of labels without an image in the data sets")
+            for file in files
+            if file.location not in others
+            and file.location.name.endswith(".txt")
+            and file.location.name not in _OTHER_TEXTS
+        )
 
     def _usual_folders(self) -> dict[str, list[Location | File]]:
         """Returns the folder `images`, or the folders of data sets in it."""

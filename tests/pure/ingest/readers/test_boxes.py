@@ -138,6 +138,8 @@ def test_images_with_objects_that_cannot_be_used_are_bad_rows(tmp_path: Path, ch
         (lambda c: c["annotations"][0].update(image_id="9"), "'9' as 'image_id'; expected an integer"),
         (lambda c: c["images"].append(c["images"][0]), "has the id 1 of an earlier one"),
         (lambda c: c["images"].append(3), "is no object"),
+        (lambda c: c["annotations"][0].update(iscrowd="0"), "has '0' as 'iscrowd'; expected 0 or 1"),
+        (lambda c: c["annotations"][0].update(iscrowd=2), "has 2 as 'iscrowd'; expected 0 or 1"),
         (lambda c: c["annotations"][0].update(segmentation=[[1, 2]]), "neither polygons"),
         (lambda c: [one.update(file_name=f"x{one['id']}.png") for one in c["images"]], "Name the folder of the images"),
     ],
@@ -266,6 +268,18 @@ def test_lists_of_voc_are_data_sets(tmp_path: Path) -> None:
     (root / "ImageSets" / "Main" / "val.txt").write_text("z\n")
     (tmp_path / "out").rename(tmp_path / "before")
     assert "names 'z'" in ingest_error(tmp_path, "voc", root)
+
+
+def test_images_of_voc_without_an_xml_file_are_named(tmp_path: Path) -> None:
+    root = write_voc(tmp_path / "in", {stem: voc(("dog", (1, 1, 5, 5))) for stem in "abd"})
+    write_images(root / "JPEGImages", "c.jpg")
+    assert run(tmp_path, "voc", root).parts[""].skipped_files == 1
+    assert '"row_id": "c.jpg", "reason": "left out: an image without' in (tmp_path / "out/refused.jsonl").read_text()
+    (root / "ImageSets" / "Main").mkdir(parents=True)
+    (root / "ImageSets" / "Main" / "train.txt").write_text("a\n")
+    (root / "ImageSets" / "Main" / "val.txt").write_text("b\n")
+    (tmp_path / "out").rename(tmp_path / "before")
+    assert [part.skipped_files for part in run(tmp_path, "voc", root).parts.values()] == [2, 2]
 
 
 BOMB = '<?xml version="1.0"?><!DOCTYPE l [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;">]><annotation>&b;</annotation>'

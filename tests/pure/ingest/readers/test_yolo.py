@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,15 @@ def test_the_folder_of_the_data_set_may_be_elsewhere(tmp_path: Path, path: str) 
     (tmp_path / "settings" / "data.yaml").write_text(settings)
     ingest(IngestOptions("yolo", str(tmp_path / "out"), str(tmp_path / "settings" / "data.yaml")))
     assert read_columns(tmp_path / "out")["labels"] == [[1]]
+
+
+def test_a_file_of_labels_without_an_image_is_named(tmp_path: Path) -> None:
+    file = write_set(tmp_path / "in", "names: [cat]\n")
+    for name in ("2.txt", "classes.txt"):
+        (tmp_path / "in" / "labels" / name).write_text("0 0.5 0.5 0.1 0.1\n")
+    assert ingest(IngestOptions("yolo", str(tmp_path / "out"), str(file))).parts[""].skipped_files == 1
+    [line] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "row_id": "labels/2.txt",
+        "reason": "left out: a file of labels without an image in the data sets",
+    }
