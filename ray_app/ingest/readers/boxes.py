@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -87,7 +87,8 @@ class Coco(AnnotatedImages):
         content = _CocoFile(file, self.options.segmentation)
         for key, item in iterate_json(file):
             content.add(key, item)
-        return content.annotations(self._find_images(file, content))
+        content.check_lists()
+        return content.annotations(self._find_images(file, content), self.skips)
 
     def _find_images(self, file: File, content: _CocoFile) -> dict[int, File | None]:
         """Returns the file of each image by its number; None where there is none.
@@ -103,12 +104,13 @@ class Coco(AnnotatedImages):
             year = without_suffix(file.location.name).rpartition("_")[2]
             folders = [above, above / "images", outer / year, outer / "images" / year, outer / "images", outer]
         listing = FolderListing()
-        first = next(iter(names.values()), "")
-        folder = next((folder for folder in folders if listing.find(folder, first)), None)
+        # One folder has all images. Where the first image is missing, any other one tells the folder.
+        folder = next((one for name in names.values() for one in folders if listing.find(one, name)), None)
         if folder is None and (self.options.images is None or not is_folder(folders[0])):
+            first = next(name for name, _ in content.images.values())
             raise DataError(
-                f"{file}: the first image, {first!r}, is in none of {[str(folder) for folder in folders]}. Name the"
-                " folder of the images by images."
+                f"{file}: none of its {len(content.images)} images is in any of {list(map(str, folders))}; the first"
+                f" one is called {first!r}. Name the folder of the images by images."
             )
         return {number: listing.find(folder or folders[0], name) for number, name in names.items()}
 
@@ -156,18 +158,33 @@ class _CocoFile:
                 (category, box, bool(is_crowd), shape, item.get("id", number))
             )
 
-    def annotations(self, files: dict[int, File | None]) -> Annotations:
-        """Returns the rows; a row is refused if its image is missing or one of its objects cannot be used."""
-        missing = [key for key in ("images", "annotations", "categories") if key not in self._counts]
-        if "images" in missing or "categories" in missing:
+    def check_lists(self) -> None:
+        """Raises DataError if the file lacks images or categories."""
+        if missing := [key for key in ("images", "categories") if key not in self._counts]:
             raise DataError(f"{self._file}: no {missing[0]!r} in it; expected a JSON file of COCO. Give another input.")
-        if unknown := [image_id for image_id in self._objects if image_id not in self.images]:
+
+    def annotations(self, files: dict[int, File | None], skips: bool) -> Annotations:
+        """Returns the rows; a row is refused if its image is missing or one of its objects cannot be used.
+
+        An annotation of an unknown image is a refused row where these are left out (`skips`); otherwise an error.
+        """
+        unknown = [
+            (image_id, annotation)
+            for image_id, objects in self._objects.items()
+            if image_id not in self.images
+            for *_, annotation in objects
+        ]
+        if unknown and not skips:
             raise DataError(
-                f"{self._file}: annotations name the image {unknown[0]}, which is not in 'images'. Correct the file."
+                f"{self._file}: annotations name the image {unknown[0][0]}, which is not in 'images'; the first one is"
+                f" the annotation {unknown[0][1]}. Correct the file, or leave them out with on_bad_row=skip."
             )
         order = sorted(self._categories)
         labels = {category: label for label, category in enumerate(order, 1)}
         rows = [self._row(image_id, files.get(image_id), labels) for image_id in self.images]
+        for image_id, annotation in unknown:
+            reason = f"it names the image {image_id}, which is not in 'images'"
+            rows.append(ObjectRow(printable_name(f"annotation {annotation}"), None, reason=reason))
         crowds = sum(one[2] for objects in self._objects.values() for one in objects)
         notes = [f"{crowds} annotations of crowds (iscrowd) are no boxes."] if crowds else []
         if order != list(range(1, len(order) + 1)):
@@ -181,6 +198,7 @@ class _CocoFile:
             return replace(row, reason=f"no file {name!r} in the folder of images")
         boxes: list[Box] = []
         numbers: list[int] = []
+        names: list[str] = []
         shapes: list[tuple[Shape, int]] = []
         for category, box, is_crowd, shape, annotation in self._objects.get(image_id, ()):
             if category not in labels:
@@ -198,7 +216,9 @@ class _CocoFile:
             left, top, width, height = map(float, box)
             boxes.append((left, top, left + width, top + height))
             numbers.append(labels[category])
-        return replace(row, boxes=tuple(boxes), labels=tuple(numbers), shapes=tuple(shapes))
+            names.append(f"the annotation {annotation}")
+        row = replace(row, boxes=tuple(boxes), labels=tuple(numbers), names=tuple(names))
+        return replace(row, shapes=tuple(shapes))
 
 
 def _integer(where: str, item: dict[str, Any], key: str) -> int:
@@ -229,7 +249,7 @@ class Voc(AnnotatedImages):
             raise DataError(
                 f"{self.path}: no XML file in it or in its folder Annotations; expected annotations of Pascal VOC."
             )
-        stems = {split: decode_text(file, read_small_file(file)).split() for split, file in self._lists.items()}
+        stems = {split: _listed_stems(file, xml.keys()) for split, file in self._lists.items()}
         if "train" not in stems:
             return {"": [xml[stem] for stem in sorted(xml)]}
         for split, names in stems.items():
@@ -255,6 +275,14 @@ class Voc(AnnotatedImages):
         objects = {id(tree): _voc_objects(tree) for several in trees.values() for tree in several}
         classes = sorted({name for several in objects.values() if isinstance(several, list) for name, _ in several})
         if not classes:
+            several = [
+                (file, tree)
+                for name, files in self.annotation_files().items()
+                for file, tree in zip(files, trees[name], strict=True)
+            ]
+            for file, tree in several:
+                if isinstance(reason := objects[id(tree)], str):
+                    raise DataError(f"{file}: {reason}, and no other file has an object. Correct them.")
             raise DataError(f"{self.path}: no object in any of the XML files. Give another input.")
         # VOC counts pixels from 1, and a right or bottom edge includes its pixel; some tools count from 0.
         # A box far outside its image is a bad row, and says nothing about the others.
@@ -321,10 +349,26 @@ class Voc(AnnotatedImages):
         declared = (int(size[0]), int(size[1])) if all(re.fullmatch(r"0*[1-9]\d{0,9}", text) for text in size) else None
         boxes = tuple((left - first, top - first, right, bottom) for _, (left, top, right, bottom) in objects)
         labels = tuple(classes.index(name) + 1 for name, _ in objects)
-        return replace(row, image=image, boxes=boxes, labels=labels, size=declared)
+        names = tuple(f"object {number} of {file.location.name}" for number in range(1, len(objects) + 1))
+        return replace(row, image=image, boxes=boxes, labels=labels, size=declared, names=names)
 
 
 _VOC_LISTS = {"train": "train", "val": "eval", "test": "test"}
+
+
+def _listed_stems(file: File, known: Collection[str]) -> list[str]:
+    """Returns the names in a list of images; refuses a list of one class, which has images without the class, too.
+
+    VOC's development kit has these lists as `cat_train.txt`: -1 is an image without, 1 with, 0 with a difficult object.
+    """
+    lines = [line.strip() for line in decode_text(file, read_small_file(file)).splitlines() if line.strip()]
+    for line in lines:
+        if line not in known and line.split()[1:] in (["-1"], ["0"], ["1"]):
+            raise DataError(
+                f"{file}: the line {line!r} is of a list of one class, which says for each image whether it has the"
+                " class (1, -1, or 0). Expected is one name in each line. Remove the second words to take all images."
+            )
+    return lines
 
 
 def _voc_objects(tree: ElementTree.Element) -> list[tuple[str, Box]] | str:

@@ -36,10 +36,12 @@ from ray_app.task.images import MAX_PIXELS, decode_image, decode_mask, describe_
 from ray_app.task.ragged import Ragged
 
 T = TypeVar("T")
-NOT_AN_IMAGE = (
+_CANNOT_CONVERT = (
     "not an image that can be decoded ({}). Allowed is one intact still image of a usual format, such as png, jpeg,"
-    " webp, gif, tiff or bmp. Convert it, or give check=False to store it unread"
+    " webp, gif, tiff or bmp. Convert it"
 )
+"""The reason for a file that has to become PNG, which `check=False` does not change."""
+NOT_AN_IMAGE = f"{_CANNOT_CONVERT}, or give check=False to store it unread"
 IGNORED = 255
 """Class of the pixels of a mask that count in no loss (`ignore_index`)."""
 _PNG_MODES = ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "I;16")
@@ -76,7 +78,7 @@ def read_image(file: File | bytes, check: bool, first_frame: bool = False) -> by
         if is_converted or (first_frame and _has_frames(encoded)):
             return convert_image(encoded, first_frame)
     except ValueError as error:
-        raise ValueError(NOT_AN_IMAGE.format(error)) from error
+        raise ValueError(_CANNOT_CONVERT.format(error)) from error
     if check and (reason := base.explain_undecodable(encoded)):
         remedy = "; first_frame takes the first one" if reason.endswith(" frames") else ""
         raise ValueError(NOT_AN_IMAGE.format(reason + remedy))
@@ -278,6 +280,7 @@ class ObjectRow:
         image: Its file, or the content of the file; None if the row is refused for the `reason`.
         boxes: Left, top, right, bottom of each object, in pixels, or as fractions of the image.
         labels: The class of each object, from 1.
+        names: What a message calls each object; empty for its number in the image.
         shapes: Outline and class of each object, to be drawn into a mask; the class is `IGNORED` for crowds.
         size: Width and height, as the annotations say; None if they do not.
         image_id: The number of the image in the annotations.
@@ -292,6 +295,7 @@ class ObjectRow:
     image_id: int | None = None
     is_fraction: bool = False
     reason: str = ""
+    names: tuple[str, ...] = ()
 
 
 def read_small_file(file: File) -> bytes:
@@ -446,7 +450,7 @@ def _read(
                 pixels *= [width, height, width, height]
             # The checks are of the values that are stored: a thin box has no size any more.
             boxes = pixels.astype(np.float32)
-            _check_boxes(boxes, width, height)
+            _check_boxes(boxes, row.names, width, height)
             mask = encode_mask(_draw(row, width, height)) if segmentation else b""
         except ValueError as error:
             refuse(row.row_id, str(error))
@@ -470,17 +474,19 @@ def _size_of(row: ObjectRow, encoded: bytes, check: bool) -> tuple[int, int]:
     return width, height
 
 
-def _check_boxes(boxes: npt.NDArray[np.float32], width: int, height: int) -> None:
+def _check_boxes(boxes: npt.NDArray[np.float32], names: Sequence[str], width: int, height: int) -> None:
     """Raises ValueError for a box without a size, or outside the image."""
     left, top, right, bottom = boxes.T
     has_size = (left < right) & (top < bottom)
     is_inside = (left >= -_EDGE) & (top >= -_EDGE) & (right <= width + _EDGE) & (bottom <= height + _EDGE)
-    for is_valid, fault in ((has_size, "has no size"), (is_inside, "lies outside the image")):
+    outside = f"lies outside the image, which is {width} wide and {height} high"
+    for is_valid, fault in ((has_size, "has no size"), (is_inside, outside)):
         if not is_valid.all():
-            box = [round(float(value), 3) for value in boxes[~is_valid][0]]
+            index = int(np.argmin(is_valid))
+            box = [round(float(value), 3) for value in boxes[index]]
+            name = names[index] if names else f"object {index + 1}"
             raise ValueError(
-                f"the box {box} (left, top, right, bottom) {fault}, which is {width} wide and {height} high. Correct"
-                " or remove the annotation"
+                f"{name} has the box {box} (left, top, right, bottom), which {fault}. Correct or remove the annotation"
             )
 
 

@@ -257,6 +257,7 @@ class Yolo(AnnotatedImages):
             return row
         boxes: list[Box] = []
         labels: list[int] = []
+        names: list[str] = []
         shapes: list[tuple[Shape, int]] = []
         for number, line in enumerate(decode_text(label, content).splitlines(), 1):
             if not line.strip():
@@ -267,12 +268,14 @@ class Yolo(AnnotatedImages):
                 return replace(row, image=None, reason=f"{label.name}:{number}: {error}")
             boxes.append(box)
             labels.append(category + 1)
+            names.append(f"{label.name}:{number}")
             if self.options.segmentation:
                 if not points:
                     reason = f"{label.name}:{number}: a box without a polygon. Leave segmentation out"
                     return replace(row, image=None, reason=reason)
                 shapes.append((Shape((np.array(points, np.float64),)), category + 1))
-        return replace(row, boxes=tuple(boxes), labels=tuple(labels), shapes=tuple(shapes))
+        row = replace(row, boxes=tuple(boxes), labels=tuple(labels), names=tuple(names))
+        return replace(row, shapes=tuple(shapes))
 
 
 def _yolo_id(names: File, image: File) -> str:
