@@ -356,14 +356,14 @@ class Voc(AnnotatedImages):
 _VOC_LISTS = {"train": "train", "val": "eval", "test": "test"}
 
 
-def _listed_stems(file: File, known: Collection[str]) -> list[str]:
+def _listed_stems(file: File, stems: Collection[str]) -> list[str]:
     """Returns the names in a list of images; refuses a list of one class, which has images without the class, too.
 
     VOC's development kit has these lists as `cat_train.txt`: -1 is an image without, 1 with, 0 with a difficult object.
     """
     lines = [line.strip() for line in decode_text(file, read_small_file(file)).splitlines() if line.strip()]
     for line in lines:
-        if line not in known and line.split()[1:] in (["-1"], ["0"], ["1"]):
+        if line not in stems and line.split()[1:] in (["-1"], ["0"], ["1"]):
             raise DataError(
                 f"{file}: the line {line!r} is of a list of one class, which says for each image whether it has the"
                 " class (1, -1, or 0). Expected is one name in each line. Remove the second words to take all images."

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -46,6 +46,7 @@ IGNORED = 255
 """Class of the pixels of a mask that count in no loss (`ignore_index`)."""
 _PNG_MODES = ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "I;16")
 """Modes of Pillow that a PNG file stores unchanged."""
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_NAMED = 8
 BACKGROUND = "background"
 """The name of class 0, which no box has."""
@@ -75,25 +76,36 @@ def read_image(file: File | bytes, check: bool, first_frame: bool = False) -> by
     encoded = file if isinstance(file, bytes) else file.location.read_bytes()
     is_converted = is_convertible_image(encoded[:HEAD_BYTES])
     try:
-        if is_converted or (first_frame and _has_frames(encoded)):
+        if is_converted or (first_frame and _count_frames(encoded) > 1):
             return convert_image(encoded, first_frame)
     except ValueError as error:
         raise ValueError(_CANNOT_CONVERT.format(error)) from error
-    if check and (reason := base.explain_undecodable(encoded)):
+    if check and (reason := base.explain_undecodable(encoded) or _explain_animated_png(encoded)):
         remedy = "; first_frame takes the first one" if reason.endswith(" frames") else ""
         raise ValueError(NOT_AN_IMAGE.format(reason + remedy))
     return encoded
 
 
-def _has_frames(encoded: bytes) -> bool:
-    """Returns whether a GIF or WebP file is animated; False for one that cannot be opened."""
+def _explain_animated_png(encoded: bytes) -> str | None:
+    """Returns the reason why an animated PNG file is refused, like other animations; None for another file.
+
+    Training decodes its first frame, since to most programs the file is a still image.
+    """
+    if not encoded.startswith(_PNG_SIGNATURE) or b"acTL" not in encoded:
+        return None
+    frames = _count_frames(encoded)
+    return f"it has {frames} frames" if frames > 1 else None
+
+
+def _count_frames(encoded: bytes) -> int:
+    """Returns the number of frames of a GIF, WebP or PNG file; 1 for one that cannot be opened."""
     from PIL import Image
 
     try:
-        return getattr(Image.open(io.BytesIO(encoded), formats=("GIF", "WEBP")), "n_frames", 1) > 1
+        return int(getattr(Image.open(io.BytesIO(encoded), formats=("GIF", "WEBP", "PNG")), "n_frames", 1))
     except Exception:
         # The check of the image says what is wrong with it.
-        return False
+        return 1
 
 
 def convert_image(encoded: bytes, first_frame: bool) -> bytes:
@@ -106,7 +118,7 @@ def convert_image(encoded: bytes, first_frame: bool) -> bytes:
     with _library_errors():
         from PIL import Image, ImageOps
 
-        image = Image.open(io.BytesIO(encoded), formats=("TIFF", "BMP", "AVIF", "GIF", "WEBP"))
+        image = Image.open(io.BytesIO(encoded), formats=("TIFF", "BMP", "AVIF", "GIF", "WEBP", "PNG"))
         if (pixels := image.width * image.height) > MAX_PIXELS:
             raise ValueError(f"it has {pixels} pixels; at most {MAX_PIXELS} are decoded")
         if (frames := getattr(image, "n_frames", 1)) > 1 and not first_frame:
@@ -186,7 +198,13 @@ def parse_mask_values(text: str) -> MaskValues:
     classes = list(dict.fromkeys(name for name in names if name != "ignore"))
     colors = [list(map(int, key.split("/"))) for key in keys] if are_colors else []
     is_too_large = any(part > np.iinfo(np.uint8).max for color in colors for part in color)
-    if not (are_colors or are_values) or is_too_large or not all(names) or len(set(keys)) < len(keys):
+    if (
+        not (are_colors or are_values)
+        or is_too_large
+        or not all(names)
+        or "=" in "".join(names)
+        or len(set(keys)) < len(keys)
+    ):
         raise ConfigError(
             f"mask_values is {text!r}; allowed are values or colours with their names, each once, such as"
             " 0=background,255=object or 0/0/0=background,255/0/0=road (red, green, blue)."
@@ -205,6 +223,7 @@ def read_mask(file: File, image: bytes, mask_values: MaskValues | None, check: b
     try:
         if is_convertible_image(encoded[:HEAD_BYTES]):
             encoded = convert_image(encoded, first_frame=False)
+        encoded = _without_alpha(encoded)
         if mask_values:
             encoded = encode_mask(mask_values.to_classes(_mask_values(encoded, mask_values.is_color)))
         mask_size = tuple(decode_mask(encoded).shape)
@@ -213,6 +232,31 @@ def read_mask(file: File, image: bytes, mask_values: MaskValues | None, check: b
     if check and mask_size != (size := tuple(decode_image(image).shape[-2:])):
         raise ValueError(f"its mask {file.name} has {mask_size} rows and columns, and the image {size}")
     return encoded
+
+
+def _without_alpha(encoded: bytes) -> bytes:
+    """Returns a mask; of gray with an opaque alpha channel (LA) only the gray values, as PNG."""
+    from PIL import Image, ImageOps
+
+    if not encoded.startswith(_PNG_SIGNATURE):
+        return encoded
+    with _library_errors():
+        image = Image.open(io.BytesIO(encoded), formats=("PNG",))
+        if image.mode != "LA" or image.width * image.height > MAX_PIXELS:
+            return encoded
+        gray, alpha = ImageOps.exif_transpose(image).split()
+        if alpha.getextrema() != (255, 255):
+            raise ValueError("it is gray with transparent pixels, which have no class. Save it without transparency")
+        return encode_mask(np.asarray(gray))
+
+
+def has_only_0_and_255(masks: Sequence[File]) -> bool:
+    """Returns whether all pixels of masks are 0 or 255, both of which occur; masks that cannot be used do not count."""
+    values: set[int] = set()
+    for file in masks:
+        with suppress(ValueError):
+            values.update(np.unique(decode_mask(_without_alpha(file.location.read_bytes())).numpy()).tolist())
+    return values == {0, IGNORED}
 
 
 def _mask_values(encoded: bytes, is_color: bool) -> npt.NDArray[np.int64]:

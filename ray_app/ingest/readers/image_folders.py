@@ -20,7 +20,13 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.csv_files import Csv
-from ray_app.ingest.readers.image_files import MaskValues, parse_mask_values, read_image, read_mask
+from ray_app.ingest.readers.image_files import (
+    MaskValues,
+    has_only_0_and_255,
+    parse_mask_values,
+    read_image,
+    read_mask,
+)
 from ray_app.ingest.readers.image_names import ImageNames, has_image_suffix, without_suffix
 from ray_app.storage.data_files import (
     HEAD_BYTES,
@@ -32,6 +38,7 @@ from ray_app.storage.data_files import (
     has_image_signature,
     is_convertible_image,
     is_folder,
+    is_within,
     name_other_format,
     open_data_file,
     parser_errors,
@@ -44,6 +51,8 @@ from ray_app.storage.object_stores import CONNECTIONS
 ALLOWED = "png, jpeg, webp and gif, and tiff, bmp and avif, which are stored as png"
 _SPLIT_ORDER = ["", "train", "eval", "test"]
 _EXPECTED = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
+_SAMPLED_MASKS = 8
+"""Number of masks that are read to see which values they have."""
 _MAX_DEPTH = 32
 """Maximum number of folders inside each other; a link may lead to a folder above itself."""
 _MAX_LABEL_BYTES = 512 << 20
@@ -56,8 +65,9 @@ class ImageRow:
 
     Args:
         row_id: The path of the image below the input, or a row of the file of labels.
-        image: Its file; None if the row is refused for the `reason`.
+        image: Its file; None if there is none.
         index: The row of the table of values, its further columns.
+        reason: Why the row is refused; empty if it is not.
     """
 
     row_id: str
@@ -121,6 +131,7 @@ class Images(base.SourceReader):
         skipped = self._skipped_files({row.image.location for row in labels.rows if row.image})
         options = self.options
         form = _Form(self.path, options.check, options.first_frame, mask_values)
+        notes = (*labels.notes, *self._notes_on_masks(labels.rows))
         parts = []
         for name in sorted(self._splits.values(), key=_SPLIT_ORDER.index) or [""]:
             rows = [row for row in labels.rows if self._split_of(row) == name]
@@ -134,7 +145,7 @@ class Images(base.SourceReader):
                 base.InputSplit(len(group), partial(_tables, form, group, _values_of(group, labels.values)))
                 for group in groups
             ]
-            parts.append(base.Part(name, splits, classes, skipped, keeps_order=True, notes=labels.notes))
+            parts.append(base.Part(name, splits, classes, skipped, keeps_order=True, notes=notes))
         return parts
 
     def _order(self, row: ImageRow) -> bytes:
@@ -219,9 +230,37 @@ class Images(base.SourceReader):
         if self._has_classes:
             return [file for files in self._classes.values() for file in files]
         images = [file for files in self._files.values() for file in files if self._is_image(file)]
+        if self.options.masks is not None:
+            images = self._without_masks(images)
         if not images:
             raise DataError(f"{self.path}: no image in this folder or below it; allowed are {ALLOWED}. Add images.")
         return images
+
+    def _without_masks(self, images: list[File]) -> list[File]:
+        """Returns the images that are no masks of others: masks may be beside the images, or in a folder below."""
+        root = to_location(str(self.options.masks))
+        if root != self.path:
+            masks = {file.location for file in self._masks.values()} if is_within(root, self.path) else set()
+            return [file for file in images if file.location not in masks]
+        stems = {without_suffix(relative_path(file.location, root)): file for file in images}
+        masks = {file.location for stem, file in stems.items() if stem.removesuffix("_mask") in stems.keys() - {stem}}
+        return [file for file in images if file.location not in masks]
+
+    def _notes_on_masks(self, rows: list[ImageRow]) -> list[str]:
+        """Returns notes on masks without a row, and on masks of 0 and 255 that have no names of classes."""
+        notes = []
+        used = [row.mask for row in rows if row.mask]
+        if used and not self.options.mask_values and has_only_0_and_255(used[:_SAMPLED_MASKS]):
+            notes.append(
+                "the masks have the values 0 and 255, which are the classes 0 and 255 now. To make them the classes 0"
+                " and 1, give mask_values='0=background,255=object'."
+            )
+        locations = {file.location for file in [*used, *self._images]}
+        if others := [name for name, file in self._masks.items() if file.location not in locations]:
+            notes.append(
+                f"{len(others)} masks belong to no row and are left out, such as {printable_name(others[0])!r}."
+            )
+        return notes
 
     @cached_property
     def _masks(self) -> dict[str, File]:
@@ -302,6 +341,14 @@ class Images(base.SourceReader):
         if not label and not options.targets and len(others) == 1:
             values = {"target": values[others[0]]}
         rows = self._match_rows(table["row_id"].to_pylist(), table[names].to_pylist(), image_names)
+        if label:
+            is_missing = values["label"].is_null().to_pylist()
+            reason = f"no label in the column {label!r}; every row needs one"
+            ids = table["row_id"].to_pylist()
+            rows = [
+                replace(row, row_id=ids[row.index], reason=reason) if is_missing[row.index] and not row.reason else row
+                for row in rows
+            ]
         rows += [ImageRow(row_id, None, 0, reason=reason) for row_id, reason in refused]
         return _Labels(rows, pa.table(values), classes, part.notes)
 
@@ -435,7 +482,7 @@ def _tables(form: _Form, rows: list[ImageRow], values: pa.Table, refuse: base.Re
 def _read(form: _Form, rows: list[ImageRow], refuse: base.Refuse) -> Iterator[tuple[int, str, bytes, bytes | None]]:
     """Yields the index, id, image and mask of each row that can be used."""
     for index, row in enumerate(rows):
-        if row.image is None:
+        if row.image is None or row.reason:
             refuse(row.row_id, row.reason)
             continue
         try:
