@@ -38,7 +38,7 @@ from ray_app.ingest.options import FormatTraits, IngestOptions, Source
 from ray_app.ingest.output_folder import side_folder
 from ray_app.ingest.readers import base, csv_files
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
-from ray_app.ingest.readers.boxes import Coco, Voc, Yolo
+from ray_app.ingest.readers.boxes import Coco, Voc
 from ray_app.ingest.readers.cifar import Cifar
 from ray_app.ingest.readers.csv_files import Csv
 from ray_app.ingest.readers.hugging_face import HuggingFace
@@ -46,6 +46,7 @@ from ray_app.ingest.readers.image_folders import Images
 from ray_app.ingest.readers.json_lines import JsonLines
 from ray_app.ingest.readers.tfrecord import TFRecord
 from ray_app.ingest.readers.webdataset import WebDataset
+from ray_app.ingest.readers.yolo import Yolo
 from ray_app.ingest.shards import (
     column_facts,
     count_classes,

@@ -25,7 +25,7 @@ from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
-from ray_app.storage.data_files import File, files_in, find_file, is_folder, parser_errors
+from ray_app.storage.data_files import File, files_in, find_file, folders_in, is_folder, parser_errors
 
 Header = tuple[np.dtype, tuple[int, ...]]
 """Type and shape (rows, ...) of an array."""
@@ -217,12 +217,12 @@ class Numpy(base.SourceReader):
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns a part for each data set that the names of all arrays tell; otherwise one part.
 
-        The names follow Keras' `mnist.npz` (`x_train`), or of MedMNIST (`train_images`). x and images become `image`
-        or `features`, y and labels `label` or `target`, other arrays keep their names. Labels may have the shape
-        (rows, 1), and texts as labels are classes.
+        The names follow Keras' `mnist.npz` (`x_train`), or of MedMNIST (`train_images`). x and images become `image` or
+        `features`, y and labels `label` or `target`, other arrays keep their names; X and Y are read as x and y. Labels
+        may have the shape (rows, 1), and texts as labels are classes.
         """
         del run
-        arrays = {name: array for file in self.files() for name, array in _arrays_in(file).items()}
+        arrays = _lower_names({name: array for file in self.files() for name, array in _arrays_in(file).items()})
         sides = _divide(arrays)
         if sides is None:
             return [self._part("", *self._columns(arrays, {}))]
@@ -270,9 +270,15 @@ class Numpy(base.SourceReader):
     ) -> base.Part:
         # An array that is called `target` is meant as one, an array `y` may hold classes.
         y = columns.get("target")
-        note = _note_on_classes(y) if y and y.name.startswith("y") else None
+        note = _note_on_classes(y) if y and y.name.lower().startswith("y") else None
         part = _array_part(name, columns, self.options.shard_rows, id_prefix)
         return replace(part, classes=classes, notes=(note,) if note else ())
+
+
+def _lower_names(arrays: dict[str, _Stored]) -> dict[str, _Stored]:
+    """Returns the arrays; `X`, `Y` and names such as `X_train` become lower case where that name is not taken."""
+    lower = {name: re.sub(r"(?<![A-Za-z])[XY](?![A-Za-z])", lambda match: match[0].lower(), name) for name in arrays}
+    return {name if lower[name] in arrays else lower[name]: array for name, array in arrays.items()}
 
 
 def _divide(arrays: dict[str, _Stored]) -> dict[str, dict[str, _Stored]] | None:
@@ -300,9 +306,15 @@ def _label_texts(arrays: dict[str, _Stored]) -> dict[str, set[str]]:
         dtype, shape = array.layout()
         if name in _LABELS and dtype.kind in "US":
             rows = max(1, base.BLOCK_BYTES // dtype.itemsize)
-            texts[name] = {
-                text for block in array.blocks(0, shape[0], rows) for text in np.unique(_decoded(block)).tolist()
-            }
+            several: set[str] = set()
+            for first, block in zip(range(0, shape[0], rows), array.blocks(0, shape[0], rows), strict=True):
+                if (is_empty := _decoded(block).reshape(-1) == "").any():
+                    raise DataError(
+                        f"{array.where}: the row {first + int(np.argmax(is_empty))}, counted from 0, has an empty text"
+                        " as label. Each row needs the name of its class. Correct the array."
+                    )
+                several.update(np.unique(_decoded(block)).tolist())
+            texts[name] = several
     return texts
 
 
@@ -376,8 +388,9 @@ def _column_name(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> str:
 class Idx(base.SourceReader):
     """MNIST-format files in one folder, gzipped or not: the pair `train-*` becomes `train`, the pair `t10k-*` `test`.
 
-    The files have the names of MNIST (`train-images-idx3-ubyte`), of Kaggle's copies (`train-images.idx3-ubyte`), or of
-    EMNIST (`emnist-letters-train-images-idx3-ubyte`); the input `FOLDER/emnist-letters` names one of several data sets.
+    The files have the names of MNIST (`train-images-idx3-ubyte`), of Kaggle's copies (`train-images.idx3-ubyte`, or
+    each file in a folder of its name), or of EMNIST (`emnist-letters-train-images-idx3-ubyte`); the input
+    `FOLDER/emnist-letters` names one of several data sets.
 
     One task reads up to `shard_rows` rows, or a whole gzipped file.
     """
@@ -405,7 +418,14 @@ class Idx(base.SourceReader):
     def _pairs(self) -> dict[str, list[File]]:
         """Returns the pairs [images, labels] by their prefix, `train` and `t10k`."""
         folder, beginning = (self.path, "") if is_folder(self.path) else (self.path.parent, self.path.name)
-        names = {file.location.name: file for file in (files_in(folder) if is_folder(folder) else [])}
+        folders = [folder, *folders_in(folder)] if is_folder(folder) else []
+        # Kaggle packs each file into a folder of its name.
+        names = {
+            file.location.name: file
+            for one in folders
+            for file in files_in(one)
+            if one == folder or file.location.name == one.name
+        }
         files: dict[str, dict[tuple[str, str], File]] = {}
         # A file that is not packed comes first, and stays.
         for name in sorted(names, key=lambda name: (name.endswith(".gz"), name)):

@@ -1,4 +1,4 @@
-"""Readers of images with boxes around their objects: annotations of COCO, Pascal VOC and YOLO.
+"""Readers of images with boxes around their objects: annotations of COCO and Pascal VOC (`yolo.py` has YOLO).
 
 They give the columns of `ObjectDetection`: `image`, `boxes` (left, top, right, bottom in pixels of the image as viewers
 show it) and `labels` (from 1).
@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cached_property
-from pathlib import PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 from xml.parsers import expat
-
-import numpy as np
-import yaml
 
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
@@ -35,7 +31,7 @@ from ray_app.ingest.readers.image_files import (
     parse_coco_shape,
     read_small_file,
 )
-from ray_app.ingest.readers.image_folders import IMAGE_SUFFIXES, has_image_suffix, without_suffix
+from ray_app.ingest.readers.image_names import FolderListing, has_image_suffix, is_below, order_splits, without_suffix
 from ray_app.storage.data_files import (
     File,
     files_in,
@@ -50,38 +46,6 @@ from ray_app.storage.text_files import iterate_json
 
 _MAX_XML_DEPTH = 16
 _NO_SHAPE = "a segmentation that is neither polygons nor runs (RLE). Correct it, or leave segmentation out"
-
-
-class _Folder:
-    """The files of folders by their names; each folder is listed once."""
-
-    def __init__(self) -> None:
-        self._listings: dict[Location, dict[str, File]] = {}
-
-    def find(self, folder: Location, name: str) -> File | None:
-        """Returns the file with a path below a folder, or None."""
-        *above, last = name.split("/")
-        for part in above:
-            folder = folder / part
-        if folder not in self._listings:
-            present = is_folder(folder)
-            self._listings[folder] = {file.location.name: file for file in files_in(folder)} if present else {}
-        return self._listings[folder].get(last)
-
-    def find_image(self, folder: Location, stem: str) -> File | None:
-        """Returns the image of a stem in a folder, or None."""
-        suffixes = [case for suffix in IMAGE_SUFFIXES for case in (suffix, suffix.upper())]
-        return next((file for suffix in suffixes if (file := self.find(folder, stem + suffix))), None)
-
-
-def _is_below(name: str) -> bool:
-    """Returns whether a name in annotations leads to a file below a folder, whatever folder that is."""
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
-
-
-def _order_splits(names: Iterable[str]) -> list[str]:
-    return sorted(names, key=["train", "eval", "test", ""].index)
 
 
 class Coco(AnnotatedImages):
@@ -113,7 +77,7 @@ class Coco(AnnotatedImages):
                 f"{self.path}: the JSON files {listed} do not say by their names or folders which is of which data set"
                 " (train, val, test). Give one of them as input."
             )
-        return {name: splits[name] for name in _order_splits(splits)}
+        return {name: splits[name] for name in order_splits(splits)}
 
     def annotations(self) -> dict[str, Annotations]:
         """Returns the annotations of each JSON file."""
@@ -123,14 +87,15 @@ class Coco(AnnotatedImages):
         content = _CocoFile(file, self.options.segmentation)
         for key, item in iterate_json(file):
             content.add(key, item)
-        return content.annotations(self._find_images(file, content))
+        content.check_lists()
+        return content.annotations(self._find_images(file, content), self.skips)
 
     def _find_images(self, file: File, content: _CocoFile) -> dict[int, File | None]:
         """Returns the file of each image by its number; None where there is none.
 
         The folder of images is the option `images`, or one of those that data sets usually have.
         """
-        names = {number: name for number, (name, _) in content.images.items() if _is_below(name)}
+        names = {number: name for number, (name, _) in content.images.items() if is_below(name)}
         above = file.location.parent
         if self.options.images:
             folders = [to_location(self.options.images)]
@@ -138,13 +103,14 @@ class Coco(AnnotatedImages):
             outer = above.parent
             year = without_suffix(file.location.name).rpartition("_")[2]
             folders = [above, above / "images", outer / year, outer / "images" / year, outer / "images", outer]
-        listing = _Folder()
-        first = next(iter(names.values()), "")
-        folder = next((folder for folder in folders if listing.find(folder, first)), None)
+        listing = FolderListing()
+        # One folder has all images. Where the first image is missing, any other one tells the folder.
+        folder = next((one for name in names.values() for one in folders if listing.find(one, name)), None)
         if folder is None and (self.options.images is None or not is_folder(folders[0])):
+            first = next(name for name, _ in content.images.values())
             raise DataError(
-                f"{file}: the first image, {first!r}, is in none of {[str(folder) for folder in folders]}. Name the"
-                " folder of the images by images."
+                f"{file}: none of its {len(content.images)} images is in any of {list(map(str, folders))}; the first"
+                f" one is called {first!r}. Name the folder of the images by images."
             )
         return {number: listing.find(folder or folders[0], name) for number, name in names.items()}
 
@@ -181,24 +147,44 @@ class _CocoFile:
             size = (item["width"], item["height"]) if has_size else None
             self.images[image_id] = _string(where, item, "file_name"), size
         else:
-            is_crowd = bool(item.get("iscrowd"))
+            if (is_crowd := item.get("iscrowd", 0)) not in (0, 1) or not isinstance(is_crowd, int):
+                raise DataError(
+                    f"{where} has {is_crowd!r} as 'iscrowd'; expected 0 or 1, as COCO has. Correct the file."
+                )
             shape = parse_coco_shape(item.get("segmentation")) if self._segmentation else None
             category, box = _integer(where, item, "category_id"), item.get("bbox")
             image_id = _integer(where, item, "image_id")
-            self._objects.setdefault(image_id, []).append((category, box, is_crowd, shape, item.get("id", number)))
+            self._objects.setdefault(image_id, []).append(
+                (category, box, bool(is_crowd), shape, item.get("id", number))
+            )
 
-    def annotations(self, files: dict[int, File | None]) -> Annotations:
-        """Returns the rows; a row is refused if its image is missing or one of its objects cannot be used."""
-        missing = [key for key in ("images", "annotations", "categories") if key not in self._counts]
-        if "images" in missing or "categories" in missing:
+    def check_lists(self) -> None:
+        """Raises DataError if the file lacks images or categories."""
+        if missing := [key for key in ("images", "categories") if key not in self._counts]:
             raise DataError(f"{self._file}: no {missing[0]!r} in it; expected a JSON file of COCO. Give another input.")
-        if unknown := [image_id for image_id in self._objects if image_id not in self.images]:
+
+    def annotations(self, files: dict[int, File | None], skips: bool) -> Annotations:
+        """Returns the rows; a row is refused if its image is missing or one of its objects cannot be used.
+
+        An annotation of an unknown image is a refused row where these are left out (`skips`); otherwise an error.
+        """
+        unknown = [
+            (image_id, annotation)
+            for image_id, objects in self._objects.items()
+            if image_id not in self.images
+            for *_, annotation in objects
+        ]
+        if unknown and not skips:
             raise DataError(
-                f"{self._file}: annotations name the image {unknown[0]}, which is not in 'images'. Correct the file."
+                f"{self._file}: annotations name the image {unknown[0][0]}, which is not in 'images'; the first one is"
+                f" the annotation {unknown[0][1]}. Correct the file, or leave them out with on_bad_row=skip."
             )
         order = sorted(self._categories)
         labels = {category: label for label, category in enumerate(order, 1)}
         rows = [self._row(image_id, files.get(image_id), labels) for image_id in self.images]
+        for image_id, annotation in unknown:
+            reason = f"it names the image {image_id}, which is not in 'images'"
+            rows.append(ObjectRow(printable_name(f"annotation {annotation}"), None, reason=reason))
         crowds = sum(one[2] for objects in self._objects.values() for one in objects)
         notes = [f"{crowds} annotations of crowds (iscrowd) are no boxes."] if crowds else []
         if order != list(range(1, len(order) + 1)):
@@ -212,6 +198,7 @@ class _CocoFile:
             return replace(row, reason=f"no file {name!r} in the folder of images")
         boxes: list[Box] = []
         numbers: list[int] = []
+        names: list[str] = []
         shapes: list[tuple[Shape, int]] = []
         for category, box, is_crowd, shape, annotation in self._objects.get(image_id, ()):
             if category not in labels:
@@ -229,7 +216,9 @@ class _CocoFile:
             left, top, width, height = map(float, box)
             boxes.append((left, top, left + width, top + height))
             numbers.append(labels[category])
-        return replace(row, boxes=tuple(boxes), labels=tuple(numbers), shapes=tuple(shapes))
+            names.append(f"the annotation {annotation}")
+        row = replace(row, boxes=tuple(boxes), labels=tuple(numbers), names=tuple(names))
+        return replace(row, shapes=tuple(shapes))
 
 
 def _integer(where: str, item: dict[str, Any], key: str) -> int:
@@ -260,13 +249,13 @@ class Voc(AnnotatedImages):
             raise DataError(
                 f"{self.path}: no XML file in it or in its folder Annotations; expected annotations of Pascal VOC."
             )
-        stems = {split: decode_text(file, read_small_file(file)).split() for split, file in self._lists.items()}
+        stems = {split: _listed_stems(file, xml.keys()) for split, file in self._lists.items()}
         if "train" not in stems:
             return {"": [xml[stem] for stem in sorted(xml)]}
         for split, names in stems.items():
             if missing := [name for name in names if name not in xml]:
                 raise DataError(f"{self._lists[split]}: it names {missing[0]!r}, which has no XML file. Add it.")
-        return {split: [xml[name] for name in stems[split]] for split in _order_splits(stems) if stems[split]}
+        return {split: [xml[name] for name in stems[split]] for split in order_splits(stems) if stems[split]}
 
     def files(self) -> Iterator[File]:
         """Yields the lists of data sets, the files of annotations and the images."""
@@ -281,11 +270,19 @@ class Voc(AnnotatedImages):
 
     def annotations(self) -> dict[str, Annotations]:
         """Returns the annotations of each data set; the classes are the sorted names of all objects."""
-        listing = _Folder()
+        listing = FolderListing()
         trees = {name: map_small_files(_parse_xml, files) for name, files in self.annotation_files().items()}
         objects = {id(tree): _voc_objects(tree) for several in trees.values() for tree in several}
         classes = sorted({name for several in objects.values() if isinstance(several, list) for name, _ in several})
         if not classes:
+            several = [
+                (file, tree)
+                for name, files in self.annotation_files().items()
+                for file, tree in zip(files, trees[name], strict=True)
+            ]
+            for file, tree in several:
+                if isinstance(reason := objects[id(tree)], str):
+                    raise DataError(f"{file}: {reason}, and no other file has an object. Correct them.")
             raise DataError(f"{self.path}: no object in any of the XML files. Give another input.")
         # VOC counts pixels from 1, and a right or bottom edge includes its pixel; some tools count from 0.
         # A box far outside its image is a bad row, and says nothing about the others.
@@ -294,14 +291,43 @@ class Voc(AnnotatedImages):
         note = (
             "boxes count pixels from 1, as VOC does" if first else "boxes count pixels from 0, since one begins there"
         )
-        result = {}
+        rows: dict[str, list[ObjectRow]] = {}
+        used: set[Location] = set()
         for name, files in self.annotation_files().items():
-            rows = [
-                self._row(file, tree, objects[id(tree)], classes, first, listing)
-                for file, tree in zip(files, trees[name], strict=True)
-            ]
-            result[name] = Annotations(rows, tuple(classes), (f"{note}.",))
-        return result
+            rows[name] = []
+            for file, tree in zip(files, trees[name], strict=True):
+                stem = without_suffix(file.location.name)
+                image = self._find_image(stem, (tree.findtext("filename") or "").strip(), listing)
+                used |= {image.location} if image else set()
+                rows[name].append(self._row(file, tree, objects[id(tree)], classes, first, image))
+        skipped = self._skipped_images(used)
+        return {name: Annotations(several, tuple(classes), (f"{note}.",), skipped) for name, several in rows.items()}
+
+    @cached_property
+    def _image_folders(self) -> list[Location]:
+        if self.options.images:
+            return [to_location(self.options.images)]
+        above = self.path / "Annotations" if is_folder(self.path / "Annotations") else self.path
+        return [self.path / "JPEGImages", self.path / "images", above]
+
+    def _find_image(self, stem: str, name: str, listing: FolderListing) -> File | None:
+        """Returns the image of an XML file with this stem and this element `filename`."""
+        folders = self._image_folders
+        named = next(
+            (f for d in folders if is_below(name) and (f := listing.find(d, name)) and has_image_suffix(f)), None
+        )
+        # The name of the XML file counts, as in VOC: tools that rename or copy files leave old names in them.
+        if named is None or without_suffix(named.location.name) != stem:
+            return next((f for d in folders if (f := listing.find_image(d, stem))), named)
+        return named
+
+    def _skipped_images(self, used: set[Location]) -> tuple[tuple[str, str], ...]:
+        """Returns the images that no XML file of a data set describes, with the reason."""
+        reason = "left out: an image without an XML file"
+        reason += " that a list in ImageSets/Main names" if "train" in self._lists else ""
+        folders = filter(is_folder, self._image_folders)
+        images = [file for folder in folders for file in files_in(folder) if has_image_suffix(file)]
+        return tuple((printable_name(file.name), reason) for file in images if file.location not in used)
 
     def _row(
         self,
@@ -310,33 +336,39 @@ class Voc(AnnotatedImages):
         objects: list[tuple[str, Box]] | str,
         classes: list[str],
         first: float,
-        listing: _Folder,
+        image: File | None,
     ) -> ObjectRow:
         stem = without_suffix(file.location.name)
         row = ObjectRow(printable_name(stem), None)
         if isinstance(objects, str):
             return replace(row, reason=objects)
-        above = file.location.parent
-        usual = [self.path / "JPEGImages", self.path / "images", above]
-        folders = [to_location(self.options.images)] if self.options.images else usual
-        name = (tree.findtext("filename") or "").strip()
-        named = next(
-            (f for d in folders if _is_below(name) and (f := listing.find(d, name)) and has_image_suffix(f)), None
-        )
-        # The name of the XML file counts, as in VOC: tools that rename or copy files leave old names in them.
-        image = named
-        if named is None or without_suffix(named.location.name) != stem:
-            image = next((f for d in folders if (f := listing.find_image(d, stem))), named)
         if image is None:
-            return replace(row, reason=f"no image {name or stem!r} in {[str(folder) for folder in folders]}")
+            name = (tree.findtext("filename") or "").strip() or stem
+            return replace(row, reason=f"no image {name!r} in {list(map(str, self._image_folders))}")
         size = [tree.findtext(f"size/{key}", "").strip() for key in ("width", "height")]
         declared = (int(size[0]), int(size[1])) if all(re.fullmatch(r"0*[1-9]\d{0,9}", text) for text in size) else None
         boxes = tuple((left - first, top - first, right, bottom) for _, (left, top, right, bottom) in objects)
         labels = tuple(classes.index(name) + 1 for name, _ in objects)
-        return replace(row, image=image, boxes=boxes, labels=labels, size=declared)
+        names = tuple(f"object {number} of {file.location.name}" for number in range(1, len(objects) + 1))
+        return replace(row, image=image, boxes=boxes, labels=labels, size=declared, names=names)
 
 
 _VOC_LISTS = {"train": "train", "val": "eval", "test": "test"}
+
+
+def _listed_stems(file: File, stems: Collection[str]) -> list[str]:
+    """Returns the names in a list of images; refuses a list of one class, which has images without the class, too.
+
+    VOC's development kit has these lists as `cat_train.txt`: -1 is an image without, 1 with, 0 with a difficult object.
+    """
+    lines = [line.strip() for line in decode_text(file, read_small_file(file)).splitlines() if line.strip()]
+    for line in lines:
+        if line not in stems and line.split()[1:] in (["-1"], ["0"], ["1"]):
+            raise DataError(
+                f"{file}: the line {line!r} is of a list of one class, which says for each image whether it has the"
+                " class (1, -1, or 0). Expected is one name in each line. Remove the second words to take all images."
+            )
+    return lines
 
 
 def _voc_objects(tree: ElementTree.Element) -> list[tuple[str, Box]] | str:
@@ -383,213 +415,3 @@ def _parse_xml(file: File, content: bytes) -> ElementTree.Element:
     with parser_errors(file, "Expected an XML file of Pascal VOC. Write it again."):
         parser.Parse(content, True)
     return builder.close()
-
-
-class Yolo(AnnotatedImages):
-    """The `data.yaml` of a data set of YOLO, or a folder with it, or with `images`, `labels` and `classes.txt`."""
-
-    traits = FormatTraits(options=frozenset({"check", "segmentation"}), eval_fraction=0.1)
-
-    def annotation_files(self) -> dict[str, list[File]]:
-        """Returns the files with the names of the classes and the data sets, the lists of images, and all labels."""
-        lists = [one for several in self._named_images.values() for one in several if isinstance(one, File)]
-        labels = [label for _, label in (pair for pairs in self._pairs.values() for pair in pairs) if label]
-        return {"": [self._names_file, *lists, *labels]}
-
-    def annotations(self) -> dict[str, Annotations]:
-        """Returns the annotations of each data set."""
-        result = {}
-        for name, pairs in self._pairs.items():
-            contents = dict(map_small_files(lambda *both: both, [label for _, label in pairs if label]))
-            rows = [self._row(image, label, contents[label] if label else b"") for image, label in pairs]
-            result[name] = Annotations(rows, self._classes)
-        if not any(row.boxes or row.reason for one in result.values() for row in one.rows):
-            raise DataError(
-                f"{self.path}: no image has a label; the labels of images/a/1.jpg are in labels/a/1.txt. Give another"
-                " input."
-            )
-        return result
-
-    @cached_property
-    def _names_file(self) -> File:
-        if file := find_file(self.path):
-            return file
-        names = ("data.yaml", "dataset.yaml", "data.yml", "classes.txt", "obj.names", "labels/classes.txt")
-        for name in names:
-            if file := find_file(self.path / name):
-                return file
-        raise DataError(f"{self.path}: none of {', '.join(names)} in it; one of them names the classes. Add it.")
-
-    @cached_property
-    def _settings(self) -> dict[str, Any]:
-        """The content of `data.yaml`; of a file with a name of a class in each line, these names."""
-        file = self._names_file
-        text = decode_text(file, read_small_file(file))
-        if not file.location.name.endswith((".yaml", ".yml")):
-            return {"names": [line.strip() for line in text.splitlines() if line.strip()]}
-        with parser_errors(file, "Expected the data.yaml of a data set of YOLO. Correct it."):
-            settings = yaml.safe_load(text)
-        if not isinstance(settings, dict):
-            raise DataError(f"{file}: no settings in it; expected names, train and val. Correct it.")
-        if "kpt_shape" in settings:
-            raise DataError(f"{file}: kpt_shape says that the labels have keypoints; allowed are boxes and polygons.")
-        return settings
-
-    @cached_property
-    def _classes(self) -> tuple[str, ...]:
-        names = self._settings.get("names")
-        if isinstance(names, dict) and sorted(names, key=str) == sorted(range(len(names)), key=str):
-            names = [names[number] for number in range(len(names))]
-        if not isinstance(names, list) or not names or not all(isinstance(name, str | int) for name in names):
-            raise DataError(
-                f"{self._names_file}: the names of the classes are {str(names)[:200]}; expected a list of them, or"
-                " names by the numbers from 0."
-            )
-        return tuple(map(str, names))
-
-    @cached_property
-    def _named_images(self) -> dict[str, list[Location | File]]:
-        """The folders of images and the lists of images that `data.yaml` names, by data set."""
-        named: dict[str, list[Location | File]] = {}
-        for key, name in (("train", "train"), ("val", "eval"), ("test", "test")):
-            if entries := self._settings.get(key):
-                named[name] = [self._find(entry) for entry in (entries if isinstance(entries, list) else [entries])]
-        return named
-
-    @cached_property
-    def _pairs(self) -> dict[str, list[tuple[File, File | None]]]:
-        """The images of each data set with the files of their labels, if they have one."""
-        listing = _Folder()
-        named = self._named_images or self._usual_folders()
-        splits: dict[str, list[tuple[File, File | None]]] = {}
-        for name, several in named.items():
-            images = []
-            for one in several:
-                images += self._listed_images(one) if isinstance(one, File) else _images_below(one)
-                if not images:
-                    raise DataError(f"{self._names_file}: no image in {one}. Correct it, or add images.")
-            splits[name] = [(image, self._label_of(image, listing)) for image in images]
-        return {"" if list(splits) == ["train"] else name: pairs for name, pairs in splits.items()}
-
-    def _usual_folders(self) -> dict[str, list[Location | File]]:
-        """Returns the folder `images`, or the folders of data sets in it."""
-        root = self._names_file.location.parent
-        root = root.parent if root.name == "labels" else root
-        folder = root / "images" if is_folder(root / "images") else root
-        inner = folders_in(folder)
-        splits: dict[str, list[Location | File]] = {}
-        for one in inner:
-            splits.setdefault(base.SPLITS.get(one.name.lower(), ""), []).append(one)
-        if "" in splits or "train" not in splits:
-            return {"": [folder]}
-        if len(splits) < len(inner) or any(has_image_suffix(file) for file in files_in(folder)):
-            raise DataError(
-                f"{folder}: two of the folders {sorted(one.name for one in inner)} are one data set, or images are"
-                " beside them. Name the folders in data.yaml by train, val and test."
-            )
-        return {name: splits[name] for name in _order_splits(splits)}
-
-    def _find(self, entry: Any) -> Location | File:
-        """Returns a folder of images, or a list of images, that `data.yaml` names."""
-        if not isinstance(entry, str) or "\0" in entry:
-            raise DataError(
-                f"{self._names_file}: it names {entry!r}; expected a folder of images, or a list. Correct it."
-            )
-        beside = self._names_file.location.parent
-        root = self._settings.get("path")
-        bare = re.sub(r"^(\.\./|\./)+", "", entry)
-        bases = [beside / root / bare] if isinstance(root, str) and _is_below(root) else []
-        for location in [*bases, beside / bare]:
-            if is_folder(location):
-                return location
-            if location.name.endswith(".txt") and (file := find_file(location)):
-                return file
-        raise DataError(
-            f"{self._names_file}: it names {entry!r}, which is no folder and no list beside it. Correct path, train,"
-            " val and test, or leave them out."
-        )
-
-    def _listed_images(self, file: File) -> list[File]:
-        images = []
-        for line in filter(None, map(str.strip, decode_text(file, read_small_file(file)).splitlines())):
-            bare = line.removeprefix("./")
-            image = find_file(file.location.parent / bare) if _is_below(bare) else None
-            if image is None:
-                raise DataError(f"{file}: it names {line!r}, which is no file beside it. Correct the list.")
-            images.append(image)
-        return images
-
-    def _label_of(self, image: File, listing: _Folder) -> File | None:
-        """Returns the file of labels of an image: beside it, or in `labels` where the image is in `images`."""
-        stem = f"{without_suffix(image.location.name)}.txt"
-        if file := listing.find(image.location.parent, stem):
-            return file
-        below, folder = [stem], image.location.parent
-        for _ in range(_MAX_XML_DEPTH):
-            if folder.name == "images":
-                return listing.find(folder.parent / "labels", "/".join(below))
-            if folder.parent == folder:
-                break
-            below.insert(0, folder.name)
-            folder = folder.parent
-        return None
-
-    def _row(self, image: File, label: File | None, content: bytes) -> ObjectRow:
-        row = ObjectRow(_yolo_id(self._names_file, image), image, is_fraction=True)
-        if label is None:
-            return row
-        boxes: list[Box] = []
-        labels: list[int] = []
-        shapes: list[tuple[Shape, int]] = []
-        for number, line in enumerate(decode_text(label, content).splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                category, box, points = _yolo_line(line.split(), len(self._classes))
-            except ValueError as error:
-                return replace(row, image=None, reason=f"{label.name}:{number}: {error}")
-            boxes.append(box)
-            labels.append(category + 1)
-            if self.options.segmentation:
-                if not points:
-                    reason = f"{label.name}:{number}: a box without a polygon. Leave segmentation out"
-                    return replace(row, image=None, reason=reason)
-                shapes.append((Shape((np.array(points, np.float64),)), category + 1))
-        return replace(row, boxes=tuple(boxes), labels=tuple(labels), shapes=tuple(shapes))
-
-
-def _yolo_id(names: File, image: File) -> str:
-    root = str(names.location.parent)
-    text = str(image.location)
-    return printable_name(text.removeprefix(root).lstrip("/"))
-
-
-def _yolo_line(words: list[str], classes: int) -> tuple[int, Box, tuple[float, ...]]:
-    """Returns class, box and polygon of a line: class, middle and size of a box, or class and the points of a polygon.
-
-    The polygon of a box is empty. All are fractions of width and height. Raises ValueError for any other line.
-    """
-    try:
-        category, numbers = int(words[0]), [float(word) for word in words[1:]]
-    except ValueError as error:
-        raise ValueError("it holds something else than numbers") from error
-    if not 0 <= category < classes:
-        raise ValueError(f"class {category}; the classes are 0 to {classes - 1}")
-    if not all(-0.01 <= number <= 1.01 for number in numbers):
-        raise ValueError("a number is no fraction of the image; expected 0 to 1")
-    if len(numbers) == 4:
-        x, y, width, height = numbers
-        xs, ys = [x - width / 2, x + width / 2], [y - height / 2, y + height / 2]
-        return category, (xs[0], ys[0], xs[1], ys[1]), ()
-    if len(numbers) < 6 or len(numbers) % 2:
-        raise ValueError(f"{len(numbers)} numbers after the class; expected 4, or the points of a polygon")
-    xs, ys = numbers[::2], numbers[1::2]
-    return category, (min(xs), min(ys), max(xs), max(ys)), tuple(numbers)
-
-
-def _images_below(folder: Location, depth: int = 0) -> list[File]:
-    """Returns the images in a folder and in the folders in it."""
-    if depth > _MAX_XML_DEPTH:
-        raise DataError(f"{folder}: folders are more than {_MAX_XML_DEPTH} deep in each other. Is one of them a link?")
-    images = [file for file in files_in(folder) if has_image_suffix(file)]
-    return [*images, *(image for inner in folders_in(folder) for image in _images_below(inner, depth + 1))]

@@ -3,8 +3,8 @@
 Files that training decodes stay unchanged; TIFF, BMP and AVIF files, and first frames, become PNG. Masks become PNG
 files of one channel that has the classes, if the user names these by values or colours.
 
-`AnnotatedImages` is the base of the readers of annotations (`boxes.py`). An image without annotations is a row without
-boxes. With the option `segmentation` the outlines of objects become one mask of classes for each image.
+`AnnotatedImages` is the base of the readers of annotations (`boxes.py`, `yolo.py`). An image without annotations is a
+row without boxes. With the option `segmentation` the outlines of objects become one mask of classes for each image.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -36,14 +36,17 @@ from ray_app.task.images import MAX_PIXELS, decode_image, decode_mask, describe_
 from ray_app.task.ragged import Ragged
 
 T = TypeVar("T")
-NOT_AN_IMAGE = (
+_CANNOT_CONVERT = (
     "not an image that can be decoded ({}). Allowed is one intact still image of a usual format, such as png, jpeg,"
-    " webp, gif, tiff or bmp. Convert it, or give check=False to store it unread"
+    " webp, gif, tiff or bmp. Convert it"
 )
+"""The reason for a file that has to become PNG, which `check=False` does not change."""
+NOT_AN_IMAGE = f"{_CANNOT_CONVERT}, or give check=False to store it unread"
 IGNORED = 255
 """Class of the pixels of a mask that count in no loss (`ignore_index`)."""
 _PNG_MODES = ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "I;16")
 """Modes of Pillow that a PNG file stores unchanged."""
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_NAMED = 8
 BACKGROUND = "background"
 """The name of class 0, which no box has."""
@@ -73,25 +76,36 @@ def read_image(file: File | bytes, check: bool, first_frame: bool = False) -> by
     encoded = file if isinstance(file, bytes) else file.location.read_bytes()
     is_converted = is_convertible_image(encoded[:HEAD_BYTES])
     try:
-        if is_converted or (first_frame and _has_frames(encoded)):
+        if is_converted or (first_frame and _count_frames(encoded) > 1):
             return convert_image(encoded, first_frame)
     except ValueError as error:
-        raise ValueError(NOT_AN_IMAGE.format(error)) from error
-    if check and (reason := base.explain_undecodable(encoded)):
+        raise ValueError(_CANNOT_CONVERT.format(error)) from error
+    if check and (reason := base.explain_undecodable(encoded) or _explain_animated_png(encoded)):
         remedy = "; first_frame takes the first one" if reason.endswith(" frames") else ""
         raise ValueError(NOT_AN_IMAGE.format(reason + remedy))
     return encoded
 
 
-def _has_frames(encoded: bytes) -> bool:
-    """Returns whether a GIF or WebP file is animated; False for one that cannot be opened."""
+def _explain_animated_png(encoded: bytes) -> str | None:
+    """Returns the reason why an animated PNG file is refused, like other animations; None for another file.
+
+    Training decodes its first frame, since to most programs the file is a still image.
+    """
+    if not encoded.startswith(_PNG_SIGNATURE) or b"acTL" not in encoded:
+        return None
+    frames = _count_frames(encoded)
+    return f"it has {frames} frames" if frames > 1 else None
+
+
+def _count_frames(encoded: bytes) -> int:
+    """Returns the number of frames of a GIF, WebP or PNG file; 1 for one that cannot be opened."""
     from PIL import Image
 
     try:
-        return getattr(Image.open(io.BytesIO(encoded), formats=("GIF", "WEBP")), "n_frames", 1) > 1
+        return int(getattr(Image.open(io.BytesIO(encoded), formats=("GIF", "WEBP", "PNG")), "n_frames", 1))
     except Exception:
         # The check of the image says what is wrong with it.
-        return False
+        return 1
 
 
 def convert_image(encoded: bytes, first_frame: bool) -> bytes:
@@ -104,7 +118,7 @@ def convert_image(encoded: bytes, first_frame: bool) -> bytes:
     with _library_errors():
         from PIL import Image, ImageOps
 
-        image = Image.open(io.BytesIO(encoded), formats=("TIFF", "BMP", "AVIF", "GIF", "WEBP"))
+        image = Image.open(io.BytesIO(encoded), formats=("TIFF", "BMP", "AVIF", "GIF", "WEBP", "PNG"))
         if (pixels := image.width * image.height) > MAX_PIXELS:
             raise ValueError(f"it has {pixels} pixels; at most {MAX_PIXELS} are decoded")
         if (frames := getattr(image, "n_frames", 1)) > 1 and not first_frame:
@@ -184,7 +198,13 @@ def parse_mask_values(text: str) -> MaskValues:
     classes = list(dict.fromkeys(name for name in names if name != "ignore"))
     colors = [list(map(int, key.split("/"))) for key in keys] if are_colors else []
     is_too_large = any(part > np.iinfo(np.uint8).max for color in colors for part in color)
-    if not (are_colors or are_values) or is_too_large or not all(names) or len(set(keys)) < len(keys):
+    if (
+        not (are_colors or are_values)
+        or is_too_large
+        or not all(names)
+        or "=" in "".join(names)
+        or len(set(keys)) < len(keys)
+    ):
         raise ConfigError(
             f"mask_values is {text!r}; allowed are values or colours with their names, each once, such as"
             " 0=background,255=object or 0/0/0=background,255/0/0=road (red, green, blue)."
@@ -203,6 +223,7 @@ def read_mask(file: File, image: bytes, mask_values: MaskValues | None, check: b
     try:
         if is_convertible_image(encoded[:HEAD_BYTES]):
             encoded = convert_image(encoded, first_frame=False)
+        encoded = _without_alpha(encoded)
         if mask_values:
             encoded = encode_mask(mask_values.to_classes(_mask_values(encoded, mask_values.is_color)))
         mask_size = tuple(decode_mask(encoded).shape)
@@ -211,6 +232,31 @@ def read_mask(file: File, image: bytes, mask_values: MaskValues | None, check: b
     if check and mask_size != (size := tuple(decode_image(image).shape[-2:])):
         raise ValueError(f"its mask {file.name} has {mask_size} rows and columns, and the image {size}")
     return encoded
+
+
+def _without_alpha(encoded: bytes) -> bytes:
+    """Returns a mask; of gray with an opaque alpha channel (LA) only the gray values, as PNG."""
+    from PIL import Image, ImageOps
+
+    if not encoded.startswith(_PNG_SIGNATURE):
+        return encoded
+    with _library_errors():
+        image = Image.open(io.BytesIO(encoded), formats=("PNG",))
+        if image.mode != "LA" or image.width * image.height > MAX_PIXELS:
+            return encoded
+        gray, alpha = ImageOps.exif_transpose(image).split()
+        if alpha.getextrema() != (255, 255):
+            raise ValueError("it is gray with transparent pixels, which have no class. Save it without transparency")
+        return encode_mask(np.asarray(gray))
+
+
+def has_only_0_and_255(masks: Sequence[File]) -> bool:
+    """Returns whether all pixels of masks are 0 or 255, both of which occur; masks that cannot be used do not count."""
+    values: set[int] = set()
+    for file in masks:
+        with suppress(ValueError):
+            values.update(np.unique(decode_mask(_without_alpha(file.location.read_bytes())).numpy()).tolist())
+    return values == {0, IGNORED}
 
 
 def _mask_values(encoded: bytes, is_color: bool) -> npt.NDArray[np.int64]:
@@ -278,6 +324,7 @@ class ObjectRow:
         image: Its file, or the content of the file; None if the row is refused for the `reason`.
         boxes: Left, top, right, bottom of each object, in pixels, or as fractions of the image.
         labels: The class of each object, from 1.
+        names: What a message calls each object; empty for its number in the image.
         shapes: Outline and class of each object, to be drawn into a mask; the class is `IGNORED` for crowds.
         size: Width and height, as the annotations say; None if they do not.
         image_id: The number of the image in the annotations.
@@ -292,6 +339,7 @@ class ObjectRow:
     image_id: int | None = None
     is_fraction: bool = False
     reason: str = ""
+    names: tuple[str, ...] = ()
 
 
 def read_small_file(file: File) -> bytes:
@@ -318,11 +366,16 @@ def decode_text(file: File, content: bytes) -> str:
 
 @dataclass(frozen=True)
 class Annotations:
-    """The annotations of one data set: its rows, the names of the classes from 1 on, and notes for the user."""
+    """The annotations of one data set: its rows, the names of the classes from 1 on, and notes for the user.
+
+    Args:
+        skipped: Files that do not become a row, with the reason.
+    """
 
     rows: list[ObjectRow]
     classes: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -379,7 +432,7 @@ class AnnotatedImages(base.SourceReader):
             notes = [*one.notes]
             if empty := sum(not row.boxes for row in rows if row.image):
                 notes.append(f"{empty} of {len(rows)} images have no box; they are rows without objects.")
-            parts.append(base.Part(name, splits, named, keeps_order=True, notes=tuple(notes)))
+            parts.append(base.Part(name, splits, named, one.skipped, keeps_order=True, notes=tuple(notes)))
         return parts
 
 
@@ -441,7 +494,7 @@ def _read(
                 pixels *= [width, height, width, height]
             # The checks are of the values that are stored: a thin box has no size any more.
             boxes = pixels.astype(np.float32)
-            _check_boxes(boxes, width, height)
+            _check_boxes(boxes, row.names, width, height)
             mask = encode_mask(_draw(row, width, height)) if segmentation else b""
         except ValueError as error:
             refuse(row.row_id, str(error))
@@ -465,17 +518,19 @@ def _size_of(row: ObjectRow, encoded: bytes, check: bool) -> tuple[int, int]:
     return width, height
 
 
-def _check_boxes(boxes: npt.NDArray[np.float32], width: int, height: int) -> None:
+def _check_boxes(boxes: npt.NDArray[np.float32], names: Sequence[str], width: int, height: int) -> None:
     """Raises ValueError for a box without a size, or outside the image."""
     left, top, right, bottom = boxes.T
     has_size = (left < right) & (top < bottom)
     is_inside = (left >= -_EDGE) & (top >= -_EDGE) & (right <= width + _EDGE) & (bottom <= height + _EDGE)
-    for is_valid, fault in ((has_size, "has no size"), (is_inside, "lies outside the image")):
+    outside = f"lies outside the image, which is {width} wide and {height} high"
+    for is_valid, fault in ((has_size, "has no size"), (is_inside, outside)):
         if not is_valid.all():
-            box = [round(float(value), 3) for value in boxes[~is_valid][0]]
+            index = int(np.argmin(is_valid))
+            box = [round(float(value), 3) for value in boxes[index]]
+            name = names[index] if names else f"object {index + 1}"
             raise ValueError(
-                f"the box {box} (left, top, right, bottom) {fault}, which is {width} wide and {height} high. Correct"
-                " or remove the annotation"
+                f"{name} has the box {box} (left, top, right, bottom), which {fault}. Correct or remove the annotation"
             )
 
 

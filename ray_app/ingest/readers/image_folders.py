@@ -20,7 +20,14 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.csv_files import Csv
-from ray_app.ingest.readers.image_files import MaskValues, parse_mask_values, read_image, read_mask
+from ray_app.ingest.readers.image_files import (
+    MaskValues,
+    has_only_0_and_255,
+    parse_mask_values,
+    read_image,
+    read_mask,
+)
+from ray_app.ingest.readers.image_names import ImageNames, has_image_suffix, without_suffix
 from ray_app.storage.data_files import (
     HEAD_BYTES,
     File,
@@ -31,6 +38,7 @@ from ray_app.storage.data_files import (
     has_image_signature,
     is_convertible_image,
     is_folder,
+    is_within,
     name_other_format,
     open_data_file,
     parser_errors,
@@ -40,11 +48,11 @@ from ray_app.storage.data_files import (
 from ray_app.storage.files import Location, to_location
 from ray_app.storage.object_stores import CONNECTIONS
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
-"""Suffixes by which a file is a row, even if it cannot be decoded and is refused."""
 ALLOWED = "png, jpeg, webp and gif, and tiff, bmp and avif, which are stored as png"
 _SPLIT_ORDER = ["", "train", "eval", "test"]
 _EXPECTED = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
+_SAMPLED_MASKS = 8
+"""Number of masks that are read to see which values they have."""
 _MAX_DEPTH = 32
 """Maximum number of folders inside each other; a link may lead to a folder above itself."""
 _MAX_LABEL_BYTES = 512 << 20
@@ -57,8 +65,9 @@ class ImageRow:
 
     Args:
         row_id: The path of the image below the input, or a row of the file of labels.
-        image: Its file; None if the row is refused for the `reason`.
+        image: Its file; None if there is none.
         index: The row of the table of values, its further columns.
+        reason: Why the row is refused; empty if it is not.
     """
 
     row_id: str
@@ -122,6 +131,7 @@ class Images(base.SourceReader):
         skipped = self._skipped_files({row.image.location for row in labels.rows if row.image})
         options = self.options
         form = _Form(self.path, options.check, options.first_frame, mask_values)
+        notes = (*labels.notes, *self._notes_on_masks(labels.rows))
         parts = []
         for name in sorted(self._splits.values(), key=_SPLIT_ORDER.index) or [""]:
             rows = [row for row in labels.rows if self._split_of(row) == name]
@@ -135,7 +145,7 @@ class Images(base.SourceReader):
                 base.InputSplit(len(group), partial(_tables, form, group, _values_of(group, labels.values)))
                 for group in groups
             ]
-            parts.append(base.Part(name, splits, classes, skipped, keeps_order=True, notes=labels.notes))
+            parts.append(base.Part(name, splits, classes, skipped, keeps_order=True, notes=notes))
         return parts
 
     def _order(self, row: ImageRow) -> bytes:
@@ -220,9 +230,37 @@ class Images(base.SourceReader):
         if self._has_classes:
             return [file for files in self._classes.values() for file in files]
         images = [file for files in self._files.values() for file in files if self._is_image(file)]
+        if self.options.masks is not None:
+            images = self._without_masks(images)
         if not images:
             raise DataError(f"{self.path}: no image in this folder or below it; allowed are {ALLOWED}. Add images.")
         return images
+
+    def _without_masks(self, images: list[File]) -> list[File]:
+        """Returns the images that are no masks of others: masks may be beside the images, or in a folder below."""
+        root = to_location(str(self.options.masks))
+        if root != self.path:
+            masks = {file.location for file in self._masks.values()} if is_within(root, self.path) else set()
+            return [file for file in images if file.location not in masks]
+        stems = {without_suffix(relative_path(file.location, root)): file for file in images}
+        masks = {file.location for stem, file in stems.items() if stem.removesuffix("_mask") in stems.keys() - {stem}}
+        return [file for file in images if file.location not in masks]
+
+    def _notes_on_masks(self, rows: list[ImageRow]) -> list[str]:
+        """Returns notes on masks without a row, and on masks of 0 and 255 that have no names of classes."""
+        notes = []
+        used = [row.mask for row in rows if row.mask]
+        if used and not self.options.mask_values and has_only_0_and_255(used[:_SAMPLED_MASKS]):
+            notes.append(
+                "the masks have the values 0 and 255, which are the classes 0 and 255 now. To make them the classes 0"
+                " and 1, give mask_values='0=background,255=object'."
+            )
+        locations = {file.location for file in [*used, *self._images]}
+        if others := [name for name, file in self._masks.items() if file.location not in locations]:
+            notes.append(
+                f"{len(others)} masks belong to no row and are left out, such as {printable_name(others[0])!r}."
+            )
+        return notes
 
     @cached_property
     def _masks(self) -> dict[str, File]:
@@ -288,8 +326,10 @@ class Images(base.SourceReader):
         refused: list[tuple[str, str]] = []
         tables = [table for split in part.input_splits for table in split.tables(lambda *row: refused.append(row))]
         table = pa.concat_tables(tables)
-        by_name = _names_of(self._images, self.path)
-        names = self._name_column(table, by_name)
+        options = self.options
+        value_columns = [options.label, *(options.targets or []), *(options.columns or [])]
+        image_names = ImageNames(self._images, self.path)
+        names = image_names.name_column(self._label_file, table, [name for name in value_columns if name])
         label, others = self._chosen_columns(table, names)
         values, classes = {name: table[name] for name in others}, None
         if label and pa.types.is_string(table[label].type):
@@ -298,23 +338,19 @@ class Images(base.SourceReader):
             numbers = {name: number for number, name in enumerate(classes)}
             values[label] = pa.array([numbers.get(text) for text in texts], pa.int64())
         values = {"label" if name == label else name: column for name, column in values.items()}
-        if not label and not self.options.targets and len(others) == 1:
+        if not label and not options.targets and len(others) == 1:
             values = {"target": values[others[0]]}
-        rows = self._match_rows(table["row_id"].to_pylist(), table[names].to_pylist(), by_name)
+        rows = self._match_rows(table["row_id"].to_pylist(), table[names].to_pylist(), image_names)
+        if label:
+            is_missing = values["label"].is_null().to_pylist()
+            reason = f"no label in the column {label!r}; every row needs one"
+            ids = table["row_id"].to_pylist()
+            rows = [
+                replace(row, row_id=ids[row.index], reason=reason) if is_missing[row.index] and not row.reason else row
+                for row in rows
+            ]
         rows += [ImageRow(row_id, None, 0, reason=reason) for row_id, reason in refused]
         return _Labels(rows, pa.table(values), classes, part.notes)
-
-    def _name_column(self, table: pa.Table, by_name: dict[str, list[File]]) -> str:
-        """Returns the first column that names an image in its first row."""
-        for name in table.column_names[1:]:
-            if _clean_name(table[name][0].as_py()) in by_name:
-                return str(name)
-        first = {name: table[name][0].as_py() for name in table.column_names[1:]}
-        raise DataError(
-            f"{self._label_file}: no column names the images: its first row has {first}, and an image is called"
-            f" {relative_path(self._images[0].location, self.path)!r}. Name images by their paths below {self.path}, by"
-            " the ends of these, or without suffixes."
-        )
 
     def _chosen_columns(self, table: pa.Table, names: str) -> tuple[str | None, list[str]]:
         """Returns the column of the label, and all columns of values with it."""
@@ -338,13 +374,11 @@ class Images(base.SourceReader):
             label = chosen[0]
         return label, chosen
 
-    def _match_rows(self, ids: list[str], names: list[Any], by_name: dict[str, list[File]]) -> list[ImageRow]:
+    def _match_rows(self, ids: list[str], names: list[Any], image_names: ImageNames) -> list[ImageRow]:
         """Returns the rows of the file of labels, those refused that do not name one image, or one named before."""
         rows, first_of = [], dict[Location, str]()
         for index, (row_id, name) in enumerate(zip(ids, names, strict=True)):
-            files = by_name.get(_clean_name(name), [])
-            exact = [f for f in files if relative_path(f.location, self.path) == _clean_name(name)]
-            files = exact or files
+            files = image_names.find(name)
             reason = ""
             if len(files) != 1:
                 reason = f"{name!r} names no image below {self.path}"
@@ -419,43 +453,6 @@ def _walk(folder: Location, depth: int = 0) -> dict[Location, list[File]]:
     return files
 
 
-def _clean_name(name: Any) -> str:
-    """Returns the name of an image in a file of labels as a path below the input."""
-    return "" if name is None else str(name).strip().replace("\\", "/").removeprefix("./")
-
-
-def _names_of(images: list[File], root: Location) -> dict[str, list[File]]:
-    """Returns the images by the names that a row may have for them.
-
-    These are the path below the input and its ends, each with and without the suffix. A stem of digits is also
-    named by its number, since a column of such names holds integers.
-    """
-    by_name: dict[str, list[File]] = {}
-    for image in images:
-        parts = relative_path(image.location, root).split("/")
-        ends = ["/".join(parts[start:]) for start in range(len(parts))]
-        stem = without_suffix(parts[-1])
-        names = {
-            *ends,
-            *(without_suffix(end) for end in ends),
-            str(int(stem)) if stem.isascii() and stem.isdecimal() else stem,
-        }
-        for name in names:
-            by_name.setdefault(name, []).append(image)
-    return by_name
-
-
-def without_suffix(path: str) -> str:
-    """Returns a path without the suffix of its last part."""
-    stem, dot, suffix = path.rpartition(".")
-    return stem if dot and "/" not in suffix and stem else path
-
-
-def has_image_suffix(file: File) -> bool:
-    """Returns whether the name of a file has the suffix of an image."""
-    return file.location.name.lower().endswith(IMAGE_SUFFIXES)
-
-
 def _head(file: File) -> bytes:
     with parser_errors(file, ""), open_data_file(file.location) as stream:
         return stream.read(HEAD_BYTES)
@@ -485,7 +482,7 @@ def _tables(form: _Form, rows: list[ImageRow], values: pa.Table, refuse: base.Re
 def _read(form: _Form, rows: list[ImageRow], refuse: base.Refuse) -> Iterator[tuple[int, str, bytes, bytes | None]]:
     """Yields the index, id, image and mask of each row that can be used."""
     for index, row in enumerate(rows):
-        if row.image is None:
+        if row.image is None or row.reason:
             refuse(row.row_id, row.reason)
             continue
         try:

@@ -131,3 +131,33 @@ def test_one_of_several_data_sets_of_emnist_is_named(tmp_path: Path) -> None:
     options = IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in" / "emnist-letters"), eval_fraction=0)
     ingest(options)
     assert read_columns(tmp_path / "out" / "train")["image"].ravel().tolist() == list(range(1, 13))
+
+
+@pytest.mark.parametrize("names", [("X", "y"), ("X", "Y"), ("X_train", "y_train", "X_test", "y_test")])
+def test_names_of_arrays_may_be_capital_letters(tmp_path: Path, names: tuple[str, ...]) -> None:
+    columns = {"X": np.ones((60, 3)), "Y": np.arange(60) % 3}
+    np.savez(tmp_path / "d.npz", **{name: columns[name[0].upper()] for name in names})
+    parts = summary_of(tmp_path, "numpy", tmp_path / "d.npz").parts
+    assert parts.keys() == ({"": 0} if len(names) == 2 else {"train": 0, "eval": 0, "test": 0}).keys()
+    rows = read_columns(tmp_path / "out" / ("" if len(names) == 2 else "test"))
+    assert rows.keys() == {"row_id", "features", "label"}
+
+
+def test_a_capital_letter_stays_where_the_small_one_is_there(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x=np.ones((4, 3)), X=np.zeros((4, 3)), y=np.arange(4))
+    summary_of(tmp_path, "numpy", tmp_path / "d.npz")
+    assert read_columns(tmp_path / "out").keys() == {"row_id", "features", "X", "label"}
+
+
+def test_an_empty_text_as_label_is_named_by_array_and_row(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x=np.ones((3, 2)), y=np.array(["a", "b", ""]))
+    message = ingest_error(tmp_path, "numpy", tmp_path / "d.npz")
+    assert "d.npz:y: the row 2, counted from 0, has an empty text as label" in message
+
+
+def test_idx_files_may_be_in_folders_of_their_names(tmp_path: Path) -> None:
+    for name, axes in (("train-images-idx3-ubyte", (3, 2, 2)), ("train-labels-idx1-ubyte", (3,))):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        header = struct.pack(f">{len(axes) + 1}I", 0x800 + len(axes), *axes)
+        (tmp_path / "in" / name / name).write_bytes(header + bytes(int(np.prod(axes))))
+    assert summary_of(tmp_path, "idx", tmp_path / "in", eval_fraction=0.0).parts["train"].rows == 3

@@ -108,8 +108,8 @@ def test_coco_is_read_as_pycocotools_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda c: c["annotations"][0].update(bbox=[30, 3, 20, 5]), "lies outside the image"),
-        (lambda c: c["annotations"][0].update(bbox=[3, 3, 0, 5]), "has no size"),
+        (lambda c: c["annotations"][0].update(bbox=[30, 3, 20, 5]), "which lies outside the image, which is 40 wide"),
+        (lambda c: c["annotations"][0].update(bbox=[3, 3, 0, 5]), "the annotation 1 has the box [3.0, 3.0, 3.0, 8.0]"),
         (lambda c: c["annotations"][0].update(bbox=[3, 3, 5]), "expected [left, top, width, height]"),
         (lambda c: c["annotations"][0].update(category_id=7), "category 7, which 'categories' lacks"),
         (lambda c: c["annotations"][0].update(segmentation=[[1e9, 0, 0, 1e9, 5, 5]]), "far outside the image"),
@@ -138,12 +138,34 @@ def test_images_with_objects_that_cannot_be_used_are_bad_rows(tmp_path: Path, ch
         (lambda c: c["annotations"][0].update(image_id="9"), "'9' as 'image_id'; expected an integer"),
         (lambda c: c["images"].append(c["images"][0]), "has the id 1 of an earlier one"),
         (lambda c: c["images"].append(3), "is no object"),
+        (lambda c: [one.update(file_name="/x.png") for one in c["images"]], "the first one is called '/x.png'"),
+        (lambda c: c["annotations"][0].update(iscrowd="0"), "has '0' as 'iscrowd'; expected 0 or 1"),
+        (lambda c: c["annotations"][0].update(iscrowd=2), "has 2 as 'iscrowd'; expected 0 or 1"),
         (lambda c: c["annotations"][0].update(segmentation=[[1, 2]]), "neither polygons"),
         (lambda c: [one.update(file_name=f"x{one['id']}.png") for one in c["images"]], "Name the folder of the images"),
     ],
 )
 def test_files_that_are_not_of_coco_are_refused(tmp_path: Path, change: Any, expected: str) -> None:
     assert expected in ingest_error(tmp_path, "coco", write_coco(tmp_path, change), segmentation=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        (lambda c: c["images"][0].update(file_name="absent.png"), "absent.png"),
+        (lambda c: c["annotations"].append({**c["annotations"][0], "id": 77, "image_id": 9}), "annotation 77"),
+    ],
+)
+def test_only_what_is_wrong_in_a_file_of_coco_is_left_out(tmp_path: Path, change: Any, refused: str) -> None:
+    run(tmp_path, "coco", write_coco(tmp_path, change), on_bad_row="skip")
+    [line] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    assert json.loads(line)["row_id"] == refused
+    assert read_columns(tmp_path / "out")["image_id"] == ([2, 3] if "absent" in refused else [1, 2, 3])
+
+
+def test_a_list_is_no_file_of_coco(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"id": 1}]')
+    assert "no 'images' in it; expected a JSON file of COCO" in ingest_error(tmp_path, "coco", tmp_path / "a.json")
 
 
 def test_an_exif_orientation_that_the_annotations_ignore_is_named(tmp_path: Path) -> None:
@@ -266,6 +288,25 @@ def test_lists_of_voc_are_data_sets(tmp_path: Path) -> None:
     (root / "ImageSets" / "Main" / "val.txt").write_text("z\n")
     (tmp_path / "out").rename(tmp_path / "before")
     assert "names 'z'" in ingest_error(tmp_path, "voc", root)
+    (root / "ImageSets" / "Main" / "val.txt").write_text("c  1\nd -1\n")
+    assert "the line 'c  1' is of a list of one class" in ingest_error(tmp_path, "voc", root)
+
+
+def test_bad_boxes_in_all_files_of_voc_are_named(tmp_path: Path) -> None:
+    root = write_voc(tmp_path / "in", {"a": voc(("dog", ("x", 1, 5, 5)))})
+    assert "a.xml: object 1 has the edges ['x', '1', '5', '5']" in ingest_error(tmp_path, "voc", root)
+
+
+def test_images_of_voc_without_an_xml_file_are_named(tmp_path: Path) -> None:
+    root = write_voc(tmp_path / "in", {stem: voc(("dog", (1, 1, 5, 5))) for stem in "abd"})
+    write_images(root / "JPEGImages", "c.jpg")
+    assert run(tmp_path, "voc", root).parts[""].skipped_files == 1
+    assert '"row_id": "c.jpg", "reason": "left out: an image without' in (tmp_path / "out/refused.jsonl").read_text()
+    (root / "ImageSets" / "Main").mkdir(parents=True)
+    (root / "ImageSets" / "Main" / "train.txt").write_text("a\n")
+    (root / "ImageSets" / "Main" / "val.txt").write_text("b\n")
+    (tmp_path / "out").rename(tmp_path / "before")
+    assert [part.skipped_files for part in run(tmp_path, "voc", root).parts.values()] == [2, 2]
 
 
 BOMB = '<?xml version="1.0"?><!DOCTYPE l [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;">]><annotation>&b;</annotation>'
@@ -286,7 +327,7 @@ LEAK = (
         (voc(("dog", (1, 2, 3, "x"))), "object 1 has the edges"),
         (voc(("", (1, 2, 3, 4))), "object 1 has no name"),
         (voc(("dog", (1, 2, WIDTH + 5, 4))), "lies outside the image"),
-        (voc(("dog", (9, 2, 3, 4))), "has no size"),
+        (voc(("cat", (1, 2, 3, 4)), ("dog", (9, 2, 3, 4))), "object 2 of a.xml has the box [8.0, 1.0, 3.0, 4.0]"),
         (voc(("dog", ("nan", 2, 3, 4))), "expected four numbers"),
         (voc(("dog", (1, 2, 3, 4)), size=(3, 3)), "its annotations are for one 3 wide"),
     ],
@@ -377,7 +418,10 @@ def test_data_sets_of_yolo_are_data_sets(tmp_path: Path, settings: str, folders:
         ("0 0.5 0.5 0.1", "3 numbers after the class"),
         ("0 20 10 5 5", "no fraction of the image"),
         ("cat 0.5 0.5 0.1 0.1", "something else than numbers"),
-        ("0 0.5 0.5 0.0 0.1", "has no size"),
+        (
+            "\n0 0.5 0.5 0.0 0.1",
+            "1.txt:2 has the box [20.0, 13.5, 20.0, 16.5] (left, top, right, bottom), which has no size",
+        ),
         ("0 0.9 0.5 0.5 0.1", "lies outside the image"),
         ("0 nan 0.5 0.5 0.1", "no fraction of the image"),
     ],
@@ -393,9 +437,9 @@ def test_lines_of_yolo_that_cannot_be_used_are_bad_rows(tmp_path: Path, text: st
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ("names: 3\n", "the names of the classes are 3"),
+        ("names: 3\n", "the names of the classes are '3'"),
         ("names: [cat]\ntrain: labels\n", "no image in"),
-        ("names: [cat]\ntrain: ../../../../etc\n", "is no folder and no list beside it"),
+        ("names: [cat]\ntrain: ../../../../etc\n", "no folder and no list of images at"),
         ("names: [cat]\ntrain: [[a]]\n", "expected a folder of images"),
         ("- a\n", "no settings in it"),
         ("names: [", "Expected the data.yaml"),

@@ -278,7 +278,7 @@ def test_a_damaged_idx_gzip_is_refused(tmp_path: Path) -> None:
         ({"x": np.zeros((3, 2)), "y": np.arange(2)}, ["d.npz:x': 3", "d.npz:y': 2"]),
         ({"x": np.array([{}, []], dtype=object)}, ["d.npz:x", "object", "nothing is unpickled"]),
         ({"x": np.zeros((3, 2)), "y": np.array([1j, 2, 3])}, ["d.npz:y", "complex128", "bool, integers and floats"]),
-        ({"x": np.zeros(2), "y": np.array(["a", ""])}, ["rows without a value"]),
+        ({"x": np.zeros(2), "y": np.array(["a", ""])}, ["has an empty text as label"]),
         ({"x": np.float64(3)}, ["one single value"]),
         ({"x": np.zeros((0, 2))}, ["no rows"]),
         ({"label": np.arange(3) / 2}, ["`label` is of type double", "'target'"]),

@@ -89,7 +89,8 @@ def test_rows_and_images_that_do_not_match_are_refused_or_named(tmp_path: Path) 
     assert "names 2 images, such as ['a/1.png', 'b/1.png']" in reasons["labels.csv:4"]
     assert "'9.png' names no image" in reasons["labels.csv:5"]
     assert "the image of labels.csv:2, too" in reasons["labels.csv:6"]
-    assert "no label" in reasons["4.png"]
+    assert "no label in the column 'kind'" in reasons["labels.csv:7"]
+    assert "4.png" not in reasons
     assert "no row of labels.csv names" in reasons["a/1.png"]
     assert sorted(read_columns(tmp_path / "out")["row_id"]) == ["2.png", "3.png"]
 
@@ -101,7 +102,7 @@ def test_rows_and_images_that_do_not_match_are_refused_or_named(tmp_path: Path) 
         ("file\n1.png\n", {}, "no column but 'file'"),
         ("file,kind\n1.png,x\n", {"label": "k"}, "no column 'k'"),
         ("file,kind\n1.png,x\n", {"targets": ["kind"]}, "targets names 'kind', a column of string"),
-        ("file,kind\n8.png,x\n1.png,x\n", {}, "no column names the images"),
+        ("file,kind\n8.png,x\n1.png,x\n", {}, "row labels.csv:2: '8.png' names no image"),
         ("file,image\n1.png,x\n", {"columns": ["image"]}, "have names in common"),
     ],
 )
@@ -231,10 +232,11 @@ def test_images_that_png_cannot_store_are_refused_by_name(tmp_path: Path, conten
     (tmp_path / "in" / "a" / "1.tif").write_bytes(content)
     message = ingest_error(tmp_path, "images", tmp_path / "in")
     assert "row a/1.tif: not an image that can be decoded" in message
+    assert "check=False" not in message
     assert expected in message
 
 
-@pytest.mark.parametrize("kind", ["gif", "webp", "tiff"])
+@pytest.mark.parametrize("kind", ["gif", "webp", "tiff", "png"])
 def test_the_first_frame_is_stored_by_wish(tmp_path: Path, kind: str) -> None:
     frames = [Image.new("RGB", (6, 5), color) for color in ("red", "blue")]
     (tmp_path / "in" / "a").mkdir(parents=True)
@@ -285,6 +287,39 @@ def test_masks_of_palettes_and_colors_become_classes(tmp_path: Path) -> None:
         assert np.array_equal(decode_mask(mask), np.where(classes == 2, 255, classes))
 
 
+def test_masks_may_be_beside_the_images(tmp_path: Path) -> None:
+    write(tmp_path / "in", "1.jpg", "a/2.png", "3_mask.jpg")
+    for name in ("1_mask.png", "a/2_mask.png", "3_mask_mask.png"):
+        write_mask(tmp_path / "in" / name, VALUES)
+    summary = ingest_splits(tmp_path, masks=str(tmp_path / "in"))
+    assert sorted(read_columns(tmp_path / "out")["row_id"]) == ["1.jpg", "3_mask.jpg", "a/2.png"]
+    assert "give mask_values='0=background,255=object'" in summary.parts[""].notes[0]
+
+
+def test_masks_below_the_images_are_no_images(tmp_path: Path) -> None:
+    write(tmp_path / "in", "1.jpg")
+    write_mask(tmp_path / "in" / "masks" / "1.png", VALUES)
+    write_mask(tmp_path / "in" / "masks" / "9.png", VALUES)
+    options: dict[str, Any] = {"masks": str(tmp_path / "in" / "masks"), "mask_values": "0=b,255=o"}
+    notes = ingest_splits(tmp_path, **options).parts[""].notes
+    assert notes == ["1 masks belong to no row and are left out, such as '9'."]
+    assert read_columns(tmp_path / "out")["row_id"] == ["1.jpg"]
+
+
+def test_masks_of_gray_and_opaque_alpha_are_masks(tmp_path: Path) -> None:
+    write(tmp_path / "in", "1.png")
+    (tmp_path / "masks").mkdir()
+    image = Image.fromarray(VALUES).convert("LA")
+    image.save(tmp_path / "masks" / "1.png")
+    ingest_splits(tmp_path, masks=str(tmp_path / "masks"), mask_values="0=b,255=o")
+    assert np.array_equal(decode_mask(read_columns(tmp_path / "out")["mask"][0]), VALUES // 255)
+    image.putalpha(9)
+    image.save(tmp_path / "masks" / "1.png")
+    assert "transparent pixels" in ingest_error(
+        tmp_path / "b", "images", tmp_path / "in", masks=str(tmp_path / "masks")
+    )
+
+
 def test_masks_without_named_values_stay_as_they_are(tmp_path: Path) -> None:
     write(tmp_path / "in", "1.png")
     write_mask(tmp_path / "masks" / "1.png", VALUES % 3, "P")
@@ -313,7 +348,7 @@ def test_masks_that_do_not_fit_are_bad_rows(tmp_path: Path, mask: Any, values: s
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0=", "=a", "0=a,0=b", "0=a,255/0/0=b", "255/0=a", "256/0/0=a", "-1=a", "0=ignore"]
+    "text", ["", "0", "0=", "=a", "0=a,0=b", "0=a,255/0/0=b", "255/0=a", "256/0/0=a", "-1=a", "0=ignore", "0=b;1=o"]
 )
 def test_wrong_mask_values_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="mask_values"):
