@@ -81,7 +81,7 @@ def test_tables_of_delta_hudi_and_iceberg_are_refused(tmp_path: Path, log: str, 
     assert open_dataset(str(tmp_path)).manifest.num_rows == 3
     (tmp_path / log).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / log).touch()
-    with pytest.raises(DataError, match=f"is a table of {kind} .*Write the rows that do as plain Parquet"):
+    with pytest.raises(DataError, match=f"is a table of {kind} .*write its rows as plain Parquet"):
         open_dataset(str(tmp_path))
 
 

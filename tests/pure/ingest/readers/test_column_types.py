@@ -23,7 +23,8 @@ from PIL import Image
 
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError
-from ray_app.ingest.ingest import IngestOptions, ingest, ingest_arrays
+from ray_app.ingest.in_memory import ingest_arrays
+from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.task.tabular import TabularClassification
 from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns, write_tar
 
