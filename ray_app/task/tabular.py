@@ -133,9 +133,9 @@ class _Tabular(Task):
 
     @property
     def encoding(self) -> dict[str, Any] | None:
-        """The encoding of raw rows; None if `features` are the columns of numbers as they are."""
-        if self.fitted is None:
-            return None
+        """The encoding of raw rows; None if `features` is one column as it is, so that values need no names."""
+        if self.fitted is None or len(self.features or []) > 1:
+            return self.fitted
         is_plain = self.fitted == plain_encoding(self.features or [], self.scale)
         return None if is_plain else self.fitted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,3 +134,19 @@ def test_an_export_warns_once_of_values_that_the_training_data_lacks(predictor: 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         predictor.predict(RAW_ROWS)
+
+
+def test_columns_of_numbers_are_taken_by_name(tmp_path: Path) -> None:
+    table = {"a": [0.0, 1.0, 2.0, 3.0], "b": [5.0, 3.0, 9.0, 1.0], "label": [0, 1, 0, 1]}
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+    path = str(tmp_path / "rows.parquet")
+    torch.manual_seed(1)
+    task = prepare_task(TabularClassification(features=["a", "b"], hidden=[4]), open_dataset(path).facts)
+    arrays: Any = read_decoded(task, path)
+    source = {"run": "run", "step": 1, "params_digest": ""}
+    write_export(task, task.build_model().eval(), arrays, tmp_path / "export", source)
+    predictor = load_model(tmp_path / "export")
+    expected = predictor.predict(arrays["features"])
+    assert np.array_equal(predictor.predict(pd.DataFrame(table)[["b", "label", "a"]]), expected)
+    with pytest.raises(ValueError, match="The column 'a' is missing"):
+        predictor.predict(pd.DataFrame(table)[["b", "label"]])
