@@ -125,7 +125,7 @@ def _open_table(table: Any) -> tuple[pa.Schema, _Rows]:
 
 
 def _open_reader(table: Any) -> pa.RecordBatchReader | None:
-    """Returns the reader of a table whose library reads it as Arrow; None for other objects."""
+    """Returns the reader of a table that its library reads as Arrow; None for other objects."""
     if hasattr(table, "fetch_record_batch"):
         # A cursor of ADBC or DuckDB.
         return table.fetch_record_batch()

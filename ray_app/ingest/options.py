@@ -75,10 +75,10 @@ class IngestOptions:
         label: For csv, jsonl, hf and tfrecord: the column that becomes `label`; strings become class indices in sorted
             order. For images: the column of the file of labels. For hf and tfrecord not needed if it is called label.
             For webdataset: the key in each .json of an integer or text; not needed with .cls.
-        labels: For images: a CSV file with a row for each image, on a disk or in a bucket. The first column that names
-            an image in its first row has the names; the only other column, or the one that the option label names,
-            becomes `label` (`target`, if it holds fractions), further ones keep their names. `none`: the images
-            have no label. Default: the class is the folder of an image.
+        labels: For images: a CSV file with a row for each image, on a disk or in a bucket. The column that names
+            the most images is found. If there is one other column, it becomes `label`, or `target` if it has fractions;
+            of several, the one that the option label names becomes `label`, and the others keep their names. `none`:
+            the images have no label. Default: the class is the folder of an image.
         targets: For csv, jsonl, hf, tfrecord, and images with labels: columns of numbers that together become the array
             column `target` of float32, in this order, such as 0 and 1 for each of several labels. By their names before
             rename; integers above 2**24 are rounded.
@@ -108,12 +108,13 @@ class IngestOptions:
             of text, too.
         comment: For csv: the character at the beginning of lines that are left out.
         skip_lines: For csv: number of lines before the header line, which are left out.
-        drop: Columns to leave out, by the names that they would have before rename.
-        classes: For csv, jsonl, hf, tfrecord and webdataset: names of the classes of the label in the order of their
-            indices; with it a label of numbers in a CSV is the name of a class, too. Default: strings in sorted order.
+        drop: Columns to leave out. They have their names in the source, or in the data set if the source has none.
+        classes: For csv, jsonl, hf, tfrecord and webdataset: all classes of the label, in the order in which they are
+            numbered from 0. A class of numbers is written as the number, such as -1. Default: texts in sorted order;
+            numbers stay as they are.
         columns: For csv, jsonl, hf, tfrecord, webdataset, and images with labels: the columns to keep, by their names
-            before rename, the label besides; default: all. For webdataset json.KEY is a value of each .json, text, a
-            number or a truth value, which becomes the column KEY.
+            before rename, the label besides; default: all. For webdataset, json.KEY makes a column KEY of that value
+            of each .json: text, a number or a truth value.
         ragged: For jsonl, hf and tfrecord: columns of lists of any length, also empty ones, by their names in the
             source: lists of numbers, such as tokens, or of lists that have one size, that of the first that is not
             empty, such as boxes. Default: lists have one shape in all rows.
@@ -127,20 +128,19 @@ class IngestOptions:
         pack: With a tokenizer: number of tokens of a row. The texts of an input split, and of a data set, are put one
             after the other and cut into blocks, each token once; the last block of an input split may be shorter.
             There are no other columns then.
-        eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`, chosen
-            by a keyed hash of the row's id, and then not exactly this fraction, nor exactly the same in each class,
-            unless group, split_by or stratify say otherwise. Of sources
-            with `train` and `test` a part of `train`; not for those that have other data sets themselves. Default:
-            for digits, where it is exactly stratified, 0.2; for idx, cifar and numpy with a `test` 0.1; for others
-            none.
+        eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`. A
+            keyed hash of the row's id decides, so the fraction is approximate, in each class, too; see also group, split_by
+            and stratify. If the source has `train` and `test`, `eval` is taken from `train`; a source with other data
+            sets is not divided. Default: 0.2 for digits, exactly stratified; 0.1 for idx, cifar and numpy with a
+            `test`; otherwise none.
         seed: Key of that hash; split_by does not use it.
         group: With eval_fraction: a column, such as that of patients, of which all rows with one value go to one data
             set: the hash is that of the value. The column stays, and the tabular tasks use it only if they name it.
         split_by: With eval_fraction: a column of dates, times (in text as ISO 8601) or numbers, of which the rows with
             the largest values go to `eval`, rows of one value together. Times without an
             offset count as UTC. The source is read once more, and each different value takes 16 bytes of memory.
-        stratify: With eval_fraction: each class of the label has exactly this fraction in `eval`, but for one row an
-            input split; the rows are chosen at random.
+        stratify: With eval_fraction: `eval` has this fraction of each class of the label, rounded in each input split
+            to a whole row. The rows are chosen at random.
         check: For images, coco, voc, yolo, webdataset, tfrecord and hf: decode each image now, so that a damaged one is
             refused here and not in training.
         on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in

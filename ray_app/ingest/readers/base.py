@@ -527,8 +527,8 @@ def label_texts(column: pa.Array | pa.ChunkedArray) -> set[str]:
 def has_labels(lists: pa.Array, classes: Sequence[str]) -> npt.NDArray[np.bool_]:
     """Returns for each row of a column of lists whether it has a list, of names or indices of classes only."""
     good: npt.NDArray[np.bool_] = lists.is_valid().to_numpy(zero_copy_only=False)
-    owners, places = _labels_of_lists(lists, classes)
-    good[owners[places < 0]] = False
+    owners, indices = _labels_of_lists(lists, classes)
+    good[owners[indices < 0]] = False
     return good
 
 
@@ -540,14 +540,14 @@ def to_multi_hot(lists: pa.Array, classes: Sequence[str]) -> npt.NDArray[np.floa
 
 
 def _labels_of_lists(lists: pa.Array, classes: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Returns for each item of the lists its row, and the index of its class, -1 for what is no class."""
+    """Returns for each item of the lists its row, and the index of its class, -1 for an item that is not a class."""
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
     items = to_plain(pc.list_flatten(lists))
-    known = pa.array(classes, pa.string())
+    class_values = pa.array(classes, pa.string())
     if not is_text(items.type):
-        items, known = items.cast(pa.int64(), safe=False), pa.array(range(len(classes)), pa.int64())
-    places = pc.fill_null(pc.index_in(items, known, skip_nulls=True), -1)
-    return np.repeat(np.arange(len(lists)), lengths), places.to_numpy().astype(np.int64)
+        items, class_values = items.cast(pa.int64(), safe=False), pa.array(range(len(classes)), pa.int64())
+    indices = pc.fill_null(pc.index_in(items, class_values, skip_nulls=True), -1)
+    return np.repeat(np.arange(len(lists)), lengths), indices.to_numpy().astype(np.int64)
 
 
 def explain_multi_hot(label: str, classes: Sequence[str]) -> str:

@@ -307,7 +307,7 @@ def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
     if isinstance(label, float) and label.is_integer():
         values["label"] = label = int(label)
     if form.class_numbers is not None:
-        # The names of numbers and truth values are those of JSON; a list or an object is no class.
+        # The names of numbers and truth values are those of JSON; a list or an object is not a class.
         text = label if isinstance(label, str) else json.dumps(label) if isinstance(label, int) else ""
         if (class_number := form.class_numbers.get(text)) is None:
             raise ValueError(f"label {label!r}; expected one of {base.format_items([*form.class_numbers])}")

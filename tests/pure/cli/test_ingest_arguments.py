@@ -14,11 +14,11 @@ from tests.support.ingest_inputs import read_columns
 
 def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> IngestOptions:
     """Returns the options that the command makes of its arguments."""
-    options: list[IngestOptions] = []
-    monkeypatch.setattr(command, "_call", lambda _work, given, _address: options.append(given))
+    calls: list[IngestOptions] = []
+    monkeypatch.setattr(command, "_call", lambda _work, options, _address: calls.append(options))
     monkeypatch.setattr(command, "_print", lambda *_: None)
     assert command.main(["--source", "csv", "--input", "in.csv", "--out", "out", *arguments]) == 0
-    return options[0]
+    return calls[0]
 
 
 @pytest.mark.parametrize(
