@@ -129,10 +129,10 @@ class IngestOptions:
             after the other and cut into blocks, each token once; the last block of an input split may be shorter.
             There are no other columns then.
         eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`. A
-            keyed hash of the row's id decides, so the fraction is approximate, in each class, too; see also group, split_by
-            and stratify. If the source has `train` and `test`, `eval` is taken from `train`; a source with other data
-            sets is not divided. Default: 0.2 for digits, exactly stratified; 0.1 for idx, cifar and numpy with a
-            `test`; otherwise none.
+            keyed hash of the row's id decides, so the fraction is approximate, in each class, too; see also group,
+            split_by and stratify. If the source has `train` and `test`, `eval` is taken from `train`; a source
+            with other data sets is not divided. Default: 0.2 for digits, exactly stratified; 0.1 for idx, cifar
+            and numpy with a `test`; otherwise none.
         seed: Key of that hash; split_by does not use it.
         group: With eval_fraction: a column, such as that of patients, of which all rows with one value go to one data
             set: the hash is that of the value. The column stays, and the tabular tasks use it only if they name it.

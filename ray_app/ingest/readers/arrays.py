@@ -476,7 +476,7 @@ class Digits(base.SourceReader):
         return []
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns `train` and `eval`, divided by a keyed hash of (seed, index) within each class."""
+        """Returns `train` and `eval`, divided by a keyed hash of (seed, index) in each class; for 0 only `train`."""
         del run
         with np.load(Path(__file__).with_name("digits.npz")) as stored:
             images, labels = stored["image"], stored["label"].astype(np.int64)
@@ -496,4 +496,5 @@ class Digits(base.SourceReader):
         return [
             base.Part(side, [base.InputSplit(len(rows), partial(tables, rows))], classes, keeps_order=True)
             for side, rows in sides.items()
+            if side == "train" or fraction
         ]

@@ -192,6 +192,11 @@ def test_a_tenth_of_the_train_rows_becomes_eval_and_test_rows_stay_test(tmp_path
     assert ingest(IngestOptions(source, str(out), str(path))).reused
 
 
+def test_digits_without_a_fraction_to_hold_out_are_one_data_set(tmp_path: Path) -> None:
+    summary = ingest(IngestOptions("digits", str(tmp_path / "out"), eval_fraction=0.0))
+    assert {name: part.rows for name, part in summary.parts.items()} == {"train": 1797}
+
+
 def test_digits_are_complete_stratified_and_fixed(tmp_path: Path) -> None:
     ingest(IngestOptions("digits", str(tmp_path / "out")))
     data, parts = load_digits(), {name: read_columns(tmp_path / "out" / name) for name in ("train", "eval")}
