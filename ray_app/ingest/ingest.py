@@ -250,8 +250,8 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
 
 def _for_tasks(options: IngestOptions, reader: base.SourceReader, parts: Sequence[base.Part]) -> IngestOptions:
     """Returns the options with the part of the rows to hold out, and without what the reader does itself."""
-    drop = None if reader.traits.leaves_out_columns else options.drop
-    return replace(options, eval_fraction=reader.held_out([part.name for part in parts]), drop=drop)
+    held_out = reader.held_out([part.name for part in parts])
+    return replace(options, eval_fraction=held_out, drop=reader.columns_to_drop())
 
 
 def _preview_part(

@@ -262,7 +262,7 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], n
         ]:
             raise ConfigError(
                 f"{changed[0]} is {getattr(options, changed[0])!r}: source {options.source!r} is trained on as it is,"
-                " and nothing is written; leave it out."
+                " and nothing is written; leave it out, or ingest these files by --source hf."
             )
     if options.input and options.out and is_within(to_location(options.out), to_location(options.input)):
         raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; give a folder beside it.")

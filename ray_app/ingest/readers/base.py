@@ -190,6 +190,10 @@ class SourceReader(ABC):
             )
         return kept
 
+    def columns_to_drop(self) -> list[str] | None:
+        """Returns those of the option `drop` that the tables of the reader have."""
+        return None if self.traits.leaves_out_columns else self.options.drop
+
     def default_label(self, names: Container[str]) -> str | None:
         """Returns `label` if it is among the columns, and not to be left out; otherwise None."""
         return "label" if "label" in names and "label" not in (self.options.drop or ()) else None

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ray_app.errors import DataError
+from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.csv_files import Csv
@@ -322,12 +322,13 @@ class Images(base.SourceReader):
     def _labels_in_file(self, run: base.Run) -> _Labels:
         """Returns the rows of the file of labels."""
         # `Csv` reads the file twice; the first pass finds the types of the columns.
-        part = Csv(str(self._label_file), replace(self.options, source="csv", label=None, columns=None)).parts(run)[0]
+        part = Csv(
+            str(self._label_file), replace(self.options, source="csv", label=None, columns=None, drop=None)
+        ).parts(run)[0]
         refused: list[tuple[str, str]] = []
         tables = [table for split in part.input_splits for table in split.tables(lambda *row: refused.append(row))]
         table = pa.concat_tables(tables)
-        options = self.options
-        value_columns = [options.label, *(options.targets or []), *(options.columns or [])]
+        value_columns = [self.options.label, *(self.options.targets or []), *(self.options.columns or [])]
         image_names = ImageNames(self._images, self.path)
         names = image_names.name_column(self._label_file, table, [name for name in value_columns if name])
         label, others = self._chosen_columns(table, names)
@@ -338,7 +339,7 @@ class Images(base.SourceReader):
             numbers = {name: number for number, name in enumerate(classes)}
             values[label] = pa.array([numbers.get(text) for text in texts], pa.int64())
         values = {"label" if name == label else name: column for name, column in values.items()}
-        if not label and not options.targets and len(others) == 1:
+        if not label and not self.options.targets and len(others) == 1:
             values = {"target": values[others[0]]}
         rows = self._match_rows(table["row_id"].to_pylist(), table[names].to_pylist(), image_names)
         if label:
@@ -352,10 +353,19 @@ class Images(base.SourceReader):
         rows += [ImageRow(row_id, None, 0, reason=reason) for row_id, reason in refused]
         return _Labels(rows, pa.table(values), classes, part.notes)
 
+    def columns_to_drop(self) -> list[str] | None:
+        """Returns those of the option `drop` that the tables of the reader have: not those of the file of labels."""
+        drop = self.options.drop or []
+        return [name for name in drop if name in ("image", "mask", "label", "target") or not self._has_label_file]
+
     def _chosen_columns(self, table: pa.Table, names: str) -> tuple[str | None, list[str]]:
         """Returns the column of the label, and all columns of values with it."""
         label, targets = self.options.label, self.options.targets or []
         available = [name for name in table.column_names if name not in ("row_id", names)]
+        dropped = set(self.options.drop or ()) - set(self.columns_to_drop() or ())
+        if absent := sorted(dropped - set(available)):
+            raise ConfigError(f"{self._label_file}: drop names {absent[0]!r}; the columns are {available}. Name these.")
+        available = [name for name in available if name not in dropped]
         chosen = [*(self.options.columns or available), *([label] if label else []), *targets]
         if missing := [name for name in chosen if name not in available]:
             raise DataError(

@@ -114,6 +114,18 @@ def test_a_file_of_labels_that_does_not_fit_is_refused(
     assert expected in ingest_error(tmp_path, "images", tmp_path / "in", labels=str(tmp_path / "labels.csv"), **options)
 
 
+def test_a_dropped_column_of_a_file_of_labels_is_not_its_label(tmp_path: Path) -> None:
+    write(tmp_path / "in", "1.png", "2.png")
+    rows = labelled(tmp_path, "file,kind,note\n1.png,b,u\n2.png,a,v\n", drop=["note"])
+    assert (rows["label"], sorted(rows)) == ([1, 0], ["image", "label", "row_id"])
+    (tmp_path / "second").mkdir()
+    write(tmp_path / "second" / "in", "1.png")
+    (tmp_path / "second" / "labels.csv").write_text("file,kind\n1.png,b\n")
+    options = {"labels": str(tmp_path / "second" / "labels.csv"), "drop": ["none"]}
+    message = ingest_error(tmp_path / "second", "images", tmp_path / "second" / "in", **options)
+    assert "drop names 'none'; the columns are ['kind']" in message
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
