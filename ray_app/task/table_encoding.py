@@ -15,6 +15,7 @@ The module stands alone: it needs NumPy and nothing of ray_app, since every mode
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -200,7 +201,7 @@ def value_codes(column: Mapping[str, Any]) -> dict[str, int]:
     """Returns the code of each text that is a value of a category column; all other texts are the category other.
 
     Where the values are booleans, with or without the constant that replaces a missing one, each usual text of a
-    boolean is that value.
+    boolean is that value. Where they are integers, `3.0` is 3: pandas writes it so beside a missing value.
     """
     codes = {value: code for code, value in enumerate(column["values"])}
     booleans = {value: value.lower() for value in codes if value.lower() in _TRUTH_TEXTS}
@@ -208,6 +209,9 @@ def value_codes(column: Mapping[str, Any]) -> dict[str, int]:
         for value, truth in booleans.items():
             for text in _TRUTH_TEXTS[truth]:
                 codes.setdefault(text, codes[value])
+    integers = [value for value in column["values"] if value != column["fill"]]
+    if all(re.fullmatch(r"-?\d+", value) for value in integers):
+        codes = {f"{value}.0": codes[value] for value in integers} | codes
     return codes
 
 

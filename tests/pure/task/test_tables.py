@@ -29,7 +29,7 @@ from ray_app.preflight.data_summary import describe_training_columns
 from ray_app.task import table_statistics
 from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task, stored_schema
-from ray_app.task.table_encoding import encode_rows
+from ray_app.task.table_encoding import encode_rows, value_codes
 from ray_app.task.table_statistics import ExactSum, select_rank
 from ray_app.task.tabular import TabularClassification, TabularRegression
 
@@ -446,3 +446,20 @@ def test_a_label_of_text_in_parquet_is_a_class(tmp_path: Path, weights: Any) -> 
         decode_all_rows(task.prepare(other.facts), other)
     with pytest.raises(DataError, match="1 missing values"):
         prepare(write_table(tmp_path / "gap", {"x": [1.0, 2.0], "label": ["yes", None]}))
+
+
+@pytest.mark.parametrize(
+    ("values", "texts", "codes"),
+    [
+        (["1", "2", "-3"], ["1", "2.0", "-3.0", "2.5"], [0, 1, 2, None]),
+        # The constant that replaces a missing value is a category, too.
+        (["1", "none"], ["1.0", "none", "none.0"], [0, 1, None]),
+        (["1", "1.0"], ["1", "1.0"], [0, 1]),
+        (["a", "1"], ["1.0"], [None]),
+    ],
+)
+def test_the_text_of_a_whole_float_is_the_category_of_the_integer(
+    values: list[str], texts: list[str], codes: list[int | None]
+) -> None:
+    code_of = value_codes({"values": values, "fill": "none"})
+    assert [code_of.get(text) for text in texts] == codes
