@@ -87,6 +87,11 @@ def find_first_eval_time(
         counts: The different values and their rows, of each input split.
     """
     times, rows = merge_counts(counts)
+    if not len(times):
+        raise DataError(
+            f"split_by {options.split_by!r} has no value in any row that is a date, a time or a number. Name another"
+            " column, or ingest without on_bad_row=skip to see the first of these rows."
+        )
     if len(times) < 2:
         raise DataError(
             f"split_by {options.split_by!r} has one value in all rows; rows of one value stay together. Name another"

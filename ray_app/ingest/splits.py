@@ -10,6 +10,7 @@ of one length.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -385,9 +386,10 @@ def _with_values(table: pa.Table, column: str, options: IngestOptions, refuse: b
     is_time = np.ones(table.num_rows, np.bool_)
     for row, value in find_no_times(table[column]):
         is_time[row] = False
+        hint = " (with zeros before it, a number is text)" if re.fullmatch(r"0\d+", value) else ""
         refuse(
             table["row_id"][row].as_py(),
-            f"{column} is {value[:_MAX_VALUE_CHARS]!r}, by which rows are divided; allowed are {ALLOWED_TIMES}",
+            f"{column} is {value[:_MAX_VALUE_CHARS]!r}, by which rows are divided; allowed are {ALLOWED_TIMES}{hint}",
         )
     return table.filter(pa.array(is_time))
 

@@ -277,8 +277,12 @@ class Numpy(base.SourceReader):
 
 def _lower_names(arrays: dict[str, _Stored]) -> dict[str, _Stored]:
     """Returns the arrays; `X`, `Y` and names such as `X_train` become lower case where that name is not taken."""
-    lower = {name: re.sub(r"(?<![A-Za-z])[XY](?![A-Za-z])", lambda match: match[0].lower(), name) for name in arrays}
-    return {name if lower[name] in arrays else lower[name]: array for name, array in arrays.items()}
+    words = "|".join(base.SPLITS)
+    is_variant = re.compile(rf"[XY](_({words}))?|({words})_[XY]").fullmatch
+    return {
+        name.lower() if is_variant(name) and name.lower() not in arrays else name: array
+        for name, array in arrays.items()
+    }
 
 
 def _divide(arrays: dict[str, _Stored]) -> dict[str, dict[str, _Stored]] | None:

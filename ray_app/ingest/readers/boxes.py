@@ -147,7 +147,8 @@ class _CocoFile:
             size = (item["width"], item["height"]) if has_size else None
             self.images[image_id] = _string(where, item, "file_name"), size
         else:
-            if (is_crowd := item.get("iscrowd", 0)) not in (0, 1) or not isinstance(is_crowd, int):
+            is_crowd = item.get("iscrowd") or 0
+            if isinstance(is_crowd, str) or is_crowd not in (0, 1):
                 raise DataError(
                     f"{where} has {is_crowd!r} as 'iscrowd'; expected 0 or 1, as COCO has. Correct the file."
                 )

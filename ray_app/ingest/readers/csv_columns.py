@@ -53,7 +53,8 @@ class ColumnScan:
         elif notation.date_format and notation.date_type in self.types:
             self._find_no_date(values, file, numbers, notation)
         self.types = types
-        if not _is_number(self.types[0]):
+        # Other types, such as dates of digits, may come before that of a number, and fit none of the later values.
+        if not any(map(_is_number, self.types)):
             return
         self.zeros = self.zeros or _first_value(_find_leading_zeros(values, notation), values, file, numbers)
         self.rounded = self.rounded or _first_value(_find_rounded(values, notation), values, file, numbers)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.csv_files import Csv
@@ -322,9 +322,10 @@ class Images(base.SourceReader):
     def _labels_in_file(self, run: base.Run) -> _Labels:
         """Returns the rows of the file of labels."""
         # `Csv` reads the file twice; the first pass finds the types of the columns.
-        part = Csv(
-            str(self._label_file), replace(self.options, source="csv", label=None, columns=None, drop=None)
-        ).parts(run)[0]
+        # A column that is left out here is not read, whatever it holds.
+        drop = [name for name in self.options.drop or [] if name not in (self.columns_to_drop() or [])]
+        options = replace(self.options, source="csv", label=None, columns=None, drop=drop)
+        part = Csv(str(self._label_file), options).parts(run)[0]
         refused: list[tuple[str, str]] = []
         tables = [table for split in part.input_splits for table in split.tables(lambda *row: refused.append(row))]
         table = pa.concat_tables(tables)
@@ -362,10 +363,6 @@ class Images(base.SourceReader):
         """Returns the column of the label, and all columns of values with it."""
         label, targets = self.options.label, self.options.targets or []
         available = [name for name in table.column_names if name not in ("row_id", names)]
-        dropped = set(self.options.drop or ()) - set(self.columns_to_drop() or ())
-        if absent := sorted(dropped - set(available)):
-            raise ConfigError(f"{self._label_file}: drop names {absent[0]!r}; the columns are {available}. Name these.")
-        available = [name for name in available if name not in dropped]
         chosen = [*(self.options.columns or available), *([label] if label else []), *targets]
         if missing := [name for name in chosen if name not in available]:
             raise DataError(

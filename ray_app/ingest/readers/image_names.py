@@ -90,8 +90,13 @@ class ImageNames:
     def find(self, name: Any) -> list[File]:
         """Returns the images of a name; only one if the name is its whole path."""
         clean = clean_name(name)
-        images = self._by_name.get(clean, [])
+        images = self._by_name.get(self._key(clean), [])
         return [one for one in images if relative_path(one.location, self._root) == clean] or images
+
+    def _key(self, clean: str) -> str:
+        """Returns the key of a name in `_by_name`; zeros before a number do not count where no image has them."""
+        is_number = clean.isascii() and clean.isdecimal()
+        return str(int(clean)) if is_number and clean not in self._by_name else clean
 
     def _is_file_name(self, name: Any) -> bool:
         """Returns whether a name has the suffix of an image and is the path of an image, or an end of one."""
@@ -115,11 +120,16 @@ class ImageNames:
             DataError: No column names an image, two fit equally well, or the header line is a row.
         """
         columns = table.column_names[1:]
+        if not table.num_rows:
+            raise DataError(f"{where}: it has no row that can be used. Correct its rows.")
         for name in columns:
             if self._is_file_name(name):
                 self._refuse_header(where, name)
         distinct = {name: table[name].unique().drop_null().to_pylist() for name in columns}
-        named = {name: sum(clean_name(one) in self._by_name for one in values) for name, values in distinct.items()}
+        named = {
+            name: sum(self._key(clean_name(one)) in self._by_name for one in values)
+            for name, values in distinct.items()
+        }
         files = {name: sum(map(self._is_file_name, values)) for name, values in distinct.items()}
         if not any(named.values()):
             first = {name: table[name][0].as_py() for name in columns}
@@ -131,8 +141,6 @@ class ImageNames:
         best = max(columns, key=lambda name: (files[name], named[name]))
         if files[best]:
             rivals = [name for name in columns if 2 * files[name] >= files[best] or named[name] > 2 * files[best]]
-        elif named[best] == table.num_rows:
-            rivals = [name for name in columns if named[name] == table.num_rows]
         else:
             rivals = [name for name in columns if 2 * named[name] >= named[best]]
         if len(rivals := [best, *(name for name in rivals if name != best)]) > 1:

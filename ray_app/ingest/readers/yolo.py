@@ -126,7 +126,7 @@ class Yolo(AnnotatedImages):
                 " names by the numbers from 0. Correct names."
             )
         count = self._settings.get("nc")
-        if count is not None and count != str(len(names)):
+        if count is not None and str(count).removesuffix(".0") != str(len(names)):
             raise DataError(
                 f"{self._names_file}: nc is {reprlib.repr(count)}, and names has {len(names)} classes. Correct one of"
                 " them, or leave nc out."
@@ -172,6 +172,7 @@ class Yolo(AnnotatedImages):
             if file.location not in others
             and file.location.name.endswith(".txt")
             and file.location.name not in _OTHER_TEXTS
+            and not file.location.name.lower().startswith("readme")
         )
 
     def _usual_folders(self) -> dict[str, list[Location | File]]:

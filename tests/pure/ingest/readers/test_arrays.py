@@ -161,3 +161,9 @@ def test_idx_files_may_be_in_folders_of_their_names(tmp_path: Path) -> None:
         header = struct.pack(f">{len(axes) + 1}I", 0x800 + len(axes), *axes)
         (tmp_path / "in" / name / name).write_bytes(header + bytes(int(np.prod(axes))))
     assert summary_of(tmp_path, "idx", tmp_path / "in", eval_fraction=0.0).parts["train"].rows == 3
+
+
+def test_only_names_of_inputs_and_labels_become_lower_case(tmp_path: Path) -> None:
+    np.savez(tmp_path / "in.npz", X_Y=np.arange(4), x_Y=np.arange(4) * 10, position_X=np.arange(4), Y=np.arange(4) % 2)
+    rows = ingest_and_read(tmp_path, "numpy", tmp_path / "in.npz")
+    assert sorted(rows) == ["X_Y", "label", "position_X", "row_id", "x_Y"]

@@ -105,6 +105,16 @@ def test_coco_is_read_as_pycocotools_reads_it(tmp_path: Path) -> None:
     assert part.class_counts == {"background": 0, "car": 1, "truck": 2, "brush": 1}
 
 
+@pytest.mark.parametrize(("value", "boxes"), [(None, [2, 0, 1]), (0.0, [2, 0, 1]), (1.0, [2, 0, 0]), (True, [2, 0, 0])])
+def test_a_crowd_may_be_null_a_boolean_or_a_float(tmp_path: Path, value: Any, boxes: list[int]) -> None:
+    def change(annotations: Any) -> None:
+        annotations["annotations"] = [annotations["annotations"][number] for number in (0, 1, 4)]
+        annotations["annotations"][2]["iscrowd"] = value
+
+    run(tmp_path, "coco", write_coco(tmp_path, change))
+    assert [len(one) for one in read_columns(tmp_path / "out")["boxes"]] == boxes
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

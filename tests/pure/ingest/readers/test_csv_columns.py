@@ -260,3 +260,22 @@ def test_a_format_of_dates_that_cannot_be_read_is_refused(tmp_path: Path, date_f
     assert f"date_format is {date_format!r}; allowed is a format of Python's strptime" in ingest_error(
         tmp_path, "csv", path, date_format=date_format
     )
+
+
+def test_leading_zeros_count_although_the_values_before_are_dates(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.csv").write_text("c\n01022020\n11022020\n")
+    (tmp_path / "in" / "b.csv").write_text("c\n7\n")
+    options = IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "in"), date_format="%d%m%Y")
+    notes = ingest(options).parts[""].notes
+    assert read_columns(tmp_path / "out")["c"] == ["01022020", "11022020", "7"]
+    assert "'01022020' in a.csv:2" in notes[0]
+
+
+def test_numbers_with_leading_zeros_divide_no_rows_and_say_why(tmp_path: Path) -> None:
+    content = "m,x\n" + "".join(f"{number:02},{number}\n" for number in range(1, 13))
+    options: dict[str, Any] = {"split_by": "m", "eval_fraction": 0.2}
+    path = write_csv(tmp_path, content)
+    assert "with zeros before it, a number is text" in ingest_error(tmp_path, "csv", path, **options)
+    message = ingest_error(tmp_path, "csv", write_csv(tmp_path, "m,x\nbad,1\n"), **options, on_bad_row="skip")
+    assert "has no value in any row that is a date, a time or a number" in message

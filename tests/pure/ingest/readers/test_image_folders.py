@@ -123,7 +123,7 @@ def test_a_dropped_column_of_a_file_of_labels_is_not_its_label(tmp_path: Path) -
     (tmp_path / "second" / "labels.csv").write_text("file,kind\n1.png,b\n")
     options = {"labels": str(tmp_path / "second" / "labels.csv"), "drop": ["none"]}
     message = ingest_error(tmp_path / "second", "images", tmp_path / "second" / "in", **options)
-    assert "drop names 'none'; the columns are ['kind']" in message
+    assert "drop names 'none'; the columns are ['file', 'kind']" in message
 
 
 @pytest.mark.parametrize(

@@ -63,3 +63,29 @@ def test_only_the_rows_that_name_no_image_are_left_out(tmp_path: Path) -> None:
     labels = write_images(tmp_path, "file,k\n8.png,x\n9.png,y\n7.png,x\n1.png,y\n")
     ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), labels=labels, on_bad_row="skip"))
     assert read_columns(tmp_path / "out")["row_id"] == ["1.png"]
+
+
+@pytest.mark.parametrize("last", ["3,9,b", "3,3,b", "3,0,b"])
+def test_a_name_that_is_wrong_or_repeated_makes_no_index_the_names(tmp_path: Path, last: str) -> None:
+    labels = write_images(tmp_path, f"index,id,y\n0,3,a\n1,2,b\n2,1,a\n{last}\n")
+    message = ingest_error(tmp_path, "images", tmp_path / "in", labels=labels, label="y", columns=["y"])
+    assert "the columns 'index' and 'id' both name images" in message
+
+
+def test_names_with_other_zeros_before_the_number_name_the_images(tmp_path: Path) -> None:
+    labels = write_images(tmp_path, "id,y\n0000,a\n0001,b\n0002,b\n0003,a\n")
+    ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), labels=labels, label="y"))
+    assert read_columns(tmp_path / "out")["label"] == [0, 1, 1, 0]
+
+
+def test_a_file_of_labels_without_a_usable_row_is_refused(tmp_path: Path) -> None:
+    labels = write_images(tmp_path, "file,y\n0.png,1,9\n1.png,2,2.5\n")
+    message = ingest_error(tmp_path, "images", tmp_path / "in", labels=labels, on_bad_row="skip")
+    assert "it has no row that can be used" in message
+
+
+def test_a_dropped_column_may_hold_what_cannot_be_stored(tmp_path: Path) -> None:
+    labels = write_images(tmp_path, "file,y,m\n0.png,a,9007199254740993\n1.png,b,2.5\n")
+    options = {"labels": labels, "drop": ["m"]}
+    ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), **options))  # type: ignore[arg-type]
+    assert read_columns(tmp_path / "out")["label"] == [0, 1]
