@@ -20,7 +20,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ray_app.cli.main import exit_code
-from ray_app.ingest.ingest import ingest, preview, run_in_threads, run_on_cluster
+from ray_app.ingest.ingest import READERS, ingest, preview, run_in_threads, run_on_cluster
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.shuffle import write_bucket
@@ -28,7 +28,8 @@ from ray_app.ingest.splits import InputSplitTask, count_times, write_input_split
 from ray_app.ingest.summary import HEADER, DatasetSummary
 from ray_app.plan.manifest import find_similar_names
 
-_MAX_WIDTH = 200
+_MAX_WIDTH, _MAX_LABELS = 200, 20
+"""Characters of a line without a terminal, and labels that a message lists."""
 _TERMINAL_S, _LOG_S = 0.5, 15.0
 """Seconds between two updates of the progress, on a terminal and elsewhere."""
 _STAGES: dict[Callable[..., Any], str] = {
@@ -59,6 +60,8 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> in
     )
     rewritten, texts = _read_as_written(sys.argv[1:] if arguments is None else arguments)
     values = parser.parse_args(rewritten).as_dict() | texts
+    if isinstance(values["null"], list) and len(values["null"]) == 1:
+        [values["null"]] = values["null"]
     address = values.pop("ray_address") or os.environ.get("RAY_ADDRESS")
     work = preview if values.pop("dry_run") else ingest
     options = IngestOptions(**values)
@@ -101,7 +104,11 @@ def _to_json(value: str, separator: str, pairs: bool) -> str:
     if value.startswith(("[", "{")):
         try:
             # This loader leaves every value a text.
-            return json.dumps(yaml.load(value, yaml.BaseLoader))
+            items = yaml.load(value, yaml.BaseLoader)
+            if isinstance(items, list) and any(isinstance(item, dict) for item in items):
+                # `[?, NA]`, in which YAML takes the first mark for a key.
+                items = [item.strip() for item in value.removeprefix("[").removesuffix("]").split(",")]
+            return json.dumps(items)
         except yaml.YAMLError:
             return value
     items = [item.strip() for item in value.split(separator)] if separator else [value]
@@ -130,6 +137,7 @@ def _print(summary: DatasetSummary, options: IngestOptions, work: Callable[..., 
     if work is preview and options.source != "parquet":
         print("The first rows, as an ingest would store them; nothing is written.")
     print_summary(summary)
+    _warn_of_labels(summary, options)
     if options.drop:
         print(f"Columns left out: {', '.join(options.drop)}")
     unusable = [
@@ -140,6 +148,20 @@ def _print(summary: DatasetSummary, options: IngestOptions, work: Callable[..., 
         print(f"It can be trained on as it is{others}: nothing was written.")
     elif work is not preview:
         print("Made before from the same options and files: nothing was written." if summary.reused else "Done.")
+
+
+def _warn_of_labels(summary: DatasetSummary, options: IngestOptions) -> None:
+    """Says how labels of numbers become classes, where they do not count from 0 and the option `classes` names them."""
+    parts = summary.parts.values()
+    if options.label is None or any(part.classes is not None for part in parts):
+        return
+    labels = sorted({int(label) for part in parts for label in part.class_counts or ()})
+    if "classes" in READERS[options.source].traits.options and len(labels) > 1 and labels != list(range(len(labels))):
+        names = ",".join(map(str, labels)) if len(labels) <= _MAX_LABELS else "LABEL,LABEL,..."
+        print(
+            f"Warning: the labels are {base.format_items(labels, _MAX_LABELS)}. To train on, they count from 0:"
+            f" --classes {names} numbers them so."
+        )
 
 
 def print_summary(summary: DatasetSummary) -> None:
@@ -154,14 +176,6 @@ def print_summary(summary: DatasetSummary) -> None:
         for row in part.table():
             table.add_row(*row)
         console.print(Padding.indent(table, 2))
-        numbers = sorted(map(int, part.class_counts or ())) if part.classes is None else []
-        if len(numbers) > 1 and (numbers[0] < 0 or numbers[-1] >= len(numbers)):
-            labels, all_labels = ", ".join(map(str, numbers[:10])), ",".join(map(str, numbers))
-            more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
-            console.print(
-                f"  Warning: the labels are {labels}{more}; to train on, they count from 0: --classes {all_labels}"
-                " numbers them so."
-            )
         for names in find_similar_names(part.classes or ()):
             console.print(
                 f"  Warning: the classes {', '.join(map(repr, names))} differ in upper and lower case, blanks or the"

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ray_app.data.arrays import is_exact_decimal
 from ray_app.errors import DataError
-from ray_app.ingest.ingest import ingest
+from ray_app.ingest.ingest import ingest, ingest_files
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.summary import DatasetSummary
 
@@ -71,7 +72,8 @@ def ingest_table(folder: str, table: Any, **options: Any) -> DatasetSummary:
         folder: Folder to create, on a disk or in a bucket.
         table: A table of pandas, Polars or Arrow (or of another library with `__arrow_c_stream__`), a
             `pyarrow.RecordBatchReader`, or a `ray.data.Dataset`, which is read once, in its order, block by block.
-        **options: Fields of `IngestOptions`, such as `label`, `columns`, `targets`, `rename` or `eval_fraction`.
+        **options: Fields of `IngestOptions` but `source`, `out` and `input`, such as `label`, `columns`, `targets`,
+            `rename` or `eval_fraction`; None is the default.
 
     Raises:
         TypeError: `IngestOptions` has no such field.
@@ -88,12 +90,15 @@ def ingest_table(folder: str, table: Any, **options: Any) -> DatasetSummary:
         except (pa.ArrowException, ValueError) as error:
             raise DataError(f"the table cannot be read: {error}. All of its parts need the same columns.") from error
         _set_content_time(file)
-        return ingest(IngestOptions("hf", folder, str(file), **options))
+        return ingest_files(folder, "hf", str(file), **options)
 
 
 _Rows = Iterator[pa.RecordBatch | pa.Table]
 _CURSOR_ROWS = 10_000
 """Rows that are fetched at a time from a cursor of a database."""
+_MAX_UNTYPED_BLOCKS = 100
+"""Blocks of rows that are kept in memory while a column has no value that tells its type."""
+_ONE_TYPE = "Give all of its values one type by CAST in the query."
 _ALLOWED = (
     "tables of pandas, Polars, Arrow, Delta Lake and Iceberg, a pyarrow.RecordBatchReader, a cursor of a database after"
     " its query, and a ray.data.Dataset. For arrays use ingest_arrays"
@@ -141,30 +146,57 @@ def _open_reader(table: Any) -> pa.RecordBatchReader | None:
 
 
 def _open_cursor(cursor: Any) -> tuple[pa.Schema, _Rows]:
-    """Returns the schema and the rows of a cursor of Python's DB-API (PEP 249), with the types of its first rows."""
+    """Returns the schema and the rows of a cursor of Python's DB-API (PEP 249).
+
+    The type of a column is that of its values in the first block of rows, or in the first block with a value.
+    """
     if cursor.description is None:
         raise DataError("the cursor has no result; execute a SELECT with it first.")
     names = [column[0] for column in cursor.description]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise DataError(f"the result has several columns {repeated[0]!r}; name them by AS in the query.")
-    if not (rows := cursor.fetchmany(_CURSOR_ROWS)):
+
+    def blocks() -> Iterator[dict[str, pa.Array]]:
+        while rows := cursor.fetchmany(_CURSOR_ROWS):
+            # Some libraries give each row as a dictionary.
+            values = [[row[name] for name in names] if isinstance(row, Mapping) else row for row in rows]
+            yield {name: _to_array(name, column) for name, column in zip(names, zip(*values, strict=True), strict=True)}
+
+    waiting, first = blocks(), list[dict[str, pa.Array]]()
+    types = dict.fromkeys(names, pa.null())
+    while pa.null() in types.values() and len(first) < _MAX_UNTYPED_BLOCKS and (block := next(waiting, None)):
+        first.append(block)
+        types = {name: block[name].type if pa.types.is_null(kind) else kind for name, kind in types.items()}
+    if not first:
         raise DataError("the result of the cursor has no rows. Give a query with rows.")
+    schema = pa.schema(types)
+    return schema, (pa.table(_cast_block(block, types), schema) for block in chain(first, waiting))
 
-    def to_table(rows: Sequence[Sequence[Any]], schema: pa.Schema | None) -> pa.Table:
-        columns = []
-        for name, values in zip(names, zip(*rows, strict=True), strict=True):
-            try:
-                columns.append(pa.array(values, schema.field(name).type if schema else None))
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise DataError(
-                    f"column {name!r} of the result: {error}. Its type is that of the first {_CURSOR_ROWS} rows; give"
-                    " all of its values one type by CAST in the query."
-                ) from error
-        return pa.table(columns, names=names)
 
-    first = to_table(rows, None)
-    others = (to_table(more, first.schema) for more in iter(lambda: cursor.fetchmany(_CURSOR_ROWS), type(rows)()))
-    return first.schema, chain([first], others)
+def _to_array(name: str, values: Sequence[Any]) -> pa.Array:
+    """Returns the values of a column of a result; decimals of at most 15 digits are float64."""
+    try:
+        array = pa.array(values)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"column {name!r} of the result: {error}. {_ONE_TYPE}") from error
+    return array.cast(pa.float64()) if is_exact_decimal(array.type) else array
+
+
+def _cast_block(block: dict[str, pa.Array], types: dict[str, pa.DataType]) -> list[pa.Array]:
+    """Returns the columns of a block with the types of the first ones; raises DataError for values of another type."""
+    columns = []
+    for name, array in block.items():
+        kind = types[name]
+        is_integer = pa.types.is_integer(array.type)
+        if array.type != kind and not pa.types.is_null(array.type) and not (is_integer and pa.types.is_floating(kind)):
+            raise DataError(
+                f"column {name!r} of the result is {kind} in its first rows, and {array.type} later. {_ONE_TYPE}"
+            )
+        try:
+            columns.append(array.cast(kind))
+        except pa.ArrowInvalid as error:
+            raise DataError(f"column {name!r} of the result: {error}. {_ONE_TYPE}") from error
+    return columns
 
 
 def _set_content_time(file: Path) -> None:

@@ -473,7 +473,8 @@ def ingest_files(folder: str, source: Source, path: str | None = None, **options
         folder: Folder to create, on a disk or in a bucket.
         source: Format of the files, see `IngestOptions.source`.
         path: A file, a folder or a pattern of names; None for the embedded digits.
-        **options: The other fields of `IngestOptions`, such as `label`, `columns` or `eval_fraction`.
+        **options: The other fields of `IngestOptions`, such as `label`, `columns` or `eval_fraction`; None is the
+            default.
 
     Raises:
         TypeError: `IngestOptions` has no such field.
@@ -481,4 +482,5 @@ def ingest_files(folder: str, source: Source, path: str | None = None, **options
         DataError: The input is missing, empty, damaged or inconsistent.
         StorageError: A disk, the network or an object store failed; what is finished is kept.
     """
-    return ingest(IngestOptions(source, folder, path, **options))
+    changed = {name: value for name, value in options.items() if value is not None}
+    return ingest(IngestOptions(source, folder, path, **changed))

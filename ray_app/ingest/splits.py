@@ -375,6 +375,11 @@ def _final_name(column: str | None, options: IngestOptions) -> str | None:
 def _with_values(table: pa.Table, column: str, options: IngestOptions, refuse: base.Refuse) -> pa.Table:
     """Returns the rows that have a value in the column by which rows are divided, and refuses the others."""
     if column not in table.column_names:
+        if options.stratify and "target" in table.column_names:
+            raise ConfigError(
+                "stratify is true, and the label has several classes a row, as the array 'target'; rows are divided by"
+                " one class each. Leave stratify out."
+            )
         option = "group" if options.group else "split_by" if options.split_by else "stratify"
         raise ConfigError(f"{option} needs the column {column!r}; the columns are {table.column_names[1:]}. Name one.")
     missing = pc.is_null(table[column], nan_is_null=True)

@@ -133,8 +133,8 @@ class _Tabular(Task):
 
     @property
     def encoding(self) -> dict[str, Any] | None:
-        """The encoding of raw rows; None if `features` is one column as it is, so that values need no names."""
-        if self.fitted is None or len(self.features or []) > 1:
+        """The encoding of raw rows; None if `features` is one column of arrays as it is, which need no names."""
+        if self.fitted is None or len(self.features or []) > 1 or self.inputs == 1:
             return self.fitted
         is_plain = self.fitted == plain_encoding(self.features or [], self.scale)
         return None if is_plain else self.fitted

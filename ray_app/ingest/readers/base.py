@@ -195,18 +195,19 @@ class SourceReader(ABC):
         return None if self.traits.leaves_out_columns else self.options.drop
 
     def default_label(self, names: Container[str]) -> str | None:
-        """Returns `label` if it is among the columns, and not to be left out; otherwise None."""
-        return "label" if "label" in names and "label" not in (self.options.drop or ()) else None
+        """Returns `label` if it is among the columns, neither to be left out nor to be renamed; otherwise None."""
+        is_other = "label" in (self.options.drop or ()) or "label" in self.options.rename
+        return "label" if "label" in names and not is_other else None
 
     def _check_dropped(self, where: object, names: list[str], label: str | None, kind: str) -> None:
         """Raises ConfigError for a name of the option `drop` that no column has, and for all columns."""
         dropped = self.options.drop or []
-        available = [*(name for name in names if name != label), *(["label"] if label else [])]
+        available = [name for name in names if name != label]
         if absent := [name for name in dropped if name not in available]:
             raise ConfigError(
                 f"{where}: drop names {absent[0]!r}; the {kind}s are {format_items(available, 50)}. Name these."
             )
-        if dropped and set(available) <= set(dropped):
+        if dropped and not label and set(available) <= set(dropped):
             raise ConfigError(f"{where}: drop names all {kind}s, {format_items(available)}; leave one of them.")
 
     def classes_of_type(self, where: str, kind: pa.DataType) -> tuple[str, ...] | None:
@@ -552,6 +553,22 @@ def _labels_of_lists(lists: pa.Array, classes: Sequence[str]) -> tuple[npt.NDArr
         items, class_values = items.cast(pa.int64(), safe=False), pa.array(range(len(classes)), pa.int64())
     indices = pc.fill_null(pc.index_in(items, class_values, skip_nulls=True), -1)
     return np.repeat(np.arange(len(lists)), lengths), indices.to_numpy().astype(np.int64)
+
+
+def with_class_indices(values: Any, classes: Sequence[str] | None, is_label: bool) -> Any:
+    """Returns values, of a label with named classes in lists of one number as the indices of the classes (rows,)."""
+    if not is_label or classes is None or not isinstance(values, np.ndarray) or values.shape[1:] != (1,):
+        return values
+    return to_class_indices(pa.array(values[:, 0]), classes)
+
+
+def refuse_second_target(where: object, label: str | None, names: Sequence[str]) -> None:
+    """Raises DataError for a column `target` beside a label of lists, which becomes the column of that name."""
+    if "target" in set(names) - {label}:
+        raise DataError(
+            f"{where}: the lists of {label!r} become the column 'target', and there is another column 'target'. Leave"
+            " it out by drop, or rename it in the source."
+        )
 
 
 def explain_multi_hot(label: str, classes: Sequence[str]) -> str:

@@ -220,7 +220,9 @@ def _keep_rows(form: Form, name: str, column: pa.Array, good: np.ndarray) -> Any
     rows = column.filter(pa.array(good))
     if name == form.label and form.has_label_lists:
         return base.to_multi_hot(rows, form.classes or ())
-    return base.to_numbers(rows, form.shapes[name]) if name in form.shapes else rows
+    if name in form.shapes:
+        return base.with_class_indices(base.to_numbers(rows, form.shapes[name]), form.classes, name == form.label)
+    return rows
 
 
 SUFFIXES = (".arrow", ".parquet")
@@ -327,7 +329,7 @@ class HuggingFace(base.SourceReader):
             raise DataError(
                 f"{file}: the label {label!r} has lists of shape {list(shapes[label])}; allowed are one number, a"
                 " ClassLabel, text or a truth value, and lists of ClassLabels or text for several labels. Lists of 0"
-                " and 1 are targets: rename the column to 'target'."
+                " and 1 are targets: name no label, and rename the column (--rename label=target)."
             )
         classes = tuple(names) if names else None
         if names and self.options.classes not in (None, list(names)):
@@ -338,7 +340,10 @@ class HuggingFace(base.SourceReader):
         if label and not names and not _is_label_text(kind := value_type(kept.field(label).type)):
             classes = self.classes_of_type(f"{file}: label column {label!r}", kind)
         has_named_numbers = bool(self.options.classes) and not names
-        return Form(kept, shapes, label, classes, self.options.check, has_named_numbers)
+        form = Form(kept, shapes, label, classes, self.options.check, has_named_numbers)
+        if form.has_label_lists:
+            base.refuse_second_target(file, label, kept.names)
+        return form
 
 
 def _list_saved_files(folder: Location) -> list[File]:

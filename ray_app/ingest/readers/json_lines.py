@@ -104,7 +104,10 @@ class JsonLines(base.SourceReader):
             classes = self.order_classes(f"{self.path}: label key {label!r}", labels)
         elif label:
             classes = self.classes_of_type(f"{self.path}: label key {label!r}", schema.field(label).type)
-        return _JsonLinesForm(schema, shapes, label, classes, self.options.flatten)
+        form = _JsonLinesForm(schema, shapes, label, classes, self.options.flatten)
+        if form.has_label_lists:
+            base.refuse_second_target(self.path, label, schema.names)
+        return form
 
 
 _FirstValue = tuple[str, pa.DataType]
@@ -304,7 +307,7 @@ def _find_rounded(value: Any) -> Decimal | None:
 def _values(table: pa.Table, name: str, form: _JsonLinesForm) -> Any:
     column = table[name].combine_chunks()
     if name in form.shapes:
-        return base.to_numbers(column, form.shapes[name])
+        return base.with_class_indices(base.to_numbers(column, form.shapes[name]), form.classes, name == form.label)
     if name == form.label and form.has_label_lists:
         return base.to_multi_hot(column, form.classes or ())
     if name == form.label and form.classes is not None:

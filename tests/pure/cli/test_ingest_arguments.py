@@ -28,9 +28,10 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> IngestOption
         (["--delimiter=#"], "delimiter", "#"),
         (["--label", "null"], "label", "null"),
         (["--label", "{a: 1}"], "label", "{a: 1}"),
-        (["--null", "~"], "null", ["~"]),
-        (["--null", ","], "null", [","]),
+        (["--null", "~"], "null", "~"),
+        (["--null", ","], "null", ","),
         (["--null", '["?", "-"]'], "null", ["?", "-"]),
+        (["--null", "[?, NA]"], "null", ["?", "NA"]),
         (["--null", "?", "--null+", "~"], "null", ["?", "~"]),
         (["--classes", "yes,no"], "classes", ["yes", "no"]),
         (["--classes", "[yes, no]"], "classes", ["yes", "no"]),
@@ -78,8 +79,15 @@ def test_labels_that_do_not_count_from_zero_are_told(tmp_path: Path, capsys: pyt
     (tmp_path / "in.csv").write_text("a,y\n1,-1\n2,1\n3,1\n")
     arguments = ["--source", "csv", "--input", str(tmp_path / "in.csv"), "--label", "y"]
     assert command.main([*arguments, "--out", str(tmp_path / "out")]) == 0
-    assert "the labels are -1, 1; to train on, they count from 0: --classes -1,1 numbers them so" in (
-        capsys.readouterr().out
-    )
+    assert "the labels are [-1, 1]. To train on, they count from 0: --classes -1,1 numbers" in capsys.readouterr().out
     assert command.main([*arguments, "--out", str(tmp_path / "second"), "--classes", "-1,1"]) == 0
-    assert "to train on" not in capsys.readouterr().out
+    assert "To train on" not in capsys.readouterr().out
+
+
+def test_labels_that_count_from_zero_in_all_data_sets_together_are_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.csv").write_text("a,y\n" + "".join(f"{number},{number % 20}\n" for number in range(60)))
+    arguments = ["--source", "csv", "--input", str(tmp_path / "in.csv"), "--label", "y", "--eval_fraction", "0.2"]
+    assert command.main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    assert "To train on" not in capsys.readouterr().out

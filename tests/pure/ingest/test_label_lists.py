@@ -104,3 +104,22 @@ def test_lines_that_each_have_another_key_are_refused_before_they_fill_the_memor
     message = ingest_error(tmp_path, "jsonl", tmp_path / "in.jsonl")
     assert "20,000 lines from line 1 on have about 20,000 different keys, such as ['user" in message
     assert "allowed are 5,000 for so many lines" in message
+
+
+@pytest.mark.parametrize("source", ["jsonl", "hf"])
+def test_another_column_of_the_name_target_is_refused(tmp_path: Path, source: Any) -> None:
+    table = {"target": [7.5, 8.5], "tags": [["a"], ["b"]]}
+    if source == "hf":
+        pq.write_table(pa.table(table), path := tmp_path / "in.parquet")
+    else:
+        path = tmp_path / "in.jsonl"
+        path.write_text('{"target": 7.5, "tags": ["a"]}\n{"target": 8.5, "tags": ["b"]}\n')
+    assert "there is another column 'target'" in ingest_error(tmp_path, source, path, label="tags")
+    rows = ingest_and_read(tmp_path, source, path, label="tags", drop=["target"])
+    assert rows["target"].tolist() == [[1, 0], [0, 1]]
+
+
+def test_rows_of_several_classes_are_not_stratified(tmp_path: Path) -> None:
+    path = write_source(tmp_path, "jsonl", TAGS)
+    message = ingest_error(tmp_path, "jsonl", path, label="tags", eval_fraction=0.5, stratify=True)
+    assert "rows are divided by one class each" in message

@@ -104,4 +104,21 @@ def test_a_label_of_lists_of_numbers_is_refused_with_advice(tmp_path: Path) -> N
     path = write_source(tmp_path, "hf", [[1, 0], [0, 0]])
     message = ingest_error(tmp_path, "hf", path, label="y")
     assert "has lists of shape [2]" in message
-    assert "rename the column to 'target'" in message
+    assert "--rename label=target" in message
+    path = tmp_path / "second.parquet"
+    pq.write_table(pa.table({"label": [[1, 0], [0, 0]]}), path)
+    assert ingest_and_read(tmp_path, "hf", path, rename={"label": "target"})["target"].tolist() == [[1, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("source", ["jsonl", "hf"])
+def test_numbers_in_lists_of_one_are_numbered_in_the_order_of_classes(tmp_path: Path, source: str) -> None:
+    path = write_source(tmp_path, source, [[1], [2], [1], [0]])
+    assert ingest_and_read(tmp_path, source, path, label="y", classes=["2", "1", "0"])["label"] == [1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("source", ["csv", "jsonl", "hf"])
+def test_a_label_is_not_left_out_in_silence(tmp_path: Path, source: str) -> None:
+    path = write_source(tmp_path, source, [1, 0])
+    for name in ("label", "y"):
+        message = ingest_error(tmp_path, source, path, label="y", drop=[name])
+        assert f"drop names '{name}'; the" in message

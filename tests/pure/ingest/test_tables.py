@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +116,8 @@ def test_the_result_of_a_cursor_is_read_to_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        ("SELECT id, note FROM sales ORDER BY id", "column 'note' of the result"),
+        ("SELECT CASE WHEN id < 11000 THEN 1 ELSE 1.5 END AS n FROM sales", "'n' of the result is int64 in its first"),
+        ("SELECT CASE WHEN id < 11000 THEN 1 ELSE 'x' END AS n FROM sales", "Could not convert 'x' with type str"),
         ("SELECT id, id FROM sales", "several columns 'id'"),
         ("SELECT id FROM sales WHERE id < 0", "has no rows"),
         ("DELETE FROM sales", "execute a SELECT"),
@@ -164,3 +166,39 @@ def test_every_option_of_an_ingest_can_be_given(tmp_path: Path) -> None:
     assert not sides[0] & sides[1]
     with pytest.raises(TypeError, match="unexpected keyword argument 'lable'"):
         ingest_table(str(tmp_path / "second"), table, lable="y")
+
+
+class ListCursor:
+    """A cursor that gives these blocks of rows, and at the end another empty sequence than its rows are in."""
+
+    description = (("a",), ("b",))
+
+    def __init__(self, *blocks: list[Any]) -> None:
+        self._blocks = [*blocks, ()]
+
+    def fetchmany(self, _size: int) -> Any:
+        return self._blocks.pop(0)
+
+
+def test_a_column_without_values_at_first_has_the_type_of_later_ones(tmp_path: Path) -> None:
+    ingest_table(str(tmp_path / "out"), open_cursor("SELECT id, note FROM sales ORDER BY id"))
+    assert read_columns(tmp_path / "out")["note"] == [None] * 11_000 + ["late"] * 1_000
+
+
+def test_rows_as_dictionaries_and_decimals_are_read_by_value(tmp_path: Path) -> None:
+    blocks = [[{"b": "x", "a": Decimal("1.50")}], [{"a": Decimal("12345.678"), "b": None}]]
+    ingest_table(str(tmp_path / "out"), ListCursor(*blocks))
+    rows = read_columns(tmp_path / "out")
+    assert (rows["a"], rows["b"]) == ([1.5, 12345.678], ["x", None])
+
+
+def test_integers_among_the_fractions_of_a_result_are_fractions(tmp_path: Path) -> None:
+    ingest_table(str(tmp_path / "out"), ListCursor([(1.5, 1)], [(2, 2)]))
+    assert read_columns(tmp_path / "out")["a"] == [1.5, 2.0]
+    with pytest.raises(DataError, match="column 'a' of the result"):
+        ingest_table(str(tmp_path / "second"), ListCursor([(1.5, 1)], [(2**53 + 1, 2)]))
+
+
+def test_an_option_of_none_is_the_default(tmp_path: Path) -> None:
+    ingest_table(str(tmp_path / "out"), TABLE, label=None, rename=None, seed=None)
+    assert sorted(read_columns(tmp_path / "out")) == ["a", "row_id", "text", "v"]

@@ -150,3 +150,17 @@ def test_columns_of_numbers_are_taken_by_name(tmp_path: Path) -> None:
     assert np.array_equal(predictor.predict(pd.DataFrame(table)[["b", "label", "a"]]), expected)
     with pytest.raises(ValueError, match="The column 'a' is missing"):
         predictor.predict(pd.DataFrame(table)[["b", "label"]])
+
+
+def test_one_column_of_numbers_is_taken_by_name_and_scaled(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [0.0, 1.0, 2.0, 3.0], "label": [0, 1, 0, 1]}), tmp_path / "rows.parquet")
+    path = str(tmp_path / "rows.parquet")
+    torch.manual_seed(1)
+    task = prepare_task(TabularClassification(scale=2.0, hidden=[4]), open_dataset(path).facts)
+    arrays: Any = read_decoded(task, path)
+    source = {"run": "run", "step": 1, "params_digest": ""}
+    write_export(task, task.build_model().eval(), arrays, tmp_path / "export", source)
+    predictor = load_model(tmp_path / "export")
+    expected = predictor.predict(arrays["features"])
+    assert np.array_equal(predictor.predict(pd.DataFrame({"a": [0.0, 1.0, 2.0, 3.0]})), expected)
+    assert np.array_equal(predictor.predict({"a": [0.0, 1.0, 2.0, 3.0]}), expected)
