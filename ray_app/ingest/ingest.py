@@ -40,6 +40,7 @@ from ray_app.ingest.readers import base, csv_files
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
 from ray_app.ingest.readers.boxes import Coco, Voc
 from ray_app.ingest.readers.cifar import Cifar
+from ray_app.ingest.readers.csv_columns import ValueNotation
 from ray_app.ingest.readers.csv_files import Csv
 from ray_app.ingest.readers.hugging_face import HuggingFace
 from ray_app.ingest.readers.image_folders import Images
@@ -76,7 +77,6 @@ from ray_app.ingest.summary import (
     count_missing,
     make_notes,
 )
-from ray_app.ingest.value_notation import ValueNotation
 from ray_app.storage.data_files import files_below, is_folder, is_within, relative_path
 from ray_app.storage.files import Location, list_folders, put_atomic, put_json, to_location
 

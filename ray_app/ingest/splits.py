@@ -30,11 +30,11 @@ from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
 from ray_app.ingest.readers import base
+from ray_app.ingest.readers.csv_columns import ValueNotation
 from ray_app.ingest.shards import Shards
 from ray_app.ingest.shuffle import Runs
 from ray_app.ingest.split_times import ALLOWED_TIMES, find_first_eval_time, find_no_times, merge_counts, to_times
 from ray_app.ingest.summary import TextColumns
-from ray_app.ingest.value_notation import ValueNotation
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
 from ray_app.storage.files import Location, put_json, read_json, to_location
 

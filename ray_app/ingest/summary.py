@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data.arrays import from_column, is_bytes, is_list, is_text, spec_of_field
-from ray_app.ingest.value_notation import ValueNotation, find_date_formats
+from ray_app.ingest.readers.csv_columns import ValueNotation, find_date_formats
 from ray_app.task.ragged import Ragged
 
 MAX_VALUES = 100

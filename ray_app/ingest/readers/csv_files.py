@@ -28,8 +28,14 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files
-from ray_app.ingest.readers.csv_columns import ColumnScan, choose_type, convert_values, find_too_large, types_of
-from ray_app.ingest.value_notation import ValueNotation
+from ray_app.ingest.readers.csv_columns import (
+    ColumnScan,
+    ValueNotation,
+    choose_type,
+    convert_values,
+    find_too_large,
+    types_of,
+)
 from ray_app.storage.data_files import File, parser_errors
 from ray_app.storage.text_files import open_text
 

@@ -12,8 +12,7 @@ import pytest
 
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.csv_columns import _may_have_leading_zeros
-from ray_app.ingest.value_notation import ValueNotation
+from ray_app.ingest.readers.csv_columns import ValueNotation, _may_have_leading_zeros
 from tests.support.ingest_inputs import ingest_error, read_columns
 
 
