@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> in
     )
     rewritten, texts = _read_as_written(sys.argv[1:] if arguments is None else arguments)
     values = parser.parse_args(rewritten).as_dict() | texts
+    # One spelling is one text, as in Python: the data set remembers the options that it was made with.
     if isinstance(values["null"], list) and len(values["null"]) == 1:
         [values["null"]] = values["null"]
     address = values.pop("ray_address") or os.environ.get("RAY_ADDRESS")
@@ -156,7 +157,10 @@ def _warn_of_labels(summary: DatasetSummary, options: IngestOptions) -> None:
     if options.label is None or any(part.classes is not None for part in parts):
         return
     labels = sorted({int(label) for part in parts for label in part.class_counts or ()})
-    if "classes" in READERS[options.source].traits.options and len(labels) > 1 and labels != list(range(len(labels))):
+    # The first rows need not have every label.
+    is_whole = not any(part.is_sample for part in parts)
+    is_other = labels != list(range(len(labels))) and (is_whole or labels[0] < 0)
+    if is_other and len(labels) > 1 and "classes" in READERS[options.source].traits.options:
         names = ",".join(map(str, labels)) if len(labels) <= _MAX_LABELS else "LABEL,LABEL,..."
         print(
             f"Warning: the labels are {base.format_items(labels, _MAX_LABELS)}. To train on, they count from 0:"

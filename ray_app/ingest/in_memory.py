@@ -70,8 +70,9 @@ def ingest_table(folder: str, table: Any, **options: Any) -> DatasetSummary:
 
     Args:
         folder: Folder to create, on a disk or in a bucket.
-        table: A table of pandas, Polars or Arrow (or of another library with `__arrow_c_stream__`), a
-            `pyarrow.RecordBatchReader`, or a `ray.data.Dataset`, which is read once, in its order, block by block.
+        table: A table of pandas, Polars or Arrow (or of another library with `__arrow_c_stream__`), of Delta Lake or
+            Iceberg, a `pyarrow.RecordBatchReader`, a cursor of a database after its query, or a `ray.data.Dataset`. It
+            is read once, in its order, block by block.
         **options: Fields of `IngestOptions` but `source`, `out` and `input`, such as `label`, `columns`, `targets`,
             `rename` or `eval_fraction`; None is the default.
 

@@ -91,3 +91,13 @@ def test_labels_that_count_from_zero_in_all_data_sets_together_are_right(
     arguments = ["--source", "csv", "--input", str(tmp_path / "in.csv"), "--label", "y", "--eval_fraction", "0.2"]
     assert command.main([*arguments, "--out", str(tmp_path / "out")]) == 0
     assert "To train on" not in capsys.readouterr().out
+
+
+def test_a_dry_run_takes_no_label_for_missing_that_comes_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = [0, 2] * 1_000 + [1] * 10
+    (tmp_path / "in.csv").write_text("a,y\n" + "".join(f"{number},{y}\n" for number, y in enumerate(labels)))
+    arguments = ["--source", "csv", "--input", str(tmp_path / "in.csv"), "--label", "y"]
+    assert command.main([*arguments, "--dry_run", "true"]) == 0
+    assert "To train on" not in capsys.readouterr().out
