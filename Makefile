@@ -29,13 +29,13 @@ test: $(INSTALLED) ## the tests that run before every commit: all without Ray bu
 	$(PYTEST) -m "not rest and not campaign and not search"
 
 test-rest: $(INSTALLED) ## slow variants, one run on real Ray for each further guarantee, the commands of the pages, the wheel
-	$(PYTEST) -m "rest and not search" $(if $(HALF),--half $(HALF))
+	$(PYTEST) -m "rest and not search" $(if $(PART),--part $(PART))
 
 test-again: $(INSTALLED) ## what failed last, one after the other
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 test-campaigns: $(INSTALLED) ## all other runs on real Ray: every drill, lost nodes and hosts, jobs, retraining; an hour or more
-	$(PYTEST) -m "campaign and not search"
+	$(PYTEST) -m "campaign and not search" $(if $(PART),--part $(PART))
 
 test-search: $(INSTALLED) ## a thousand kills, 200,000 schedules, damaged files and histories by the hundred: looks for what breaks a promise
 	$(PYTEST) -m search

@@ -29,7 +29,7 @@ LONGEST_FIRST = ("ray", "own_cluster", "processes", "pure")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--half", choices=("1", "2"), help="run one half of the tests, divided by their names")
+    parser.addoption("--part", metavar="K/N", help="run part K of N of the tests, divided by their names")
 
 
 def pytest_configure() -> None:
@@ -50,20 +50,18 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks every test with its folder, and tests on real Ray without the mark `guarantee` or `rest` as `campaign`.
 
-    With `--half` the tests of the other half are left out.
+    With `--part` the tests of the other parts are left out.
     """
-    if half := config.getoption("half"):
-        halves: dict[str, list[pytest.Item]] = {"1": [], "2": []}
-        for item in items:
-            halves[str(zlib.crc32(item.nodeid.encode()) % 2 + 1)].append(item)
-        items[:] = halves.pop(half)
-        [others] = halves.values()
-        config.hook.pytest_deselected(items=others)
     for item in items:
         folder = _folder(item)
         item.add_marker(folder)
         if folder in ("ray", "own_cluster") and not any(map(item.get_closest_marker, ("guarantee", "rest"))):
             item.add_marker("campaign")
+    if part := config.getoption("part"):
+        number, parts = map(int, part.split("/"))
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts + 1 != number]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     items.sort(key=lambda item: LONGEST_FIRST.index(_folder(item)))
 
 

@@ -58,7 +58,8 @@ def describe_cluster(events: list[Event], course: Course, limits: FailureSection
         parts.append(f"workers {' → '.join(map(str, sizes))}")
     if course.repeated:
         parts.append(f"{counted_word(len(course.repeated), 'step')} redone")
-    elif happened:
+    elif happened and not any(event.kind == "resumed" for event in events):
+        # After a resume, steps may have been done again whose record was lost with rank 0.
         parts.append("nothing lost: 0 steps redone")
     waits = recoveries(events, course.in_time)
     if waits:

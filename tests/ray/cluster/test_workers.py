@@ -331,8 +331,8 @@ def test_a_run_survives_a_killed_rendezvous(
     summary, events = run_with(config, reference_run, after_step=HookChain((slow, kill)), watch=watch)
     assert done.exists()
     assert kill.num_fired == 1
-    # With `restart` the dead rank 0 had not recorded the steps that are repeated.
-    assert summary["redone_steps"] == 0
+    # With `restart` steps 17 to 20 are repeated. Only those are counted that the killed rank 0 had already recorded.
+    assert summary["redone_steps"] <= (4 if resumed_steps else 0)
     assert [event.details["step"] for event in events.get("resumed", [])] == resumed_steps
     assert sizes(events)[:2] == first_sizes
 
