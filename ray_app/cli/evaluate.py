@@ -23,6 +23,7 @@ from ray_app.driver.trained_run import open_training_data, send_to_mlflow
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.evaluator import EvaluatorHandle, start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending_commits
+from ray_app.preflight.batch_checks import refuse_other_batches
 from ray_app.preflight.inputs import check_evaluation_data, make_task, open_evaluation_source
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.lease import is_held, newest_fence
@@ -112,6 +113,8 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
         raise ConfigError(
             f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on."
         )
+    if options.name is None and options.batch_size is not None:
+        refuse_other_batches(paths.name, config.evaluate, options.batch_size)
     names = ("workers", "batch_size", "max_rows", "num_cpus", "num_gpus")
     overrides = {name: value for name in names if (value := getattr(options, name)) is not None}
     # The command starts an evaluator, also for a run with `evaluate.where: workers`.

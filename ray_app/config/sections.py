@@ -257,7 +257,10 @@ class EvaluateSection:
         min_delta: Change of `metric` that must be exceeded to count as an improvement for `patience`.
         metric: Metric that selects the best checkpoint. Default: the one that the task declares.
         mode: Whether a higher (`max`) or a lower (`min`) value of `metric` is better. Default: as the task declares.
-        batch_size: Rows of one forward pass.
+        batch_size: Rows of one forward pass: rows 0 to `batch_size` - 1, the next as many, and so on.
+        fixed_batches: Whether the evaluation depends on which rows are in a batch, as a loss with negatives from the
+            batch does. If so, loss and metrics are computed batch by batch, and `batch_size` cannot change during a
+            run. `true` accepts this without a warning. Default: as a few rows show before the start.
         workers: Number of actors that evaluate a checkpoint together, each with its own reservation. The metrics are
             bit-identical for any number.
         max_rows: Largest number of rows to evaluate on. Of more rows in `data.eval_path` an equal share of each row
@@ -276,6 +279,7 @@ class EvaluateSection:
     metric: str | None = None
     mode: Literal["max", "min"] | None = None
     batch_size: int = 256
+    fixed_batches: bool | None = None
     workers: int = 1
     max_rows: int | None = None
     drain_timeout_s: float = 600.0

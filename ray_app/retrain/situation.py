@@ -223,7 +223,7 @@ def inspect_data(
             ScoringRequest(job.source, sample_segments(job.plan.manifest, _AGREEMENT_ROWS), models),
             replace(gate_rows_request, models=models),
         ]
-        scored = score_packages(job.task, (job.best_metric,), requests, config.evaluate)
+        scored = score_packages(job.task, (job.best_metric,), requests, job.config.evaluate)
         values = [combine(job.task, chunks["champion"]).values[job.best_metric] for chunks in scored]
         agreement = Agreement(job.best_metric, job.best_mode, accepted, values[0], values[1])
     return DataInspection(train, evaluation, gate, drift, agreement)
