@@ -386,9 +386,11 @@ class TrainSection:
             for kernel launches; the result is bit-identical. Refused if the forward depends on values on the host.
         channels_last: Stores images in the channels-last memory format, which is faster for convolutions on GPUs with
             tensor cores.
-        init_from: Initial parameters and persistent buffers: a safetensors file, the folder of an export, or a
-            registered model (`models:/NAME@ALIAS`, `models:/NAME/VERSION`). They are read at the first start and
-            stored with the run. Default: the model's own initialization, which draws from the seed.
+        init_from: Initial parameters and persistent buffers: the directory of a run (its best checkpoint when it has
+            ended, otherwise its newest), the folder of a checkpoint or an export, a file of safetensors, a state dict
+            or a checkpoint of Lightning by `torch.save`, or a registered model (`models:/NAME@ALIAS`,
+            `models:/NAME/VERSION`). They are read at the first start and stored with the run. Default: the model's own
+            initialization, which draws from the seed.
         profile_steps: Steps that rank 0 traces with `torch.profiler` to `profile/` in the run's directory: the first
             and the last step, counted from 1 over the run. Default: none.
         init_digest: SHA-256 of the parameters of `init_from`, as `params_digest` in `summary.json`. The digest decides

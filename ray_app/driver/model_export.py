@@ -11,7 +11,7 @@ import logging
 import shlex
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, default_tracking_uri
-from ray_app.data.probes import decode_first_rows
+from ray_app.data.probes import decode_first_rows, read_stored_rows
 from ray_app.driver.trained_run import best_commit, choose_checkpoint, load_model, load_trained_job
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.export import refuse_taken, write_export
 from ray_app.models.package import make_package
 from ray_app.models.registry import Registered, find, promote, register, request_timeout_s
-from ray_app.preflight.inputs import open_evaluation_source
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
@@ -245,7 +244,8 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
 
     Raises:
         ConfigError: There is no such run or checkpoint, or the folder is taken.
-        DataError: The run's data has changed since, so that its task cannot be made again.
+        DataError: The task is made again from the run's data, since JSON does not keep its settings, and that has
+            changed.
         CheckpointError: The checkpoint is damaged.
         RegistryError: The model cannot be stored without pickle.
     """
@@ -257,11 +257,8 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
     refuse_taken(out, options.overwrite)
     job = load_trained_job(paths)
     commit = choose_checkpoint(job, options.checkpoint)
-    data = job.config.data
-    if data.eval_path is not None:
-        job = replace(job, evaluation=open_evaluation_source(job.task, data.eval_path, data.read_task_mb))
     model, source = load_model(job, commit), _source(job, commit)
-    return write_export(job.task, model, input_example(job), out, source, options.overwrite)
+    return write_export(job.task, model, read_stored_rows(paths.example), out, source, options.overwrite)
 
 
 def _source(job: Job, commit: Commit) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import psutil
 
 from ray_app.cluster.resources import resolve_scaling
 from ray_app.config.checks import check_config
-from ray_app.config.config import Config, digest
+from ray_app.config.config import Config, digest, with_absolute_paths
 from ray_app.data.arrays import spec_of_values
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import sample_ragged_rows, sample_rows
@@ -102,6 +102,7 @@ def complete_config(context: PreflightContext) -> list[str]:
     config = context.config
     register_secrets(config.to_dict())
     check_config(config)
+    config = with_absolute_paths(config)
     config = config if config.run.name else config.replace(run__name=inputs.make_run_name())
     context.paths = RunPaths(to_location(config.run.storage_path) / str(config.run.name))
     context.before = before = stored_config(context.paths)

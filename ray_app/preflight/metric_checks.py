@@ -424,7 +424,7 @@ def _not_a_mean_message(task: str, name: str, value: float, mean: float, count: 
         " batches it would depend on evaluate.batch_size. Give the torchmetrics object itself, whose states are"
         " combined over all rows: self.log(name, self.metric) in a Lightning module, the object in the dictionary that"
         " a script's evaluate returns (torchmetrics.MeanMetric, updated with weights, for a mean over tokens;"
-        " MeanSquaredError(squared=False) for a root). Where the mean over batches of evaluate.batch_size rows is meant,"
+        " MeanSquaredError(squared=False) for a root). If the mean over batches of evaluate.batch_size rows is meant,"
         " set evaluate.fixed_batches: true."
     )
 
