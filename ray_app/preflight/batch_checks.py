@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ray_app.config.sections import EvaluateSection
 from ray_app.errors import ConfigError
 from ray_app.preflight.context import SHORT_LENGTH, CheckResult, PreflightContext, cut_unevenly, truncate
-from ray_app.preflight.metric_checks import MAX_PERTURBED, MIN_ROWS, are_close, cycle_rows, perturbed
+from ray_app.preflight.metric_checks import MAX_PERTURBED, MIN_ROWS, are_close, perturbed
 from ray_app.preflight.model_checks import first_line
 from ray_app.task.base import Losses, Task
 from ray_app.task.ragged import Arrays, Ragged, to_batch
@@ -102,7 +102,8 @@ def find_dependence(task: Task, model: nn.Module, rows: Arrays) -> Dependence | 
 
     A new model may give the same for every row. Nothing is compared where an evaluation is random.
     """
-    start_s, rows = time.monotonic(), cycle_rows(rows, MIN_ROWS)
+    start_s, count = time.monotonic(), len(next(iter(rows.values())))
+    rows = {name: values[np.linspace(0, count - 1, MIN_ROWS).round().astype(np.int64)] for name, values in rows.items()}
     is_small = sum(p.numel() for p in model.parameters()) <= MAX_PERTURBED
     for perturbation in range(2 if is_small else 1):
         with perturbed(model, perturbation):

@@ -209,7 +209,8 @@ def inspect_data(
         gate_profile, _ = profile_dataset(open_dataset(section.gate_path), job.task.columns(), label)
     gate_mask = gate_rows_request.chosen
     gate_rows = gate_rows_request.source.manifest.num_rows if gate_mask is None else int(gate_mask.sum())
-    gate = GateRows(gate_rows, gate_profile)
+    evaluate = job.config.evaluate
+    gate = GateRows(gate_rows, gate_profile, evaluate.batch_size if evaluate.fixed_batches else 1)
     reference = champion.profiles.train if champion is not None else None
     columns = reference.columns if reference is not None else {}
     drift = {name: psi(train_sample[name], column) for name, column in columns.items() if name in train_sample}

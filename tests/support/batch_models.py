@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -69,7 +69,7 @@ class Contrastive(Task):
         return info_nce(outputs)
 
 
-class ContrastiveModule(lightning.LightningModule):
+class ContrastiveModule(pl.LightningModule):
     """The same for Lightning; `total` logs a sum instead."""
 
     def __init__(self, total: bool = False) -> None:
@@ -172,3 +172,11 @@ def contrastive(total: bool | None = None) -> dict[str, Any]:
         return {"class_path": f"{__name__}.Contrastive"}
     module = {"class_path": f"{__name__}.ContrastiveModule", "init_args": {"total": total}}
     return {"class_path": "ray_app.task.lightning.LightningTask", "init_args": {"module": module, "batch": ["x", "y"]}}
+
+
+DEPENDENT_TASKS = {
+    "contrastive": contrastive(),
+    "padding": configured("Recurrent", ["tokens"]),
+    "batch statistics": configured("normalized", ["x"], model_args={"norm": "batch"}),
+}
+"""A task for each kind of dependence."""

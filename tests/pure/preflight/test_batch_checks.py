@@ -21,7 +21,7 @@ from ray_app.runlog.journal import put_event
 from ray_app.task.base import Losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import to_batch
-from tests.support.batch_models import ROWS, configured, contrastive, write_data
+from tests.support.batch_models import DEPENDENT_TASKS, ROWS, configured, contrastive, write_data
 
 LOSS = "The loss of a row depends on the other rows"
 PADDING = "The model reads what shorter rows are padded with"
@@ -89,16 +89,9 @@ def test_a_last_batch_of_one_row_that_the_model_does_not_take_is_refused(data: s
         prepare(config_of(data, tmp_path, task, evaluate__batch_size=26))
 
 
-TASKS = {
-    "contrastive": contrastive(),
-    "padding": configured("Recurrent", ["tokens"]),
-    "batch statistics": configured("normalized", ["x"], model_args={"norm": "batch"}),
-}
-
-
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", DEPENDENT_TASKS)
 def test_every_way_to_evaluate_has_the_batches_of_a_plain_loop(name: str, data: str, tmp_path: Path) -> None:
-    prepared = prepare(config_of(data, tmp_path, TASKS[name]))
+    prepared = prepare(config_of(data, tmp_path, DEPENDENT_TASKS[name]))
     job, section = prepared.job, prepared.job.config.evaluate
     model = job.task.build_model().eval()
     assert job.evaluation is not None
@@ -131,7 +124,7 @@ def test_every_way_to_evaluate_has_the_batches_of_a_plain_loop(name: str, data: 
 
 
 def test_a_run_keeps_the_size_of_its_batches(data: str, tmp_path: Path) -> None:
-    config = config_of(data, tmp_path, TASKS["padding"])
+    config = config_of(data, tmp_path, DEPENDENT_TASKS["padding"])
     job = claim(prepare(config), 1).job
     put_event(job.paths, "started", 1)
     assert claim(prepare(config), 2).resumes
