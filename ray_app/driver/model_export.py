@@ -19,7 +19,7 @@ from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, default_tracking_uri
-from ray_app.data.probes import decode_first_rows, read_stored_rows
+from ray_app.data.probes import read_stored_rows
 from ray_app.driver.trained_run import best_commit, choose_checkpoint, load_model, load_trained_job
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.export import refuse_taken, write_export
@@ -39,7 +39,6 @@ from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
 
-_EXAMPLE_ROWS = 2
 _REGISTER_TIMEOUT_S = 120.0
 """Seconds that registration has at the end of a run, without those for the transfer of the model."""
 REGISTRABLE = ("finished", "stopped_early")
@@ -95,7 +94,7 @@ def register_best(
             tracking["run_uuid"],
             commit.params_digest,
             version_tags(job, commit, best) | (tags or {}),
-            lambda folder: make_package(job.task, load_model(job, commit), input_example(job), folder),
+            lambda folder: make_package(job.task, load_model(job, commit), read_stored_rows(job.paths.example), folder),
             user_name(),
             first_serves,
         )
@@ -152,12 +151,6 @@ def version_tags(job: Job, commit: Commit, best: Evaluation | None) -> dict[str,
         tags |= {"ray_app.metric": job.best_metric, "ray_app.metric_value": repr(best.metrics[job.best_metric])}
         tags |= {"ray_app.eval_data_digest": best.data_digest} if best.data_digest else {}
     return tags
-
-
-def input_example(job: Job) -> dict[str, Any]:
-    """Returns some decoded rows of the evaluation data, or of the training data if there is none."""
-    source = job.evaluation or job.source
-    return decode_first_rows(source.reader, source.manifest, _EXAMPLE_ROWS)
 
 
 def register_run(options: RegisterOptions) -> Registered:

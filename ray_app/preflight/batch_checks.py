@@ -7,8 +7,8 @@ what shorter rows are padded with. Such an evaluation has fixed batches (`evalua
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,14 +32,8 @@ _TOLERANCE = 1e-3
 """Difference beyond rounding, as a share of the largest number."""
 
 
-@dataclass(frozen=True)
-class Dependence:
-    """How the evaluation of a row depends on the other rows of its batch.
-
-    Args:
-        value: What differs; `loss` if the predictions do not.
-        error: The error of the model for a row alone, if it takes no single row.
-    """
+class Dependence(NamedTuple):
+    """What depends on the other rows of a batch, and the error of the model for a row alone, if it takes none."""
 
     value: Literal["predictions", "loss"]
     error: str | None = None
@@ -51,22 +45,22 @@ def try_batches(context: PreflightContext) -> CheckResult | None:
     Raises:
         ConfigError: The model takes no single row, and the last batch of the evaluation has one.
     """
-    config, section, task, model = context.config, context.config.evaluate, context.task, context.model
+    section, model = context.config.evaluate, context.model
     if section.fixed_batches is not None or context.eval_source is None:
         return None
     rows = _rows_to_compare(context)
     model.eval()
     with user_code(lambda: "evaluating rows alone and beside others"), torch.no_grad():
-        if (dependence := find_dependence(task, model, rows)) is None:
+        if (dependence := find_dependence(context.task, model, rows)) is None:
             return None
-        reads_padding = _reads_padding(task, model, rows)
+        reads_padding = _reads_padding(context.task, model, rows)
     all_rows, size = context.eval_source.manifest.num_rows, section.batch_size
     if dependence.error is not None and 1 in (size, all_rows % size):
         raise ConfigError(
             f"The model does not take a single row ({dependence.error}), and of {all_rows} rows in batches of"
             f" evaluate.batch_size {size} the last one is alone. Set another evaluate.batch_size."
         )
-    context.config = config.replace(evaluate__fixed_batches=True)
+    context.config = context.config.replace(evaluate__fixed_batches=True)
     context.job = replace(context.job, config=context.config)
     consequence = (
         f"Every evaluation has batches of evaluate.batch_size = {size} rows in the order of the data, so that its"
@@ -165,11 +159,9 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 def _compares_rows(task: BatchTask, model: nn.Module, rows: Arrays, index: npt.NDArray[np.int64]) -> bool:
     """Returns whether a mean loss changes where every row of a batch occurs twice, unless it doubles as a sum does."""
-    once, again, twice = (
-        float(task.eval_outputs(model, to_batch(rows, part)).loss)
-        for part in (index, index, np.concatenate([index, index]))
-    )
-    return once == again and not are_close(once, twice) and not are_close(2 * once, twice)
+    parts = (index, index, np.concatenate([index, index]))
+    loss, repeated, doubled = (float(task.eval_outputs(model, to_batch(rows, part)).loss) for part in parts)
+    return loss == repeated and not are_close(loss, doubled) and not are_close(2 * loss, doubled)
 
 
 def _reads_padding(task: Task, model: nn.Module, rows: Arrays) -> bool:

@@ -1,4 +1,4 @@
-"""Tasks and models whose evaluation of a row depends on the rows of its batch, and the same ones with the remedy."""
+"""Tasks and models that evaluate a row by the rows of its batch, and the same ones with the remedy."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.gru, self.head = nn.Embedding(9, 4), nn.GRU(4, 8, batch_first=True), nn.Linear(8, 3)
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(8, 3)
+        self.gru = nn.GRU(4, 8, batch_first=True)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         """Returns the scores."""
