@@ -448,7 +448,7 @@ def _output_shapes(
         return {name: (-1, *values.shape[1:]) for name, values in predicted.items()}
 
 
-def make_package(task: Task, model: nn.Module, example: dict[str, npt.NDArray], folder: Path) -> Package:
+def make_package(task: Task, model: nn.Module, example: Arrays, folder: Path) -> Package:
     """Writes an MLflow model to a new folder, and checks what it predicts; see `write_files`."""
     with tempfile.TemporaryDirectory() as temporary:
         files = write_files(task, model, example, Path(temporary))
