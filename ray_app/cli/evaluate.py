@@ -17,21 +17,21 @@ from ray_app.cluster.resources import cluster
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec, EvaluateSection
-from ray_app.driver.finalize import newest_start, report_end
+from ray_app.driver.finalize import make_stored_task, newest_start, report_end
 from ray_app.driver.parsing import Parser, add_current_folder_to_path
-from ray_app.driver.trained_run import open_training_data, send_to_mlflow
+from ray_app.driver.trained_run import load_trained_task, send_to_mlflow
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.evaluator import EvaluatorHandle, start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending_commits
-from ray_app.preflight.inputs import check_evaluation_data, make_task, open_evaluation_source
+from ray_app.preflight.batch_checks import refuse_other_batches
+from ray_app.preflight.inputs import check_evaluation_data, open_evaluation_source
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.lease import is_held, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.files import poll_interval_s, read_json, to_location
+from ray_app.storage.files import poll_interval_s, to_location
 from ray_app.task.base import Task
-from ray_app.task.schema import prepare_task
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,8 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
         raise ConfigError(
             f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on."
         )
+    if options.name is None and options.batch_size is not None:
+        refuse_other_batches(paths.name, config.evaluate, options.batch_size)
     names = ("workers", "batch_size", "max_rows", "num_cpus", "num_gpus")
     overrides = {name: value for name in names if (value := getattr(options, name)) is not None}
     # The command starts an evaluator, also for a run with `evaluate.where: workers`.
@@ -127,8 +129,7 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
 
 def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
     """Returns the job of the evaluator."""
-    trained_on = open_training_data(paths, config).facts
-    task = prepare_task(make_task(config), trained_on, read_json(paths.schema))
+    task = load_trained_task(paths, config, make_stored_task(paths, config))
     data = open_evaluation_source(task, str(config.data.eval_path), config.data.read_task_mb, config.evaluate.max_rows)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)

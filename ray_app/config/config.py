@@ -52,6 +52,28 @@ def expand_home(value: Any) -> Any:
     return os.path.expanduser(value) if value.startswith("~") and "/" in value else value
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """Returns the configuration with absolute paths of storage and data, so that a run can be used from any folder.
+
+    In a job they stay as they are: Ray removes its copy of the working directory.
+    """
+    if "_ray_pkg_" in os.getcwd():
+        return config
+
+    def absolute(path: str) -> str:
+        return os.path.abspath(path) if path and "://" not in path else path
+
+    data, uri = config.data, config.tracking.uri
+    if uri and uri.startswith(_SQLITE):
+        uri = _SQLITE + absolute(uri.removeprefix(_SQLITE))
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, storage_path=absolute(config.run.storage_path)),
+        data=dataclasses.replace(data, path=absolute(data.path), eval_path=data.eval_path and absolute(data.eval_path)),
+        tracking=dataclasses.replace(config.tracking, uri=uri),
+    )
+
+
 SECTIONS: dict[str, type] = {
     "run": RunSection,
     "scaling": ScalingSection,

@@ -257,7 +257,10 @@ class EvaluateSection:
         min_delta: Change of `metric` that must be exceeded to count as an improvement for `patience`.
         metric: Metric that selects the best checkpoint. Default: the one that the task declares.
         mode: Whether a higher (`max`) or a lower (`min`) value of `metric` is better. Default: as the task declares.
-        batch_size: Rows of one forward pass.
+        batch_size: Rows of one forward pass: rows 0 to `batch_size` - 1, the next as many, and so on.
+        fixed_batches: Whether the evaluation depends on which rows are in a batch, as a loss with negatives from the
+            batch does. If so, loss and metrics are computed batch by batch, and `batch_size` cannot change during a
+            run. `true` accepts this without a warning. Default: as a few rows show before the start.
         workers: Number of actors that evaluate a checkpoint together, each with its own reservation. The metrics are
             bit-identical for any number.
         max_rows: Largest number of rows to evaluate on. Of more rows in `data.eval_path` an equal share of each row
@@ -276,6 +279,7 @@ class EvaluateSection:
     metric: str | None = None
     mode: Literal["max", "min"] | None = None
     batch_size: int = 256
+    fixed_batches: bool | None = None
     workers: int = 1
     max_rows: int | None = None
     drain_timeout_s: float = 600.0
@@ -382,9 +386,11 @@ class TrainSection:
             for kernel launches; the result is bit-identical. Refused if the forward depends on values on the host.
         channels_last: Stores images in the channels-last memory format, which is faster for convolutions on GPUs with
             tensor cores.
-        init_from: Initial parameters and persistent buffers: a safetensors file, the folder of an export, or a
-            registered model (`models:/NAME@ALIAS`, `models:/NAME/VERSION`). They are read at the first start and
-            stored with the run. Default: the model's own initialization, which draws from the seed.
+        init_from: Initial parameters and persistent buffers: the directory of a run (its best checkpoint when it has
+            ended, otherwise its newest), the folder of a checkpoint or an export, a file of safetensors, a state dict
+            or a checkpoint of Lightning by `torch.save`, or a registered model (`models:/NAME@ALIAS`,
+            `models:/NAME/VERSION`). They are read at the first start and stored with the run. Default: the model's own
+            initialization, which draws from the seed.
         profile_steps: Steps that rank 0 traces with `torch.profiler` to `profile/` in the run's directory: the first
             and the last step, counted from 1 over the run. Default: none.
         init_digest: SHA-256 of the parameters of `init_from`, as `params_digest` in `summary.json`. The digest decides

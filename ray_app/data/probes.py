@@ -6,6 +6,7 @@ The first good rows give the specification of a decoded row. The longest row is 
 from __future__ import annotations
 
 import difflib
+import io
 import logging
 import time
 from functools import partial
@@ -15,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from ray_app.data.arrays import ArraySpec, spec_of_values
+from ray_app.data.arrays import ArraySpec, spec_of_values, to_column
 from ray_app.data.bad_rows import REASON, Decode, find_missing_values
 from ray_app.data.dataset import Dataset
 from ray_app.data.parquet_files import DataFile
@@ -25,7 +27,7 @@ from ray_app.errors import BadRowError, DataError
 from ray_app.plan.hashing import key, permutation
 from ray_app.plan.manifest import Manifest
 from ray_app.storage.data_files import parser_errors
-from ray_app.storage.files import to_location
+from ray_app.storage.files import Location, put_atomic, to_location
 from ray_app.task.ragged import Arrays, Field, Ragged
 from ray_app.task.user_code import row_error_reason
 
@@ -89,6 +91,20 @@ def decode_first_rows(reader: Reader, manifest: Manifest, max_rows: int) -> dict
             if good.num_rows:
                 return table_to_rows(good.drop_columns([POSITION]))
     raise DataError(f"{reader.root} has no row that can be decoded.")
+
+
+def put_rows(file: Location, rows: Arrays) -> None:
+    """Writes decoded rows to a file of Parquet, see `read_stored_rows`."""
+    fields, columns = zip(*(to_column(name, values) for name, values in rows.items()), strict=True)
+    data = io.BytesIO()
+    pq.write_table(pa.table(list(columns), pa.schema(fields)), data)
+    put_atomic(file, data.getvalue())
+
+
+def read_stored_rows(file: Location) -> Arrays:
+    """Returns the decoded rows in a file of `put_rows`."""
+    with parser_errors(file, "It cannot be read as Parquet."):
+        return table_to_rows(pq.read_table(pa.BufferReader(file.read_bytes())))
 
 
 def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, ArraySpec]:

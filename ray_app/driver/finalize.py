@@ -20,6 +20,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Classes
+from ray_app.preflight.changes import read_stored_code
 from ray_app.preflight.inputs import make_plan, make_task
 from ray_app.report.facts import Facts, read_facts
 from ray_app.report.html import write_report
@@ -32,6 +33,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import HIDDEN, redact
 from ray_app.runlog.stored_config import read_config, read_manifest
 from ray_app.storage.files import list_files, read_json, replace_nan, to_location
+from ray_app.task.base import Task
 from ray_app.track.mlflow_client import DataSet
 from ray_app.track.tracker import Status as MlflowStatus
 from ray_app.track.tracker import Tracker, check_available, make_run_tags
@@ -196,12 +198,26 @@ def stored_job(paths: RunPaths) -> Job:
         ConfigError: It is not a run of this version, or its task cannot be made here.
     """
     config = read_config(paths)
-    task = make_task(config)
+    task = make_stored_task(paths, config)
     stored = read_json(paths.classes)
     classes = Classes.of_totals(stored["rows"]) if stored is not None else None
     plan = make_plan(config, read_manifest(paths), classes)
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     return Job(config, digest(config, plan.manifest.digest), task, plan, "", {}, str(paths.root), 0, metric, mode)
+
+
+def make_stored_task(paths: RunPaths, config: Config) -> Task:
+    """Makes the configured task of a run; if its code cannot be imported here, the error says where it was."""
+    try:
+        return make_task(config)
+    except ConfigError as error:
+        code = read_stored_code(paths) if isinstance(error.__cause__, ImportError) else None
+        if code is None or not code.folders:
+            raise
+        path = os.pathsep.join(code.folders)
+        raise ConfigError(
+            f"{error} When the run was started, its code was in {path}: go there, or set PYTHONPATH={path}."
+        ) from error
 
 
 def finalize_run(job: Job, start: NewestStart) -> RunStatus:

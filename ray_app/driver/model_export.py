@@ -11,7 +11,7 @@ import logging
 import shlex
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, default_tracking_uri
-from ray_app.data.probes import decode_first_rows
+from ray_app.data.probes import read_stored_rows
 from ray_app.driver.trained_run import best_commit, choose_checkpoint, load_model, load_trained_job
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.export import refuse_taken, write_export
 from ray_app.models.package import make_package
 from ray_app.models.registry import Registered, find, promote, register, request_timeout_s
-from ray_app.preflight.inputs import open_evaluation_source
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
@@ -40,7 +39,6 @@ from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
 
-_EXAMPLE_ROWS = 2
 _REGISTER_TIMEOUT_S = 120.0
 """Seconds that registration has at the end of a run, without those for the transfer of the model."""
 REGISTRABLE = ("finished", "stopped_early")
@@ -96,7 +94,7 @@ def register_best(
             tracking["run_uuid"],
             commit.params_digest,
             version_tags(job, commit, best) | (tags or {}),
-            lambda folder: make_package(job.task, load_model(job, commit), input_example(job), folder),
+            lambda folder: make_package(job.task, load_model(job, commit), read_stored_rows(job.paths.example), folder),
             user_name(),
             first_serves,
         )
@@ -153,12 +151,6 @@ def version_tags(job: Job, commit: Commit, best: Evaluation | None) -> dict[str,
         tags |= {"ray_app.metric": job.best_metric, "ray_app.metric_value": repr(best.metrics[job.best_metric])}
         tags |= {"ray_app.eval_data_digest": best.data_digest} if best.data_digest else {}
     return tags
-
-
-def input_example(job: Job) -> dict[str, Any]:
-    """Returns some decoded rows of the evaluation data, or of the training data if there is none."""
-    source = job.evaluation or job.source
-    return decode_first_rows(source.reader, source.manifest, _EXAMPLE_ROWS)
 
 
 def register_run(options: RegisterOptions) -> Registered:
@@ -245,7 +237,8 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
 
     Raises:
         ConfigError: There is no such run or checkpoint, or the folder is taken.
-        DataError: The run's data has changed since, so that its task cannot be made again.
+        DataError: The task is made again from the run's data, since JSON does not keep its settings, and that has
+            changed.
         CheckpointError: The checkpoint is damaged.
         RegistryError: The model cannot be stored without pickle.
     """
@@ -257,11 +250,8 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
     refuse_taken(out, options.overwrite)
     job = load_trained_job(paths)
     commit = choose_checkpoint(job, options.checkpoint)
-    data = job.config.data
-    if data.eval_path is not None:
-        job = replace(job, evaluation=open_evaluation_source(job.task, data.eval_path, data.read_task_mb))
     model, source = load_model(job, commit), _source(job, commit)
-    return write_export(job.task, model, input_example(job), out, source, options.overwrite)
+    return write_export(job.task, model, read_stored_rows(paths.example), out, source, options.overwrite)
 
 
 def _source(job: Job, commit: Commit) -> dict[str, Any]:

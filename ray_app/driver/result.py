@@ -158,7 +158,8 @@ class Result:
                 rows = read_decoded(self.task, data)
             else:
                 rows = self._decoded(data, self.task.columns(), self.task.decode)
-            return combine(self.task, score(self.task, model, rows, size, HOST)).values
+            fixed = job.config.evaluate.fixed_batches
+            return combine(self.task, score(self.task, model, rows, size, HOST, fixed=fixed)).values
         if not isinstance(data, str):
             raise ConfigError(
                 f"workers={workers} evaluates a folder or file of Parquet that the actors read, and got columns of this"

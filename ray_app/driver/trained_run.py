@@ -12,8 +12,7 @@ import torch
 from ray_app.checkpoint.format import params_digest, unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config
-from ray_app.data.dataset import Dataset, open_dataset
-from ray_app.data.probes import infer_specs
+from ray_app.data.dataset import open_dataset
 from ray_app.driver.finalize import (
     finalize_run,
     make_late_tracker,
@@ -23,14 +22,14 @@ from ray_app.driver.finalize import (
     to_mlflow_status,
 )
 from ray_app.errors import CheckpointError, ConfigError, DataError, TrackingError
-from ray_app.preflight.inputs import read_training_row
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_scores
 from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.runlog.stored_config import read_manifest
+from ray_app.runlog.stored_config import read_config, read_manifest
 from ray_app.storage.files import read_json, to_location
+from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task, refuse_other_schema
 from ray_app.track.tracker import check_available
 from ray_app.train.job import Job
@@ -41,31 +40,34 @@ _STEP = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 
 def load_trained_job(paths: RunPaths) -> Job:
-    """Returns the job of a run with its task prepared from the training data, as in training; without evaluation data.
+    """Returns the job of a run with its task as it was trained, see `load_trained_task`; without its data."""
+    job = stored_job(paths)
+    return replace(job, task=load_trained_task(paths, job.config, job.task))
+
+
+def load_trained_task(paths: RunPaths, config: Config, task: Task) -> Task:
+    """Returns the task of a run as it was trained: with the settings that the run keeps, or prepared from its data.
+
+    Args:
+        config: Its configuration, perhaps with another task for other metrics, which is prepared from the data.
+        task: The task of the configuration.
 
     Raises:
-        ConfigError: It is not a run, or its task cannot be made here.
-        DataError: The data has changed since.
+        DataError: The data is needed, and it is not there or has changed since.
     """
-    job = stored_job(paths)
-    dataset = open_training_data(paths, job.config)
-    schema = read_json(paths.schema) or {}
-    refuse_other_schema(schema, dataset.facts, f"data.path {job.config.data.path}", f"the run {paths.name!r}")
-    task = prepare_task(job.task, dataset.facts, schema)
-    skips = job.config.data.on_bad_row == "skip"
-    fields = infer_specs(read_training_row(job.config, dataset, task)[1], dataset, task.columns(), task.decode, skips)
-    return replace(job, task=task, data_root=dataset.root, fields=fields)
-
-
-def open_training_data(paths: RunPaths, config: Config) -> Dataset:
-    """Opens the data on which a run was trained; raises `DataError` if it has changed since."""
+    settings = read_json(paths.task) if config.task == read_config(paths).task else None
+    if settings is not None:
+        vars(task).update(settings)
+        return task
     dataset = open_dataset(config.data.path)
     if dataset.manifest.digest != read_manifest(paths).digest:
         raise DataError(
             f"The data {config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task"
             " is made again. Restore it, or use the version that the run was registered as."
         )
-    return dataset
+    schema = read_json(paths.schema) or {}
+    refuse_other_schema(schema, dataset.facts, f"data.path {config.data.path}", f"the run {paths.name!r}")
+    return prepare_task(task, dataset.facts, schema)
 
 
 def choose_checkpoint(job: Job, name: str) -> Commit:

@@ -311,8 +311,8 @@ class _Scorer:
     def score(self, arrays: Arrays, part: int, parts: int) -> Iterable[Chunk]:
         """Scores every `parts`-th chunk of the data, see `score`."""
         job = self._job
-        size, manifest = job.section.batch_size, job.data.manifest
-        return score(job.task, self._model, arrays, size, self._device, part, parts, manifest=manifest)
+        size, fixed, manifest = job.section.batch_size, job.section.fixed_batches, job.data.manifest
+        return score(job.task, self._model, arrays, size, self._device, part, parts, fixed=fixed, manifest=manifest)
 
 
 class _ScoringActor:

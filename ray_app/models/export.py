@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -63,7 +62,7 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
 def write_export(
     task: Task,
     model: nn.Module,
-    example: dict[str, npt.NDArray],
+    example: Arrays,
     folder: Path,
     source: dict[str, Any],
     overwrite: bool = False,

@@ -318,7 +318,7 @@ def _write_description(
         "params_digest": params_digest(served.model.state_dict()),
         "torch": torch.__version__,
         "classes": served.task.classes,
-        "task": {"class_path": class_path(served.task), "settings": _storable_settings(served.task)},
+        "task": {"class_path": class_path(served.task), "settings": storable_settings(served.task)},
     }
     if served.task.encoding:
         described["encoding"] = {"module": ENCODING_MODULE, "settings": served.task.encoding}
@@ -330,7 +330,7 @@ def class_path(task: Task) -> str:
     return f"{type(task).__module__}.{type(task).__qualname__}"
 
 
-def _storable_settings(task: Task) -> dict[str, Any] | None:
+def storable_settings(task: Task) -> dict[str, Any] | None:
     """Returns the settings of a prepared task; None if JSON does not preserve them, or one is a secret."""
     settings = vars(task)
     return settings if _is_json(settings) and redact_value(settings) == settings else None
@@ -448,7 +448,7 @@ def _output_shapes(
         return {name: (-1, *values.shape[1:]) for name, values in predicted.items()}
 
 
-def make_package(task: Task, model: nn.Module, example: dict[str, npt.NDArray], folder: Path) -> Package:
+def make_package(task: Task, model: nn.Module, example: Arrays, folder: Path) -> Package:
     """Writes an MLflow model to a new folder, and checks what it predicts; see `write_files`."""
     with tempfile.TemporaryDirectory() as temporary:
         files = write_files(task, model, example, Path(temporary))

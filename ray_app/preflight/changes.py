@@ -45,16 +45,19 @@ class CodeVersions:
         versions: Versions of Python, of the application, and of the installed libraries that these files import.
         defaults: Dotted names of the arguments in `config.yaml` that are defaults of the configured classes, not set by
             the user.
+        folders: Folders from which the files were imported, for messages: nothing is ever imported from them by this.
     """
 
     files: dict[str, str]
     versions: dict[str, str]
     defaults: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
 
 
 def read_code_versions(config: Config) -> CodeVersions:
     """Reads the source files and library versions of the configured classes as they are now."""
     files: dict[str, str] = {}
+    folders = set[str]()
     libraries = {"torch", "numpy"}
     for class_path in sorted(set(iter_import_paths(config))):
         configured = load_class(class_path)
@@ -63,13 +66,18 @@ def read_code_versions(config: Config) -> CodeVersions:
         imports = follow_imports(configured.__module__, ours=False)
         libraries |= imports.libraries - {"ray_app"}
         files |= {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in imports.files.items()}
+        folders |= {
+            str(file.parents[name.count(".") + (file.name == "__init__.py")]) for name, file in imports.files.items()
+        }
         # The file of `__main__` may be the server of a notebook rather than the user's code.
         is_read = configured.__module__ in imports.files and configured.__module__ != "__main__"
         if not is_read and _top_level(configured.__module__) not in libraries:
             files[configured.__module__] = _digest_class(configured)
     python = ".".join(map(str, sys.version_info[:3]))
     versions = {name: version for name in sorted(libraries) if (version := _library_version(name)) is not None}
-    return CodeVersions(files, {"python": python, "ray_app": __version__} | versions, fill_defaults(config)[1])
+    return CodeVersions(
+        files, {"python": python, "ray_app": __version__} | versions, fill_defaults(config)[1], sorted(folders)
+    )
 
 
 def iter_import_paths(config: Config) -> Iterator[str]:

@@ -19,12 +19,21 @@ import psutil
 
 from ray_app.cluster.resources import resolve_scaling
 from ray_app.config.checks import check_config
-from ray_app.config.config import Config, digest
+from ray_app.config.config import Config, digest, with_absolute_paths
 from ray_app.data.arrays import spec_of_values
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import sample_ragged_rows, sample_rows
 from ray_app.errors import ConfigError, DataError
-from ray_app.preflight import changes, data_summary, dry_run, gradient_checks, inputs, metric_checks, rare_rows
+from ray_app.preflight import (
+    batch_checks,
+    changes,
+    data_summary,
+    dry_run,
+    gradient_checks,
+    inputs,
+    metric_checks,
+    rare_rows,
+)
 from ray_app.preflight.context import CheckResult, PreflightContext
 from ray_app.preflight.inputs import InitialParameters
 from ray_app.preflight.metric_checks import MAX_ROWS
@@ -93,6 +102,7 @@ def complete_config(context: PreflightContext) -> list[str]:
     config = context.config
     register_secrets(config.to_dict())
     check_config(config)
+    config = with_absolute_paths(config)
     config = config if config.run.name else config.replace(run__name=inputs.make_run_name())
     context.paths = RunPaths(to_location(config.run.storage_path) / str(config.run.name))
     context.before = before = stored_config(context.paths)
@@ -176,6 +186,7 @@ def check_stored_run(context: PreflightContext) -> None:
     paths, plan = context.paths, context.plan
     facts = context.dataset.facts
     changes.check_resume_compatibility(paths.name, context.before, read_manifest(paths).digest, context.config, plan)
+    batch_checks.refuse_other_batches(paths.name, context.before.evaluate, context.config.evaluate.batch_size)
     changes.check_same_classes(paths, plan)
     refuse_other_schema(read_json(paths.schema) or {}, facts, facts.path, f"the data that {paths.name!r} began with")
 
@@ -410,6 +421,9 @@ CHECKS = (
           applies=lambda context: isinstance(context.task, ModuleTask) and context.eval_rows is not None),
     Check("rare rows", 0.1, "The longest ones can be trained and evaluated on.", rare_rows.try_rare_rows,
           ("one row", "evaluation data"), calls_task=True),
+    Check("batches", 0.1, "The evaluation of a row does not depend on the rows beside it.", batch_checks.try_batches,
+          ("one row", "evaluation data"), calls_task=True,
+          applies=lambda context: context.config.data.eval_path is not None),
     Check("metrics", 0.2, "They do not depend on how the rows are divided into batches.", metric_checks.try_metrics,
           ("one row", "evaluation data"), calls_task=True,
           applies=lambda context: context.config.data.eval_path is not None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import tempfile
 import time
@@ -12,13 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ray_app.checkpoint.format import params_digest
+from ray_app.checkpoint.format import params_digest, unpack_model
+from ray_app.checkpoint.store import COMMIT, CheckpointStore
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.import_paths import load_class
 from ray_app.data.dataset import Dataset, open_dataset, read_labels
 from ray_app.data.probes import decode_first_row, probe
 from ray_app.data.reader import Reader, RowSource, rows_per_task
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import CheckpointError, ConfigError, DataError
 from ray_app.models.export import is_export
 from ray_app.models.loader import DESCRIPTION, WEIGHTS
 from ray_app.models.registry import download_version, load_parameters, resolve_version
@@ -32,6 +34,8 @@ from ray_app.task.base import Rows, Task
 from ray_app.task.ragged import Arrays
 from ray_app.task.schema import named_classes, refuse_other_data
 from ray_app.train.state.parameters import check_parameters_digest, read_parameters, unreadable_parameters_error
+
+logger = logging.getLogger(__name__)
 
 _ADJECTIVES = (
     *("amber", "bold", "brave", "bright", "calm", "clear", "crisp", "eager"),
@@ -218,13 +222,48 @@ def load_initial_parameters(config: Config, before: Config | None) -> InitialPar
         params, classes = _fetch_registered(config, source)
     else:
         try:
-            params = read_parameters(source, None)
+            params, classes = _read_source(source)
         except OSError as error:
             # An error of the storage refuses the start, unlike errors later in the run.
             raise unreadable_parameters_error(source, error) from error
-        classes = _read_package_classes(source)
     check_parameters_digest(params, source, config.train.init_digest)
     return InitialParameters(config.replace(train__init_digest=params_digest(params)), params, classes)
+
+
+def _read_source(source: str) -> tuple[dict[str, Tensor], Sequence[str] | None]:
+    """Returns the parameters and the class names of a run, of a folder with `model.safetensors`, or of a file."""
+    location = to_location(source)
+    if RunPaths(location).config.exists():
+        return _read_best_checkpoint(RunPaths(location)), _read_run_classes(RunPaths(location))
+    if not (location / WEIGHTS).exists():
+        return read_parameters(source, None), _read_package_classes(source)
+    params = read_parameters(str(location / WEIGHTS), None)
+    commit = read_json(location / COMMIT)
+    if commit is None:
+        return params, _read_package_classes(str(location / WEIGHTS))
+    if commit.get("params_digest") != params_digest(params):
+        raise ConfigError(f"train.init_from {source!r} is damaged: its parameters are not those of its {COMMIT}.")
+    return params, _read_run_classes(RunPaths(location.parent.parent))
+
+
+def _read_best_checkpoint(paths: RunPaths) -> dict[str, Tensor]:
+    """Returns the parameters of the best checkpoint of a run that has ended, or of the newest that is intact."""
+    store, best = CheckpointStore(paths), (read_json(paths.summary) or {}).get("best") or {}
+    for commit in sorted(store.commits(), key=lambda c: (c.step == best.get("step"), c.step, c.fence), reverse=True):
+        try:
+            params = unpack_model(store.load(commit))
+        except CheckpointError as error:
+            logger.warning("The checkpoint of step %d of %s is skipped: %s", commit.step, paths.root, error)
+            continue
+        logger.info("The initial parameters are those of step %d of %s.", commit.step, paths.root)
+        return params
+    raise ConfigError(f"train.init_from {str(paths.root)!r} is a run without an intact checkpoint. Name another run.")
+
+
+def _read_run_classes(paths: RunPaths) -> Sequence[str] | None:
+    """Returns the class names that a run has stored, or None if there are none."""
+    schema = read_json(paths.schema) or {}
+    return named_classes(schema.get("classes") or schema.get("class_names") or [])
 
 
 def replaced_weights_warnings(config: Config) -> list[str]:
@@ -253,7 +292,7 @@ def _pretrained_arguments(value: Any, name: str) -> list[str]:
 
 
 def _normalize_source(source: str) -> str:
-    """Returns the name of a registered model, or the absolute path of a file, since a run may be resumed elsewhere."""
+    """Returns the name of a registered model, or an absolute path, since a run may be resumed elsewhere."""
     if source.startswith(_REGISTRY_SCHEME):
         return source
     return str(to_location(source) / "data" / "model" / WEIGHTS if is_export(source) else to_location(source))

@@ -43,7 +43,7 @@ MIN_ROWS = 8
 """Number of rows to which fewer rows are repeated."""
 _MAX_SECONDS = 3.0
 """Time limit of the forward passes; the rows that were computed by then are checked."""
-_MAX_PERTURBED = 10_000_000
+MAX_PERTURBED = 10_000_000
 """Largest number of parameters of a model for which perturbed parameters are checked, too."""
 _RTOL, _ATOL = 1e-3, 1e-5
 _FIRST_PART = 3
@@ -69,31 +69,37 @@ def try_metrics(context: PreflightContext) -> list[str]:
     context.model.eval()
     count = len(next(iter(rows.values())))
     has_all = context.eval_source is not None and context.eval_source.manifest.num_rows <= MAX_ROWS
+    fixed = bool(context.config.evaluate.fixed_batches)
     with user_code(lambda: "evaluating some rows"), torch.no_grad():
         messages = list[str]()
-        if isinstance(task, BatchTask):
+        if isinstance(task, BatchTask) and not fixed:
             cycled = cycle_rows(rows, max(count, MIN_ROWS))
             messages = _check_means(task, context.model, cycled)
             # Metrics of random outputs cannot be compared.
             if not messages and type(task).metrics is not BatchTask.metrics:
                 _check_batches(task, context.model, cycled)
-        outputs = _forward_rows(task, context.model, rows)
+        outputs = _forward_rows(task, context.model, rows, count if fixed else 1)
         _check_states(task, outputs)
-        messages += _check_computed(task, outputs, has_all and len(outputs) == count)
+        messages += _check_computed(task, outputs, has_all and _count(outputs) == count)
         if not isinstance(task, BatchTask):
             _check_logits(task, outputs)
     return messages
 
 
-def _forward_rows(task: Task, model: nn.Module, rows: Arrays) -> Outputs:
-    """Returns the output of each row alone, for at least two rows and until the time limit."""
+def _forward_rows(task: Task, model: nn.Module, rows: Arrays, size: int) -> Outputs:
+    """Returns the outputs of batches of `size` rows, at least of two batches and until the time limit."""
     start_s, outputs = time.monotonic(), []
-    for i in range(len(next(iter(rows.values())))):
-        batch = to_batch({name: values[i : i + 1] for name, values in rows.items()})
+    for i in range(0, len(next(iter(rows.values()))), size):
+        batch = to_batch({name: values[i : i + size] for name, values in rows.items()})
         outputs.append((task.eval_outputs(model, batch), batch))
         if len(outputs) > 1 and time.monotonic() - start_s > _MAX_SECONDS:
             break
     return outputs
+
+
+def _count(outputs: Outputs) -> int:
+    """Returns the number of rows of some batches."""
+    return sum(count_rows(batch) for _, batch in outputs)
 
 
 def _join(outputs: Outputs) -> Outputs:
@@ -261,7 +267,7 @@ def _check_computed(task: Task, outputs: Outputs, has_all: bool) -> list[str]:
     """Refuses metrics that all rows are too few for, and returns warnings about few rows or classes, if `has_all`."""
     if not has_all:
         return []
-    count = len(outputs)
+    count = _count(outputs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -386,7 +392,7 @@ def compare_means(
     cut = max(1, count // _FIRST_PART)
     unequal, random_values = Means(), set[str]()
     num_parameters = sum(p.numel() for p in model.parameters())
-    for perturbation in range(3 if num_parameters <= _MAX_PERTURBED else 1):
+    for perturbation in range(3 if num_parameters <= MAX_PERTURBED else 1):
         with perturbed(model, perturbation):
             whole, repetition, *parts = (
                 means_of(part, seed)
@@ -418,7 +424,8 @@ def _not_a_mean_message(task: str, name: str, value: float, mean: float, count: 
         " batches it would depend on evaluate.batch_size. Give the torchmetrics object itself, whose states are"
         " combined over all rows: self.log(name, self.metric) in a Lightning module, the object in the dictionary that"
         " a script's evaluate returns (torchmetrics.MeanMetric, updated with weights, for a mean over tokens;"
-        " MeanSquaredError(squared=False) for a root)."
+        " MeanSquaredError(squared=False) for a root). If the mean over batches of evaluate.batch_size rows is meant,"
+        " set evaluate.fixed_batches: true."
     )
 
 

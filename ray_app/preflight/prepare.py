@@ -19,8 +19,10 @@ from torch import Tensor
 
 from ray_app.config.config import Config, flatten
 from ray_app.config.strategies import strategy_with_workers
+from ray_app.data.probes import put_rows
 from ray_app.errors import BadRowError, ConfigError, RayAppError, RunExistsError, TaskError, is_refusal
 from ray_app.evaluate.job import EvaluationJob
+from ray_app.models.package import storable_settings
 from ray_app.preflight.changes import (
     CodeVersions,
     DataVersions,
@@ -36,6 +38,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, redact_value, register_secrets
 from ray_app.runlog.stored_config import parse_config
 from ray_app.storage.files import put_atomic, put_json, to_location
+from ray_app.task.ragged import Arrays
 from ray_app.task.schema import stored_schema
 from ray_app.train.job import Job
 from ray_app.watch.terminal import Finding, has_refusal
@@ -56,6 +59,7 @@ class Prepared:
         changed: Differences of `code` from the last start, each a phrase.
         warnings: Warnings about the data, the metrics and the model, each one or two sentences.
         data: Lines that describe the columns that the task uses.
+        example: One or two decoded rows.
         data_files: Size and modification time, or ETag, of the data files.
         changed_data: Differences of `data_files` from the last start, each a sentence.
     """
@@ -68,6 +72,7 @@ class Prepared:
     changed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
+    example: Arrays | None = None
     data_files: DataVersions | None = None
     changed_data: tuple[str, ...] = ()
 
@@ -108,6 +113,7 @@ def prepare(config: Config) -> Prepared:
             tuple(context.changed_code),
             tuple(warnings),
             tuple(context.used_columns),
+            {name: values[:2] for name, values in (context.eval_rows or context.rows).items()},
             context.data_versions,
             tuple(context.changed_data),
         )
@@ -139,6 +145,9 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         put_json(job.paths.schema, stored_schema(job.task))
         if job.plan.classes is not None:
             put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})
+    if prepared.example is not None:
+        put_json(job.paths.task, storable_settings(job.task))
+        put_rows(job.paths.example, prepared.example)
     if prepared.code is not None and (prepared.changed or not prepared.resumes):
         store_code(job.paths, prepared.code)
     if prepared.data_files is not None and not (prepared.resumes and is_stored(job.paths, prepared.data_files)):

@@ -227,7 +227,7 @@ class ScoringRequest:
 
     Args:
         blocks: Minimum number of chunks into which the rows are divided, if there are enough rows; by default the
-            fastest number.
+            fastest number. With `evaluate.fixed_batches` a chunk is a batch.
         chosen: Mask of the rows that count, shape (rows of the segments,); by default all count.
     """
 
@@ -319,7 +319,15 @@ def _score_all(
                 )
             run, packaged = partial(run_packaged, inputs), PackagedModule(model)
             chunks = score(
-                task, packaged, arrays, section.batch_size, device, chunk_rows=chunk_rows, keep=metrics, forward=run
+                task,
+                packaged,
+                arrays,
+                section.batch_size,
+                device,
+                chunk_rows=chunk_rows,
+                fixed=section.fixed_batches,
+                keep=metrics,
+                forward=run,
             )
             scored[name] = list(chunks)
         results.append(scored)

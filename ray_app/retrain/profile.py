@@ -222,12 +222,20 @@ class ReferenceProfiles:
     gate: Profile | None = None
 
 
+_MIN_BATCHES = 20
+"""Fewest batches from which the gate draws, where their rows depend on each other."""
+
+
 @dataclass(frozen=True)
 class GateRows:
-    """The rows of the gate; without a profile they are a part of the evaluation data."""
+    """The rows of the gate; without a profile they are a part of the evaluation data.
+
+    Those of a batch depend on each other where `evaluate.fixed_batches` is set; otherwise `batch_rows` is 1.
+    """
 
     rows: int
     profile: Profile | None = None
+    batch_rows: int = 1
 
 
 def find_problems(
@@ -250,6 +258,13 @@ def find_problems(
         messages.append(
             f"{subject} {gate.rows:,}; with fewer than retrain.min_eval_rows = {section.min_eval_rows} no gate can tell"
             " a better model from luck"
+        )
+    batches = -(-gate.rows // gate.batch_rows)
+    if gate.batch_rows > 1 and batches < _MIN_BATCHES:
+        messages.append(
+            f"the gate's {gate.rows:,} rows are {batches} batches of evaluate.batch_size ="
+            f" {gate.batch_rows}, on which their evaluation depends (evaluate.fixed_batches); fewer than {_MIN_BATCHES}"
+            " cannot tell a better model from luck: set a smaller evaluate.batch_size"
         )
     messages += _compare_profiles("training data", train, reference.train, section)
     messages += _compare_profiles("evaluation data", evaluation, reference.evaluation, section)

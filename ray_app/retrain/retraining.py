@@ -153,7 +153,7 @@ class Stages:
         request = gate_request(job, situation.config, situation.section, situation.delivery, models, MAX_BLOCKS)
         metric, mode = job.best_metric, job.best_mode
         section = situation.section
-        [scored] = score_packages(job.task, (metric, GUARD_METRIC), [request], situation.config.evaluate)
+        [scored] = score_packages(job.task, (metric, GUARD_METRIC), [request], job.config.evaluate)
         chunks = (scored["challenger"], scored.get("champion"))
         result = compare_models(job.task, metric, mode, *chunks, situation.config.seed, section)
         return {"figures": asdict(result), "verdict": asdict(decide_promotion(result, section))}

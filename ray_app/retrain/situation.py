@@ -209,7 +209,8 @@ def inspect_data(
         gate_profile, _ = profile_dataset(open_dataset(section.gate_path), job.task.columns(), label)
     gate_mask = gate_rows_request.chosen
     gate_rows = gate_rows_request.source.manifest.num_rows if gate_mask is None else int(gate_mask.sum())
-    gate = GateRows(gate_rows, gate_profile)
+    evaluate = job.config.evaluate
+    gate = GateRows(gate_rows, gate_profile, evaluate.batch_size if evaluate.fixed_batches else 1)
     reference = champion.profiles.train if champion is not None else None
     columns = reference.columns if reference is not None else {}
     drift = {name: psi(train_sample[name], column) for name, column in columns.items() if name in train_sample}
@@ -223,7 +224,7 @@ def inspect_data(
             ScoringRequest(job.source, sample_segments(job.plan.manifest, _AGREEMENT_ROWS), models),
             replace(gate_rows_request, models=models),
         ]
-        scored = score_packages(job.task, (job.best_metric,), requests, config.evaluate)
+        scored = score_packages(job.task, (job.best_metric,), requests, job.config.evaluate)
         values = [combine(job.task, chunks["champion"]).values[job.best_metric] for chunks in scored]
         agreement = Agreement(job.best_metric, job.best_mode, accepted, values[0], values[1])
     return DataInspection(train, evaluation, gate, drift, agreement)

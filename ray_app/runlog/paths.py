@@ -63,6 +63,11 @@ class RunPaths:
     """The classes of the rows, if rows are balanced by class."""
     schema = _Entry("schema.json")
     """The types of the columns that the run trains on, and the names of its classes."""
+    task = _Entry("task.json")
+    """The settings of the prepared task, with which it is made again without the training data; `null` if JSON does not
+    keep them."""
+    example = _Entry("example.parquet")
+    """One or two decoded rows, from which the inputs of an export are known."""
     initial = _Entry("initial.safetensors")
     """The initial parameters, if `train.init_from` names some."""
     checkpoints = _Entry("checkpoints")

@@ -85,6 +85,7 @@ def score(
     part: int = 0,
     parts: int = 1,
     chunk_rows: int | None = None,
+    fixed: bool | None = False,
     keep: Container[str] | None = None,
     forward: Callable[[nn.Module, Batch], Any] | None = None,
     manifest: Manifest | None = None,
@@ -95,7 +96,10 @@ def score(
         model: The model, on the device; it is set to evaluation mode.
         arrays: Every decoded field. Where rows have different lengths a chunk is one forward pass, padded to its
             longest row.
+        size: Rows of a forward pass.
         chunk_rows: Rows of a chunk; None: a number that makes scoring fast.
+        fixed: Whether each chunk is one forward pass of `size` rows, whatever `chunk_rows` is, see
+            `evaluate.fixed_batches`.
         keep: Names of the metrics to keep the states of; None: all.
         forward: Computes the outputs of a model for a batch; None: the task's `eval_outputs`.
 
@@ -110,7 +114,7 @@ def score(
     rows, worst = len(next(iter(arrays.values()))), list[float]()
     ragged = any(isinstance(values, Ragged) for values in arrays.values())
     row_bytes = sum(values[:1].nbytes for values in arrays.values())
-    step = chunk_rows or (size if ragged else _chunk_rows(rows, row_bytes, size))
+    step = size if fixed else chunk_rows or (size if ragged else _chunk_rows(rows, row_bytes, size))
     for low in range(part * step, rows, parts * step):
         batch = {name: values.to(device) for name, values in to_batch(arrays, slice(low, low + step)).items()}
         for _, metric in metrics.items(keep_base=True, copy_state=False):

@@ -6,6 +6,7 @@ A pattern is a name of a parameter in which `*` stands for any text (`fnmatch`).
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
@@ -26,6 +28,10 @@ from ray_app.torch_private import BatchNorm, foreach_lerp_
 _MAX_NAMES = 12
 _MAX_SUGGESTIONS = 3
 _MAX_DIFFERENCES = 5
+_TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02")
+"""How files of `torch.save` begin: the zip format, and the one before it."""
+_STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
+"""Names under which checkpoints of Lightning and of usual scripts have the state dict of the model."""
 
 
 def match_names(names: Iterable[str], pattern: str, field: str) -> list[str]:
@@ -209,11 +215,12 @@ def read_parameters(path: str, digest: str | None) -> dict[str, Tensor]:
     """Returns the parameters in a file, by name.
 
     Args:
-        path: Path or URI of a safetensors file.
+        path: Path or URI of a file of safetensors, or of tensors alone as `torch.save` writes them: a state dict, or a
+            mapping that has one as `state_dict`, such as a checkpoint of Lightning.
         digest: The `params_digest` that the parameters must have; None accepts any parameters.
 
     Raises:
-        ConfigError: The file is missing, is not a safetensors file, or has parameters with another digest.
+        ConfigError: The file is missing, holds something else, or has parameters with another digest.
         OSError: The storage does not answer.
     """
     try:
@@ -221,23 +228,38 @@ def read_parameters(path: str, digest: str | None) -> dict[str, Tensor]:
     except FileNotFoundError as error:
         raise unreadable_parameters_error(path, error) from error
     try:
-        parameters = safetensors.torch.load(data)
-    # safetensors does not export the class of its exceptions, so every exception counts.
+        is_torch = data.startswith(_TORCH_MAGIC)
+        parameters = _parse_state_dict(data) if is_torch else safetensors.torch.load(data)
+    # Neither library says which exceptions it raises, so every exception counts.
     except Exception as error:
         foreign = name_foreign_file(data[:HEAD_BYTES])
-        reason = f"it is {foreign}" if foreign else str(error)
+        reason = f"it is {foreign}" if foreign else next(iter(str(error).splitlines()), "").rstrip(".")
         raise ConfigError(
-            f"train.init_from {path!r} is not a safetensors file: {reason}. Save parameters with safetensors.torch."
+            f"train.init_from {path!r} is neither a safetensors file nor one of torch.save with tensors alone, and"
+            f" nothing of it was run: {reason}. Save the parameters by safetensors.torch.save_file, or by"
+            " torch.save(model.state_dict(), FILE)."
         ) from error
     check_parameters_digest(parameters, path, digest)
     return parameters
 
 
+def _parse_state_dict(data: bytes) -> dict[str, Tensor]:
+    """Returns the tensors of a file of `torch.save`, without the prefixes of `DataParallel` and `torch.compile`."""
+    content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    state = next((content[key] for key in _STATE_DICT_KEYS if isinstance(content.get(key), dict)), content)
+    for prefix in ("module.", "_orig_mod."):
+        consume_prefix_in_state_dict_if_present(state, prefix)
+    if wrong := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise ValueError(f"{format_names(list(map(str, wrong)), _MAX_DIFFERENCES)} in it are no tensors")
+    # Tied parameters are copied, since safetensors, in which the run keeps them, has no shared memory.
+    return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+
+
 def unreadable_parameters_error(path: str, error: OSError) -> ConfigError:
     """Returns the error for a file of parameters that cannot be read."""
     return ConfigError(
-        f"train.init_from {path!r} cannot be read: {error}. Name a safetensors file, the folder of an export, or"
-        f" models:/NAME@ALIAS."
+        f"train.init_from {path!r} cannot be read: {error}. Name the directory of a run, the folder of a checkpoint or"
+        " an export, a file of parameters (safetensors, or a state dict), or models:/NAME@ALIAS."
     )
 
 

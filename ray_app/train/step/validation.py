@@ -78,14 +78,21 @@ class Validation:
             return
         if self._arrays is None:
             self._arrays = self._load()
-        batch_size = job.config.evaluate.batch_size
-        manifest = job.evaluation.manifest
+        section, manifest = job.config.evaluate, job.evaluation.manifest
         local_chunks = []
         with self._state.eval_model() as model:
             self._state.sync.broadcast_parameters(self._state.average is not None)
             digest = params_digest(model.state_dict())
             for chunk in score(
-                job.task, model, self._arrays, batch_size, self._device, world.rank, world.size, manifest=manifest
+                job.task,
+                model,
+                self._arrays,
+                section.batch_size,
+                self._device,
+                world.rank,
+                world.size,
+                fixed=section.fixed_batches,
+                manifest=manifest,
             ):
                 local_chunks.append(chunk)
                 self._report_progress()

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,18 @@ import safetensors.torch
 import torch
 
 from ray_app import load_config
-from ray_app.checkpoint.format import params_digest
+from ray_app.checkpoint.format import Snapshot, pack, params_digest
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, result_fields
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.preflight.inputs import load_initial_parameters
 from ray_app.preflight.prepare import claim, prepare
+from ray_app.storage.files import put_json
 from ray_app.task.base import Task
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks
 from ray_app.train.state.state import TrainingState
+from tests.support.checkpoints import commit_of
 from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.paths import ROOT
 
@@ -121,6 +126,56 @@ def test_the_folder_of_an_export_names_its_parameters(base_config: Config, tmp_p
     assert job.config.train.init_digest == params_digest(state)
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["run", "checkpoint", "state dict", "Lightning", "DataParallel", "folder"],
+)
+def test_a_run_begins_with_another_run_or_a_file_of_other_tools(
+    source: str, base_config: Config, tmp_path: Path
+) -> None:
+    before = claim(prepare(base_config.replace(run__name="before")), 1).job
+    states = {}
+    for step in (10, 20, 30):
+        states[step] = write_parameters(before.task, tmp_path / "model.safetensors", seed=step)
+        commit = replace(commit_of(step), params_digest=params_digest(states[step]))
+        CheckpointStore(before.paths).write(pack(Snapshot(step, states[step], {}, None)), commit)
+    put_json(before.paths.summary, {"best": {"step": 20}})
+    file, state = tmp_path / "saved.ckpt", states[30]
+    contents: dict[str, Any] = {
+        "state dict": state,
+        "Lightning": {"epoch": 3, "state_dict": state, "hyper_parameters": {"lr": 0.1}},
+        "DataParallel": {f"module.{name}": values for name, values in state.items()},
+    }
+    torch.save(contents.get(source), file)
+    paths = {"run": before.paths.root, "checkpoint": before.paths.checkpoint(10, 1), "folder": tmp_path}
+    job = prepare(base_config.replace(train__init_from=str(paths.get(source, file)))).job
+    expected = states[{"run": 20, "checkpoint": 10}.get(source, 30)]
+    assert job.config.train.init_digest == params_digest(expected)
+    if source == "run":
+        # The checkpoint of step 20 is damaged, and then no checkpoint is best.
+        (before.paths.checkpoint(20, 1) / "model.safetensors").write_bytes(b"")
+        config = base_config.replace(run__name="later", train__init_from=str(before.paths.root))
+        claimed = claim(prepare(config), 1).job
+        assert claimed.config.train.init_digest == params_digest(states[30])
+        shutil.rmtree(before.paths.root)
+        assert prepare(config).resumes, "the run must keep its own copy"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"epoch": 3, "optimizer": {}}, "epoch, optimizer in it are no tensors"),
+        (Path("x"), "nothing of it was run: .*Save the parameters by"),
+    ],
+)
+def test_a_file_with_more_than_tensors_is_refused(
+    content: Any, message: str, base_config: Config, tmp_path: Path
+) -> None:
+    torch.save(content, tmp_path / "saved.pt")
+    with pytest.raises(ConfigError, match=message):
+        prepare(base_config.replace(train__init_from=str(tmp_path / "saved.pt")))
+
+
 def test_a_run_continues_only_with_its_initial_parameters(base_config: Config, tmp_path: Path) -> None:
     path = tmp_path / "first.safetensors"
     task = prepare(base_config).job.task
@@ -166,10 +221,10 @@ def test_unreadable_initial_parameters_refuse_a_start_but_not_a_running_job(
 def test_parameters_that_do_not_fit_the_model_are_refused_by_name(base_config: Config, tmp_path: Path) -> None:
     path = tmp_path / "first.safetensors"
     config = base_config.replace(train__init_from=str(path))
-    with pytest.raises(ConfigError, match=r"first.safetensors' cannot be read: .*Name a safetensors file"):
+    with pytest.raises(ConfigError, match=r"first.safetensors' cannot be read: .*Name the directory of a run"):
         prepare(config)
     path.write_bytes(b"pickle")
-    with pytest.raises(ConfigError, match="is not a safetensors file"):
+    with pytest.raises(ConfigError, match="is neither a safetensors file nor one of"):
         prepare(config)
     state = write_parameters(prepare(base_config).job.task, path)
     state["extra"] = torch.zeros(1)

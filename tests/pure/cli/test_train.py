@@ -43,7 +43,7 @@ from tests.support.train_command import CommandResult, image_arguments, write_im
             r"where no run can be stored: .*test_train.py is a file. Give a folder",
         ),
         (["--run.name=../there"], "run.name is '../there'; use"),
-        (["--data.path=nowhere"], "'nowhere' does not exist .* ingest"),
+        (["--data.path=nowhere"], "nowhere' does not exist .* ingest"),
         (["--task.init_args.image=label"], "Column 'label' .* holds integer int64; the image needs array or bytes"),
         (["--task.init_args.label=image"], "Column 'image' .* the label needs integer"),
         (["--task.init_args.num_classes=5"], "labels from 0 to 9; 5 classes allow 0 to 4"),

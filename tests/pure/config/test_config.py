@@ -470,6 +470,7 @@ def changes_digest(**fields: Any) -> bool:
             "evaluate__mode": "min",
             "evaluate__batch_size": 1,
             "evaluate__max_rows": 9,
+            "evaluate__fixed_batches": True,
             "evaluate__workers": 3,
         },
         {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1},

@@ -9,27 +9,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 from torch import nn
 
+import ray_app
 from ray_app import load_config
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.cli.evaluate import EvaluateOptions, evaluate_run
 from ray_app.config.config import Config
 from ray_app.driver.model_export import ExportOptions, export_run, try_to_register
 from ray_app.driver.result import Result
-from ray_app.driver.trained_run import best_commit
+from ray_app.driver.trained_run import best_commit, load_trained_job
 from ray_app.errors import CheckpointError, ConfigError, DataError
 from ray_app.predict.predict import model_of_run
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.evaluations import Evaluation, put_evaluation
-from ray_app.runlog.journal import put_event
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.stored_config import read_config
 from ray_app.storage.files import put_json
 from ray_app.train.job import Job
 from tests.support.checkpoints import commit_of
@@ -138,17 +139,32 @@ def test_evaluations_of_other_data_are_not_compared(job: Job) -> None:
     assert best_commit(job)[0].step == 30
 
 
-def test_a_run_is_not_evaluated_if_its_training_data_has_changed(digits: Path, tmp_path: Path) -> None:
+def test_a_run_is_exported_from_any_folder_and_without_its_data(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(digits / "train", tmp_path / "train")
-    fields: dict[str, Any] = {"data__path": str(tmp_path / "train"), "data__eval_path": str(digits / "eval")}
-    config = load_config(ROOT / "conf" / "digits.yaml").replace(
-        run__name="run", run__storage_path=str(tmp_path / "runs"), **fields
-    )
+    fields: dict[str, Any] = {"data__path": "train", "data__eval_path": "train", "run__storage_path": "runs"}
+    config = load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", **fields)
+    monkeypatch.chdir(tmp_path)
     run_job = write_checkpoints(config, 10)
-    put_event(run_job.paths, "started", 1)
-    shutil.copy(next((tmp_path / "train").glob("*.parquet")), tmp_path / "train" / "more.parquet")
+    stored = read_config(run_job.paths)
+    assert (stored.data.path, stored.data.eval_path) == (str(tmp_path / "train"), str(tmp_path / "train"))
+    assert stored.run.storage_path == str(tmp_path / "runs")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "train")
+    moved = RunPaths(tmp_path / "elsewhere" / "moved")
+    shutil.move(run_job.paths.root, moved.root)
+    assert export_run(ExportOptions("moved", "model"))["step"] == 10
+    assert ray_app.load_model("model").predict(np.zeros((3, 1, 8, 8), np.uint8)).shape == (3, 10)
+    assert vars(load_trained_job(moved).task) == vars(run_job.task)
+    # A task with settings that JSON does not keep is made again from the data.
+    put_json(moved.task, None)
+    with pytest.raises(DataError, match="does not exist"):
+        export_run(ExportOptions("moved", "other"))
+    shutil.copytree(digits / "eval", tmp_path / "train")
     with pytest.raises(DataError, match="is not what it was trained on"):
-        evaluate_run(EvaluateOptions(run=str(run_job.paths.root)), None, Console(quiet=True))
+        export_run(ExportOptions("moved", "other"))
 
 
 def test_loading_the_model_of_a_run_without_checkpoints_is_an_error(job: Job) -> None:

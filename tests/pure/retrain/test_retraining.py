@@ -258,6 +258,7 @@ def problems_of(
             {"gate": GateRows(99, replace(GOOD, rows=99))},
             "the gate's data has 99; with fewer than retrain.min_eval_rows = 100",
         ),
+        ({"gate": GateRows(500, batch_rows=64)}, "500 rows are 8 batches of evaluate.batch_size = 64, on which"),
         ({"gate": GateRows(1000, replace(GOOD, classes={"0": 1000}))}, "gate data: no row of class 1"),
         ({"gate": GateRows(1000, GOOD), "agreement": replace(AGREES, evaluation=0.5)}, "labels of the gate data"),
         (

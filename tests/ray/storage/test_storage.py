@@ -88,10 +88,12 @@ def test_a_run_on_s3_is_bit_identical_after_failures(
         "code.json",
         "config.yaml",
         "data.json",
+        "example.parquet",
         "manifest.json",
         "report.html",
         "schema.json",
         "summary.json",
+        "task.json",
         "tracking.json",
     ]
 

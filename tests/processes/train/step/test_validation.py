@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from ray_app import retry
+from ray_app import load_config, retry
 from ray_app.data.reader import fetch_in_process, load_all
+from ray_app.driver.result import Result
+from ray_app.evaluate.evaluator import Evaluator
+from ray_app.evaluate.job import EvaluationJob
 from ray_app.preflight.inputs import open_evaluation_source
+from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations
 from ray_app.runlog.journal import put_event, read_events
@@ -23,7 +27,9 @@ from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.step import validation as validation_module
+from tests.support.batch_models import DEPENDENT_TASKS, write_data
 from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
+from tests.support.waiting import wait_until
 
 PLANNED_STEPS = [4, 8, 12, 16, 18]
 """18 steps in two epochs of nine."""
@@ -155,3 +161,30 @@ def test_a_storage_outage_does_not_stop_training(data: Path, tmp_path: Path, mon
     assert skipped == [(step, "OSError: 503") for step in (12, 18)], (
         "early stopping would wait for the missing evaluations"
     )
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", DEPENDENT_TASKS)
+def test_rows_that_depend_on_their_batch_are_evaluated_alike_by_all(
+    name: str, worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    path = write_data(tmp_path / "data")
+    paths = {"data__path": path, "data__eval_path": path, "run__storage_path": str(tmp_path / "runs")}
+    fields = {"data__global_batch_size": 12, "scaling__max_workers": 3, "train__max_steps": 2, "run__name": "run"}
+    fields |= {"evaluate__where": "workers", "evaluate__batch_size": 20, "tracking__enabled": False, **paths}
+    job = claim(prepare(load_config(task=DEPENDENT_TASKS[name], **fields)), 1).job
+    assert job.evaluation is not None
+    values = []
+    for size in (1, 2, 3):
+        sized = job if size == 1 else dataclasses.replace(job, run_root=str(tmp_path / f"run-{size}"))
+        worker_pool.train_to_end(sized, size)
+        values.append(read_evaluations(sized.paths)[-1].metrics)
+    section = dataclasses.replace(job.config.evaluate, where="actor")
+    evaluator = Evaluator(EvaluationJob(section, job.task, job.run_root, 1, job.evaluation, "other"), fetch_in_process)
+    try:
+        wait_until(lambda: bool(read_evaluations(job.paths, "other")))
+    finally:
+        evaluator.stop()
+    values += [read_evaluations(job.paths, "other")[-1].metrics]
+    values += [Result(job.paths.root, {"status": "finished"}, job.task).evaluate(path)]
+    assert all(value == values[0] for value in values), values
