@@ -39,7 +39,6 @@ from ray_app.ingest.output_folder import side_folder
 from ray_app.ingest.readers import base, csv_files
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
 from ray_app.ingest.readers.boxes import Coco, Voc
-from ray_app.ingest.readers.cifar import Cifar
 from ray_app.ingest.readers.csv_columns import ValueNotation
 from ray_app.ingest.readers.csv_files import Csv
 from ray_app.ingest.readers.hugging_face import HuggingFace
@@ -153,7 +152,6 @@ READERS: dict[str, type[base.SourceReader]] = {
     "jsonl": JsonLines,
     "numpy": Numpy,
     "idx": Idx,
-    "cifar": Cifar,
     "webdataset": WebDataset,
     "tfrecord": TFRecord,
     "hf": HuggingFace,

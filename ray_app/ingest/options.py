@@ -20,7 +20,6 @@ Source = Literal[
     "jsonl",
     "numpy",
     "idx",
-    "cifar",
     "webdataset",
     "tfrecord",
     "hf",
@@ -65,10 +64,10 @@ class IngestOptions:
             jsonl: the same with one JSON object a line (.jsonl, .ndjson, .gz), or one list of objects a file (.json).
             numpy: an .npz file or a folder with x.npy and y.npy, or with x_train, y_train, x_test and y_test as Keras'
             mnist.npz, or the same with val, or train_images as in MedMNIST. idx: a folder with MNIST-format files.
-            cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar files, as a folder, a
-            file, or a pattern with * or {000..012}. tfrecord: TFRecord files of `tf.train.Example`, as for webdataset.
-            hf: what Hugging Face `datasets` saved with save_to_disk, or its .arrow or .parquet files. parquet: nothing
-            to do; it is checked and described. digits: the bundled 8x8 images.
+            webdataset: tar files, as a folder, a file, or a pattern with * or {000..012}. tfrecord: TFRecord files of
+            `tf.train.Example`, as for webdataset. hf: what Hugging Face `datasets` saved with save_to_disk, or its
+            .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits: the bundled 8x8
+            images.
         out: Folder to create, on a disk or in a bucket. One that was made with the same options from the same files is
             returned as it is; anything else that is not empty is refused. Not for parquet.
         input: File or folder to read, on a disk or in a bucket; not for digits.
@@ -131,8 +130,8 @@ class IngestOptions:
         eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`. A
             keyed hash of the row's id decides, so the fraction is approximate, in each class, too; see also group,
             split_by and stratify. If the source has `train` and `test`, `eval` is taken from `train`; a source
-            with other data sets is not divided. Default: 0.2 for digits, exactly stratified; 0.1 for idx, cifar
-            and numpy with a `test`; otherwise none.
+            with other data sets is not divided. Default: 0.2 for digits, exactly stratified; 0.1 for idx and
+            numpy with a `test`; otherwise none.
         seed: Key of that hash; split_by does not use it.
         group: With eval_fraction: a column, such as that of patients, of which all rows with one value go to one data
             set: the hash is that of the value. The column stays, and the tabular tasks use it only if they name it.

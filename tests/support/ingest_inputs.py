@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import pickle
 import re
 import struct
 import tarfile
@@ -77,75 +76,6 @@ def write_idx(folder: Path, prefix: str, rows: int, packed: bool, magic: int = 2
     for kind, data in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", marks)):
         name = f"{prefix}-{kind}{'.gz' if packed else ''}"
         (folder / name).write_bytes(gzip.compress(data) if packed else data)
-
-
-CIFAR_NAMES = ("ant", "bee", "cat", "dog")
-
-
-def cifar_rows(rows: int) -> tuple[np.ndarray, list[int]]:
-    return RNG.integers(0, 256, (rows, 3072), dtype=np.uint8), [i % 4 for i in range(rows)]
-
-
-def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
-    """Returns the opcodes that Python 2's cPickle wrote, as in the published data_batch_1."""
-
-    def text(value: bytes) -> bytes:
-        return (b"U" + bytes([len(value)]) if len(value) < 256 else b"T" + struct.pack("<i", len(value))) + value
-
-    rows = struct.pack("<H", len(pixels))
-    array = (
-        b"cnumpy.core.multiarray\n_reconstruct\nq\x06cnumpy\nndarray\nq\x07K\x00\x85q\x08U\x01bq\x09\x87Rq\x0a(K\x01M"
-        + rows
-        + b"M\x00\x0c\x86"
-        b"q\x0bcnumpy\ndtype\nq\x0cU\x02u1q\x0dK\x00K\x01\x87Rq\x0e(K\x03U\x01|q\x0fNNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq\x10b\x89"
-        + text(pixels.tobytes())
-        + b"tq\x11b"
-    )
-    numbers = b"]q\x03(" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
-    return (
-        b"\x80\x02}q\x01("
-        + text(b"labels")
-        + b"q\x02"
-        + numbers
-        + text(b"data")
-        + b"q\x05"
-        + array
-        + text(b"batch_label")
-        + text(b"a")
-        + b"u."
-    )
-
-
-def write_cifar(folder: Path, kind: str, rows: int = 3) -> dict[str, tuple[np.ndarray, list[int]]]:
-    """Writes a folder like that of an unpacked CIFAR archive; returns pixels and labels by file."""
-    folder.mkdir()
-    is_cifar100 = kind.endswith("100")
-    names = ["train", "test"] if is_cifar100 else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    content_of = {name: cifar_rows(rows) for name in names}
-    for name, (pixels, labels) in content_of.items():
-        if kind.startswith("binary"):
-            marks = np.array([[9, label] if is_cifar100 else [label] for label in labels], np.uint8)
-            (folder / f"{name}.bin").write_bytes(np.concatenate([marks, pixels], axis=1).tobytes())
-        elif is_cifar100:
-            content = {
-                b"data": pixels,
-                b"fine_labels": labels,
-                b"coarse_labels": [9] * rows,
-                b"filenames": [b"x.png"] * rows,
-            }
-            (folder / name).write_bytes(pickle.dumps(content, protocol=2))
-        else:
-            (folder / name).write_bytes(python2_pickle(pixels, labels))
-    if kind.startswith("binary"):
-        (folder / ("fine_label_names.txt" if is_cifar100 else "batches.meta.txt")).write_text(
-            "\n".join(CIFAR_NAMES) + "\n\n"
-        )
-    else:
-        key = "fine_label_names" if is_cifar100 else "label_names"
-        (folder / ("meta" if is_cifar100 else "batches.meta")).write_bytes(
-            pickle.dumps({key: list(CIFAR_NAMES)}, protocol=2)
-        )
-    return content_of
 
 
 def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> None:

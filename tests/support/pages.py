@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from tests.support.ingest_inputs import object_example, write_cifar, write_idx, write_tar, write_tfrecord
+from tests.support.ingest_inputs import object_example, write_idx, write_tar, write_tfrecord
 from tests.support.paths import ROOT, SUPPORT
 
 PAGES = [
@@ -100,7 +100,6 @@ def _every_source(folder: Path) -> None:
     for write in (_photos, _mnist, _iris):
         write(folder)
     np.savez(folder / "arrays.npz", x=np.zeros((8, 4), np.float32), y=np.arange(8))
-    write_cifar(folder / "cifar-10-batches-py", "python10", rows=20)
     for number in range(13):
         write_tar(folder / "shards" / f"train-{number:03}.tar", {f"{number}.cls": b"1", f"{number}.txt": b"a"})
     (folder / "records").symlink_to(SUPPORT / "tfrecord")

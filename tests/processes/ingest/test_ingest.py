@@ -234,8 +234,7 @@ def test_rows_that_vanish_while_reading_are_an_error(tmp_path: Path, monkeypatch
     [
         (
             {"source": "tar", "input": "a"},
-            "allowed are images, coco, voc, yolo, csv, jsonl, numpy, idx, cifar, webdataset, tfrecord, hf, digits,"
-            " parquet",
+            "allowed are images, coco, voc, yolo, csv, jsonl, numpy, idx, webdataset, tfrecord, hf, digits, parquet",
         ),
         ({"source": "csv"}, "needs an input"),
         ({"source": "csv", "input": ""}, "needs an input"),

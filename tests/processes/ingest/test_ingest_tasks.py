@@ -35,7 +35,7 @@ from ray_app.ingest.output_folder import RECORDS, RUNS
 from ray_app.ingest.splits import write_input_split
 from ray_app.storage.files import list_files, list_tree, put_atomic, read_all
 from ray_app.storage.object_stores import ObjectPath
-from tests.support.ingest_inputs import RNG, read_columns, write_cifar, write_idx, write_images, write_tar
+from tests.support.ingest_inputs import RNG, read_columns, write_idx, write_images, write_tar
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.s3_server import S3Server
 
@@ -279,8 +279,6 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "hf": (lambda folder: folder.symlink_to(SUPPORT / "hf" / "saved"), "in", {}),
     "jsonl": (write_jsonl, "in", {"label": "kind"}),
     "idx": (write_both_idx, "in", {"eval_fraction": 0}),
-    "cifar, binary": (partial(write_cifar, kind="binary10"), "in", {"eval_fraction": 0}),
-    "cifar, python": (partial(write_cifar, kind="python100"), "in", {"eval_fraction": 0}),
     "webdataset": (write_tars, "in", {}),
     "webdataset, star": (write_tars, "in/*.tar*", {}),
     "webdataset, braces": (write_tars, "in/{1.tar.gz,0.tar}", {}),

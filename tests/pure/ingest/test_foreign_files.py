@@ -16,7 +16,7 @@ from ray_app.runlog.redaction import redact
 from ray_app.task.user_code import describe_error, format_calls, row_error_reason
 from ray_app.train.state import parameters
 from tests.support.encoded_images import encode, smooth_pixels
-from tests.support.ingest_inputs import read_columns, write_cifar, write_idx
+from tests.support.ingest_inputs import read_columns, write_idx
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"  # noqa: E501
 PAGE = b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head></html>\n"
@@ -124,8 +124,6 @@ def test_a_file_with_only_the_suffix_of_an_image_is_a_bad_row(
         ("numpy", "x.npz"),
         ("idx", "train-images-idx3-ubyte"),
         ("idx", "train-labels-idx1-ubyte.gz"),
-        ("cifar", "data_batch_1"),
-        ("cifar", "data_batch_1.bin"),
         ("webdataset", "x.tar"),
         ("webdataset", "x.tar.gz"),
         ("tfrecord", "x.tfrecord"),
@@ -138,9 +136,7 @@ def test_every_reader_names_a_git_lfs_pointer_or_web_page(
     tmp_path: Path, source: Any, name: str, content: bytes
 ) -> None:
     folder = tmp_path / "in"
-    if source == "cifar":
-        write_cifar(folder, "binary10" if name.endswith(".bin") else "python10")
-    elif source == "idx":
+    if source == "idx":
         write_idx(folder, "train", 3, name.endswith(".gz"))
     else:
         folder.mkdir()

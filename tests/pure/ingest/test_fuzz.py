@@ -21,7 +21,7 @@ import pytest
 
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest.ingest import IngestOptions, ingest
-from tests.support.ingest_inputs import write_cifar, write_idx, write_images, write_tar
+from tests.support.ingest_inputs import write_idx, write_images, write_tar
 from tests.support.mutations import damage
 from tests.support.paths import SUPPORT
 
@@ -87,8 +87,6 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "numpy, npz": (partial(write_numpy, packed=True), "a.npz", {}),
     "idx": (partial(write_idx, prefix="train", rows=5, packed=False), "", {"eval_fraction": 0}),
     "idx, packed": (partial(write_idx, prefix="t10k", rows=5, packed=True), "", {}),
-    "cifar, binary": (partial(write_cifar, kind="binary10"), "", {"eval_fraction": 0}),
-    "cifar, python": (partial(write_cifar, kind="python100"), "", {"eval_fraction": 0}),
     "webdataset": (write_tars, "", {}),
     "tfrecord": (write_tfrecord, "", {"columns": TFRECORD_COLUMNS}),
     "hf, saved": (partial(write_hf, kind="saved"), "", {}),

@@ -307,7 +307,7 @@ def test_lists_without_a_type_or_of_text_are_refused(tmp_path: Path) -> None:
     assert "column 'a' has no value at all" in refusal(tmp_path, "hf", empty, ragged=["a"])
 
 
-@pytest.mark.parametrize("source", ["csv", "images", "numpy", "idx", "cifar", "webdataset"])
+@pytest.mark.parametrize("source", ["csv", "images", "numpy", "idx", "webdataset"])
 def test_other_sources_have_no_ragged_columns(tmp_path: Path, source: Any) -> None:
     message = refusal(tmp_path, source, tmp_path / "in", ragged=["a"])
     assert message == f"ragged is ['a']: only jsonl, tfrecord, hf have it; leave it out for {source!r}."

@@ -9,9 +9,7 @@ import os
 import pickle
 import re
 import shutil
-import struct
 import sys
-import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +29,6 @@ from ray_app.cluster.ray_private import TOKEN_LOADER, require_token, restore_aut
 from ray_app.config.config import Config
 from ray_app.errors import CheckpointError, ConfigError, DataError, RegistryError
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.ingest.readers.cifar import unpickle
 from ray_app.models import loader
 from ray_app.models.export import fetch_package, read_export
 from ray_app.models.package import make_package
@@ -507,15 +504,3 @@ def test_our_code_keeps_authentication_on_and_opens_no_dashboard() -> None:
     } == {"ray_app/cluster/ray_private.py": ["RAY_AUTH_MODE"]}, "only `require_token` there sets it"
     starting = [file.name for file in files if "require_token()" in file.read_text()]
     assert len(starting) >= 3, "the files that start a cluster were not found"
-
-
-def test_a_length_past_the_end_of_a_pickle_allocates_no_memory(tmp_path: Path) -> None:
-    # 0x8e is the opcode BINBYTES8.
-    (tmp_path / "data").write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 30) + b"few.")
-    tracemalloc.start()
-    try:
-        with (tmp_path / "data").open("rb") as file, pytest.raises(ValueError, match="bytes"):
-            unpickle(file)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 24
-    finally:
-        tracemalloc.stop()

@@ -21,7 +21,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.readers import base as raw
 from ray_app.task.image import ImageClassification
-from tests.support.ingest_inputs import RNG, read_columns, write_cifar, write_idx, write_images
+from tests.support.ingest_inputs import RNG, read_columns, write_idx, write_images
 
 
 def test_images_keep_their_bytes(tmp_path: Path) -> None:
@@ -156,19 +156,17 @@ def test_idx_pairs_become_train_and_test(tmp_path: Path, packed: bool) -> None:
     assert read_columns(tmp_path / "out" / "test")["row_id"] == [f"t10k:{i}" for i in range(7)]
 
 
-@pytest.mark.parametrize("kind", ["mnist.npz", "folder of .npy", "idx", "cifar"])
+@pytest.mark.parametrize("kind", ["mnist.npz", "folder of .npy", "idx"])
 def test_a_tenth_of_the_train_rows_becomes_eval_and_test_rows_stay_test(tmp_path: Path, kind: str) -> None:
     folder, out = tmp_path / "in", tmp_path / "out"
     path = folder / kind if kind == "mnist.npz" else folder
-    source: Any = kind if kind in ("idx", "cifar") else "numpy"
+    source: Any = kind if kind == "idx" else "numpy"
     arrays = {
         "x_train": RNG.integers(0, 256, (300, 28, 28), dtype=np.uint8),
         "y_train": np.arange(300, dtype=np.uint8) % 10,
     }
     arrays |= {"x_test": arrays["x_train"][:40] ^ 1, "y_test": arrays["y_train"][:40]}
-    if kind == "cifar":
-        write_cifar(folder, "binary10", rows=60)
-    elif kind == "idx":
+    if kind == "idx":
         write_idx(folder, "train", 300, packed=True)
         write_idx(folder, "t10k", 40, packed=True)
     elif kind == "mnist.npz":
@@ -183,7 +181,7 @@ def test_a_tenth_of_the_train_rows_becomes_eval_and_test_rows_stay_test(tmp_path
     train, test, evaluation = (read_columns(out / part) for part in summary.parts)
     assert 15 < len(evaluation["label"]) < 45, "the evaluation part should have about 30 of 300 rows"
     assert len({*train["row_id"], *evaluation["row_id"]}) == 300 == len(train["row_id"]) + len(evaluation["row_id"])
-    assert len(test["label"]) == (60 if kind == "cifar" else 40)
+    assert len(test["label"]) == 40
     if source == "numpy":
         for part, columns in (("train", train), ("train", evaluation), ("test", test)):
             rows = [int(row_id.removeprefix(f"{part}:")) for row_id in columns["row_id"]]
