@@ -20,7 +20,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.probes import decode_first_rows
-from ray_app.driver.trained_run import best_commit, choose_checkpoint, load_model, load_trained_job
+from ray_app.driver.trained_run import best_commit, choose_checkpoint, load_model, load_trained_job, read_tokenizer
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.export import refuse_taken, write_export
 from ray_app.models.package import make_package
@@ -96,7 +96,9 @@ def register_best(
             tracking["run_uuid"],
             commit.params_digest,
             version_tags(job, commit, best) | (tags or {}),
-            lambda folder: make_package(job.task, load_model(job, commit), input_example(job), folder),
+            lambda folder: make_package(
+                job.task, load_model(job, commit), input_example(job), folder, read_tokenizer(job)
+            ),
             user_name(),
             first_serves,
         )
@@ -261,7 +263,7 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
     if data.eval_path is not None:
         job = replace(job, evaluation=open_evaluation_source(job.task, data.eval_path, data.read_task_mb))
     model, source = load_model(job, commit), _source(job, commit)
-    return write_export(job.task, model, input_example(job), out, source, options.overwrite)
+    return write_export(job.task, model, input_example(job), out, source, options.overwrite, read_tokenizer(job))
 
 
 def _source(job: Job, commit: Commit) -> dict[str, Any]:

@@ -79,6 +79,7 @@ from ray_app.ingest.summary import (
 )
 from ray_app.storage.data_files import files_below, is_folder, is_within, relative_path
 from ray_app.storage.files import Location, list_folders, put_atomic, put_json, to_location
+from ray_app.task.texts import TOKENIZER_FILE
 
 _TASKS_PER_CPU = 4
 """Ray tasks per CPU that are submitted before the result of the first one is awaited."""
@@ -409,6 +410,8 @@ def _write_all(
         shards = {shard["path"] for shard in facts["shards"]}
         files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
         read_footers(target, files_written, trusted=True).put(target)
+        if options.tokenizer:
+            put_json(target / TOKENIZER_FILE, Texts(options).encoder.stored)
         put_json(target / DESCRIPTION, description)
 
 

@@ -40,10 +40,11 @@ from ray_app.runlog.stored_config import read_config
 from ray_app.storage.data_files import find_file
 from ray_app.storage.files import Location, list_files, list_folders, put_atomic, read_json, to_location
 from ray_app.storage.text_files import iterate_json
-from ray_app.task.base import Task, WithoutTargets
+from ray_app.task.base import Task
 from ray_app.task.fields import OptionalColumn
 from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_data
+from ray_app.task.without_targets import WithoutTargets
 
 MADE_FROM = "made_from.json"
 COCO_RESULTS = "detections.json"

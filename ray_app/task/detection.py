@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,7 +85,9 @@ class ObjectDetection(Task):
             )
         for name in self.targets():
             need_column(data, name, ("list",), "detector")
-        return self
+        prepared = copy.copy(self)
+        prepared.classes = list(data.classes or ())
+        return prepared
 
     def columns(self) -> list[str]:
         """Returns the columns to read, see `Task.columns`."""
@@ -209,6 +212,21 @@ class ObjectDetection(Task):
             rows = (row[:n] for row, n in zip(padded, outputs["found"].tolist(), strict=True))
             columns[name] = Ragged.of(rows, padded.dtype, row_shape=padded.shape[2:])
         return columns
+
+    def answers(self, outputs: dict[str, Tensor], batch: Batch) -> list[Any]:
+        """Returns the objects of each row by descending probability: name of the class, and box in pixels."""
+        del batch
+        names = dict(enumerate(self.classes))
+        answers = []
+        for row, count in enumerate(outputs["found"].tolist()):
+            boxes, labels, scores = (outputs[name][row, :count].tolist() for name in _OBJECT_FIELDS)
+            answers.append(
+                [
+                    {"label": names.get(label, str(label)), "probability": score, "box": box}
+                    for box, label, score in zip(boxes, labels, scores, strict=True)
+                ]
+            )
+        return answers
 
 
 def _transform_sample(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dict[str, Any]:

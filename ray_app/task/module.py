@@ -16,6 +16,7 @@ from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
+from ray_app.task.answers import class_answers, label_answers
 from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import find_mistakes, predict_classes
 from ray_app.task.configured_arguments import (
@@ -220,6 +221,8 @@ class ModuleTask(Task):
         if target.kind == "integer" and low is not None and high is not None and low >= 0:
             count = int(high) + 1
             prepared.classes = [] if too_many_classes(data, count) and not data.classes else class_names(data, count)
+        # A package keeps it as data, since only the loss itself, an object of any class, knows it.
+        prepared.activation = self._activation()
         return prepared
 
     def _input_names(self) -> list[str]:
@@ -399,6 +402,22 @@ class ModuleTask(Task):
         if self.classes_last and axes == 3:
             return {"predicted_index": outputs.argmax(2).numpy()}
         return super().predictions(outputs, batch)
+
+    def answers(self, outputs: Any, batch: Batch) -> list[Any]:
+        """Returns classes by name, labels by name where the target is an array of 0 and 1, or numbers."""
+        is_scores = isinstance(outputs, Tensor) and outputs.ndim in (1, 2)
+        if self._classifies(outputs):
+            return class_answers(outputs.float().softmax(1), self.classes)
+        if not is_scores or self.kinds[self.target] == "list":
+            return super().answers(outputs, batch)
+        scores = outputs.float().reshape(len(outputs), -1)
+        if self._activation() != "sigmoid" and not self.loss_spec["class_path"].endswith(".BCELoss"):
+            return scores[:, 0].tolist() if scores.shape[1] == 1 else super().answers(outputs, batch)
+        likely = scores.sigmoid() if self._activation() == "sigmoid" else scores
+        if scores.shape[1] == 1:
+            classes = self.classes if len(self.classes) == 2 else ["0", "1"]
+            return class_answers(torch.cat([1 - likely, likely], 1), classes)
+        return label_answers(likely, [str(label) for label in range(scores.shape[1])])
 
     def mistakes(self, outputs: Any, batch: Batch, max_rows: int) -> list[Mistake]:
         """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""

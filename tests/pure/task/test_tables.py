@@ -415,7 +415,7 @@ def test_raw_rows_give_the_same_scores_through_task_and_export(tmp_path: Path, e
     write_export(task, model, arrays, tmp_path / "export", {"run": "run", "step": 1, "params_digest": ""})
     predictor = load_model(tmp_path / "export")
     raw = {name: values for name, values in PEOPLE.items() if name != "label"}
-    assert np.array_equal(predictor.predict(raw), expected.numpy())
+    assert np.array_equal(predictor.predict(raw, scores=True), expected.numpy())
     with pytest.raises(ValueError, match="column 'fare' is NaN or infinite"):
         predictor.predict(raw | {"fare": [None] * 6})
     described = loader.describe(tmp_path / "export" / "data" / "model")

@@ -13,8 +13,8 @@ from PIL import Image
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
-from ray_app.ingest.readers.image_files import convert_image, parse_mask_values
-from ray_app.task.images import decode_image, decode_mask
+from ray_app.ingest.readers.image_files import parse_mask_values
+from ray_app.task.images import convert_image, decode_image, decode_mask
 from tests.support.encoded_images import encode, smooth_pixels
 from tests.support.ingest_inputs import ingest_error, read_columns
 
