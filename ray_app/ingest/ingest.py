@@ -34,7 +34,7 @@ from ray_app.data.parquet_files import read_footers
 from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
-from ray_app.ingest.options import FormatTraits, IngestOptions, Source
+from ray_app.ingest.options import FormatTraits, IngestOptions, Source, python_spelling
 from ray_app.ingest.output_folder import side_folder
 from ray_app.ingest.readers import base, csv_files
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
@@ -486,4 +486,5 @@ def ingest_files(folder: str, source: Source, path: str | None = None, **options
         StorageError: A disk, the network or an object store failed; what is finished is kept.
     """
     changed = {name: value for name, value in options.items() if value is not None}
-    return ingest(IngestOptions(source, folder, path, **changed))
+    with python_spelling():
+        return ingest(IngestOptions(source, folder, path, **changed))

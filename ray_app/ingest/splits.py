@@ -88,7 +88,7 @@ def choose_sides(parts: list[base.Part], options: IngestOptions, are_divided: bo
         if rule := next((name for name in ("group", "split_by", "stratify") if getattr(options, name)), None):
             raise ConfigError(
                 f"{rule} is {getattr(options, rule)!r}, but source {options.source!r} is not divided here; give"
-                " eval_fraction, if the source does not have an evaluation set itself."
+                " --eval_fraction, if the source does not have an evaluation set itself."
             )
         return {name: (name,) for name in names}
     if not set(names) <= {"", "train", "test"}:
@@ -129,7 +129,7 @@ class Refusals:
         if self._options.on_bad_row == "fail":
             raise DataError(
                 f"{self._options.input}: row {row_id}: {reason}. Correct or remove it, or leave such rows out with"
-                f" on_bad_row=skip."
+                f" --on_bad_row skip."
             )
         self.rows.append((row_id, reason))
         check_refused_count(len(self.rows), self._options, row_id, reason)
@@ -139,8 +139,8 @@ def check_refused_count(refused: int, options: IngestOptions, row_id: str, reaso
     """Raises DataError if more rows are refused than the options allow; the message names the last of them."""
     if refused > options.max_bad_rows:
         raise DataError(
-            f"{options.input}: more than max_bad_rows={options.max_bad_rows} rows cannot be used; one more is {row_id}:"
-            f" {reason}. Correct them, or raise max_bad_rows."
+            f"{options.input}: more than --max_bad_rows {options.max_bad_rows} rows cannot be used; one more is"
+            f" {row_id}: {reason}. Correct them, or raise --max_bad_rows."
         )
 
 
@@ -247,7 +247,7 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refu
         raise ConfigError(f"rename names {sorted(rename.keys() - set(before))}; the columns are {before}. Name these.")
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"two columns of one name in {names}; `row_id` is ours. Give one of them another name by rename."
+            f"two columns of one name in {names}; `row_id` is ours. Give one of them another name by --rename."
         )
     table = pa.table(table.columns, pa.schema([f.with_name(n) for f, n in zip(table.schema, names, strict=True)]))
     if "label" not in names:
@@ -451,16 +451,16 @@ class Texts:
         if name not in table.column_names:
             raise DataError(
                 f"{self._options.input}: no column {name!r} of texts; the columns are {table.column_names[1:]}. Name"
-                f" one by text."
+                f" one by --text."
             )
         if not pa.types.is_string(table[name].type):
             raise DataError(
-                f"{self._options.input}: column {name!r} holds {table[name].type}, no text. Name another one by text."
+                f"{self._options.input}: column {name!r} holds {table[name].type}, no text. Name another one by --text."
             )
         if TOKENS in table.column_names and name != TOKENS:
             raise ConfigError(
                 f"the column {name!r} becomes {TOKENS!r}, but the data has another column of this name. Name it by"
-                f" rename."
+                f" --rename."
             )
         table = without_rows(table, pc.is_null(table[name]), refuse, f"no {name}; every row needs a text")
         token_ids = self.encoder.encode(table[name].to_pylist())

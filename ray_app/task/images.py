@@ -158,7 +158,7 @@ def convert_image(encoded: bytes, first_frame: bool) -> bytes:
         if (pixels := image.width * image.height) > MAX_PIXELS:
             raise ValueError(f"it has {pixels} pixels; at most {MAX_PIXELS} are decoded")
         if (frames := getattr(image, "n_frames", 1)) > 1 and not first_frame:
-            raise ValueError(f"it has {frames} frames; first_frame takes the first one")
+            raise ValueError(f"it has {frames} frames; --first_frame true takes the first one")
         image.seek(0)
         image.load()
         return _save_png(ImageOps.exif_transpose(image))

@@ -40,8 +40,8 @@ _CANNOT_CONVERT = (
     "not an image that can be decoded ({}). Allowed is one intact still image of a usual format, such as png, jpeg,"
     " webp, gif, tiff or bmp. Convert it"
 )
-"""The reason for a file that has to become PNG, which `check=False` does not change."""
-NOT_AN_IMAGE = f"{_CANNOT_CONVERT}, or give check=False to store it unread"
+"""The reason for a file that has to become PNG, which `--check false` does not change."""
+NOT_AN_IMAGE = f"{_CANNOT_CONVERT}, or give --check false to store it unread"
 IGNORED = 255
 """Class of the pixels of a mask that count in no loss (`ignore_index`)."""
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -79,7 +79,7 @@ def read_image(file: File | bytes, check: bool, first_frame: bool = False) -> by
     except ValueError as error:
         raise ValueError(_CANNOT_CONVERT.format(error)) from error
     if check and (reason := base.explain_undecodable(encoded) or _explain_animated_png(encoded)):
-        remedy = "; first_frame takes the first one" if reason.endswith(" frames") else ""
+        remedy = "; --first_frame true takes the first one" if reason.endswith(" frames") else ""
         raise ValueError(NOT_AN_IMAGE.format(reason + remedy))
     return encoded
 
@@ -123,7 +123,7 @@ class MaskValues:
             others = np.unique(values[~is_known]).tolist()
             listed = ", ".join(map(self._written, others[:_MAX_NAMED]))
             raise ValueError(
-                f"the mask has the values {listed}, which mask_values does not name; it names"
+                f"the mask has the values {listed}, which --mask_values does not name; it names"
                 f" {', '.join(map(self._written, self.values))}"
             )
         return np.array(self.numbers, np.uint8)[index]
