@@ -192,15 +192,36 @@ class Result:
             ConfigError: `batch_size` is below 1.
             DataError: See `decode_inputs`.
         """
-        size = self._batch_size(batch_size)
-        model = self.load_model(checkpoint)
-        rows = decode_inputs(self.task, data, read_texts(self._job)).fields
-        parts = []
+        outputs, _ = self._run_model(data, checkpoint, batch_size)
+        parts = [self.task.predictions(*part) for part in outputs]
+        return {name: concat_fields([part[name] for part in parts]) for name in parts[0]}
+
+    def answers(self, data: Any, checkpoint: str = "best", batch_size: int | None = None) -> Any:
+        """Predicts in this process, without Ray, and returns what `predict` of an export does.
+
+        Args:
+            data: See `predict`; so the others.
+
+        Returns:
+            The answer to one input, or a list of answers: see `ModelPredictor.predict`.
+
+        Raises:
+            DataError: See `decode_inputs`.
+        """
+        outputs, is_single = self._run_model(data, checkpoint, batch_size)
+        answers = [answer for part in outputs for answer in self.task.answers(*part)]
+        return answers[0] if is_single else answers
+
+    def _run_model(self, data: Any, checkpoint: str, batch_size: int | None) -> tuple[list[tuple[Any, Batch]], bool]:
+        """Returns the outputs and the fields of each batch, and whether the caller gave one input."""
+        size, decoded = self._batch_size(batch_size), decode_inputs(self.task, data, read_texts(self._job))
+        model, rows = self.load_model(checkpoint), decoded.fields
+        outputs = []
         with torch.inference_mode():
             for low in range(0, len(next(iter(rows.values()))), size):
                 batch = to_batch(rows, slice(low, low + size))
-                parts.append(self.task.predictions(self.task.forward(model, batch), batch))
-        return {name: concat_fields([part[name] for part in parts]) for name in parts[0]}
+                outputs.append((self.task.forward(model, batch), batch))
+        return outputs, decoded.is_single
 
     def _batch_size(self, batch_size: int | None) -> int:
         """Returns the rows of one forward pass: by default those of the run's evaluations."""

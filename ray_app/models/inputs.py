@@ -188,10 +188,7 @@ def _read_pictures(values: Any, as_arrays: bool) -> _Column:
 def _list_pictures(values: Any, as_arrays: bool) -> tuple[Any, bool]:
     """Returns the images that the caller gave one by one, and whether it is one image."""
     if isinstance(values, str | os.PathLike) and os.path.isdir(os.path.expanduser(values)):
-        files = sorted(file for file in Path(values).expanduser().rglob("*") if _is_picture(file))
-        if not files:
-            raise DataError(f"{values} has neither images nor a Parquet data set; give a folder with files of images.")
-        return files, False
+        return list_pictures(Path(values).expanduser()), False
     if isinstance(values, np.ndarray):
         # Of a model of arrays, (rows, height, width) is several images, as its data set has them.
         return (
@@ -201,6 +198,13 @@ def _list_pictures(values: Any, as_arrays: bool) -> tuple[Any, bool]:
         )
     is_one = isinstance(values, str | os.PathLike | bytes | bytearray | memoryview) or hasattr(values, "getexif")
     return ([values], True) if is_one or not hasattr(values, "__iter__") else (list(values), False)
+
+
+def list_pictures(folder: Path) -> list[Path]:
+    """Returns the images below a folder by name; raises DataError if there are none."""
+    if files := sorted(file for file in folder.rglob("*") if _is_picture(file)):
+        return files
+    raise DataError(f"{folder} has neither images nor a Parquet data set; give a folder with files of images.")
 
 
 def _is_picture(file: Path) -> bool:

@@ -191,7 +191,10 @@ def test_a_row_with_a_value_that_is_no_time_is_a_bad_row(tmp_path: Path, value: 
 
 def test_errors_have_the_spelling_of_the_interface(tmp_path: Path) -> None:
     text = "give --check false, --on_bad_row skip, --columns '[a, b]', --max_bad_rows 3, --label, or --sort x"
-    with pytest.raises(DataError, match="give check=False, on_bad_row='skip', .*--sort x") as caught, python_spelling():
+    with (
+        pytest.raises(DataError, match=r"give check=False, on_bad_row='skip', .*--sort x") as caught,
+        python_spelling(),
+    ):
         raise DataError(text)
     assert "columns=['a', 'b'], max_bad_rows=3, label, or" in str(caught.value)
     (tmp_path / "in" / "cat").mkdir(parents=True)
