@@ -221,6 +221,9 @@ class ModuleTask(Task):
         if target.kind == "integer" and low is not None and high is not None and low >= 0:
             count = int(high) + 1
             prepared.classes = [] if too_many_classes(data, count) and not data.classes else class_names(data, count)
+        # A metric that cannot be made is refused here, and not at the first evaluation.
+        if self.metric_specs:
+            self.metrics()
         # A package keeps it as data, since only the loss itself, an object of any class, knows it.
         prepared.activation = self._activation()
         return prepared
