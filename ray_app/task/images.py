@@ -337,6 +337,17 @@ def _has_gif_end(encoded: bytes) -> bool:
         return False
 
 
+def image_size(encoded: bytes, exif_orientation: bool) -> tuple[int, int] | None:
+    """Returns height and width of an image from its header; None for one that cannot be opened."""
+    try:
+        image = _open_image(encoded)
+        size = image.height, image.width
+        is_turned = exif_orientation and _TURNS.get(_read_orientation(image), (False,))[0]
+        return size[::-1] if is_turned else size
+    except (OSError, ValueError, SyntaxError):
+        return None
+
+
 def has_orientation(encoded: bytes) -> bool:
     """Returns whether an image is turned or mirrored by its EXIF orientation; False for one that cannot be opened."""
     try:

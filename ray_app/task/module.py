@@ -25,6 +25,7 @@ from ray_app.task.configured_arguments import (
     compute_row_losses,
     need_channels,
     need_flat,
+    need_one_size,
     need_lists,
     need_numbers,
     need_specs,
@@ -199,11 +200,7 @@ class ModuleTask(Task):
             if column.kind == "bytes":
                 require("torchvision", f"Decoding the images of column {name!r}")
                 if not self.evaluate_transforms:
-                    raise DataError(
-                        f"Column {name!r} of {data.path} holds encoded images, which may have any size; set"
-                        " task.init_args.evaluate_transforms to give them one size (torchvision.transforms.v2.Resize,"
-                        " CenterCrop)."
-                    )
+                    need_one_size(data, name, self.exif_orientation)
         if (self.transforms or self.evaluate_transforms) and IMAGE not in prepared.kinds.values():
             raise DataError(
                 f"task.init_args.transforms are for images, and of {data.path} none of {', '.join(self.columns())} is a"
