@@ -317,7 +317,9 @@ def _make_reader(dataset: Dataset, task: Task) -> Reader:
 def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
     """Refuses columns with missing values, which the tasks of this application do not support."""
     required = (name for name in columns if not isinstance(name, OptionalColumn))
-    for name in (name for name in required if dataset.facts.columns[name].nulls):
+    lacking = [name for name in required if dataset.facts.columns[name].nulls]
+    others = f" The same holds for {', '.join(map(repr, lacking[1:]))}." if lacking[1:] else ""
+    for name in lacking:
         for path in dataset.manifest.paths:
             with DataFile(dataset.root, path, dataset.manifest.partitions) as file:
                 missing = file.read([name]).column(0).is_null().to_numpy()
@@ -325,7 +327,7 @@ def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
                 raise DataError(
                     f"{path}, row {int(missing.argmax())}: column {name!r} of predict.data {dataset.facts.path} has no"
                     f" value there, and {dataset.facts.columns[name].nulls} missing values in all. Fill them, or leave"
-                    " these rows out."
+                    f" these rows out.{others}"
                 )
 
 

@@ -28,7 +28,15 @@ from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.answers import row_answers
-from ray_app.task.fields import Mistake, class_names, count_classes, need_column, need_finite, to_model_types
+from ray_app.task.fields import (
+    Mistake,
+    class_names,
+    count_classes,
+    need_column,
+    need_finite,
+    refuse_missing,
+    to_model_types,
+)
 from ray_app.task.ragged import LENGTHS, Arrays
 from ray_app.task.transforms import uniform
 
@@ -304,6 +312,7 @@ class Task(ABC):
                 column is missing, has missing values, or holds values that `decode` does not support.
         """
         if type(self).decode is Task.decode:
+            refuse_missing(data, self.columns())
             for name in self.columns():
                 need_column(data, name, _NUMERIC_KINDS, f"task {type(self).__name__}, which leaves `decode` out,")
         return self

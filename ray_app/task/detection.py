@@ -17,6 +17,7 @@ from ray_app.errors import DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Losses, Rows, Task, need_column
+from ray_app.task.fields import refuse_missing
 from ray_app.task.images import is_image_column, load_image
 from ray_app.task.ragged import LENGTHS, Arrays, Ragged
 from ray_app.task.transforms import Spec, apply_transforms, as_plain_tensor, instantiate_module, instantiate_once
@@ -78,6 +79,7 @@ class ObjectDetection(Task):
         """Checks the columns; see `Task.prepare`."""
         require("pycocotools", "Mean average precision")
         require("torchvision", "Object detection")
+        refuse_missing(data, self.columns())
         if not is_image_column(need_column(data, self.image, ("bytes", "array"), "detector")):
             raise DataError(
                 f"Column {self.image!r} of {data.path} holds arrays that are not images; images are files, or uint8 of"

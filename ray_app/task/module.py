@@ -25,9 +25,9 @@ from ray_app.task.configured_arguments import (
     compute_row_losses,
     need_channels,
     need_flat,
-    need_one_size,
     need_lists,
     need_numbers,
+    need_one_size,
     need_specs,
     parse_mask_values,
     probabilities,
@@ -36,7 +36,14 @@ from ray_app.task.configured_arguments import (
     resolve_best_mode,
     target_range,
 )
-from ray_app.task.fields import convert_column, need_as_long, need_finite, strip_padding, too_many_classes
+from ray_app.task.fields import (
+    convert_column,
+    need_as_long,
+    need_finite,
+    refuse_missing,
+    strip_padding,
+    too_many_classes,
+)
 from ray_app.task.images import IMAGE, MASK, decode_columns, is_image_column, is_mask, normalize_images
 from ray_app.task.metric_states import is_classification
 from ray_app.task.metrics import Mode
@@ -177,6 +184,7 @@ class ModuleTask(Task):
         """Checks the columns and returns the task with their kinds, ranges and classes; see `Task.prepare`."""
         prepared = copy.copy(self)
         prepared.kinds = {}
+        refuse_missing(data, self.columns())
         facts = {
             name: need_column(data, name, _KINDS, "target" if name == self.target else "model")
             for name in self.columns()
