@@ -59,6 +59,8 @@ def log_to_stderr() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         application_logger.addHandler(handler)
+        # Ray Train prints the lines of the root logger of its workers, too.
+        application_logger.propagate = False
     application_logger.setLevel(logging.INFO)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import ray
 from rich.console import Console
 
@@ -16,8 +22,14 @@ from ray_app.cluster.resources import cluster, cluster_capacity, workers_that_fi
 from ray_app.config.config import Config
 from ray_app.data.ray_tasks import ActorPool, map_in_actors
 from ray_app.data.reader import ReadSpec
-from ray_app.driver.parsing import parse_with_sections
+from ray_app.driver.parsing import add_current_folder_to_path, parse_with_sections
+from ray_app.driver.result import Result
+from ray_app.driver.trained_run import load_trained_job
 from ray_app.errors import DataError
+from ray_app.ingest.ingest import ingest
+from ray_app.ingest.options import IngestOptions
+from ray_app.models.export import load_model
+from ray_app.models.inputs import list_pictures
 from ray_app.predict.actor import PredictActor, part_facts
 from ray_app.predict.predict import (
     MADE_FROM,
@@ -27,11 +39,13 @@ from ray_app.predict.predict import (
     refuse_other_prediction,
     write_coco_results,
 )
+from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import Location, list_files, put_json, read_json, remove_temporary
+from ray_app.storage.files import Location, list_files, put_json, read_json, remove_temporary, to_location
 
 _DESCRIPTION = (
     "Predicts a data set with a model, whose task the configuration names, in parts that a second start goes on with."
+    " Single files need no configuration: --file cat.jpg --model EXPORT, or --run RUN."
 )
 DONE = "predictions.json"
 _VERIFY_THREADS = 8
@@ -168,8 +182,74 @@ def _summary(result: dict[str, Any], out: Location) -> list[str]:
     return [*lines, f"predictions  {out}"]
 
 
+def _predict_files(arguments: list[str], prog: str) -> None:
+    """Predicts files one by one in this process, and prints a line for each."""
+    parser = argparse.ArgumentParser(prog=prog, description="Predicts files, and prints a line for each.")
+    parser.add_argument("--file", nargs="+", required=True, help="Images, folders of images, or .csv, .json, .jsonl.")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", "--predict.model", dest="model", help="The folder of an export.")
+    model.add_argument(
+        "--run", "--predict.run", dest="run", help="The directory of a run; its best checkpoint is used."
+    )
+    options = parser.parse_args(arguments)
+    add_current_folder_to_path()
+    answer = load_model(options.model).predict if options.model else _result_of(options.run).answers
+    for name in options.file:
+        for called, value in _answer_file(Path(name).expanduser(), answer):
+            print(redact(f"{called}  {value}"))
+
+
+def _result_of(run: str) -> Result:
+    paths = RunPaths(to_location(run))
+    return Result(paths.root, read_json(paths.summary) or {}, load_trained_job(paths).task)
+
+
+def _answer_file(file: Path, answer: Callable[[Any], Any]) -> Iterator[tuple[str, str]]:
+    """Yields a name and the answer to each image, row or text of a file."""
+    if file.is_dir() and not any(file.rglob("*.parquet")):
+        for picture in list_pictures(file):
+            yield str(picture), format_answer(answer(picture))
+        return
+    data: Any = file
+    if file.suffix == ".json":
+        data = json.loads(file.read_text())
+    elif file.suffix == ".jsonl":
+        data = [json.loads(line) for line in file.read_text().splitlines()]
+    elif file.suffix in (".csv", ".tsv"):
+        data = _read_csv(file)
+    answers = answer(data)
+    if file.suffix in (".csv", ".tsv", ".jsonl", ".parquet") or isinstance(data, list):
+        yield from ((f"{file}, row {row}", format_answer(one)) for row, one in enumerate(answers, 1))
+    else:
+        yield str(file), format_answer(answers)
+
+
+def _read_csv(file: Path) -> pa.Table:
+    """Returns the rows of a CSV file in their order, with the types and the notation of values of an ingest."""
+    with tempfile.TemporaryDirectory() as folder:
+        ingest(IngestOptions("csv", f"{folder}/rows", str(file)))
+        table = pa.concat_tables(map(pq.read_table, sorted(Path(folder).rglob("*.parquet"))))
+    lines = [int(row_id.rpartition(":")[2]) for row_id in table["row_id"].to_pylist()]
+    return table.take(sorted(range(len(lines)), key=lines.__getitem__))
+
+
+def format_answer(answer: Any) -> str:
+    """Returns an answer as a line: a class with its probability, a number, objects, or values by name."""
+    if isinstance(answer, dict) and "probability" in answer:
+        box = f" at {[round(edge) for edge in answer['box']]}" if "box" in answer else ""
+        return f"{answer['label']} {answer['probability']:.4f}{box}"
+    if isinstance(answer, dict) and "labels" in answer:
+        return ", ".join(f"{name} {answer['probabilities'][name]:.4f}" for name in answer["labels"]) or "none"
+    if isinstance(answer, list):
+        return "; ".join(map(format_answer, answer)) or "none"
+    return f"{answer:g}" if isinstance(answer, float) else str(answer)
+
+
 def main(arguments: list[str] | None = None, prog: str = "ray-app predict") -> int:
     """Runs `ray-app predict`; see `exit_code`. A second start continues with the missing parts."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if "--file" in given:
+        return exit_code(lambda: _predict_files(given, prog), "The prediction failed")
 
     def work() -> None:
         console = Console(file=sys.stdout)

@@ -238,11 +238,19 @@ def digest(config: Config, manifest_digest: str) -> str:
     return hashlib.sha256(json.dumps(result_fields(config, manifest_digest), sort_keys=True).encode()).hexdigest()
 
 
-def check_same_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raises `RunExistsError` with a diff if the `result_fields` of a stored run and of this start differ."""
+def check_same_config(
+    name: str, old: dict[str, Any], new: dict[str, Any], whole: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+) -> None:
+    """Raises `RunExistsError` with a diff if the `result_fields` of a stored run and of this start differ.
+
+    `whole` are all fields of both, also those at their defaults, by dotted names; the diff shows those that the other
+    side sets.
+    """
     if old == new:
         return
-    before, after = ([f"{key}: {value}" for key, value in sorted(fields.items())] for fields in (old, new))
+    shown_old = {key: value for key, value in whole[0].items() if key in new} | old
+    shown_new = {key: value for key, value in whole[1].items() if key in old} | new
+    before, after = ([f"{key}: {value}" for key, value in sorted(fields.items())] for fields in (shown_old, shown_new))
     diff = "\n".join(line for line in difflib.ndiff(before, after) if line[0] in "-+")
     raise RunExistsError(
         f"The run {name!r} exists with another configuration or other data:\n{diff}\n(-: of the run, +: asked for"

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 from ray_app.config.sections import ClassSpec
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, RayAppError
 
 
 def load_class(spec: ClassSpec | str) -> Any:
@@ -28,6 +30,21 @@ def load_class(spec: ClassSpec | str) -> Any:
             if cut == 1 or not f"{module}.".startswith(f"{error.name}."):
                 raise
     raise ImportError(f"{path!r} names no module; an import path is such as torch.optim.AdamW")
+
+
+@contextmanager
+def explain_constructor(field: str, class_path: str, arguments: Iterable[str]) -> Iterator[None]:
+    """Raises ConfigError with the field of the configuration for any error of a constructor in the block."""
+    try:
+        yield
+    except (RayAppError, MemoryError):
+        raise
+    except Exception as error:
+        # A TypeError says by itself that an argument is missing or unknown.
+        reason = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{field} {class_path} cannot be made with {sorted(arguments)}: {reason.rstrip('.')}."
+        ) from error
 
 
 TASK_OPTIMIZER = "ray_app.task.whole_batches.OwnOptimizer"

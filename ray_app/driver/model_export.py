@@ -20,7 +20,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.probes import read_stored_rows
-from ray_app.driver.trained_run import best_commit, choose_checkpoint, load_model, load_trained_job
+from ray_app.driver.trained_run import best_commit, choose_checkpoint, load_model, load_trained_job, read_tokenizer
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.export import refuse_taken, write_export
 from ray_app.models.package import make_package
@@ -94,7 +94,9 @@ def register_best(
             tracking["run_uuid"],
             commit.params_digest,
             version_tags(job, commit, best) | (tags or {}),
-            lambda folder: make_package(job.task, load_model(job, commit), read_stored_rows(job.paths.example), folder),
+            lambda folder: make_package(
+                job.task, load_model(job, commit), read_stored_rows(job.paths.example), folder, read_tokenizer(job)
+            ),
             user_name(),
             first_serves,
         )
@@ -251,7 +253,8 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
     job = load_trained_job(paths)
     commit = choose_checkpoint(job, options.checkpoint)
     model, source = load_model(job, commit), _source(job, commit)
-    return write_export(job.task, model, read_stored_rows(paths.example), out, source, options.overwrite)
+    example = read_stored_rows(paths.example)
+    return write_export(job.task, model, example, out, source, options.overwrite, read_tokenizer(job))
 
 
 def _source(job: Job, commit: Commit) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.config.checks import check_config
 from ray_app.config.config import SECTIONS, Config, expand_home, from_dict
 from ray_app.config.import_paths import TurnSpec, load_class
-from ray_app.driver.refusals import explain_error, explain_missing
+from ray_app.driver.refusals import explain_error, explain_path, iter_class_paths
 from ray_app.errors import ConfigError
 from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.task.base import Task
@@ -99,28 +99,12 @@ def check_import_paths(task: str, init_args: dict[str, Any]) -> None:
     paths = [
         (f"task.init_args.{name}", "", init_args[name]) for name in functions if isinstance(init_args.get(name), str)
     ]
-    for parent, field, path in [*paths, *_class_paths("task.init_args", init_args)]:
+    for parent, field, path in [*paths, *iter_class_paths("task.init_args", init_args)]:
         try:
             load_class(path)
         # The imported module may raise any error.
         except Exception as error:
-            reason = explain_missing(path, object)
-            problem = f"{field} is {path!r}: {type(error).__name__}: {error}."
-            if reason is not None:
-                problem = f"{field}{reason.removeprefix('class_path')}"
-            raise ConfigError(f"The configuration is refused: {parent}{problem}") from error
-
-
-def _class_paths(parent: str, value: Any) -> Iterator[tuple[str, str, str]]:
-    """Yields the name of the section, the field below it, and the path of each `class_path` in a value."""
-    if isinstance(value, list):
-        for number, element in enumerate(value):
-            yield from _class_paths(f"{parent}[{number}]", element)
-    elif isinstance(value, dict):
-        if isinstance(value.get("class_path"), str):
-            yield parent, ".class_path", value["class_path"]
-        for name, element in value.items():
-            yield from _class_paths(parent if name == "init_args" else f"{parent}.{name}", element)
+            raise ConfigError(f"The configuration is refused: {explain_path(parent, field, path, error)}") from error
 
 
 T = TypeVar("T")

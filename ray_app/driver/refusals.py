@@ -9,7 +9,7 @@ import inspect
 import json
 import pkgutil
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import ModuleType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -35,6 +35,7 @@ _VALUE = re.compile(r"""Parser key "(?!task"|optimizer"|schedule")([\w.]+)".*?Gi
 _IN_A_FILE = re.compile(r"^\s*(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?\s*$")
 _UNKNOWN = re.compile(r"unrecognized arguments: --([\w.-]+)")
 _SECTION_VALUE = re.compile(r"""Parser key "([\w.]+)":.*?(?:Got value: ([^\n]*)|Given value: ([^\n]*))""", re.DOTALL)
+_GIVEN = re.compile(r"Given value: (Namespace\([^\n]*)")
 _EXPECTED = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[([^\]]*)\])")
 _TYPE_NAMES = {
     "str": "text",
@@ -106,7 +107,7 @@ def _explain_class(field: str, message: str) -> str | None:
         keys = "class_path, init_args and groups" if field == "optimizer" else "class_path and init_args"
         return f"{field} has {keys}, and nothing else; look at the names of its keys."
     if class_paths:
-        return _explain_named_class(field, class_paths[-1], message)
+        return _explain_named_class(field, class_paths[-1], message) or _explain_inner_path(field, message)
     if match := _NO_PATH.search(message):
         return (
             f"{field}.class_path is {match[1]!r}, which is not an import path of a class. Give module and class, such"
@@ -124,6 +125,53 @@ def _explain_named_class(field: str, class_path: str, message: str) -> str | Non
     if value := _VALUE.search(message):
         return _explain_argument_value(class_path, value[1], value[2])
     return None
+
+
+def _explain_inner_path(field: str, message: str) -> str | None:
+    """Returns which import path below the arguments of a class cannot be imported; None if all can be."""
+    match = _GIVEN.search(message)
+    try:
+        value = _to_plain(ast.parse(match[1], mode="eval").body) if match else {}
+    except SyntaxError:
+        return None
+    for parent, name, path in iter_class_paths(f"{field}.init_args", (value or {}).get("init_args")):
+        try:
+            load_class(path)
+        # The imported module may raise any error.
+        except Exception as error:
+            return explain_path(parent, name, path, error)
+    return None
+
+
+def _to_plain(node: ast.AST) -> Any:
+    """Returns the mappings, lists and values of the text of a `Namespace` of jsonargparse; None for other parts."""
+    if isinstance(node, ast.Call):
+        return {keyword.arg: _to_plain(keyword.value) for keyword in node.keywords}
+    if isinstance(node, ast.Dict):
+        return {_to_plain(key): _to_plain(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+    if isinstance(node, ast.List):
+        return [_to_plain(element) for element in node.elts]
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def iter_class_paths(parent: str, value: Any) -> Iterator[tuple[str, str, str]]:
+    """Yields the name of the section, the field below it, and the path of each `class_path` in a value."""
+    if isinstance(value, list):
+        for number, element in enumerate(value):
+            yield from iter_class_paths(f"{parent}[{number}]", element)
+    elif isinstance(value, dict):
+        if isinstance(value.get("class_path"), str):
+            yield parent, ".class_path", value["class_path"]
+        for name, element in value.items():
+            yield from iter_class_paths(parent if name == "init_args" else f"{parent}.{name}", element)
+
+
+def explain_path(parent: str, field: str, path: str, error: Exception) -> str:
+    """Returns why a path below a section cannot be imported, with the nearest name."""
+    reason = explain_missing(path, object)
+    if reason is None:
+        return f"{parent}{field} is {path!r}: {type(error).__name__}: {error}."
+    return f"{parent}{field}{reason.removeprefix('class_path')}"
 
 
 def _explain_argument_value(class_path: str, name: str, value: str) -> str | None:

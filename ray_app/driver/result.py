@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -17,9 +15,10 @@ from ray_app.config.checks import check_config
 from ray_app.devices import HOST
 from ray_app.driver.finalize import stored_job
 from ray_app.driver.model_export import ExportOptions, export_run
-from ray_app.driver.trained_run import choose_checkpoint, load_model
-from ray_app.errors import CheckpointError, ConfigError, DataError
-from ray_app.models.export import open_rows, read_decoded, read_rows
+from ray_app.driver.trained_run import choose_checkpoint, load_model, read_texts
+from ray_app.errors import CheckpointError, ConfigError
+from ray_app.models.export import read_rows
+from ray_app.models.inputs import decode_inputs, open_rows
 from ray_app.report.facts import read_facts
 from ray_app.report.html import Comparison, run_cell
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
@@ -27,9 +26,9 @@ from ray_app.runlog.history import means
 from ray_app.runlog.journal import StepRecord, read_records
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, to_location
-from ray_app.task.base import Batch, Rows, Task, WithoutTargets
+from ray_app.task.base import Batch, Task
 from ray_app.task.metrics import combine, score
-from ray_app.task.ragged import Arrays, Field, concat_fields, to_batch
+from ray_app.task.ragged import Field, concat_fields, to_batch
 from ray_app.train.job import Job
 
 
@@ -124,7 +123,7 @@ class Result:
 
     def evaluate(
         self,
-        data: str | dict[str, Any],
+        data: Any,
         checkpoint: str = "best",
         workers: int | None = None,
         batch_size: int | None = None,
@@ -134,8 +133,7 @@ class Result:
         The scores are not recorded.
 
         Args:
-            data: Folder (or file) of Parquet, with the columns of the training data; or its columns by name, as in
-                `predict`.
+            data: Folder (or file) of Parquet, with the columns of the training data; or its columns by name.
             checkpoint: See `ExportOptions.checkpoint`.
             workers: Number of Ray actors that score the rows of a folder together, each with `evaluate.num_cpus` and
                 `num_gpus` of the run; the cluster is that of a training. Default: this process scores them on the CPU,
@@ -154,10 +152,7 @@ class Result:
         size, job = self._batch_size(batch_size), self._job
         model = self.load_model(checkpoint)
         if workers is None:
-            if isinstance(data, str):
-                rows = read_decoded(self.task, data)
-            else:
-                rows = self._decoded(data, self.task.columns(), self.task.decode)
+            rows = decode_inputs(self.task, data, read_texts(job), targets=True).fields
             fixed = job.config.evaluate.fixed_batches
             return combine(self.task, score(self.task, model, rows, size, HOST, fixed=fixed)).values
         if not isinstance(data, str):
@@ -180,14 +175,13 @@ class Result:
         with cluster(config):
             return combine(self.task, score_on_actors(evaluation, model.state_dict())).values
 
-    def predict(
-        self, data: str | npt.ArrayLike | dict[str, Any], checkpoint: str = "best", batch_size: int | None = None
-    ) -> dict[str, Field]:
+    def predict(self, data: Any, checkpoint: str = "best", batch_size: int | None = None) -> dict[str, Field]:
         """Predicts rows in this process, without Ray; the rows need no targets.
 
         Args:
-            data: Columns by name, as in the training data: arrays (rows, ...), or lists of bytes. If the task reads one
-                column besides its targets, the array alone is enough. Or the folder (or file) of a data set.
+            data: What `predict` of an export takes (`ModelPredictor.predict`): images, rows or texts, one or several; a
+                data set; or columns by name, as in the training data. If the task reads one column besides its
+                targets, an array of it is enough.
             checkpoint: See `ExportOptions.checkpoint`.
             batch_size: See `evaluate`.
 
@@ -197,39 +191,44 @@ class Result:
 
         Raises:
             ConfigError: `batch_size` is below 1.
-            DataError: A column is missing, there are no rows, or columns differ in rows.
+            DataError: See `decode_inputs`.
         """
-        size = self._batch_size(batch_size)
-        model = self.load_model(checkpoint)
-        if isinstance(data, str):
-            rows = read_decoded(self.task, data, targets=False)
-        else:
-            decode = WithoutTargets(self.task)
-            rows = self._decoded(data, decode.columns, decode)
-        parts = []
+        outputs, _ = self._run_model(data, checkpoint, batch_size)
+        parts = [self.task.predictions(*part) for part in outputs]
+        return {name: concat_fields([part[name] for part in parts]) for name in parts[0]}
+
+    def answers(self, data: Any, checkpoint: str = "best", batch_size: int | None = None) -> Any:
+        """Predicts in this process, without Ray, and returns what `predict` of an export does.
+
+        Args:
+            data: See `predict`; so the others.
+
+        Returns:
+            The answer to one input, or a list of answers: see `ModelPredictor.predict`.
+
+        Raises:
+            DataError: See `decode_inputs`.
+        """
+        outputs, is_single = self._run_model(data, checkpoint, batch_size)
+        answers = [answer for part in outputs for answer in self.task.answers(*part)]
+        return answers[0] if is_single else answers
+
+    def _run_model(self, data: Any, checkpoint: str, batch_size: int | None) -> tuple[list[tuple[Any, Batch]], bool]:
+        """Returns the outputs and the fields of each batch, and whether the caller gave one input."""
+        size, decoded = self._batch_size(batch_size), decode_inputs(self.task, data, read_texts(self._job))
+        model, rows = self.load_model(checkpoint), decoded.fields
+        outputs = []
         with torch.inference_mode():
             for low in range(0, len(next(iter(rows.values()))), size):
                 batch = to_batch(rows, slice(low, low + size))
-                parts.append(self.task.predictions(self.task.forward(model, batch), batch))
-        return {name: concat_fields([part[name] for part in parts]) for name in parts[0]}
+                outputs.append((self.task.forward(model, batch), batch))
+        return outputs, decoded.is_single
 
     def _batch_size(self, batch_size: int | None) -> int:
         """Returns the rows of one forward pass: by default those of the run's evaluations."""
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; it must be at least 1, or None for that of the run.")
         return batch_size or self._job.config.evaluate.batch_size
-
-    def _decoded(self, data: Any, columns: list[str], decode: Callable[[Rows], Arrays]) -> Arrays:
-        """Decodes columns of the caller."""
-        rows = data if isinstance(data, dict) else dict.fromkeys(columns[:1], np.asarray(data))
-        if missing := [name for name in columns if name not in rows]:
-            raise DataError(
-                f"No column {', '.join(map(repr, missing))} is given; the task reads {columns}. Give all by name."
-            )
-        numbers = {name: len(rows[name]) for name in columns}
-        if len(set(numbers.values())) != 1 or not all(numbers.values()):
-            raise DataError(f"The columns have {numbers} rows; all must have the same number, at least 1.")
-        return decode({name: rows[name] for name in columns})
 
     def metrics(self) -> list[StepRecord]:
         """Returns the record of every step, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -28,9 +29,11 @@ from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_config, read_manifest
+from ray_app.storage.data_files import find_file
 from ray_app.storage.files import read_json, to_location
 from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task, refuse_other_schema
+from ray_app.task.texts import TOKENIZER_FILE, TextEncoder
 from ray_app.track.tracker import check_available
 from ray_app.train.job import Job
 
@@ -116,6 +119,18 @@ def load_model(job: Job, commit: Commit) -> torch.nn.Module:
     if params_digest(model.state_dict()) != commit.params_digest:
         raise CheckpointError(f"The model of step {commit.step} has other parameters than were committed.")
     return model.eval()
+
+
+def read_tokenizer(job: Job) -> bytes | None:
+    """Returns the content of the file with the tokenizer of a run's data, None if it has none."""
+    file = find_file(to_location(job.config.data.path) / TOKENIZER_FILE)
+    return file.location.read_bytes() if file is not None else None
+
+
+def read_texts(job: Job) -> TextEncoder | None:
+    """Returns what encodes texts as those of a run's data, None if it has no tokenizer."""
+    content = read_tokenizer(job)
+    return TextEncoder(**json.loads(content)) if content is not None else None
 
 
 def _commits(job: Job) -> list[Commit]:

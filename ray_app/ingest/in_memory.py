@@ -18,7 +18,7 @@ import pyarrow as pa
 from ray_app.data.arrays import is_exact_decimal
 from ray_app.errors import DataError
 from ray_app.ingest.ingest import ingest, ingest_files
-from ray_app.ingest.options import IngestOptions
+from ray_app.ingest.options import IngestOptions, python_spelling
 from ray_app.ingest.summary import DatasetSummary
 
 
@@ -57,7 +57,8 @@ def ingest_named_arrays(
             file = Path(temporary) / f"{name}.npy"
             np.save(file, to_numbers(name, values), allow_pickle=False)
             _set_content_time(file)
-        return ingest(IngestOptions("numpy", folder, temporary, eval_fraction=eval_fraction, seed=seed))
+        with python_spelling():
+            return ingest(IngestOptions("numpy", folder, temporary, eval_fraction=eval_fraction, seed=seed))
 
 
 def ingest_table(folder: str, table: Any, **options: Any) -> DatasetSummary:

@@ -34,7 +34,7 @@ from ray_app.data.parquet_files import read_footers
 from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
-from ray_app.ingest.options import FormatTraits, IngestOptions, Source
+from ray_app.ingest.options import FormatTraits, IngestOptions, Source, python_spelling
 from ray_app.ingest.output_folder import side_folder
 from ray_app.ingest.readers import base, csv_files
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
@@ -78,6 +78,7 @@ from ray_app.ingest.summary import (
 )
 from ray_app.storage.data_files import files_below, is_folder, is_within, relative_path
 from ray_app.storage.files import Location, list_folders, put_atomic, put_json, to_location
+from ray_app.task.texts import TOKENIZER_FILE
 
 _TASKS_PER_CPU = 4
 """Ray tasks per CPU that are submitted before the result of the first one is awaited."""
@@ -407,6 +408,8 @@ def _write_all(
         shards = {shard["path"] for shard in facts["shards"]}
         files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
         read_footers(target, files_written, trusted=True).put(target)
+        if options.tokenizer:
+            put_json(target / TOKENIZER_FILE, Texts(options).encoder.stored)
         put_json(target / DESCRIPTION, description)
 
 
@@ -481,4 +484,5 @@ def ingest_files(folder: str, source: Source, path: str | None = None, **options
         StorageError: A disk, the network or an object store failed; what is finished is kept.
     """
     changed = {name: value for name, value in options.items() if value is not None}
-    return ingest(IngestOptions(source, folder, path, **changed))
+    with python_spelling():
+        return ingest(IngestOptions(source, folder, path, **changed))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Literal
 
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, RayAppError
 from ray_app.storage.data_files import is_within
 from ray_app.storage.files import to_location
 
@@ -209,7 +211,35 @@ class IngestOptions:
         return self.shard_rows, self.row_group_rows, self.row_group_bytes
 
 
-_ALTERNATIVES = {"label": " (a column gets another name by rename={NAME: 'label'})"}
+_OPTION = re.compile(r"--([a-z_]+)(?: (true|false|skip|fail|\d+|'[^']*'|\[[^\]]*\]))?")
+
+
+@contextmanager
+def python_spelling() -> Iterator[None]:
+    """Writes the options in errors as a program gives them (`check=False`); messages have those of the command line."""
+    try:
+        yield
+    except RayAppError as error:
+        error.args = tuple(_to_python(part) if isinstance(part, str) else part for part in error.args)
+        raise
+
+
+def _to_python(text: str) -> str:
+    names = {option.name for option in fields(IngestOptions)}
+    values = {"true": "True", "false": "False", "skip": "'skip'", "fail": "'fail'"}
+
+    def render(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        if name not in names:
+            return match[0]
+        if value is not None and value.startswith("'["):
+            value = str(value.strip("'[]").split(", "))
+        return name if value is None else f"{name}={values.get(value, value)}"
+
+    return _OPTION.sub(render, text)
+
+
+_ALTERNATIVES = {"label": " (a column gets another name by --rename '{NAME: label}')"}
 _MOMENT = datetime(2026, 1, 31, 23, 59, tzinfo=UTC)
 _TOKENIZER_OPTIONS = ("text", "end_of_text", "pack")
 _POSITIVE: dict[str, int | None] = {
@@ -300,11 +330,11 @@ def _check_division(options: IngestOptions) -> None:
 def _check_images(options: IngestOptions) -> None:
     """Checks the options of images that need another one."""
     if options.mask_values and not options.masks:
-        raise ConfigError(f"mask_values is {options.mask_values!r}, which needs masks; give that, too.")
+        raise ConfigError(f"mask_values is {options.mask_values!r}, which needs --masks; give that, too.")
     if options.source == "images" and options.labels in (None, "none"):
         for name in ("label", "columns", "targets"):
             if value := getattr(options, name):
-                raise ConfigError(f"{name} is {value!r}, a column of a file of labels; name the file by labels.")
+                raise ConfigError(f"{name} is {value!r}, a column of a file of labels; name the file by --labels.")
 
 
 def _check_targets(options: IngestOptions) -> None:

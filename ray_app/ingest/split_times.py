@@ -18,7 +18,7 @@ _OFFSET = r"([zZ]|[+-]\d\d:?\d\d)$"
 """End of a time of ISO 8601 that names its offset from UTC, such as Z or +01:00; dates alone do not match."""
 
 ALLOWED_TIMES = (
-    "dates, times (as text in ISO 8601, such as 2026-01-31; of csv in another form by date_format), and numbers"
+    "dates, times (as text in ISO 8601, such as 2026-01-31; of csv in another form by --date_format), and numbers"
 )
 
 
@@ -90,7 +90,7 @@ def find_first_eval_time(
     if not len(times):
         raise DataError(
             f"split_by {options.split_by!r} has no value in any row that is a date, a time or a number. Name another"
-            " column, or ingest without on_bad_row=skip to see the first of these rows."
+            " column, or ingest without --on_bad_row skip to see the first of these rows."
         )
     if len(times) < 2:
         raise DataError(

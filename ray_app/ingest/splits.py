@@ -37,11 +37,8 @@ from ray_app.ingest.split_times import ALLOWED_TIMES, find_first_eval_time, find
 from ray_app.ingest.summary import TextColumns
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
 from ray_app.storage.files import Location, put_json, read_json, to_location
+from ray_app.task.texts import TOKENS, TextEncoder
 
-TOKENS = "tokens"
-"""Name of the column of tokens."""
-_BATCH_TEXTS = 256
-"""Number of texts that are encoded together."""
 _MAX_VALUE_CHARS = 40
 """Characters of a value that a message repeats."""
 _NO_LABEL = "no label, or none of the classes; every row needs an integer or a class"
@@ -91,7 +88,7 @@ def choose_sides(parts: list[base.Part], options: IngestOptions, are_divided: bo
         if rule := next((name for name in ("group", "split_by", "stratify") if getattr(options, name)), None):
             raise ConfigError(
                 f"{rule} is {getattr(options, rule)!r}, but source {options.source!r} is not divided here; give"
-                " eval_fraction, if the source does not have an evaluation set itself."
+                " --eval_fraction, if the source does not have an evaluation set itself."
             )
         return {name: (name,) for name in names}
     if not set(names) <= {"", "train", "test"}:
@@ -132,7 +129,7 @@ class Refusals:
         if self._options.on_bad_row == "fail":
             raise DataError(
                 f"{self._options.input}: row {row_id}: {reason}. Correct or remove it, or leave such rows out with"
-                f" on_bad_row=skip."
+                f" --on_bad_row skip."
             )
         self.rows.append((row_id, reason))
         check_refused_count(len(self.rows), self._options, row_id, reason)
@@ -142,8 +139,8 @@ def check_refused_count(refused: int, options: IngestOptions, row_id: str, reaso
     """Raises DataError if more rows are refused than the options allow; the message names the last of them."""
     if refused > options.max_bad_rows:
         raise DataError(
-            f"{options.input}: more than max_bad_rows={options.max_bad_rows} rows cannot be used; one more is {row_id}:"
-            f" {reason}. Correct them, or raise max_bad_rows."
+            f"{options.input}: more than --max_bad_rows {options.max_bad_rows} rows cannot be used; one more is"
+            f" {row_id}: {reason}. Correct them, or raise --max_bad_rows."
         )
 
 
@@ -250,7 +247,7 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refu
         raise ConfigError(f"rename names {sorted(rename.keys() - set(before))}; the columns are {before}. Name these.")
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"two columns of one name in {names}; `row_id` is ours. Give one of them another name by rename."
+            f"two columns of one name in {names}; `row_id` is ours. Give one of them another name by --rename."
         )
     table = pa.table(table.columns, pa.schema([f.with_name(n) for f, n in zip(table.schema, names, strict=True)]))
     if "label" not in names:
@@ -427,14 +424,16 @@ class Texts:
 
     def __init__(self, options: IngestOptions) -> None:
         require("tokenizers", f"--tokenizer {options.tokenizer}")
-        from tokenizers import Tokenizer
-
         self._options = options
         try:
             content = to_location(str(options.tokenizer)).read_bytes()
             if foreign := name_foreign_file(content[:HEAD_BYTES]):
                 raise ValueError(f"it is {foreign}")
-            self._tokenizer = Tokenizer.from_str(content.decode())
+            self.encoder = TextEncoder(content.decode(), options.end_of_text, options.text)
+        except LookupError as error:
+            raise ConfigError(
+                f"end_of_text {options.end_of_text!r} is no token of {options.tokenizer}; name one of its vocabulary."
+            ) from error
         except Exception as error:
             # The library raises `Exception` itself.
             raise ConfigError(
@@ -442,16 +441,6 @@ class Texts:
                 " has saved (tokenizer.json)."
             ) from error
         self.digest = hashlib.sha256(content).hexdigest()
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._end: list[int] = []
-        if options.end_of_text is not None:
-            if (end := self._tokenizer.token_to_id(options.end_of_text)) is None:
-                raise ConfigError(
-                    f"end_of_text {options.end_of_text!r} is no token of {options.tokenizer}; name one of its"
-                    f" vocabulary."
-                )
-            self._end = [end]
 
     def encode(self, table: pa.Table, refuse: base.Refuse) -> pa.Table:
         """Returns the table with the column `tokens` (lists of int32) instead of texts; refuses rows without a text.
@@ -462,19 +451,19 @@ class Texts:
         if name not in table.column_names:
             raise DataError(
                 f"{self._options.input}: no column {name!r} of texts; the columns are {table.column_names[1:]}. Name"
-                f" one by text."
+                f" one by --text."
             )
         if not pa.types.is_string(table[name].type):
             raise DataError(
-                f"{self._options.input}: column {name!r} holds {table[name].type}, no text. Name another one by text."
+                f"{self._options.input}: column {name!r} holds {table[name].type}, no text. Name another one by --text."
             )
         if TOKENS in table.column_names and name != TOKENS:
             raise ConfigError(
                 f"the column {name!r} becomes {TOKENS!r}, but the data has another column of this name. Name it by"
-                f" rename."
+                f" --rename."
             )
         table = without_rows(table, pc.is_null(table[name]), refuse, f"no {name}; every row needs a text")
-        token_ids = self._encode(table[name].to_pylist())
+        token_ids = self.encoder.encode(table[name].to_pylist())
         lengths = np.array([len(ids) for ids in token_ids], np.int64)
         if not self._options.pack:
             table = without_rows(table, pa.array(lengths == 0), refuse, f"the tokenizer makes no token of its {name}")
@@ -483,13 +472,6 @@ class Texts:
             np.concatenate([*token_ids, np.empty(0, np.int32)]), np.array([len(ids) for ids in token_ids], np.int64)
         )
         return table.drop_columns([name]).append_column(TOKENS, tokens)
-
-    def _encode(self, texts: list[str]) -> list[npt.NDArray[np.int32]]:
-        batches = (
-            self._tokenizer.encode_batch_fast(texts[low : low + _BATCH_TEXTS])
-            for low in range(0, len(texts), _BATCH_TEXTS)
-        )
-        return [np.array(encoding.ids + self._end, np.int32) for batch in batches for encoding in batch]
 
 
 def _to_lists(values: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> pa.ListArray:

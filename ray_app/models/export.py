@@ -26,18 +26,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ray_app.data.dataset import open_dataset
-from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_in_process, load_all, rows_per_task
 from ray_app.devices import kind_of
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
+from ray_app.models.inputs import read_decoded
 from ray_app.models.package import write_files
+from ray_app.models.predictor import ModelPredictor, make_predictor
 from ray_app.models.registry import download_version, load_parameters, resolve_version
 from ray_app.storage.files import to_json
-from ray_app.task.base import Batch, Task, WithoutTargets
+from ray_app.task.base import Batch, Task
 from ray_app.task.ragged import Arrays, to_batch
-from ray_app.task.schema import refuse_other_data
 from ray_app.task.table_encoding import encode_raw_rows
 from ray_app.task.user_code import user_code
 
@@ -66,6 +64,7 @@ def write_export(
     folder: Path,
     source: dict[str, Any],
     overwrite: bool = False,
+    tokenizer: bytes | None = None,
 ) -> dict[str, Any]:
     """Writes a model to a folder, which appears complete or not at all; returns the content of `export.json`.
 
@@ -80,7 +79,7 @@ def write_export(
     temporary, old = (folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp" for _ in range(2))
     temporary.mkdir()
     try:
-        files = write_files(task, model, example, temporary)
+        files = write_files(task, model, example, temporary, tokenizer)
         with user_code(lambda: "writing an export"):
             task.export_files(model, temporary)
         described = source | {"format": files.format, "outputs": files.outputs, "refused": list(files.refused)}
@@ -101,7 +100,7 @@ def write_export(
     return described
 
 
-def load_model(folder: str | Path) -> loader.Predictor:
+def load_model(folder: str | Path) -> ModelPredictor:
     """Loads an exported model, or a downloaded version of a registered one, on the CPU, without Ray and MLflow.
 
     The package of a model that `torch.export` refused contains Python files, which are run: load it only if you trust
@@ -111,7 +110,7 @@ def load_model(folder: str | Path) -> loader.Predictor:
         folder: The folder of the export.
 
     Returns:
-        A `Predictor`: its `predict` takes and returns arrays, its `module` tensors.
+        A `ModelPredictor`: its `predict` takes images, rows or texts, its `module` takes and returns tensors.
 
     Raises:
         ConfigError: The folder has no such model.
@@ -120,9 +119,8 @@ def load_model(folder: str | Path) -> loader.Predictor:
     """
     data, described = check_export(Path(folder).expanduser())
     encoding = described.get("encoding")
-    return loader.Predictor(
-        loader.load(data), described["inputs"], encoding["settings"] if encoding else None, encode_raw_rows
-    )
+    module, settings = loader.load(data), encoding["settings"] if encoding else None
+    return make_predictor(data, described, loader.Predictor(module, described["inputs"], settings, encode_raw_rows))
 
 
 def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
@@ -163,27 +161,6 @@ def read_rows(task: Task, path: str) -> Batch:
         DataError: The data does not exist, the task cannot use it, or a row cannot be decoded.
     """
     return to_batch(read_decoded(task, path))
-
-
-def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
-    """Decodes a whole data set in this process, see `open_rows`."""
-    return load_all(fetch_in_process, open_rows(task, path, targets)).arrays
-
-
-def open_rows(task: Task, path: str, targets: bool = True) -> RowSource:
-    """Opens the rows of a data set for a prepared task; without `targets` these are zeros.
-
-    Raises:
-        DataError: The data set does not exist, or has another schema than the training data.
-    """
-    dataset, unread = open_dataset(path), WithoutTargets(task)
-    columns, decode = (task.columns(), task.decode) if targets else (unread.columns, unread)
-    refuse_other_data(task, dataset.facts, path, "what the model was trained on")
-    if targets:
-        task.prepare(dataset.facts)
-    fields = probe(dataset, columns, decode)
-    reader = Reader(dataset.root, columns, decode, fields, partitions=dataset.manifest.partitions)
-    return RowSource(reader, dataset.manifest, rows_per_task(fields, _READ_MB))
 
 
 def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:

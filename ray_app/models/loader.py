@@ -94,7 +94,7 @@ class Predictor:
         encoding: dict[str, Any] | None = None,
         encode_rows: Callable[[Any, Any], dict[str, Any]] | None = None,
     ) -> None:
-        self.module, self._inputs = module, inputs
+        self.module, self.inputs = module, inputs
         self._encoding, self._encode_rows = encoding, encode_rows
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
@@ -117,29 +117,33 @@ class Predictor:
             ValueError: An array does not match the model's input, an input is missing, or a value cannot be encoded.
         """
         del params
+        return to_arrays(self.outputs(self.tensors(data)))
+
+    def tensors(self, data: Any) -> dict[str, Tensor]:
+        """Returns the inputs of the module by name, of data as `predict` takes it."""
         columns = self._column_names()
-        data = _to_columns(data, [*columns, *(spec["name"] for spec in self._inputs)], bool(columns))
+        data = to_columns(data, [*columns, *(spec["name"] for spec in self.inputs)], bool(columns))
         # Raw rows that lack a column are an error of the encoding: other numbers of a table never take its place.
-        if columns and _is_by_name(data) and not self._is_encoded(data, columns):
+        if columns and is_by_name(data) and not self._is_encoded(data, columns):
             data = self._encode(data, columns)
-        is_only = len(self._inputs) == 1
+        is_only = len(self.inputs) == 1
         try:
-            if not (is_only or _is_by_name(data) or hasattr(data, "columns")):
+            if not (is_only or is_by_name(data) or hasattr(data, "columns")):
                 raise ValueError(f"The model has several inputs, and {type(data).__name__} has no names.")
-            tensors = [_input_tensor(_input_values(data, spec, is_only), spec) for spec in self._inputs]
+            return {spec["name"]: _input_tensor(_input_values(data, spec, is_only), spec) for spec in self.inputs}
         except ValueError as error:
-            raise ValueError(f"{error} {self._describe_allowed(columns)}") from error
-        rows = len(tensors[0])
+            raise ValueError(f"{error} {self.describe_allowed()}") from error
+
+    def outputs(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the outputs of the module by name, "" for a single one."""
+        values = list(tensors.values())
+        rows = len(values[0])
         if not rows:
             # Not every program of `torch.export` takes zero rows.
-            tensors = [tensor.new_zeros([max(length, 1) for length in tensor.shape]) for tensor in tensors]
+            values = [tensor.new_zeros([max(length, 1) for length in tensor.shape]) for tensor in values]
         with torch.no_grad():
-            outputs = name_outputs(self.module(*tensors))
-        arrays = {
-            name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy()
-            for name, values in (outputs if rows else [(name, values[:0]) for name, values in outputs])
-        }
-        return arrays[""] if list(arrays) == [""] else arrays
+            outputs = name_outputs(self.module(*values))
+        return {name: output if rows else output[:0] for name, output in outputs}
 
     def _column_names(self) -> list[str]:
         """Returns the columns of raw rows; an empty list if the model takes arrays alone."""
@@ -147,36 +151,36 @@ class Predictor:
 
     def _is_encoded(self, data: Any, columns: list[str]) -> bool:
         """Whether data has the inputs of the model, and not the columns of raw rows."""
-        return all(spec["name"] in data for spec in self._inputs) and not all(name in data for name in columns)
+        return all(spec["name"] in data for spec in self.inputs) and not all(name in data for name in columns)
 
     def _encode(self, data: Any, columns: list[str]) -> dict[str, Any]:
         assert self._encoding is not None
         assert self._encode_rows is not None
         if missing := [name for name in columns if name not in data]:
             raise ValueError(
-                f"The column {missing[0]!r} is missing; there are {_join_names(data)}."
-                f" {self._describe_allowed(columns)}"
+                f"The column {missing[0]!r} is missing; there are {_join_names(data)}. {self.describe_allowed()}"
             )
         rows = {name: data[name] for name in columns}
         if not any(map(len, rows.values())):
             return {
                 spec["name"]: np.zeros((0, *(abs(length) for length in spec["shape"])), np.dtype(spec["dtype"]))
-                for spec in self._inputs
+                for spec in self.inputs
             }
         return self._encode_rows(self._encoding, rows)
 
-    def _describe_allowed(self, columns: list[str]) -> str:
+    def describe_allowed(self) -> str:
         """Returns what `predict` takes, as a sentence."""
+        columns = self._column_names()
         shapes = ", ".join(
             f"{spec['name']!r} {np.dtype(spec['dtype'])} ({', '.join(map(str, ['rows', *spec['shape']]))})"
-            for spec in self._inputs
+            for spec in self.inputs
         )
         if columns:
             return (
                 f"Give the columns {_join_names(columns)} by name: a table of pandas, Polars or Arrow, a dictionary of"
                 " sequences, a list of rows as dictionaries, or a dictionary of one row."
             )
-        form = "an array, or a dictionary with it" if len(self._inputs) == 1 else "a dictionary of arrays"
+        form = "an array, or a dictionary with it" if len(self.inputs) == 1 else "a dictionary of arrays"
         return f"Give {form}: {shapes}."
 
 
@@ -225,6 +229,15 @@ def name_outputs(outputs: Any) -> list[tuple[str, Tensor]]:
             " tensors."
         )
     return pairs
+
+
+def to_arrays(outputs: Mapping[str, Tensor]) -> Any:
+    """Returns outputs as arrays by name; a single one as an array."""
+    arrays = {
+        name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy()
+        for name, values in outputs.items()
+    }
+    return arrays[""] if list(arrays) == [""] else arrays
 
 
 def load_exported(archive: Path) -> torch.export.ExportedProgram:
@@ -343,11 +356,13 @@ def _join_names(names: Any) -> str:
     return ", ".join(quoted[:_MAX_NAMED]) + (f", ... ({len(quoted)})" if len(quoted) > _MAX_NAMED else "")
 
 
-def _is_by_name(data: Any) -> bool:
+def is_by_name(data: Any) -> bool:
+    """Returns whether data has names: a dictionary, a row or a table of pandas."""
     return hasattr(data, "keys")
 
 
-def _is_single_value(values: Any) -> bool:
+def is_single_value(values: Any) -> bool:
+    """Returns whether the value of a column is one value, and not a sequence of values."""
     return isinstance(values, str | bytes) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0
 
 
@@ -356,7 +371,7 @@ def _to_list(values: Any) -> list[Any]:
     return list(values.to_pylist() if hasattr(values, "to_pylist") else values.to_list())
 
 
-def _to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
+def to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
     """Returns rows as dictionaries, and a table without `keys`, as a dictionary of columns; other data unchanged.
 
     Args:
@@ -373,11 +388,11 @@ def _to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
                 )
         return {name: [row.get(name) for row in data] for name in keys}
     table_names = getattr(data, "column_names", getattr(data, "columns", None))
-    if not _is_by_name(data) and table_names is not None and (is_raw or len(names) > 1):
+    if not is_by_name(data) and table_names is not None and (is_raw or len(names) > 1):
         return {name: _to_list(data[name]) if name in names else [] for name in table_names}
-    if _is_by_name(data):
+    if is_by_name(data):
         present = [name for name in names if name in data]
-        single = [name for name in present if _is_single_value(data[name])]
+        single = [name for name in present if is_single_value(data[name])]
         if single and len(single) < len(present):
             sequence = next(name for name in present if name not in single)
             raise ValueError(

@@ -11,6 +11,7 @@ The model is stored by `torch.export` where that works, and otherwise as safeten
     data/model/model.safetensors        the parameters, also to continue training from
     data/model/model.pt2                the task's `forward` for any number of rows, as `torch.export` saves it; or
     data/model/task.json                the class and the settings of the prepared task
+    data/model/_tokenizer.json          the tokenizer of the texts that were trained on, if the data set has one
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from ray_app.storage.files import to_json
 from ray_app.task import table_encoding
 from ray_app.task.base import Batch, Task
 from ray_app.task.ragged import Arrays, Ragged, to_batch
+from ray_app.task.texts import TOKENIZER_FILE
 
 _LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 
@@ -208,7 +210,7 @@ class Files(Package):
         return self.folder / "code"
 
 
-def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Files:
+def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path, tokenizer: bytes | None = None) -> Files:
     """Writes the files of a packaged model, and checks that the loaded model predicts what the trained one does.
 
     It does not need MLflow.
@@ -216,6 +218,7 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
     Args:
         model: The trained model, on the CPU; it is set to evaluation mode, without gradients.
         rows: Every decoded field of some rows; the fields that `forward` reads become the input example.
+        tokenizer: The content of `TOKENIZER_FILE` of the data trained on, if it was texts.
 
     Raises:
         RegistryError: The model cannot be stored without pickle; the message has the reasons.
@@ -233,6 +236,8 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
         shutil.copy(loader.__file__, code / f"{LOADER_MODULE}.py")
         if task.encoding:
             shutil.copy(table_encoding.__file__, code / f"{ENCODING_MODULE}.py")
+        if tokenizer is not None:
+            (data / TOKENIZER_FILE).write_bytes(tokenizer)
         _write_description(data, name, served, inputs, ragged)
         try:
             state = {name: values.detach().clone().contiguous() for name, values in model.state_dict().items()}
@@ -421,11 +426,9 @@ def _seeded_outputs(module: Callable[..., Any], *batch: Any) -> list[tuple[str, 
 
 
 def _example_outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> dict[str, npt.NDArray]:
-    with torch.no_grad():
-        outputs = loader.name_outputs(served(*_example_batch(inputs, 2).values()))
-    return {
-        name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy() for name, values in outputs
-    }
+    outputs = loader.Predictor(served, []).outputs(_example_batch(inputs, 2))
+    arrays = loader.to_arrays(outputs)
+    return arrays if isinstance(arrays, dict) else {"": arrays}
 
 
 def _output_shapes(
@@ -448,10 +451,12 @@ def _output_shapes(
         return {name: (-1, *values.shape[1:]) for name, values in predicted.items()}
 
 
-def make_package(task: Task, model: nn.Module, example: Arrays, folder: Path) -> Package:
+def make_package(
+    task: Task, model: nn.Module, example: Arrays, folder: Path, tokenizer: bytes | None = None
+) -> Package:
     """Writes an MLflow model to a new folder, and checks what it predicts; see `write_files`."""
     with tempfile.TemporaryDirectory() as temporary:
-        files = write_files(task, model, example, Path(temporary))
+        files = write_files(task, model, example, Path(temporary), tokenizer)
         _save_mlflow_model(folder, files)
     return replace(files, folder=folder)
 

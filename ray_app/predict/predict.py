@@ -40,10 +40,11 @@ from ray_app.runlog.stored_config import read_config
 from ray_app.storage.data_files import find_file
 from ray_app.storage.files import Location, list_files, list_folders, put_atomic, read_json, to_location
 from ray_app.storage.text_files import iterate_json
-from ray_app.task.base import Task, WithoutTargets
+from ray_app.task.base import Task
 from ray_app.task.fields import OptionalColumn
 from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_data
+from ray_app.task.without_targets import WithoutTargets
 
 MADE_FROM = "made_from.json"
 COCO_RESULTS = "detections.json"
@@ -316,7 +317,9 @@ def _make_reader(dataset: Dataset, task: Task) -> Reader:
 def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
     """Refuses columns with missing values, which the tasks of this application do not support."""
     required = (name for name in columns if not isinstance(name, OptionalColumn))
-    for name in (name for name in required if dataset.facts.columns[name].nulls):
+    lacking = [name for name in required if dataset.facts.columns[name].nulls]
+    others = f" The same holds for {', '.join(map(repr, lacking[1:]))}." if lacking[1:] else ""
+    for name in lacking:
         for path in dataset.manifest.paths:
             with DataFile(dataset.root, path, dataset.manifest.partitions) as file:
                 missing = file.read([name]).column(0).is_null().to_numpy()
@@ -324,7 +327,7 @@ def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
                 raise DataError(
                     f"{path}, row {int(missing.argmax())}: column {name!r} of predict.data {dataset.facts.path} has no"
                     f" value there, and {dataset.facts.columns[name].nulls} missing values in all. Fill them, or leave"
-                    " these rows out."
+                    f" these rows out.{others}"
                 )
 
 

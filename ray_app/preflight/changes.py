@@ -364,7 +364,10 @@ def check_resume_compatibility(name: str, before: Config, stored_digest: str, co
         RunExistsError: The result would be another one; the message has the differences.
     """
     longer = before.replace(train__epochs=config.train.epochs, train__max_steps=config.train.max_steps)
-    check_same_config(name, result_fields(longer, stored_digest), result_fields(config, plan.manifest.digest))
+    old, new = result_fields(longer, stored_digest), result_fields(config, plan.manifest.digest)
+    if old != new:
+        whole = [flatten(fill_defaults(one)[0].to_dict()) for one in (longer, config)]
+        check_same_config(name, old, new, (whole[0], whole[1]))
     old_steps = before.train.total_steps(plan.steps_per_epoch)
     new_steps = config.train.total_steps(plan.steps_per_epoch)
     if new_steps != old_steps and (reason := _explain_length_refusal(config, old_steps, new_steps, plan)):

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+from ray_app.errors import StorageError
+from ray_app.retry import Retry
 from ray_app.storage.object_stores import ObjectPath
 
 Location = Path | ObjectPath
@@ -26,6 +28,7 @@ Content = bytes | Callable[[IO[bytes]], object]
 """The content of a file: the bytes, or a function that writes them to the open file, once from beginning to end."""
 
 _READERS = 16
+_FOLDER_RETRY = Retry(0.1, deadline_s=5.0)
 
 
 def to_location(text: str) -> Location:
@@ -35,8 +38,37 @@ def to_location(text: str) -> Location:
 
     Raises:
         ConfigError: The text is neither a path nor a URI of an object store, see `ObjectPath.parse`.
+        StorageError: The path is relative, and the current folder was removed.
     """
-    return ObjectPath.parse(text) if "://" in text else Path(os.path.expanduser(text)).resolve()
+    if "://" in text:
+        return ObjectPath.parse(text)
+    path = Path(os.path.expanduser(text))
+    if not path.is_absolute():
+        enter_current_folder()
+    return path.resolve()
+
+
+def enter_current_folder() -> None:
+    """Enters the current folder again if it was removed and made again.
+
+    Where several nodes of Ray are on one machine, the agent of each unpacks the working directory of a job into the
+    same folder, and removes that of the other before.
+
+    Raises:
+        StorageError: The folder was not made again.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        # The shell that started this process has set it.
+        folder = os.environ.get("PWD", "")
+        try:
+            _FOLDER_RETRY.call(lambda: os.chdir(folder), OSError, "Entering the current folder again")
+        except OSError:
+            raise StorageError(
+                f"The current folder of this process, {folder}, was removed, so that relative paths lead nowhere. Start"
+                " the command again in a folder that exists."
+            ) from error
 
 
 def poll_interval_s(path: Location) -> float:

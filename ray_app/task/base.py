@@ -2,7 +2,7 @@
 
 A user writes a task as a class in a file of their own and names it by `task.class_path`. `Losses` carries the loss and
 the weight of every row; the functions after it check them and sum them over rows on the device. `reduce` adds numbers
-of a task's own to a step. `WithoutTargets` decodes rows for a prediction, which has no targets.
+of a task's own to a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from ray_app.devices import KINDS
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.fields import Mistake, class_names, count_classes, need_column, need_finite, to_model_types
+from ray_app.task.answers import row_answers
+from ray_app.task.fields import (
+    Mistake,
+    class_names,
+    count_classes,
+    need_column,
+    need_finite,
+    refuse_missing,
+    to_model_types,
+)
 from ray_app.task.ragged import LENGTHS, Arrays
 from ray_app.task.transforms import uniform
 
@@ -303,6 +312,7 @@ class Task(ABC):
                 column is missing, has missing values, or holds values that `decode` does not support.
         """
         if type(self).decode is Task.decode:
+            refuse_missing(data, self.columns())
             for name in self.columns():
                 need_column(data, name, _NUMERIC_KINDS, f"task {type(self).__name__}, which leaves `decode` out,")
         return self
@@ -549,6 +559,17 @@ class Task(ABC):
         named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
         return {name: values.numpy() for name, values in named.items()}
 
+    def answers(self, outputs: Any, batch: Batch) -> list[Any]:
+        """Returns what a prediction says of each row to a person: names of classes with probabilities, or numbers.
+
+        Not overridden: `predicted` of `predictions`, or all columns by name if there are others.
+
+        Args:
+            outputs: From `forward`, on the CPU.
+            batch: As in `predictions`.
+        """
+        return row_answers(self.predictions(outputs, batch))
+
     @property
     def encoding(self) -> dict[str, Any] | None:
         """The encoding of raw rows of a table (`ray_app.task.table_encoding`), which a package applies, if any."""
@@ -580,21 +601,3 @@ class Task(ABC):
         """Returns a row of an evaluated batch as PNG for the report, None if it has no picture."""
         del batch, row
         return None
-
-
-@dataclass(frozen=True)
-class WithoutTargets:
-    """Decodes rows without their targets: `decode` of the prepared task gets zeros for these."""
-
-    task: Task
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns to read: those of the task without its targets."""
-        return [name for name in self.task.columns() if name not in self.task.targets()]
-
-    def __call__(self, rows: Rows) -> Arrays:
-        """Decodes rows as `Task.decode` does."""
-        count = len(next(iter(rows.values())))
-        targets = [name for name in self.task.columns() if name in self.task.targets()]
-        return self.task.decode(rows | {name: np.zeros(count, np.int64) for name in targets})

@@ -20,6 +20,7 @@ from ray_app.devices import constant_tensor, to_device
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
+from ray_app.task.answers import class_answers
 from ray_app.task.base import Batch, Losses, Mistake, Task, class_names, count_classes, uniform
 from ray_app.task.fields import MAX_COUNTED_CLASSES, SAMPLE_WEIGHT
 
@@ -221,6 +222,11 @@ class Classification(Task):
         """Returns the predicted class of every row, see `predict_classes`."""
         del batch
         return predict_classes(outputs, self.classes)
+
+    def answers(self, outputs: Tensor, batch: Batch) -> list[dict[str, Any]]:
+        """Returns the name of the most probable class of each row, and the probabilities of all."""
+        del batch
+        return class_answers(outputs.float().softmax(-1), self.classes)
 
     def mistakes(self, outputs: Tensor, batch: Batch, max_rows: int) -> list[Mistake]:
         """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""

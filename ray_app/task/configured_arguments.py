@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain, islice
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -23,10 +24,12 @@ from ray_app.devices import HOST
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.base import Losses
+from ray_app.task.images import image_size
 from ray_app.task.metrics import Mode, mode_of
 from ray_app.task.transforms import Spec, instantiate
 
 _INIT_ARGS = "task.init_args"
+_MAX_SIZES_READ = 1000
 _RESERVED_METRICS = ("loss", "rows")
 """Names of the results that every evaluation has besides its metrics."""
 
@@ -105,6 +108,25 @@ def need_flat(data: DataFacts, name: str, column: ColumnFacts) -> None:
             " target is one number for each place of a list. Name another column, make lists of one size of it, or"
             " write a Task, whose `loss` gets the lists padded."
         )
+
+
+def need_one_size(data: DataFacts, name: str, exif_orientation: bool) -> None:
+    """Raises DataError if the first encoded images of a column have several sizes, as the headers of 1,000 say.
+
+    A later image of another size cannot be decoded with the rows of its micro-batch, and is refused then.
+    """
+    sizes: dict[tuple[int, int], None] = {}
+    read = chain.from_iterable(rows[name] for rows in data.read([name])) if data.read is not None else iter(())
+    for encoded in islice(read, _MAX_SIZES_READ):
+        if encoded is not None and (size := image_size(encoded, exif_orientation)) is not None:
+            sizes[size] = None
+        if len(sizes) > 1:
+            listed = " and ".join(f"{height} x {width}" for height, width in sizes)
+            raise DataError(
+                f"Column {name!r} of {data.path} holds images of several sizes, {listed} (height x width); set"
+                f" {_INIT_ARGS}.evaluate_transforms to give them one size (torchvision.transforms.v2.Resize,"
+                " CenterCrop)."
+            )
 
 
 def resolve_best_mode(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from ray_app.errors import DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Losses, Rows, Task, need_column
+from ray_app.task.fields import refuse_missing
 from ray_app.task.images import is_image_column, load_image
 from ray_app.task.ragged import LENGTHS, Arrays, Ragged
 from ray_app.task.transforms import Spec, apply_transforms, as_plain_tensor, instantiate_module, instantiate_once
@@ -77,6 +79,7 @@ class ObjectDetection(Task):
         """Checks the columns; see `Task.prepare`."""
         require("pycocotools", "Mean average precision")
         require("torchvision", "Object detection")
+        refuse_missing(data, self.columns())
         if not is_image_column(need_column(data, self.image, ("bytes", "array"), "detector")):
             raise DataError(
                 f"Column {self.image!r} of {data.path} holds arrays that are not images; images are files, or uint8 of"
@@ -84,7 +87,9 @@ class ObjectDetection(Task):
             )
         for name in self.targets():
             need_column(data, name, ("list",), "detector")
-        return self
+        prepared = copy.copy(self)
+        prepared.classes = list(data.classes or ())
+        return prepared
 
     def columns(self) -> list[str]:
         """Returns the columns to read, see `Task.columns`."""
@@ -209,6 +214,21 @@ class ObjectDetection(Task):
             rows = (row[:n] for row, n in zip(padded, outputs["found"].tolist(), strict=True))
             columns[name] = Ragged.of(rows, padded.dtype, row_shape=padded.shape[2:])
         return columns
+
+    def answers(self, outputs: dict[str, Tensor], batch: Batch) -> list[Any]:
+        """Returns the objects of each row by descending probability: name of the class, and box in pixels."""
+        del batch
+        names = dict(enumerate(self.classes))
+        answers = []
+        for row, count in enumerate(outputs["found"].tolist()):
+            boxes, labels, scores = (outputs[name][row, :count].tolist() for name in _OBJECT_FIELDS)
+            answers.append(
+                [
+                    {"label": names.get(label, str(label)), "probability": score, "box": box}
+                    for box, label, score in zip(boxes, labels, scores, strict=True)
+                ]
+            )
+        return answers
 
 
 def _transform_sample(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dict[str, Any]:

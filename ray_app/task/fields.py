@@ -7,7 +7,7 @@ outputs of a model to them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,11 +46,26 @@ def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str, ma
             f"Column {name!r} of {data.path} holds {facts.kind} {facts.dtype}".rstrip()
             + f"; the {use} needs {' or '.join(kinds)}. Name another column in task.init_args or convert it."
         )
-    if facts.nulls and not may_lack:
-        raise DataError(
-            f"Column {name!r} of {data.path} has {facts.nulls} missing values; fill or drop them before training."
-        )
+    if not may_lack:
+        refuse_missing(data, [name])
     return facts
+
+
+def refuse_missing(data: DataFacts, names: Iterable[str]) -> None:
+    """Raises DataError if columns have missing values, with all of these columns; an `OptionalColumn` may have some."""
+    needed = (name for name in names if name in data.columns and not isinstance(name, OptionalColumn))
+    if gaps := {str(name): nulls for name in needed if (nulls := data.columns[name].nulls)}:
+        raise DataError(describe_gaps(data, gaps, "; fill or drop them before training."))
+
+
+def describe_gaps(data: DataFacts, gaps: Mapping[str, int | None], advice: str) -> str:
+    """Returns a sentence on the columns with missing values, by their numbers (None: unknown), and an advice."""
+    counts = {name: "missing values" if count is None else f"{count} missing values" for name, count in gaps.items()}
+    if len(counts) == 1:
+        [(name, count)] = counts.items()
+        return f"Column {name!r} of {data.path} has {count}{advice}"
+    listed = ", ".join(f"{name!r} ({count})" for name, count in counts.items())
+    return f"{len(counts)} columns of {data.path} have missing values: {listed}{advice}"
 
 
 SAMPLE_WEIGHT = "sample_weight"

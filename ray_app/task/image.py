@@ -22,7 +22,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.base import Batch, Rows, need_column, uniform
 from ray_app.task.classification import Classification, ClassWeights, add_row_weights, mix_images, smooth_targets
-from ray_app.task.fields import decode_sample_weights, need_sample_weights
+from ray_app.task.fields import decode_sample_weights, need_sample_weights, refuse_missing
 from ray_app.task.images import decode_image, normalize_images
 
 # Salts of `uniform`: the flip and the two offsets of the crop of a row are independent of each other.
@@ -117,6 +117,7 @@ class ImageClassification(Classification):
     def prepare(self, data: DataFacts) -> ImageClassification:
         """Completes the task with classes, weights and channels; raises DataError for columns of other kinds."""
         prepared = copy.copy(self)
+        refuse_missing(data, self.columns())
         prepared.set_classes(data)
         need_sample_weights(data, self.sample_weight, [self.image, self.label])
         facts = need_column(data, self.image, ("array", "bytes"), "image")

@@ -40,6 +40,8 @@ _HARMLESS = ("extraneous bytes before marker 0xd9", "unknown JFIF revision", "de
 The causes are surplus bytes before the end-of-image marker, an odd version number in the header, and sampling factors
 that libjpeg decodes but TurboJPEG's interface has no name for.
 """
+_PNG_MODES = ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "I;16")
+"""Modes of Pillow that a PNG file stores unchanged."""
 _ORIENTATION = 0x0112
 _TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
     2: (False, ("x",)),
@@ -129,6 +131,84 @@ def describe_image_error(error: Exception) -> str:
         return f"it has more than {MAX_PIXELS} pixels, which is the most that is decoded"
     lines = remove_addresses(str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def library_errors() -> Iterator[None]:
+    """Turns errors of a library about a file, of many types, into a ValueError of one line."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(describe_image_error(error)) from error
+
+
+def convert_image(encoded: bytes, first_frame: bool) -> bytes:
+    """Returns an image as a PNG file without loss: turned by its orientation, of up to 16 bits, without metadata.
+
+    Raises:
+        ValueError: It is damaged, too large, of several frames unless the first is wanted, or has values that PNG
+            cannot store.
+    """
+    with library_errors():
+        from PIL import Image, ImageOps
+
+        image = Image.open(io.BytesIO(encoded), formats=("TIFF", "BMP", "AVIF", "GIF", "WEBP", "PNG"))
+        if (pixels := image.width * image.height) > MAX_PIXELS:
+            raise ValueError(f"it has {pixels} pixels; at most {MAX_PIXELS} are decoded")
+        if (frames := getattr(image, "n_frames", 1)) > 1 and not first_frame:
+            raise ValueError(f"it has {frames} frames; --first_frame true takes the first one")
+        image.seek(0)
+        image.load()
+        return _save_png(ImageOps.exif_transpose(image))
+
+
+def encode_picture(image: Any) -> bytes:
+    """Returns an image of Pillow, or an array of bytes (height, width[, channels]), as a PNG file without loss.
+
+    The EXIF orientation of an image of Pillow is kept, and applied when the file is decoded.
+
+    Raises:
+        ValueError: It has values or a shape that PNG cannot store.
+    """
+    with library_errors():
+        from PIL import Image
+
+        if hasattr(image, "getexif"):
+            return _save_png(image.copy(), image.getexif())
+        array = np.asarray(image)
+        if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
+            raise ValueError(
+                f"an array of {array.dtype} of shape {array.shape} is not an image; an image is uint8 of shape (height,"
+                " width) or (height, width, channels), with 1, 3 or 4 channels"
+            )
+        return _save_png(Image.fromarray(array[..., 0] if array.shape[2:] == (1,) else array))
+
+
+def _save_png(image: Any, exif: Any = None) -> bytes:
+    """Returns an image of Pillow as a PNG file, without metadata but the given EXIF data."""
+    image = _to_png_mode(image)
+    image.info = {name: value for name, value in image.info.items() if name == "transparency"}
+    file = io.BytesIO()
+    image.save(file, "png", exif=exif)
+    return file.getvalue()
+
+
+def _to_png_mode(image: Any) -> Any:
+    """Returns an image in a mode that PNG stores; raises ValueError for values that would be changed."""
+    from PIL import Image
+
+    if image.mode in _PNG_MODES:
+        return image
+    if image.mode.startswith("I"):
+        values = np.array(image)
+        if values.min() < 0 or values.max() > np.iinfo(np.uint16).max:
+            raise ValueError(f"its values go from {values.min()} to {values.max()}; allowed are 16 bits without sign")
+        return Image.fromarray(values.astype(np.uint16))
+    if image.mode in ("CMYK", "YCbCr", "RGBX"):
+        return image.convert("RGB")
+    raise ValueError(f"it is of mode {image.mode}; allowed are gray and colours of 8 or 16 bits. Scale it to these")
 
 
 def _open_image(encoded: bytes) -> Any:
@@ -255,6 +335,17 @@ def _has_gif_end(encoded: bytes) -> bool:
         return encoded[at] == ord(";")
     except IndexError:
         return False
+
+
+def image_size(encoded: bytes, exif_orientation: bool) -> tuple[int, int] | None:
+    """Returns height and width of an image from its header; None for one that cannot be opened."""
+    try:
+        image = _open_image(encoded)
+        size = image.height, image.width
+        is_turned = exif_orientation and _TURNS.get(_read_orientation(image), (False,))[0]
+        return size[::-1] if is_turned else size
+    except (OSError, ValueError, SyntaxError):
+        return None
 
 
 def has_orientation(encoded: bytes) -> bool:

@@ -16,6 +16,7 @@ from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
+from ray_app.task.answers import class_answers, label_answers
 from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import find_mistakes, predict_classes
 from ray_app.task.configured_arguments import (
@@ -26,6 +27,7 @@ from ray_app.task.configured_arguments import (
     need_flat,
     need_lists,
     need_numbers,
+    need_one_size,
     need_specs,
     parse_mask_values,
     probabilities,
@@ -34,7 +36,14 @@ from ray_app.task.configured_arguments import (
     resolve_best_mode,
     target_range,
 )
-from ray_app.task.fields import convert_column, need_as_long, need_finite, strip_padding, too_many_classes
+from ray_app.task.fields import (
+    convert_column,
+    need_as_long,
+    need_finite,
+    refuse_missing,
+    strip_padding,
+    too_many_classes,
+)
 from ray_app.task.images import IMAGE, MASK, decode_columns, is_image_column, is_mask, normalize_images
 from ray_app.task.metric_states import is_classification
 from ray_app.task.metrics import Mode
@@ -175,6 +184,7 @@ class ModuleTask(Task):
         """Checks the columns and returns the task with their kinds, ranges and classes; see `Task.prepare`."""
         prepared = copy.copy(self)
         prepared.kinds = {}
+        refuse_missing(data, self.columns())
         facts = {
             name: need_column(data, name, _KINDS, "target" if name == self.target else "model")
             for name in self.columns()
@@ -198,11 +208,7 @@ class ModuleTask(Task):
             if column.kind == "bytes":
                 require("torchvision", f"Decoding the images of column {name!r}")
                 if not self.evaluate_transforms:
-                    raise DataError(
-                        f"Column {name!r} of {data.path} holds encoded images, which may have any size; set"
-                        " task.init_args.evaluate_transforms to give them one size (torchvision.transforms.v2.Resize,"
-                        " CenterCrop)."
-                    )
+                    need_one_size(data, name, self.exif_orientation)
         if (self.transforms or self.evaluate_transforms) and IMAGE not in prepared.kinds.values():
             raise DataError(
                 f"task.init_args.transforms are for images, and of {data.path} none of {', '.join(self.columns())} is a"
@@ -220,6 +226,11 @@ class ModuleTask(Task):
         if target.kind == "integer" and low is not None and high is not None and low >= 0:
             count = int(high) + 1
             prepared.classes = [] if too_many_classes(data, count) and not data.classes else class_names(data, count)
+        # A metric that cannot be made is refused here, and not at the first evaluation.
+        if self.metric_specs:
+            self.metrics()
+        # A package keeps it as data, since only the loss itself, an object of any class, knows it.
+        prepared.activation = self._activation()
         return prepared
 
     def _input_names(self) -> list[str]:
@@ -399,6 +410,22 @@ class ModuleTask(Task):
         if self.classes_last and axes == 3:
             return {"predicted_index": outputs.argmax(2).numpy()}
         return super().predictions(outputs, batch)
+
+    def answers(self, outputs: Any, batch: Batch) -> list[Any]:
+        """Returns classes by name, labels by name where the target is an array of 0 and 1, or numbers."""
+        is_scores = isinstance(outputs, Tensor) and outputs.ndim in (1, 2)
+        if self._classifies(outputs):
+            return class_answers(outputs.float().softmax(1), self.classes)
+        if not is_scores or self.kinds[self.target] == "list":
+            return super().answers(outputs, batch)
+        scores = outputs.float().reshape(len(outputs), -1)
+        if self._activation() != "sigmoid" and not self.loss_spec["class_path"].endswith(".BCELoss"):
+            return scores[:, 0].tolist() if scores.shape[1] == 1 else super().answers(outputs, batch)
+        likely = scores.sigmoid() if self._activation() == "sigmoid" else scores
+        if scores.shape[1] == 1:
+            classes = self.classes if len(self.classes) == 2 else ["0", "1"]
+            return class_answers(torch.cat([1 - likely, likely], 1), classes)
+        return label_answers(likely, [str(label) for label in range(scores.shape[1])])
 
     def mistakes(self, outputs: Any, batch: Batch, max_rows: int) -> list[Mistake]:
         """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""

@@ -94,8 +94,8 @@ def encode_raw_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, np
         values = np.asarray(columns[column["name"]], object)[others].tolist()
         notes.append(describe_other_values(column, Counter(map(category_text, values)), f"{count:,} rows"))
     if texts := [note for note in notes if note is not None]:
-        # The line in the warning is the caller's of `Predictor.predict`.
-        warnings.warn(" ".join(texts), stacklevel=4)
+        # The line in the warning is the caller's of `predict`.
+        warnings.warn(" ".join(texts), stacklevel=5)
     return fields
 
 

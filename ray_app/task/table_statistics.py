@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
+from ray_app.task.fields import describe_gaps
 from ray_app.task.table_encoding import PARTS, category_text, input_matrix, plain_encoding, to_floats, to_seconds
 
 Missing = dict[str, str | dict[str, float | str]]
@@ -66,7 +67,14 @@ def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, An
     kinds, left_out = _choose_columns(settings, data)
     counted = _count_categories(settings, data, kinds, left_out)
     _check_kinds(settings, kinds)
-    columns = [_fit_column(settings, data, name, kinds[name], counted) for name in kinds]
+    columns, gaps = list[dict[str, Any]](), dict[str, int | None]()
+    for name in kinds:
+        try:
+            columns.append(_fit_column(settings, data, name, kinds[name], counted))
+        except _MissingValuesError as error:
+            gaps[name] = error.count
+    if gaps:
+        raise DataError(describe_gaps(data, gaps, _advise(gaps, kinds)))
     if not columns:
         texts = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
         raise DataError(
@@ -253,7 +261,7 @@ def _fit_column(
     stated = settings.missing.get(name, settings.missing.get("default"))
     constant = stated["constant"] if isinstance(stated, dict) else None
     if kind == "category":
-        return _fit_category(data, name, method, constant, counted[name])
+        return _fit_category(name, method, constant, counted[name])
     facts = data.columns[name]
     column: dict[str, Any] = {"name": name, "kind": kind, "fill": None, "indicator": False}
     to_numbers: Callable[[Any], npt.NDArray[Any]] = to_seconds if kind == "date" else to_floats
@@ -264,7 +272,7 @@ def _fit_column(
         column["fill"], missing = _fill_value(data, name, method, to_numbers)
         column["indicator"] = method == "indicator" and (missing > 0 or name in settings.missing)
     elif facts.nulls:
-        raise _missing_error(data, name, f"{facts.nulls} ")
+        raise _MissingValuesError(facts.nulls)
     if kind == "date":
         first, has_missing = math.inf, False
         for part in _numbers(data, name, to_seconds):
@@ -273,7 +281,7 @@ def _fit_column(
                 has_missing or bool(np.isnan(part).any()),
             )
         if has_missing and column["fill"] is None:
-            raise _missing_error(data, name, "")
+            raise _MissingValuesError(None)
         # Without a date in any row all dates are the constant.
         first = column["fill"] if math.isinf(first) else first
         return column | {"parts": list(settings.dates[name]), "first": first}
@@ -299,24 +307,27 @@ def _constant(name: str, kind: str, value: Any, to_numbers: Callable[[Any], npt.
     return number
 
 
-def _missing_error(data: DataFacts, name: str, count: str) -> DataError:
-    return DataError(
-        f"Column {name!r} of {data.path} has {count}missing values; fill or drop them before training, or set"
-        f" task.init_args.missing.{name} to mean, median, indicator or {{constant: VALUE}}, or to category if"
-        " task.init_args.categories names the column."
-    )
+class _MissingValuesError(Exception):
+    """A column has missing values, `count` of them or a number that is not known, and the settings refuse them."""
+
+    def __init__(self, count: int | None) -> None:
+        super().__init__(count)
+        self.count = count
 
 
-def _fit_category(
-    data: DataFacts, name: str, method: str, constant: Any, counts: Counter[str | None]
-) -> dict[str, Any]:
+def _advise(names: Collection[str], kinds: dict[str, str]) -> str:
+    """Returns what to write for columns with missing values, as the rest of a sentence."""
+    parts = []
+    for is_category, allowed in ((False, "mean, median, indicator"), (True, "category")):
+        if chosen := [f"missing.{name}" for name in names if (kinds[name] == "category") == is_category]:
+            parts.append(f"task.init_args.{', '.join(chosen)} to {allowed} or {{constant: VALUE}}")
+    return f"; fill or drop them before training, or set {', and '.join(parts)}."
+
+
+def _fit_category(name: str, method: str, constant: Any, counts: Counter[str | None]) -> dict[str, Any]:
     values = sorted(value for value in counts if value is not None)
     if counts[None] and method in ("refuse", "mean", "median"):
-        raise DataError(
-            f"Column {name!r} of {data.path} is a category with {counts[None]} missing values, and"
-            f" task.init_args.missing is {method!r} for it; set task.init_args.missing.{name} to category or"
-            " {constant: VALUE}, or leave it out."
-        )
+        raise _MissingValuesError(counts[None])
     fill = category_text(constant) if method == "constant" else None
     if fill is not None and fill not in values:
         values = sorted([*values, fill])

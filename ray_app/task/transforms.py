@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ray_app import torch_private
-from ray_app.config.import_paths import load_class
+from ray_app.config.import_paths import explain_constructor, load_class
 from ray_app.errors import ConfigError
 from ray_app.plan import hashing
 
@@ -143,12 +143,8 @@ def instantiate(spec: Any, field: str) -> Any:
             " import path, such as torchvision.models.resnet18."
         )
     arguments = {name: instantiate(value, field) for name, value in (spec.get("init_args") or {}).items()}
-    try:
+    with explain_constructor(f"{field}.class_path", spec["class_path"], arguments):
         return factory(**arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"{field}.class_path {spec['class_path']} cannot be made with {sorted(arguments)}: {error}."
-        ) from error
 
 
 def instantiate_module(spec: Spec, field: str) -> nn.Module:

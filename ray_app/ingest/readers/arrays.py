@@ -137,7 +137,7 @@ def _read_fortran(file: IO[bytes], dtype: np.dtype, shape: tuple[int, ...], firs
     if (size := columns * rows * dtype.itemsize) > _MAX_FORTRAN_BYTES:
         raise ValueError(
             f"{size} bytes are stored as columns first (Fortran order); allowed are {_MAX_FORTRAN_BYTES}: save"
-            " numpy.ascontiguousarray(x), or give a smaller shard_rows"
+            " numpy.ascontiguousarray(x), or give a smaller --shard_rows"
         )
     values = np.empty((columns, rows), dtype)
     for column in values:

@@ -161,7 +161,7 @@ class SourceReader(ABC):
         return [InputSplit(None, partial(tables, group)) for group in group_files(files, self.options.split_bytes)]
 
     def kept_columns(
-        self, where: object, names: list[str], label: str | None, kind: str, remedy: str = "Leave it out by columns."
+        self, where: object, names: list[str], label: str | None, kind: str, remedy: str = "Leave it out by --columns."
     ) -> list[str]:
         """Returns those of the source's columns that are kept: of `columns`, `targets` and the label, or all.
 
@@ -235,13 +235,13 @@ class SourceReader(ABC):
         classes = self.options.classes
         if classes is None:
             first = f" (the first is {first_missing})" if first_missing else ""
-            remedy = f"{first}. Correct these rows, leave them out with on_bad_row=skip, or name another column."
+            remedy = f"{first}. Correct these rows, leave them out with --on_bad_row skip, or name another column."
             return sort_classes(where, values, self.skips, remedy)
         others = sorted(values - {"", *classes})
         if others and not self.skips:
             raise DataError(
                 f"{where} has the values {format_items(others)}, which classes lacks ({format_items(classes)}). Add"
-                " them, or leave such rows out with on_bad_row=skip."
+                " them, or leave such rows out with --on_bad_row skip."
             )
         return tuple(classes)
 
@@ -444,7 +444,7 @@ def explain_misfit(name: str, shape: Shape) -> str:
         )
     return (
         f"{name!r} is no list of shape {list(shape)}, as the first that is not empty; where lists may have any length,"
-        " name the column in ragged"
+        " name the column in --ragged"
     )
 
 
@@ -567,7 +567,7 @@ def refuse_second_target(where: object, label: str | None, names: Sequence[str])
     if "target" in set(names) - {label}:
         raise DataError(
             f"{where}: the lists of {label!r} become the column 'target', and there is another column 'target'. Leave"
-            " it out by drop, or rename it in the source."
+            " it out by --drop, or rename it in the source."
         )
 
 

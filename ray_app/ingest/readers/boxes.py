@@ -178,7 +178,7 @@ class _CocoFile:
         if unknown and not skips:
             raise DataError(
                 f"{self._file}: annotations name the image {unknown[0][0]}, which is not in 'images'; the first one is"
-                f" the annotation {unknown[0][1]}. Correct the file, or leave them out with on_bad_row=skip."
+                f" the annotation {unknown[0][1]}. Correct the file, or leave them out with --on_bad_row skip."
             )
         order = sorted(self._categories)
         labels = {category: label for label, category in enumerate(order, 1)}

@@ -191,7 +191,7 @@ def choose_type(where: object, name: str, scans: Sequence[ColumnScan]) -> tuple[
     if pa.types.is_string(kind) and no_date:
         row_id, value = no_date
         return kind, (
-            f"column {name!r} is text: {value!r} in {row_id} is not of the form that date_format states, and values"
+            f"column {name!r} is text: {value!r} in {row_id} is not of the form that --date_format states, and values"
             f" before it are. Correct it, or leave it empty, if the column is to hold dates."
         )
     if not _is_number(kind):

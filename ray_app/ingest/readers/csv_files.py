@@ -207,8 +207,8 @@ def check_header(file: str, names: list[str]) -> str | None:
     if numbers and not _is_numbering(numbers):
         raise DataError(
             f"{file}: the first line holds numbers ({base.format_items(numbers)}) where the names of the columns are"
-            f" expected. If the file has no header line, give its {len(names)} names by column_names; if these are the"
-            f" names, give just them. On the command line: --column_names '{_example_names(len(names))}' or"
+            f" expected. If the file has no header line, give its {len(names)} names:"
+            f" --column_names '{_example_names(len(names))}'; if these are the names, give just them:"
             f" --column_names '{json.dumps(names[:_MAX_NAMES])}'."
         )
     repeated = [name for name, count in Counter(names).items() if count > 1]
@@ -225,7 +225,7 @@ def check_header(file: str, names: list[str]) -> str | None:
     if numbers:
         return (
             f"the names of columns in {file} are numbers ({base.format_items(numbers)}). If they are values of a first"
-            " row, since the file has no header line, give column_names."
+            " row, since the file has no header line, give --column_names."
         )
     return None
 

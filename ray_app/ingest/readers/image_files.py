@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from ray_app.ingest.readers import base
 from ray_app.storage.data_files import HEAD_BYTES, File, is_convertible_image, parser_errors
 from ray_app.storage.files import Location
 from ray_app.storage.object_stores import CONNECTIONS
-from ray_app.task.images import MAX_PIXELS, decode_image, decode_mask, describe_image_error
+from ray_app.task.images import MAX_PIXELS, convert_image, decode_image, decode_mask, library_errors
 from ray_app.task.ragged import Ragged
 
 T = TypeVar("T")
@@ -40,12 +40,10 @@ _CANNOT_CONVERT = (
     "not an image that can be decoded ({}). Allowed is one intact still image of a usual format, such as png, jpeg,"
     " webp, gif, tiff or bmp. Convert it"
 )
-"""The reason for a file that has to become PNG, which `check=False` does not change."""
-NOT_AN_IMAGE = f"{_CANNOT_CONVERT}, or give check=False to store it unread"
+"""The reason for a file that has to become PNG, which `--check false` does not change."""
+NOT_AN_IMAGE = f"{_CANNOT_CONVERT}, or give --check false to store it unread"
 IGNORED = 255
 """Class of the pixels of a mask that count in no loss (`ignore_index`)."""
-_PNG_MODES = ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "I;16")
-"""Modes of Pillow that a PNG file stores unchanged."""
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_NAMED = 8
 BACKGROUND = "background"
@@ -81,7 +79,7 @@ def read_image(file: File | bytes, check: bool, first_frame: bool = False) -> by
     except ValueError as error:
         raise ValueError(_CANNOT_CONVERT.format(error)) from error
     if check and (reason := base.explain_undecodable(encoded) or _explain_animated_png(encoded)):
-        remedy = "; first_frame takes the first one" if reason.endswith(" frames") else ""
+        remedy = "; --first_frame true takes the first one" if reason.endswith(" frames") else ""
         raise ValueError(NOT_AN_IMAGE.format(reason + remedy))
     return encoded
 
@@ -108,57 +106,6 @@ def _count_frames(encoded: bytes) -> int:
         return 1
 
 
-def convert_image(encoded: bytes, first_frame: bool) -> bytes:
-    """Returns an image as a PNG file without loss: turned by its orientation, of up to 16 bits, without metadata.
-
-    Raises:
-        ValueError: It is damaged, too large, of several frames unless the first is wanted, or has values that PNG
-            cannot store.
-    """
-    with _library_errors():
-        from PIL import Image, ImageOps
-
-        image = Image.open(io.BytesIO(encoded), formats=("TIFF", "BMP", "AVIF", "GIF", "WEBP", "PNG"))
-        if (pixels := image.width * image.height) > MAX_PIXELS:
-            raise ValueError(f"it has {pixels} pixels; at most {MAX_PIXELS} are decoded")
-        if (frames := getattr(image, "n_frames", 1)) > 1 and not first_frame:
-            raise ValueError(f"it has {frames} frames; first_frame takes the first one")
-        image.seek(0)
-        image.load()
-        image = _to_png_mode(ImageOps.exif_transpose(image))
-        image.info = {name: value for name, value in image.info.items() if name == "transparency"}
-        file = io.BytesIO()
-        image.save(file, "png")
-        return file.getvalue()
-
-
-def _to_png_mode(image: Any) -> Any:
-    """Returns an image in a mode that PNG stores; raises ValueError for values that would be changed."""
-    from PIL import Image
-
-    if image.mode in _PNG_MODES:
-        return image
-    if image.mode.startswith("I"):
-        values = np.array(image)
-        if values.min() < 0 or values.max() > np.iinfo(np.uint16).max:
-            raise ValueError(f"its values go from {values.min()} to {values.max()}; allowed are 16 bits without sign")
-        return Image.fromarray(values.astype(np.uint16))
-    if image.mode in ("CMYK", "YCbCr", "RGBX"):
-        return image.convert("RGB")
-    raise ValueError(f"it is of mode {image.mode}; allowed are gray and colours of 8 or 16 bits. Scale it to these")
-
-
-@contextmanager
-def _library_errors() -> Iterator[None]:
-    """Turns errors of a library about a file, of many types, into a ValueError of one line."""
-    try:
-        yield
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:
-        raise ValueError(describe_image_error(error)) from error
-
-
 @dataclass(frozen=True)
 class MaskValues:
     """The classes of masks by the values, or the colours as one number, of their pixels, in ascending order."""
@@ -176,7 +123,7 @@ class MaskValues:
             others = np.unique(values[~is_known]).tolist()
             listed = ", ".join(map(self._written, others[:_MAX_NAMED]))
             raise ValueError(
-                f"the mask has the values {listed}, which mask_values does not name; it names"
+                f"the mask has the values {listed}, which --mask_values does not name; it names"
                 f" {', '.join(map(self._written, self.values))}"
             )
         return np.array(self.numbers, np.uint8)[index]
@@ -240,7 +187,7 @@ def _without_alpha(encoded: bytes) -> bytes:
 
     if not encoded.startswith(_PNG_SIGNATURE):
         return encoded
-    with _library_errors():
+    with library_errors():
         image = Image.open(io.BytesIO(encoded), formats=("PNG",))
         if image.mode != "LA" or image.width * image.height > MAX_PIXELS:
             return encoded

@@ -253,7 +253,7 @@ class Images(base.SourceReader):
         if used and not self.options.mask_values and has_only_0_and_255(used[:_SAMPLED_MASKS]):
             notes.append(
                 "the masks have the values 0 and 255, which are the classes 0 and 255 now. To make them the classes 0"
-                " and 1, give mask_values='0=background,255=object'."
+                " and 1, give --mask_values '0=background,255=object'."
             )
         locations = {file.location for file in [*used, *self._images]}
         if others := [name for name, file in self._masks.items() if file.location not in locations]:
@@ -375,7 +375,7 @@ class Images(base.SourceReader):
         if taken & {*chosen} - {label, *targets}:
             raise DataError(
                 f"{self._label_file}: the columns {chosen} and those of the images have names in common. Rename one in"
-                " the file, or leave it out by columns."
+                " the file, or leave it out by --columns."
             )
         if not label and not targets and len(chosen) == 1 and not pa.types.is_floating(table[chosen[0]].type):
             label = chosen[0]

@@ -148,8 +148,8 @@ class ImageNames:
         if len(rivals) > 1:
             raise DataError(
                 f"{where}: the columns {rivals[0]!r} and {rivals[1]!r} both name images, so the rows do not tell which"
-                " image is theirs. Name the one that holds values by label, targets or columns, leave one of them out"
-                " of the file, or write the names of the images with their suffixes."
+                " image is theirs. Name the one that holds values by --label, --targets or --columns, leave one of them"
+                " out of the file, or write the names of the images with their suffixes."
             )
         [column] = rivals
         if clean_name(column) in self._by_name and any(map(str.isdigit, column)):

@@ -36,7 +36,8 @@ _MAX_CELLS = 100_000_000
 MAX_DEPTH = 32
 """Maximum depth of nested lists and objects, with the object of the line; thousands end pyarrow's process."""
 _ONE_TYPE = (
-    "Each key needs values of one type; correct them (null where a value is missing), or leave the key out by columns."
+    "Each key needs values of one type; correct them (null where a value is missing), or leave the key out by"
+    " --columns."
 )
 _MAKE_LINES = "Make it with `jq -c '{}' {}`, or in Python with pandas' to_json(orient='records', lines=True)."
 _WORDS = {str: "text", bool: "true or false", int: "a number", float: "a number", dict: "an object"}
@@ -211,7 +212,7 @@ def _check_number_of_keys(block: _Block, keep: set[str] | None) -> None:
         allowed = _MAX_CELLS // len(block.lines)
         raise DataError(
             f"{where} have about {estimated:,.0f} different keys, such as {examples}; allowed are {allowed:,} for so"
-            " many lines. Write keys that are values as values, or name the keys to keep by columns."
+            " many lines. Write keys that are values as values, or name the keys to keep by --columns."
         )
 
 

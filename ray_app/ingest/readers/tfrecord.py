@@ -36,7 +36,7 @@ MAX_RECORD_BYTES = 512 << 20
 _IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP", re.DOTALL)
 _FILE = re.compile(r"\.tfrecord|-\d{5}-of-\d{5}")
 _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|eval)(?=[-_.]|$)")
-_RAGGED_ADVICE = "; if its length differs from row to row, name it in ragged"
+_RAGGED_ADVICE = "; if its length differs from row to row, name it in --ragged"
 _OBJECT = "image/object/"
 """Beginning of the names of the features of boxes in TensorFlow's Object Detection API."""
 _LABEL = _OBJECT + "class/label"

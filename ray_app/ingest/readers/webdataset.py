@@ -155,7 +155,7 @@ class WebDataset(base.SourceReader):
         if unknown:
             usable, advice = sorted(available), "Make the files with some of these."
             if usable:
-                advice = f"Leave them out by naming the columns to keep: columns={usable}."
+                advice = f"Leave them out by naming the columns to keep: --columns '[{', '.join(usable)}]'."
             raise DataError(
                 f"{where} has the members {base.format_items(unknown)}, of which no column is made; allowed are"
                 f" .{', .'.join(IMAGES)}, .cls, .json, .txt and .npy. {advice}"
@@ -170,7 +170,7 @@ class WebDataset(base.SourceReader):
             raise DataError(f"{where} has the members {sorted(first)} and no .json, of which columns names keys.")
         if self.options.label and ("json" not in first or "cls" in first):
             raise DataError(
-                f"{where} has the members {sorted(first)}; label={self.options.label!r} is for rows with a .json and"
+                f"{where} has the members {sorted(first)}; --label {self.options.label!r} is for rows with a .json and"
                 f" without a .cls."
             )
         try:
@@ -373,7 +373,7 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
         except ValueError as error:
             raise ValueError(
                 f".cls holds {content[:40]!r}; expected an integer. Write a label of text to a .json, and name its key"
-                " by label"
+                " by --label"
             ) from error
     if kind == "json" and not isinstance(json.loads(content), dict):
         raise ValueError(".json is no object")

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.checkpoint.format import Snapshot, params_digest
 from ray_app.config.config import Config
-from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
+from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, explain_constructor, load_class
 from ray_app.config.sections import ClassSpec, TrainSection
 from ray_app.devices import KINDS
 from ray_app.errors import CheckpointError, ConfigError
@@ -313,7 +313,8 @@ class TrainingState:
             can_fuse &= all(p.is_floating_point() for p in self.master.parameters() if p.requires_grad)
             if can_fuse and not {"fused", "foreach", "differentiable"} & args.keys():
                 args["fused"] = True
-            return optimizer_class(groups, **args)
+            with explain_constructor(f"{field}.class_path", spec.class_path, args):
+                return optimizer_class(groups, **args)
 
         optimizer = self._placement.build_optimizer(build, make_groups, named, optimizer_class)
         check_group_options(optimizer, spec.groups or [], f"{field}.groups")
@@ -550,7 +551,8 @@ def make_schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LR
         )
     if "total_steps" in parameters and not _LENGTHS & args.keys():
         args["total_steps"] = total_steps
-    return schedule_class(optimizer=optimizer, **args)
+    with explain_constructor("schedule.class_path", spec.class_path, args):
+        return schedule_class(optimizer=optimizer, **args)
 
 
 def has_total_steps_argument(spec: ClassSpec) -> bool:

@@ -230,7 +230,7 @@ def test_more_than_max_bad_rows_fail_an_ingest(tmp_path: Path, split_bytes: int)
     for name in ("cat/1.png", "dog/2.png"):
         (tmp_path / "in" / name).write_bytes(b"broken")
     options = {"on_bad_row": "skip", "split_bytes": split_bytes, "eval_fraction": 0.5}
-    with pytest.raises(DataError, match=r"more than max_bad_rows=1 rows .* one more is dog/2\.png: not an image"):
+    with pytest.raises(DataError, match=r"more than --max_bad_rows 1 rows .* one more is dog/2\.png: not an image"):
         ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), max_bad_rows=1, **options))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     summary = ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), max_bad_rows=2, **options))

@@ -72,7 +72,7 @@ from ray_app import load_model, load_for_training, read_rows
 
 task, _ = load_for_training("model_folder")
 rows = read_rows(task, "datasets/digits/eval")
-numpy.save("predicted.npy", load_model("model_folder").predict(rows["image"].numpy()))
+numpy.save("predicted.npy", load_model("model_folder").predict(rows["image"].numpy(), scores=True))
 exec(open("snippet.py").read())
 assert not {"ray", "mlflow"} & {name.partition(".")[0] for name in sys.modules}
 """
@@ -229,7 +229,7 @@ def test_an_interrupted_export_leaves_nothing_and_a_damaged_one_is_refused(
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
     assert (out / "export.json").read_bytes() == before
     expected = model(torch.ones(2, 3)).detach().numpy()
-    assert np.array_equal(load_model(out).predict(np.ones((2, 3), np.float32)), expected)
+    assert np.array_equal(load_model(out).predict(np.ones((2, 3), np.float32), scores=True), expected)
     weights = out / "data" / "model" / "model.pt2"
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(RegistryError, match=r"data/model/model.pt2 is not what was exported"):
@@ -261,5 +261,5 @@ def test_a_model_that_cannot_be_exported_is_stored_with_its_code(
     shutil.rmtree(module.parent)
     sys.path.pop(0)
     monkeypatch.delitem(sys.modules, "branching_export")
-    assert np.array_equal(load_model(tmp_path / "out").predict(np.ones((2, 3), np.float32)), expected)
+    assert np.array_equal(load_model(tmp_path / "out").predict(np.ones((2, 3), np.float32), scores=True), expected)
     assert type(load_for_training(tmp_path / "out")[0]).__qualname__ == "Branching"

@@ -14,7 +14,8 @@ from ray_app.data.dataset import open_dataset
 from ray_app.data.reader import RowSource, fetch_in_process, load_all
 from ray_app.devices import HOST
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.models.export import read_decoded, write_export
+from ray_app.models.export import write_export
+from ray_app.models.inputs import read_decoded
 from ray_app.models.package import make_package
 from ray_app.predict.predict import PredictSection, prepare_prediction
 from ray_app.task.ragged import to_batch
@@ -59,7 +60,7 @@ def test_a_row_of_a_csv_file_gets_the_same_scores_everywhere(tmp_path: Path) -> 
     make_package(task, model, example, tmp_path / "version")
 
     raw = pd.read_csv(tmp_path / "raw.csv")
-    exported = load_model(tmp_path / "export").predict(raw)
+    exported = load_model(tmp_path / "export").predict(raw, scores=True)
     assert np.array_equal(exported, mlflow.pyfunc.load_model(str(tmp_path / "version")).predict(raw))
 
     config = load_config(

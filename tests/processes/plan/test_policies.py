@@ -26,9 +26,9 @@ from ray_app.plan.order import Classes, Cursor, Plan
 from ray_app.preflight.data_summary import constant_target_warnings, describe_training_columns
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.paths import RunPaths
-from ray_app.task.base import WithoutTargets
 from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification, TabularRegression
+from ray_app.task.without_targets import WithoutTargets
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from tests.support.bad_rows import BadRowImages, job_of

@@ -172,7 +172,9 @@ def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, t
     expected = task.forward(model.eval(), batch)["logits"]
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
     assert torch.allclose(reloaded(batch["tokens"].long()).logits, expected, atol=1e-5)
-    predicted = load_model(tmp_path / "export").predict({name: values.numpy() for name, values in batch.items()})
+    predicted = load_model(tmp_path / "export").predict(
+        {name: values.numpy() for name, values in batch.items()}, scores=True
+    )
     assert np.allclose(predicted["logits"], expected.detach().numpy(), atol=1e-5)
     reloaded.to(torch.bfloat16).save_pretrained(tmp_path / "half")
     for folder, tolerance in (("export", 1e-5), ("half", 0.05)):

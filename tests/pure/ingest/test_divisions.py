@@ -12,7 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
+from ray_app.errors import DataError
+from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest, ingest_files
+from ray_app.ingest.options import python_spelling
 from tests.support.ingest_inputs import ingest_error, read_columns
 
 ROWS = 1200
@@ -110,7 +112,7 @@ def test_a_division_does_not_depend_on_where_it_is_done(tmp_path: Path, options:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"group": "patient"}, "group is 'patient', but source 'csv' is not divided here; give eval_fraction"),
+        ({"group": "patient"}, "group is 'patient', but source 'csv' is not divided here; give --eval_fraction"),
         ({"group": "patient", "stratify": True, "eval_fraction": 0.1}, "group and stratify are set"),
         ({"group": "person", "eval_fraction": 0.1}, "group needs the column 'person'; the columns are ['patient'"),
         ({"group": "x", "eval_fraction": 0.1}, "group 'x' is a column of double; allowed are text and integers"),
@@ -179,9 +181,26 @@ def test_a_row_with_a_value_that_is_no_time_is_a_bad_row(tmp_path: Path, value: 
     options: dict[str, Any] = {"split_by": "d", "eval_fraction": 0.3}
     message = ingest_error(tmp_path, "csv", tmp_path / "a.csv", **options)
     assert f"row a.csv:4: d is {value!r}, by which rows are divided; allowed are dates, times (as text" in message
-    assert "or leave such rows out with on_bad_row=skip" in message
+    assert "or leave such rows out with --on_bad_row skip" in message
     ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "a.csv"), on_bad_row="skip", **options))
     assert read_columns(tmp_path / "out" / "train")["x"] == [1, 2]
     assert read_columns(tmp_path / "out" / "eval")["x"] == [4]
     refused = "".join(path.read_text() for path in (tmp_path / "out").glob("*/refused.jsonl"))
     assert "a.csv:4" in refused
+
+
+def test_errors_have_the_spelling_of_the_interface(tmp_path: Path) -> None:
+    text = "give --check false, --on_bad_row skip, --columns '[a, b]', --max_bad_rows 3, --label, or --sort x"
+    with (
+        pytest.raises(DataError, match=r"give check=False, on_bad_row='skip', .*--sort x") as caught,
+        python_spelling(),
+    ):
+        raise DataError(text)
+    assert "columns=['a', 'b'], max_bad_rows=3, label, or" in str(caught.value)
+    (tmp_path / "in" / "cat").mkdir(parents=True)
+    (tmp_path / "in" / "cat" / "1.jpg").write_bytes(b"no image")
+    for make in (ingest_files, lambda out, source, path: ingest(IngestOptions(source, out, path))):
+        with pytest.raises(DataError) as caught:
+            make(str(tmp_path / "out"), "images", str(tmp_path / "in"))
+        assert ("on_bad_row='skip'" in str(caught.value)) == (make is ingest_files)
+        assert ("--on_bad_row skip" in str(caught.value)) != (make is ingest_files)

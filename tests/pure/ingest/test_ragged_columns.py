@@ -219,7 +219,7 @@ def test_rows_of_another_shape_are_refused_or_skipped(
         )
     message = refusal(tmp_path, source, path, ragged=["a"])
     assert f"row {ids[1]}: {expected}" in message
-    assert "on_bad_row=skip" in message
+    assert "--on_bad_row skip" in message
     summary = ingest_source(tmp_path, source, path, ragged=["a"], on_bad_row="skip")
     assert (read_columns(tmp_path / "out")["row_id"], summary.parts[""].refused) == ([ids[0], ids[2]], 1)
     assert expected in json.loads((tmp_path / "out" / "refused.jsonl").read_text())["reason"]
@@ -270,7 +270,7 @@ def test_the_refusal_of_a_list_recommends_ragged(tmp_path: Path, source: Any) ->
     message = refusal(tmp_path, source, path)
     assert (
         "'a' is no list of shape [2], as the first that is not empty; where lists may have any length, name the column"
-        " in ragged" in message
+        " in --ragged" in message
     )
 
 

@@ -293,7 +293,9 @@ def test_a_damaged_description_of_an_export_is_refused(
 ) -> None:
     folder = tmp_path / "export"
     shutil.copytree(package[0].parents[1], folder)
-    assert load_model(folder).predict(np.ones((2, 3), np.float32)).shape == (2, 2), "the unchanged copy does not load"
+    assert load_model(folder).predict(np.ones((2, 3), np.float32), scores=True).shape == (2, 2), (
+        "the unchanged copy does not load"
+    )
     assert read_export(str(folder)).params_digest == package[1]
     (folder / name).write_text(content)
     for load in (load_model, load_for_training, lambda path: read_export(str(path))):

@@ -16,7 +16,9 @@ import torch
 
 from ray_app.data.dataset import open_dataset
 from ray_app.models import loader
-from ray_app.models.export import load_model, read_decoded, write_export
+from ray_app.models.export import load_model, write_export
+from ray_app.models.inputs import read_decoded
+from ray_app.models.predictor import ModelPredictor
 from ray_app.task.schema import prepare_task
 from ray_app.task.tabular import TabularClassification
 
@@ -36,7 +38,7 @@ RAW_ROWS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def predictor(tmp_path_factory: pytest.TempPathFactory) -> loader.Predictor:
+def predictor(tmp_path_factory: pytest.TempPathFactory) -> ModelPredictor:
     """An export of a task that uses the columns `sex`, `fare`, `cabin` and `day`."""
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("table")
@@ -51,26 +53,26 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> loader.Predictor:
     return load_model(folder / "export")
 
 
-def test_an_export_takes_rows_in_each_form(predictor: loader.Predictor) -> None:
-    expected = predictor.predict(RAW_ROWS)
+def test_an_export_takes_rows_in_each_form(predictor: ModelPredictor) -> None:
+    expected = predictor.predict(RAW_ROWS, scores=True)
     assert expected.shape == (2, 2)
     rows = [{name: values[i] for name, values in RAW_ROWS.items()} for i in range(2)]
-    assert np.array_equal(predictor.predict(pd.DataFrame(RAW_ROWS)), expected)
-    assert np.array_equal(predictor.predict(pa.table(RAW_ROWS)), expected)
-    assert np.array_equal(predictor.predict(rows), expected)
-    one = predictor.predict({name: values[:1] for name, values in RAW_ROWS.items()})
-    assert np.array_equal(predictor.predict(rows[0]), one)
-    assert np.array_equal(predictor.predict(pd.DataFrame(RAW_ROWS).iloc[0]), one)
+    assert np.array_equal(predictor.predict(pd.DataFrame(RAW_ROWS), scores=True), expected)
+    assert np.array_equal(predictor.predict(pa.table(RAW_ROWS), scores=True), expected)
+    assert np.array_equal(predictor.predict(rows, scores=True), expected)
+    one = predictor.predict({name: values[:1] for name, values in RAW_ROWS.items()}, scores=True)
+    assert np.array_equal(predictor.predict(rows[0], scores=True), one)
+    assert np.array_equal(predictor.predict(pd.DataFrame(RAW_ROWS).iloc[0], scores=True), one)
     encoded: dict[str, Any] = {"features": np.zeros((1, 2), np.float32), "categories": np.zeros((1, 2), np.int64)}
-    assert predictor.predict(encoded).shape == (1, 2)
-    assert predictor.predict([{name: values[0] for name, values in encoded.items()}]).shape == (1, 2)
+    assert predictor.predict(encoded, scores=True).shape == (1, 2)
+    assert predictor.predict([{name: values[0] for name, values in encoded.items()}], scores=True).shape == (1, 2)
 
 
-def test_an_export_returns_no_scores_for_no_rows(predictor: loader.Predictor) -> None:
-    assert predictor.predict({name: [] for name in RAW_ROWS}).shape == (0, 2)
-    assert predictor.predict(pd.DataFrame(RAW_ROWS)[:0]).shape == (0, 2)
+def test_an_export_returns_no_scores_for_no_rows(predictor: ModelPredictor) -> None:
+    assert predictor.predict({name: [] for name in RAW_ROWS}, scores=True).shape == (0, 2)
+    assert predictor.predict(pd.DataFrame(RAW_ROWS)[:0], scores=True).shape == (0, 2)
     encoded = {"features": np.zeros((0, 2), np.float32), "categories": np.zeros((0, 2), np.int64)}
-    assert predictor.predict(encoded).shape == (0, 2)
+    assert predictor.predict(encoded, scores=True).shape == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +89,10 @@ def test_an_export_returns_no_scores_for_no_rows(predictor: loader.Predictor) ->
     ],
 )
 def test_an_error_of_an_export_names_row_and_column(
-    predictor: loader.Predictor, changes: dict[str, Any], message: str
+    predictor: ModelPredictor, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        predictor.predict(RAW_ROWS | changes)
+        predictor.predict(RAW_ROWS | changes, scores=True)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +105,9 @@ def test_an_error_of_an_export_names_row_and_column(
     ],
     ids=["arrow", "rows", "lacking", "lists"],
 )
-def test_an_export_refuses_rows_without_its_columns(predictor: loader.Predictor, rows: Any, message: str) -> None:
+def test_an_export_refuses_rows_without_its_columns(predictor: ModelPredictor, rows: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        predictor.predict(rows)
+        predictor.predict(rows, scores=True)
     assert len(str(caught.value)) < 400
 
 
@@ -119,11 +121,11 @@ def test_a_model_of_arrays_says_what_it_takes() -> None:
     assert predictor.predict(np.zeros((0, 2), np.float32)).shape == (0, 2)
 
 
-def test_an_export_warns_once_of_values_that_the_training_data_lacks(predictor: loader.Predictor) -> None:
+def test_an_export_warns_once_of_values_that_the_training_data_lacks(predictor: ModelPredictor) -> None:
     words = ["robot", "male", "x", "y", "z", "robot"]
     rows = {name: [values[0]] * 6 for name, values in RAW_ROWS.items()}
     with pytest.warns(UserWarning, match="count as one category") as caught:
-        predictor.predict(rows | {"sex": words, "cabin": ["Z9", None, "C85", "C85", "C85", "C85"]})
+        predictor.predict(rows | {"sex": words, "cabin": ["Z9", None, "C85", "C85", "C85", "C85"]}, scores=True)
     (warning,) = caught
     assert str(warning.message) == (
         "5 of 6 rows have values of 'sex' that the training data lacks ('robot', 'x', 'y' and 1 more): they count as"
@@ -133,7 +135,7 @@ def test_an_export_warns_once_of_values_that_the_training_data_lacks(predictor: 
     assert warning.filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        predictor.predict(RAW_ROWS)
+        predictor.predict(RAW_ROWS, scores=True)
 
 
 def test_columns_of_numbers_are_taken_by_name(tmp_path: Path) -> None:
@@ -146,10 +148,10 @@ def test_columns_of_numbers_are_taken_by_name(tmp_path: Path) -> None:
     source = {"run": "run", "step": 1, "params_digest": ""}
     write_export(task, task.build_model().eval(), arrays, tmp_path / "export", source)
     predictor = load_model(tmp_path / "export")
-    expected = predictor.predict(arrays["features"])
-    assert np.array_equal(predictor.predict(pd.DataFrame(table)[["b", "label", "a"]]), expected)
+    expected = predictor.predict(arrays["features"], scores=True)
+    assert np.array_equal(predictor.predict(pd.DataFrame(table)[["b", "label", "a"]], scores=True), expected)
     with pytest.raises(ValueError, match="The column 'a' is missing"):
-        predictor.predict(pd.DataFrame(table)[["b", "label"]])
+        predictor.predict(pd.DataFrame(table)[["b", "label"]], scores=True)
 
 
 def test_one_column_of_numbers_is_taken_by_name_and_scaled(tmp_path: Path) -> None:
@@ -161,6 +163,6 @@ def test_one_column_of_numbers_is_taken_by_name_and_scaled(tmp_path: Path) -> No
     source = {"run": "run", "step": 1, "params_digest": ""}
     write_export(task, task.build_model().eval(), arrays, tmp_path / "export", source)
     predictor = load_model(tmp_path / "export")
-    expected = predictor.predict(arrays["features"])
-    assert np.array_equal(predictor.predict(pd.DataFrame({"a": [0.0, 1.0, 2.0, 3.0]})), expected)
-    assert np.array_equal(predictor.predict({"a": [0.0, 1.0, 2.0, 3.0]}), expected)
+    expected = predictor.predict(arrays["features"], scores=True)
+    assert np.array_equal(predictor.predict(pd.DataFrame({"a": [0.0, 1.0, 2.0, 3.0]}), scores=True), expected)
+    assert np.array_equal(predictor.predict({"a": [0.0, 1.0, 2.0, 3.0]}, scores=True), expected)

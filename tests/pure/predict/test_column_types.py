@@ -17,7 +17,8 @@ from ray_app.config.config import Config
 from ray_app.data.dataset import open_dataset
 from ray_app.data.reader import RowSource, fetch_in_process, load_all
 from ray_app.errors import DataError
-from ray_app.models.export import read_decoded, write_export
+from ray_app.models.export import write_export
+from ray_app.models.inputs import read_decoded
 from ray_app.predict.predict import PredictSection, PreparedPrediction, prepare_prediction
 from ray_app.preflight.inputs import make_task
 from ray_app.task.schema import prepare_task

@@ -144,7 +144,10 @@ def test_predictions_without_labels_are_bit_identical_with_and_without_a_cluster
     }
     torch.set_num_threads(1)
     predictor, images = load_model(tmp_path / "model"), images_of(digits / "eval")[1]
-    scores = [torch.from_numpy(predictor.predict(images[first : first + 50])) for first in range(0, len(images), 50)]
+    scores = [
+        torch.from_numpy(predictor.predict(images[first : first + 50], scores=True))
+        for first in range(0, len(images), 50)
+    ]
     confidence = torch.cat([part.softmax(-1).max(-1).values for part in scores])
     assert np.array_equal(labelled.column("confidence").to_numpy(), confidence.numpy()), (
         "the exported model and the job differ in a bit"

@@ -57,7 +57,7 @@ def test_plain_keras_loads_an_export_and_predicts_the_same(data: Path, tmp_path:
     assert "model.keras" in json.loads((tmp_path / "export" / "export.json").read_text())["files"]
     alone = predict_by_plain_keras(tmp_path / "export", {"image": pixels}, "image")
     np.testing.assert_array_equal(alone["predicted"], predicted)
-    served = load_model(tmp_path / "export").predict({"image": images[:, None]})
+    served = load_model(tmp_path / "export").predict({"image": images[:, None]}, scores=True)
     np.testing.assert_allclose(served, predicted, 1e-6)
 
 

@@ -127,7 +127,7 @@ def test_a_json_key_with_several_types_is_refused_with_line_numbers(
         tmp_path, "jsonl", write_jsonl(tmp_path, *(f'{{"a": {value}}}' for value in values)), on_bad_row="skip"
     )
     assert expected in message
-    assert "leave the key out by columns" in message
+    assert "leave the key out by --columns" in message
 
 
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
@@ -485,7 +485,7 @@ def write_extra_members(path: Path, rows: int = 4) -> Path:
 def test_unused_webdataset_members_are_refused_with_a_remedy(tmp_path: Path) -> None:
     message = ingest_error(tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"))
     assert "the first row has the members ['.wnid', '.xml'], of which no column is made" in message
-    assert "columns=['image', 'json', 'label']" in message
+    assert "--columns '[image, json, label]'" in message
 
 
 @pytest.mark.parametrize(

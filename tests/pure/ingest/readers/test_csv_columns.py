@@ -216,7 +216,7 @@ def test_columns_of_dates_in_the_named_format_become_timestamps(
 def test_dates_in_the_named_format_divide_rows_by_time(tmp_path: Path) -> None:
     path = write_csv(tmp_path, "d,x\n31.12.2020,1\n01.01.2021,2\n30.11.2020,3\n01.12.2020,4\n")
     options: dict[str, Any] = {"split_by": "d", "eval_fraction": 0.25}
-    assert "of csv in another form by date_format" in ingest_error(tmp_path, "csv", path, **options)
+    assert "of csv in another form by --date_format" in ingest_error(tmp_path, "csv", path, **options)
     ingest(IngestOptions("csv", str(tmp_path / "out"), str(path), date_format="%d.%m.%Y", **options))
     assert read_columns(tmp_path / "out" / "eval")["x"] == [2]
 
@@ -229,7 +229,7 @@ def test_a_value_that_is_not_in_the_named_format_is_noted(
     columns, notes = ingest_csv(tmp_path, "d,t\n31.12.2020,x\n31.02.2020,y\n01.01.2020,z\n", date_format="%d.%m.%Y")
     assert columns["d"] == ["31.12.2020", "31.02.2020", "01.01.2020"]
     assert len(notes) == 1
-    assert "column 'd' is text: '31.02.2020' in f.csv:3 is not of the form that date_format states" in notes[0]
+    assert "column 'd' is text: '31.02.2020' in f.csv:3 is not of the form that --date_format states" in notes[0]
 
 
 def test_dates_with_an_offset_are_stored_in_utc(tmp_path: Path) -> None:

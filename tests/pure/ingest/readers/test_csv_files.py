@@ -95,7 +95,7 @@ def test_invalid_csv_options_are_refused(tmp_path: Path, options: dict[str, Any]
 def test_a_header_line_of_numbers_is_refused(tmp_path: Path, first: str) -> None:
     message = ingest_error(tmp_path, "csv", write_file(tmp_path, f"{first}\n{first}\n"))
     assert f"{tmp_path / 'f.csv'}: the first line holds numbers" in message
-    assert "give its 3 names by column_names" in message
+    assert "give its 3 names: --column_names" in message
 
 
 @pytest.mark.parametrize("header", ["country,2019,2020,2021", "0,1,2,3", ",1990,2000,2010"])

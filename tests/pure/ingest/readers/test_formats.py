@@ -391,7 +391,7 @@ def test_an_enormous_image_is_refused_before_it_is_decoded(
         (lambda path: (path / "dog" / "puppy").mkdir(), ["dog: a class folder with a folder inside ('puppy')"]),
         (
             lambda path: (path / "dog" / "1.png").write_bytes((path / "dog" / "1.png").read_bytes()[:-20]),
-            ["dog/1.png", "not an image that can be decoded", "check=False"],
+            ["dog/1.png", "not an image that can be decoded", "--check false"],
         ),
         (lambda path: (path / "dog" / "1.png").write_bytes(b""), ["dog/1.png", "the file is empty"]),
         (lambda path: Image.new("F", (4, 4)).save(path / "dog" / "2.tif"), ["dog/2.tif", "of mode F", "Convert"]),

@@ -13,8 +13,8 @@ from PIL import Image
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
-from ray_app.ingest.readers.image_files import convert_image, parse_mask_values
-from ray_app.task.images import decode_image, decode_mask
+from ray_app.ingest.readers.image_files import parse_mask_values
+from ray_app.task.images import convert_image, decode_image, decode_mask
 from tests.support.encoded_images import encode, smooth_pixels
 from tests.support.ingest_inputs import ingest_error, read_columns
 
@@ -132,7 +132,7 @@ def test_a_dropped_column_of_a_file_of_labels_is_not_its_label(tmp_path: Path) -
         ({"labels": "/absent.csv"}, "no such file"),
         ({"label": "kind"}, "name the file by labels"),
         ({"targets": ["a"]}, "name the file by labels"),
-        ({"mask_values": "0=a"}, "needs masks"),
+        ({"mask_values": "0=a"}, "needs --masks"),
         ({"masks": "/absent"}, "is no folder"),
     ],
 )
@@ -244,7 +244,7 @@ def test_images_that_png_cannot_store_are_refused_by_name(tmp_path: Path, conten
     (tmp_path / "in" / "a" / "1.tif").write_bytes(content)
     message = ingest_error(tmp_path, "images", tmp_path / "in")
     assert "row a/1.tif: not an image that can be decoded" in message
-    assert "check=False" not in message
+    assert "--check false" not in message
     assert expected in message
 
 
@@ -305,7 +305,7 @@ def test_masks_may_be_beside_the_images(tmp_path: Path) -> None:
         write_mask(tmp_path / "in" / name, VALUES)
     summary = ingest_splits(tmp_path, masks=str(tmp_path / "in"))
     assert sorted(read_columns(tmp_path / "out")["row_id"]) == ["1.jpg", "3_mask.jpg", "a/2.png"]
-    assert "give mask_values='0=background,255=object'" in summary.parts[""].notes[0]
+    assert "give --mask_values '0=background,255=object'" in summary.parts[""].notes[0]
 
 
 def test_masks_below_the_images_are_no_images(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_masks_without_named_values_stay_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mask", "values", "expected"),
     [
-        (VALUES + 7, "0=a,255=b", "has the values 6, 7, which mask_values does not name; it names 0, 255"),
+        (VALUES + 7, "0=a,255=b", "has the values 6, 7, which --mask_values does not name; it names 0, 255"),
         (VALUES[:-1], "0=a,255=b", "has (11, 10) rows and columns, and the image (12, 10)"),
         (np.zeros((12, 10, 3)), None, "not a mask"),
         (np.zeros((12, 10, 3)), "255/255/255=a", "has the values 0/0/0"),
