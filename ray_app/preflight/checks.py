@@ -24,7 +24,16 @@ from ray_app.data.arrays import spec_of_values
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import sample_ragged_rows, sample_rows
 from ray_app.errors import ConfigError, DataError
-from ray_app.preflight import changes, data_summary, dry_run, gradient_checks, inputs, metric_checks, rare_rows
+from ray_app.preflight import (
+    changes,
+    data_summary,
+    dry_run,
+    gradient_checks,
+    inputs,
+    kept_state,
+    metric_checks,
+    rare_rows,
+)
 from ray_app.preflight.context import CheckResult, PreflightContext
 from ray_app.preflight.inputs import InitialParameters
 from ray_app.preflight.metric_checks import MAX_ROWS
@@ -390,6 +399,7 @@ CHECKS = (
           applies=lambda context: context.config.data.by_length is not None),
     Check("decoding", 0.01, "Rows to train on are like those to evaluate on.",
           rare_rows.check_training_decode, ("rows",), applies=lambda context: context.task.has_epoch_decode),
+    Check("decoded again", 0.01, "A row is the same.", kept_state.check_decoding_state, ("rows",), calls_task=True),
     Check("rounds", 0, "Each of them ends in the epoch in which it begins.", check_rounds, ("rows",),
           applies=lambda context: context.job.steps_per_round > 1),
     Check("evaluation data", 0.01, "It is like the data to train on.", open_evaluation_data, ("rows",),
@@ -400,6 +410,11 @@ CHECKS = (
           calls_task=True),
     Check("one row", 2, "It went through training and evaluation.", dry_run.try_first_row, ("model",),
           calls_task=True),
+    Check("kept state", 0.1, "The task, the loss and the transforms keep nothing outside of the model.",
+          kept_state.check_kept_state, ("one row",), calls_task=True),
+    Check("outputs", 0.01, "The training loss depends on all that the model returns.",
+          kept_state.name_unused_outputs, ("one row",), calls_task=True,
+          applies=lambda context: not isinstance(context.task, BatchTask)),
     Check("normalization", 0, "It is that of several values.", gradient_checks.check_normalization, ("one row",)),
     Check("value ranges", 0.1, "The model has classes and embeddings for them.",
           rare_rows.try_value_ranges, ("one row",),

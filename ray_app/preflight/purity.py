@@ -66,7 +66,7 @@ _GLOBAL_STATES: dict[str, Callable[[], Any]] = {
 }
 """Functions that return the states as values for `==`, which takes microseconds: they are compared at every line."""
 TORCH = "torch's default generator"
-_GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState)
+GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 def _list_generators() -> list[Any]:
@@ -75,20 +75,20 @@ def _list_generators() -> list[Any]:
     return [
         candidate
         for candidate in gc.get_objects()
-        if issubclass(type(candidate), _GENERATOR_TYPES) and all(candidate is not one for one in global_generators)
+        if issubclass(type(candidate), GENERATOR_TYPES) and all(candidate is not one for one in global_generators)
     ]
 
 
 def _call_watched(call: Callable[[], T], task: object, known_generators: list[Any]) -> tuple[T, list[Draw]]:
     """Calls user code; returns its value, and the generators from which it drew: `known_generators` or global ones."""
-    states = [_generator_state(generator) for generator in known_generators]
+    states = [generator_state(generator) for generator in known_generators]
     with _LineTracer() as tracer:
         value = call()
     draws = [Draw(name, line, True) for name, line in tracer.lines_by_generator.items()]
     draws += [
         Draw(_describe_generator(generator, task), None, False)
         for generator, state in zip(known_generators, states, strict=True)
-        if not is_same(state, _generator_state(generator))
+        if not is_same(state, generator_state(generator))
     ]
     draws += [
         Draw("a generator made without a seed (numpy.random.default_rng)", line, False) for line in tracer.unseeded
@@ -161,7 +161,7 @@ def _describe_line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno}, in {frame.f_code.co_name}"
 
 
-def _generator_state(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
     """Returns the state of a generator of Python or NumPy; None for one of the operating system, which has no state."""
     if isinstance(generator, random.SystemRandom):
         return None
