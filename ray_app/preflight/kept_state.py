@@ -96,9 +96,9 @@ def make_fields(context: PreflightContext) -> Batch:
 
 def refuse_outside_parameters(model: nn.Module, losses: Tensor) -> None:
     """Refuses losses that depend on a parameter which is no part of the model, by the autograd graph."""
-    own = {id(p) for p in model.parameters()}
+    of_model = {id(p) for p in model.parameters()}
     leaves = (getattr(node, "variable", None) for node in graph_nodes(losses) or ())
-    outside = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in own), None)
+    outside = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in of_model), None)
     if outside is not None:
         raise ConfigError(
             f"The training loss depends on {_describe_parameter(outside)}, which is no part of the model: each process"
@@ -111,14 +111,14 @@ def _describe_parameter(parameter: nn.Parameter) -> str:
     """Returns the name of a parameter with the class of its module, or its shape if no module has it."""
     for module in gc.get_objects():
         if issubclass(type(module), nn.Module):
-            for name, own in module.named_parameters(recurse=False):
-                if own is parameter:
+            for name, candidate in module.named_parameters(recurse=False):
+                if candidate is parameter:
                     return f"the parameter {name} of {type(module).__name__}"
     return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 def _check_calls(
-    task: Task, what: str, call: Callable[[], Any], read_values: Callable[[], dict[str, Any]], advice: str
+    task: Task, result: str, call: Callable[[], Any], read_values: Callable[[], dict[str, Any]], advice: str
 ) -> Iterator[str]:
     """Makes a call three times, and refuses attributes that the last one changes; yields a warning for other results.
 
@@ -128,18 +128,18 @@ def _check_calls(
     for _ in range(3):
         before = read_values()
         seed_step(0, 0, 0, 0, HOST)
-        with user_code(lambda: f"{what}, for the third time"):
+        with user_code(lambda: f"{result}, computed three times"):
             results.append(call())
     after = read_values()
     if changed := [name for name, value in before.items() if not is_same(value, after.get(name, value))]:
         raise ConfigError(
-            f"{changed[0]} changes with every call: {what} was computed three times, with the same rows, keys and"
+            f"{changed[0]} changes with every call: {result} was computed three times, with the same rows, keys and"
             " seeds. Each worker and each reader has a value of its own, so the result would depend on their number,"
             f" and no checkpoint has it. {advice}."
         )
     if not is_same(results[1], results[2]):
         yield (
-            f"{what} is another when {type(task).__name__} computes it again with the same rows, keys and seeds of"
+            f"{result} is another when {type(task).__name__} computes it again with the same rows, keys and seeds of"
             " torch's, so two runs differ. `ray-app check` names the line."
         )
 
@@ -217,12 +217,12 @@ def name_unused_outputs(context: PreflightContext) -> list[str]:
     These are outputs, and numbers that a part keeps as an attribute, as a mixture of experts does. A number that equals
     the mean loss of the rows is the same loss, computed by the model.
     """
-    task, row_probe, model = context.task, context.row_probe, context.model
+    task, model = context.task, context.model
     computed: list[tuple[str, Tensor]] = []
     hook = model.register_forward_hook(lambda _, __, outputs: computed.extend(_list_tensors("output", outputs)))
     nodes, means = set[Any](), list[float]()
     try:
-        for losses in map(Losses.of, (losses for _, losses in row_probe.losses(make_fields(context)))):
+        for losses in map(Losses.of, (losses for _, losses in context.row_probe.losses(make_fields(context)))):
             nodes |= graph_nodes(losses.values) or set()
             weight = len(losses.values) if losses.weights is None else float(losses.weights.sum())
             means.append(float(losses.values.detach().sum()) / (weight or 1))

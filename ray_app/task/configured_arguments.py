@@ -179,7 +179,7 @@ def compute_row_losses(
     """
     if is_value is not None:
         target = target.masked_fill(~is_value, 0)
-    loss = make_loss(json.dumps(spec), str(target.device)) if loss is None else loss
+    loss = _make_stateless_loss(json.dumps(spec), str(target.device)) if loss is None else loss
     correct = _is_correct(loss, outputs, target) if accuracy else None
     if isinstance(outputs, Tensor) and outputs.shape == target.shape and outputs.is_floating_point():
         outputs, target = _to_full_precision(outputs), target.to(_to_full_precision(outputs).dtype)
@@ -316,8 +316,7 @@ def attach_loss(model: nn.Module, spec: Spec) -> None:
     Raises:
         ConfigError: The model has another attribute of this name.
     """
-    like = make_loss(json.dumps(spec), str(HOST))
-    if not isinstance(like, nn.Module) or type(like).__module__ == "torch.nn.modules.loss" or not like.state_dict():
+    if not _has_state(make_loss(json.dumps(spec), str(HOST))):
         return
     if hasattr(model, TASK_LOSS):
         raise ConfigError(
@@ -329,6 +328,38 @@ def attach_loss(model: nn.Module, spec: Spec) -> None:
         kind = type(model)
         model.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": _iter_layers})
     model.add_module(TASK_LOSS, _instantiate_loss(json.dumps(spec)))
+
+
+def load_loss(model: nn.Module, spec: Spec, state: Mapping[str, Tensor]) -> None:
+    """Gives a packaged model, which computes outputs alone, the loss that is stored with its parameters, if any.
+
+    Args:
+        model: The model.
+        spec: The loss.
+        state: The parameters and buffers of the package by name.
+    """
+    attach_loss(model, spec)
+    if (loss := getattr(model, TASK_LOSS, None)) is not None:
+        start = f"{TASK_LOSS}."
+        loss.load_state_dict({name[len(start) :]: value for name, value in state.items() if name.startswith(start)})
+
+
+def _has_state(loss: Any) -> bool:
+    is_torchs = type(loss).__module__ == "torch.nn.modules.loss"
+    return isinstance(loss, nn.Module) and not is_torchs and bool(loss.state_dict())
+
+
+@lru_cache(64)
+def _make_stateless_loss(spec: str, device: str) -> Any:
+    """Makes a loss, see `make_loss`; raises ConfigError for one with parameters or buffers."""
+    loss = make_loss(spec, device)
+    if _has_state(loss):
+        raise ConfigError(
+            f"{type(loss).__name__} has parameters or buffers, and the model has no {TASK_LOSS} that would have their"
+            " values. A build_model of your own attaches it: attach_loss(model, self.loss_spec) of"
+            " ray_app.task.configured_arguments."
+        )
+    return loss
 
 
 def _iter_layers(model: nn.Sequential) -> Iterator[nn.Module]:

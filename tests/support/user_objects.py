@@ -33,7 +33,7 @@ class LearnedVariance(nn.Module):
 
 
 def linear_chain() -> nn.Sequential:
-    """Makes a model whose parts are called one after the other."""
+    """Makes a model of parts that are called one after the other."""
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
@@ -45,8 +45,10 @@ class Odd:
     """
 
     def __init__(self, how: str) -> None:
-        self.how, self.calls, self.seen = how, 0, list[int]()
-        self.rng, self.draws, self.noise = np.random.default_rng(0), random.Random(0), torch.Generator()
+        self.how, self.calls = how, 0
+        self.rows = list[int]()
+        self.rng, self.draws = np.random.default_rng(0), random.Random(0)
+        self.noise = torch.Generator()
         self.center, self.cache = torch.zeros(1), dict[str, Tensor]()
         self.outside = nn.Linear(1, 1)
 
@@ -57,7 +59,7 @@ class Odd:
         if self.how == "global counter":
             COUNTS["calls"] += 1
         if self.how == "list":
-            self.seen.append(1)
+            self.rows.append(1)
         if self.how == "tensor":
             self.center = self.center * 0.9 + value.detach().mean()
         if self.how == "cache":

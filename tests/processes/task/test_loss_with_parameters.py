@@ -15,6 +15,7 @@ from torch import nn
 
 from ray_app.errors import ConfigError
 from ray_app.models.export import load_model, write_export
+from ray_app.task.configured_arguments import compute_row_losses, load_loss
 from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
@@ -125,6 +126,15 @@ def test_initial_parameters_may_lack_the_loss_or_have_another_tasks() -> None:
     load_initial_parameters(nn.Linear(4, 1), {**initial, "task_loss.log_variance": torch.ones(1)}, "f")
     with pytest.raises(ConfigError, match="missing: bias"):
         load_initial_parameters(model, {"weight": torch.ones(1, 4)}, "f")
+
+
+def test_a_packaged_model_gets_the_loss_of_its_parameters() -> None:
+    task, packaged = task_of(LINEAR), nn.Module()
+    model: Any = task.build_model()
+    load_loss(packaged, task.loss_spec, model.state_dict())
+    assert torch.equal(packaged.task_loss.log_variance, model.task_loss.log_variance)  # type: ignore[operator, union-attr]
+    with pytest.raises(ConfigError, match="LearnedVariance has parameters or buffers, and the model has no task_loss"):
+        compute_row_losses(task.loss_spec, torch.zeros(2), torch.zeros(2))
 
 
 def test_a_model_with_an_attribute_of_this_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
