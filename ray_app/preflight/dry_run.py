@@ -37,9 +37,8 @@ from ray_app.preflight.context import (
     truncate,
 )
 from ray_app.preflight.gradient_checks import count_norm_values, parameters_of_turn, parameters_without_gradient
-from ray_app.preflight.kept_state import kept_values
 from ray_app.preflight.model_checks import KernelRecorder, check_forward, find_failing_part, first_line
-from ray_app.preflight.purity import is_same
+from ray_app.preflight.purity import is_same, kept_values
 from ray_app.reduction.bucketed import load_reducer
 from ray_app.task.base import Batch, Task, check_losses, sum_losses
 from ray_app.task.language_model import CausalLanguageModel

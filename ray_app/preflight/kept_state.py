@@ -10,13 +10,9 @@ from __future__ import annotations
 import gc
 import json
 import math
-import pickle
 import sys
-from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,7 +23,7 @@ from ray_app.devices import HOST
 from ray_app.errors import ConfigError
 from ray_app.preflight.context import PreflightContext
 from ray_app.preflight.gradient_checks import graph_nodes
-from ray_app.preflight.purity import GENERATOR_TYPES, generator_state, is_same
+from ray_app.preflight.purity import is_same, iter_parts, kept_values
 from ray_app.task.base import Batch, Losses, Task
 from ray_app.task.configured_arguments import make_loss
 from ray_app.task.module import ModuleTask
@@ -36,10 +32,6 @@ from ray_app.task.transforms import instantiate_once
 from ray_app.task.user_code import is_user_code, user_code
 from ray_app.train.state.state import seed_step
 
-_MAX_DEPTH = 4
-_MAX_ITEMS = 1000
-_MAX_VALUES = 1 << 20
-"""Size of the largest tensor outside the model that is compared."""
 _IN_TRAINING = (
     "Keep it in the model, where it is stored and every logical worker starts a step from the same: as a buffer"
     " (register_buffer) or a parameter. Random numbers come from torch's generators in the model and the loss, and from"
@@ -169,48 +161,6 @@ def _file_of(kind: type) -> str | None:
     return file if file and not kind.__module__.startswith("ray_app.") and is_user_code(file) else None
 
 
-def kept_values(roots: Mapping[str, Any], skip: Container[int] = ()) -> dict[str, Any]:
-    """Returns copies of the numbers, tensors and arrays, and the states of the generators, in objects, by their paths.
-
-    Args:
-        roots: The objects by their names.
-        skip: Identities of parts that are left out.
-    """
-    values: dict[str, Any] = {}
-    pending, visited = [(name, root, _MAX_DEPTH) for name, root in roots.items()], set[int]()
-    while pending:
-        path, value, depth = pending.pop()
-        if isinstance(value, int | float):
-            values[path] = repr(value)
-        elif id(value) in visited or id(value) in skip or isinstance(value, type | FunctionType | ModuleType | str):
-            continue
-        elif isinstance(value, Tensor):
-            if value.numel() <= _MAX_VALUES and value.layout is torch.strided:
-                values[path] = value.detach().clone()
-        elif isinstance(value, np.ndarray):
-            if value.size <= _MAX_VALUES and not value.dtype.hasobject:
-                values[path] = value.copy()
-        elif isinstance(value, torch.Generator):
-            values[path] = value.get_state()
-        elif isinstance(value, GENERATOR_TYPES):
-            values[path] = pickle.dumps(generator_state(value))
-        elif depth:
-            visited.add(id(value))
-            pending += [(f"{path}{name}", part, depth - 1) for name, part in islice(_parts(value), _MAX_ITEMS)]
-            if isinstance(value, Sized) and not isinstance(value, nn.Module):
-                values[f"the length of {path}"] = len(value)
-    return values
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the items of a collection, or the attributes of another object."""
-    if isinstance(value, Mapping):
-        return ((f"[{key!r}]", part) for key, part in value.items())
-    if isinstance(value, list | tuple | deque):
-        return ((f"[{index}]", part) for index, part in enumerate(value))
-    return ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
-
-
 def name_unused_outputs(context: PreflightContext) -> list[str]:
     """Returns a sentence for what the model computes and the training loss does not depend on, by the autograd graph.
 
@@ -258,5 +208,5 @@ def _list_tensors(name: str, outputs: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(outputs, Tensor):
         yield name, outputs
     elif isinstance(outputs, Mapping | list | tuple) or name == "output":
-        for key, part in _parts(outputs):
+        for key, part in iter_parts(outputs):
             yield from _list_tensors(f"{name}{key}", part)
