@@ -117,6 +117,16 @@ def test_it_is_bit_identical_for_any_number_of_workers(
     assert all(digest == digests[0] for digest in digests)
 
 
+@pytest.mark.rest
+def test_an_update_that_draws_is_the_same_on_every_rank(
+    worker_pool: WorkerPool, data: tuple[Path, np.ndarray, np.ndarray], tmp_path: Path
+) -> None:
+    optimizer = {"class_path": "tests.support.odd_optimizers.NoisySgd"}
+    runs = (job_of(tmp_path / str(size), data[0], LINEAR, 6, optimizer=optimizer) for size in (1, 3))
+    one, three = (worker_pool.train_new_run(job, n, cache_windows) for job, n in zip(runs, (1, 3), strict=True))
+    assert one.digests == three.digests
+
+
 def test_initial_parameters_may_lack_the_loss_or_have_another_tasks() -> None:
     model = task_of(LINEAR).build_model()
     initial = {"weight": torch.ones(1, 4), "bias": torch.ones(1)}
