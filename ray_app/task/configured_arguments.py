@@ -326,7 +326,8 @@ def attach_loss(model: nn.Module, spec: Spec) -> None:
     if isinstance(model, nn.Sequential):
         # An `nn.Sequential` calls its parts one after the other, and the loss is none of them.
         kind = type(model)
-        model.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": _iter_layers})
+        subclass: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": _iter_layers})
+        model.__class__ = subclass
     model.add_module(TASK_LOSS, _instantiate_loss(json.dumps(spec)))
 
 

@@ -254,7 +254,7 @@ def _is_of_transformers(model: Any) -> bool:
 def _call(model: Any, tokens: Tensor, lengths: Tensor) -> Any:
     """Calls a model with tokens, (rows, tokens), as it takes them; see `CausalLanguageModel`."""
     if _is_of_transformers(model):
-        options = {}
+        options: dict[str, Tensor] = {}
         if getattr(model.config, "output_router_logits", False):
             # What is padding must not count as tokens that the experts share.
             mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]

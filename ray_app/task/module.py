@@ -287,7 +287,7 @@ class ModuleTask(Task):
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
         """Returns the units of `Task.shard_units`, and the loss that is a part of the model."""
         units = super().shard_units(model)
-        return list(dict.fromkeys([*units, model.task_loss])) if hasattr(model, TASK_LOSS) else units
+        return list(dict.fromkeys([*units, model.get_submodule(TASK_LOSS)])) if hasattr(model, TASK_LOSS) else units
 
     def _input(self, batch: Batch, name: str) -> Tensor:
         """Returns a column of a batch, or its padding mask, as the model gets it."""
