@@ -38,6 +38,7 @@ from ray_app.preflight.context import (
 )
 from ray_app.preflight.gradient_checks import count_norm_values, parameters_of_turn, parameters_without_gradient
 from ray_app.preflight.model_checks import KernelRecorder, check_forward, find_failing_part, first_line
+from ray_app.preflight.purity import is_same, kept_values
 from ray_app.reduction.bucketed import load_reducer
 from ray_app.task.base import Batch, Task, check_losses, sum_losses
 from ray_app.task.language_model import CausalLanguageModel
@@ -265,8 +266,9 @@ def _check_optimizer_step(config: Config, spec: OptimizerSpec, model: nn.Module)
     try:
         optimizer = load_class(spec)([parameter], **spec.init_args)
         optimizer.step()
-        attributes = _numeric_attributes(optimizer)
+        attributes, generator = _kept_attributes(optimizer), torch.get_rng_state()
         optimizer.step()
+        draws = not torch.equal(generator, torch.get_rng_state())
     except Exception as error:
         # Other errors on the CPU say nothing about an optimizer that may work on GPUs only.
         if on_gpus and not _UNSUPPORTED_STEP.search(str(error)):
@@ -276,14 +278,17 @@ def _check_optimizer_step(config: Config, spec: OptimizerSpec, model: nn.Module)
             f"optimizer.class_path {spec.class_path} cannot make a step: {reason}. Steps have the gradient, which is"
             " dense, and no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
         ) from error
-    if changed := [
-        name
-        for name, value in _numeric_attributes(optimizer).items()
-        if name not in attributes or attributes[name] != value
-    ]:
+    now = _kept_attributes(optimizer)
+    if changed := [name for name in now if name not in attributes or not is_same(attributes[name], now[name])]:
         raise ConfigError(
             f"optimizer.class_path {spec.class_path} keeps {changed[0]} in itself (self.{changed[0]}), which no"
             " checkpoint has. Keep it in self.state[p] or in the group."
+        )
+    if draws and (config.train.strategy_traits.shards_parameters or config.train.strategy_traits.has_servers):
+        raise ConfigError(
+            f"optimizer.class_path {spec.class_path} draws random numbers for whole parameters, and train.strategy"
+            f" {config.train.strategy} updates parts of them. Use"
+            f" {list_strategies(lambda t: not t.shards_parameters and not t.has_servers)}."
         )
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     _check_storable(
@@ -291,13 +296,10 @@ def _check_optimizer_step(config: Config, spec: OptimizerSpec, model: nn.Module)
     )
 
 
-def _numeric_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the numbers among an optimizer's attributes, which may be counters outside its state and groups."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+def _kept_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns counters, tensors and generators that an optimizer keeps outside its state and groups."""
+    stored = ("state", "param_groups", "defaults")
+    return kept_values({name: value for name, value in vars(optimizer).items() if name not in stored})
 
 
 def try_schedules(context: PreflightContext) -> None:

@@ -80,24 +80,29 @@ def _unused_in(row_probe: RowProbe, unused: Mapping[str, nn.Parameter], rows: Ar
 
 
 def parameters_without_gradient(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Returns the names of the trained parameters that losses do not depend on, by the autograd graph.
+    """Returns the names of the trained parameters that losses do not depend on; none if `graph_nodes` is None."""
+    if (nodes := graph_nodes(losses)) is None:
+        return []
+    reached = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+    return [name for name, p in parameters.items() if p.requires_grad and id(p) not in reached]
 
-    There are none if the graph does not show its dependencies (activation checkpointing with `use_reentrant=True`).
+
+def graph_nodes(losses: Tensor) -> set[Any] | None:
+    """Returns the nodes of the autograd graph of losses; those of parameters have the attribute `variable`.
+
+    None if the graph does not show its dependencies (activation checkpointing with `use_reentrant=True`).
     """
-    reached = set[int]()
-    visited = set[object]()
+    nodes = set[Any]()
     pending = [losses.grad_fn]
     while pending:
         node = pending.pop()
-        if node is None or node in visited:
+        if node is None or node in nodes:
             continue
-        visited.add(node)
+        nodes.add(node)
         if node.name() == "CheckpointFunctionBackward":
-            return []
-        if (variable := getattr(node, "variable", None)) is not None:
-            reached.add(id(variable))
+            return None
         pending.extend(following for following, _ in node.next_functions)
-    return [name for name, p in parameters.items() if p.requires_grad and id(p) not in reached]
+    return nodes
 
 
 def _unused_parameter_warnings(

@@ -33,6 +33,7 @@ from ray_app.storage.files import read_json, to_location
 from ray_app.task.base import Rows, Task
 from ray_app.task.ragged import Arrays
 from ray_app.task.schema import named_classes, refuse_other_data
+from ray_app.task.transforms import same_in_each_process
 from ray_app.train.state.parameters import check_parameters_digest, read_parameters, unreadable_parameters_error
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,9 @@ def make_task(config: Config) -> Task:
         ConfigError: The class cannot be imported or instantiated, or is not a subclass of `Task`.
     """
     try:
-        task = load_class(config.task)(**config.task.init_args)
+        task_class = load_class(config.task)
+        with same_in_each_process():
+            task = task_class(**config.task.init_args)
     except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"task.class_path {config.task.class_path!r} with init_args {config.task.init_args} cannot be made:"

@@ -6,16 +6,17 @@ process are watched, so that a finding names the generator and the line of the u
 
 from __future__ import annotations
 
-import gc
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sized
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from traceback import walk_stack
-from types import FrameType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,8 +38,10 @@ from ray_app.train.state.state import seed_init, seed_step
 T = TypeVar("T")
 _MAX_TRACED_LINES = 20_000
 """Largest number of traced lines of user code: a loop over pixels would take minutes."""
-_MAX_DEPTH = 4
-"""Depth of attributes and items of a task that are searched for the name of a generator."""
+_MAX_DEPTH, _MAX_ITEMS = 4, 1000
+"""Depth, and number in each collection, of the attributes and items of objects that `kept_values` looks at."""
+_MAX_VALUES = 1 << 20
+"""Size of the largest tensor that `kept_values` copies."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +72,17 @@ TORCH = "torch's default generator"
 _GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState)
 
 
-def _list_generators() -> list[Any]:
-    """Returns all generators of Python and NumPy in the process, except the global ones."""
-    global_generators = (random._inst, np.random.mtrand._rand)
-    return [
-        candidate
-        for candidate in gc.get_objects()
-        if issubclass(type(candidate), _GENERATOR_TYPES) and all(candidate is not one for one in global_generators)
-    ]
-
-
-def _call_watched(call: Callable[[], T], task: object, known_generators: list[Any]) -> tuple[T, list[Draw]]:
-    """Calls user code; returns its value, and the generators from which it drew: `known_generators` or global ones."""
-    states = [_generator_state(generator) for generator in known_generators]
+def _call_watched(call: Callable[[], T], task: object) -> tuple[T, list[Draw]]:
+    """Calls user code; returns its value, and the generators from which it drew: those of the task or global ones."""
+    roots = {type(task).__name__: task}
+    states = kept_values(roots)
     with _LineTracer() as tracer:
         value = call()
     draws = [Draw(name, line, True) for name, line in tracer.lines_by_generator.items()]
     draws += [
-        Draw(_describe_generator(generator, task), None, False)
-        for generator, state in zip(known_generators, states, strict=True)
-        if not is_same(state, _generator_state(generator))
+        Draw(f"a generator of its own, {name}", None, False)
+        for name, state in kept_values(roots).items()
+        if isinstance(state, bytes) and state != states.get(name)
     ]
     draws += [
         Draw("a generator made without a seed (numpy.random.default_rng)", line, False) for line in tracer.unseeded
@@ -161,39 +155,46 @@ def _describe_line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno}, in {frame.f_code.co_name}"
 
 
-def _generator_state(generator: Any) -> Any:
-    """Returns the state of a generator of Python or NumPy; None for one of the operating system, which has no state."""
-    if isinstance(generator, random.SystemRandom):
-        return None
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False)
+def kept_values(roots: Mapping[str, Any], skip: Container[int] = ()) -> dict[str, Any]:
+    """Returns copies of the numbers, tensors and arrays, and the states of the generators (bytes), in objects, by path.
+
+    Args:
+        roots: The objects by their names.
+        skip: Identities of parts that are left out.
+    """
+    values: dict[str, Any] = {}
+    pending, visited = [(name, root, _MAX_DEPTH) for name, root in roots.items()], set[int]()
+    while pending:
+        path, value, depth = pending.pop()
+        if isinstance(value, int | float):
+            values[path] = repr(value)
+        elif id(value) in visited or id(value) in skip or isinstance(value, type | FunctionType | ModuleType | str):
+            continue
+        elif isinstance(value, torch.Tensor):
+            if value.numel() <= _MAX_VALUES and value.layout is torch.strided:
+                values[path] = value.detach().clone()
+        elif isinstance(value, np.ndarray):
+            if value.size <= _MAX_VALUES and not value.dtype.hasobject:
+                values[path] = value.copy()
+        elif isinstance(value, torch.Generator):
+            values[path] = value.get_state().numpy().tobytes()
+        elif isinstance(value, _GENERATOR_TYPES):
+            values[path] = b"" if isinstance(value, random.SystemRandom) else pickle.dumps(value)
+        elif depth:
+            visited.add(id(value))
+            pending += [(f"{path}{name}", part, depth - 1) for name, part in islice(iter_parts(value), _MAX_ITEMS)]
+            if isinstance(value, Sized) and not isinstance(value, nn.Module):
+                values[f"the length of {path}"] = len(value)
+    return values
 
 
-def _describe_generator(generator: Any, task: object) -> str:
-    """Returns the type of a generator and the attribute of the task that holds it, if there is one."""
-    kind = f"{type(generator).__module__.partition('.')[0]}'s {type(generator).__name__}"
-    name = next(
-        (name for name, member in _iter_members(task, type(task).__name__, _MAX_DEPTH) if member is generator), None
-    )
-    return f"a generator of its own, {name} ({kind})" if name else f"a generator of its own ({kind})"
-
-
-def _iter_members(holder: object, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yields the attributes and items of an object up to a depth, each with its path."""
-    if not depth:
-        return
-    if isinstance(holder, list | tuple):
-        parts = [(f"{name}[{i}]", part) for i, part in enumerate(holder)]
-    elif isinstance(holder, dict):
-        parts = [(f"{name}[{key!r}]", part) for key, part in holder.items()]
-    else:
-        parts = [(f"{name}.{key}", part) for key, part in getattr(holder, "__dict__", {}).items()]
-    for path, part in parts:
-        yield path, part
-        yield from _iter_members(part, path, depth - 1)
+def iter_parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the items of a collection, or the attributes of another object."""
+    if isinstance(value, Mapping):
+        return ((f"[{key!r}]", part) for key, part in value.items())
+    if isinstance(value, list | tuple | deque):
+        return ((f"[{index}]", part) for index, part in enumerate(value))
+    return ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
@@ -337,11 +338,10 @@ def _check_repeatable(
     """
     results = []
     draws = list[Draw]()
-    known_generators = _list_generators()
     for _ in range(3):
         seed_step(0, 0, 0, 0, _CPU)
         with user_code(lambda: f"{name}, called three times on the same rows"):
-            result, draws_of_call = _call_watched(call, task, known_generators)
+            result, draws_of_call = _call_watched(call, task)
         results.append(result)
         draws += [draw for draw in draws_of_call if draw.generator not in allowed]
     differs = not all(is_same(results[0], other) for other in results[1:])

@@ -22,7 +22,7 @@ from ray_app.preflight.context import MAX_NUMBERS, PreflightContext, RowProbe, c
 from ray_app.task.environment import restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Arrays, Ragged, repeat_rows
+from ray_app.task.ragged import Arrays, Ragged, repeat_rows, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 
@@ -139,6 +139,11 @@ def try_rare_rows(context: PreflightContext) -> None:
         ConfigError: The model lacks positions, classes or a vocabulary for the rows.
         TaskError: The task fails, and its model is not one by configuration.
     """
+    if isinstance(context.task, CausalLanguageModel):
+        batch = to_batch(context.accepted_rows)
+        with user_code(lambda: "looking for scores that depend on later tokens"):
+            if (why := context.task.describe_leak(context.model, batch)) is not None:
+                raise ConfigError(why)
     # The accepted rows are two copies of one row.
     tried_numbers = count_numbers(context.accepted_rows) // 2
     row = _read_longest(context, context.dataset)

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import ray
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -52,7 +53,9 @@ from ray_app.retrain.options import RetrainSection
 from ray_app.storage.files import remove_tree, to_json
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
+from ray_app.task.configured_arguments import load_loss
 from ray_app.task.metrics import Chunk, combine, resample, score
+from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Arrays
 
 GUARD_METRIC = "recall"
@@ -318,6 +321,9 @@ def _score_all(
                     " cannot be compared. Use another tracking.registered_model for a task with other inputs."
                 )
             run, packaged = partial(run_packaged, inputs), PackagedModule(model)
+            if isinstance(task, ModuleTask) and type(task).loss is ModuleTask.loss:
+                load_loss(packaged, task.loss_spec, safetensors.torch.load(files[loader.WEIGHTS]))
+                packaged.to(device)
             chunks = score(
                 task,
                 packaged,

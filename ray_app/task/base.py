@@ -455,7 +455,15 @@ class Task(ABC):
         auxiliary losses. It is called once per logical worker and step, with torch's generators seeded for both, so
         random numbers drawn from them do not depend on the number of workers.
         """
-        return self.loss(self.forward(model, batch), batch)
+        return self.compute_loss(model, self.forward(model, batch), batch)
+
+    def compute_loss(self, model: nn.Module, outputs: Any, batch: Batch) -> Tensor | Losses:
+        """Returns `loss` of the outputs of a model, in training and in an evaluation.
+
+        Override it where the loss has parameters, which are a part of the model.
+        """
+        del model
+        return self.loss(outputs, batch)
 
     def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor | Losses:
         """Returns the losses of a training batch for one of several alternating optimizers (`optimizers`).

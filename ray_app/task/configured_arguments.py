@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import Any, Literal, get_args
@@ -26,7 +26,7 @@ from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.base import Losses
 from ray_app.task.images import image_size
 from ray_app.task.metrics import Mode, mode_of
-from ray_app.task.transforms import Spec, instantiate
+from ray_app.task.transforms import Spec, instantiate, same_in_each_process
 
 _INIT_ARGS = "task.init_args"
 _MAX_SIZES_READ = 1000
@@ -176,7 +176,12 @@ _BINARY_THRESHOLDS = {
 
 
 def compute_row_losses(
-    spec: Spec, outputs: Any, target: Tensor, accuracy: bool = False, is_value: Tensor | None = None
+    spec: Spec,
+    outputs: Any,
+    target: Tensor,
+    accuracy: bool = False,
+    is_value: Tensor | None = None,
+    loss: nn.Module | None = None,
 ) -> Tensor | Losses:
     """Computes a configured loss for each row; of rows with several loss values (pixels) the mean is over all values.
 
@@ -188,6 +193,7 @@ def compute_row_losses(
         target: The target. If it has the outputs' shape it is converted to their type; both get at least 32 bits.
         accuracy: Whether to add the metric `accuracy`, with the weights of the losses.
         is_value: The values of a target of lists that are not padding; the others have weight 0. None: all are values.
+        loss: The loss, if it is a part of the model, see `attach_loss`; None: a loss without a state is made.
 
     Raises:
         ConfigError: The loss compares each output of a row with each of its targets, or returns one value for a padded
@@ -195,7 +201,7 @@ def compute_row_losses(
     """
     if is_value is not None:
         target = target.masked_fill(~is_value, 0)
-    loss = make_loss(json.dumps(spec), str(target.device))
+    loss = _make_stateless_loss(json.dumps(spec), str(target.device)) if loss is None else loss
     correct = _is_correct(loss, outputs, target) if accuracy else None
     if isinstance(outputs, Tensor) and outputs.shape == target.shape and outputs.is_floating_point():
         outputs, target = _to_full_precision(outputs), target.to(_to_full_precision(outputs).dtype)
@@ -319,15 +325,84 @@ def _option(loss: Any, name: str) -> Any:
     return None if option is None or option.default is option.empty else option.default
 
 
-@lru_cache(64)
-@torch.inference_mode(False)
-def make_loss(spec: str, device: str) -> Any:
-    """Makes a loss on a device, `str(torch.device)`, once in a process.
+TASK_LOSS = "task_loss"
+"""The name of a loss with a state among the parts of the model."""
 
-    Its weights are made outside inference mode: backward could not save them if an evaluation made the loss first.
+
+def attach_loss(model: nn.Module, spec: Spec) -> None:
+    """Makes a configured loss a part of the model if it is a module with parameters or buffers.
+
+    It is then initialized, trained, averaged, stored and sharded like the other parts. Losses of `torch.nn` have no
+    state: the weights of classes are arguments.
+
+    Raises:
+        ConfigError: The model has another attribute of this name.
     """
+    if not _has_state(make_loss(json.dumps(spec), str(HOST))):
+        return
+    if hasattr(model, TASK_LOSS):
+        raise ConfigError(
+            f"{type(model).__name__} has an attribute {TASK_LOSS}, and {spec['class_path']}, a loss with parameters or"
+            " buffers, becomes the part of the model with this name. Rename the attribute."
+        )
+    if isinstance(model, nn.Sequential):
+        # An `nn.Sequential` calls its parts one after the other, and the loss is none of them.
+        kind = type(model)
+        subclass: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": _iter_layers})
+        model.__class__ = subclass
+    model.add_module(TASK_LOSS, _instantiate_loss(json.dumps(spec)))
+
+
+def load_loss(model: nn.Module, spec: Spec, state: Mapping[str, Tensor]) -> None:
+    """Gives a packaged model, which computes outputs alone, the loss that is stored with its parameters, if any.
+
+    Args:
+        model: The model.
+        spec: The loss.
+        state: The parameters and buffers of the package by name.
+    """
+    attach_loss(model, spec)
+    if (loss := getattr(model, TASK_LOSS, None)) is not None:
+        start = f"{TASK_LOSS}."
+        loss.load_state_dict({name[len(start) :]: value for name, value in state.items() if name.startswith(start)})
+
+
+def _has_state(loss: Any) -> bool:
+    is_torchs = type(loss).__module__ == "torch.nn.modules.loss"
+    return isinstance(loss, nn.Module) and not is_torchs and bool(loss.state_dict())
+
+
+@lru_cache(64)
+def _make_stateless_loss(spec: str, device: str) -> Any:
+    """Makes a loss, see `make_loss`; raises ConfigError for one with parameters or buffers."""
+    loss = make_loss(spec, device)
+    if _has_state(loss):
+        raise ConfigError(
+            f"{type(loss).__name__} has parameters or buffers, and the model has no {TASK_LOSS} that would have their"
+            " values. A build_model of your own attaches it: attach_loss(model, self.loss_spec) of"
+            " ray_app.task.configured_arguments."
+        )
+    return loss
+
+
+def _iter_layers(model: nn.Sequential) -> Iterator[nn.Module]:
+    return (layer for layer in nn.Sequential.__iter__(model) if layer is not model.task_loss)
+
+
+@lru_cache(64)
+def make_loss(spec: str, device: str) -> Any:
+    """Makes a loss on a device, `str(torch.device)`, once in a process, alike in each."""
+    with same_in_each_process():
+        loss = _instantiate_loss(spec, device)
+    return loss.to(device) if isinstance(loss, nn.Module) else loss
+
+
+def _instantiate_loss(spec: str, device: str = str(HOST)) -> Any:
+    """Makes a loss that gives a value for each row or each of its parts; `device` is that of a function's tensors."""
     parsed = json.loads(spec)
-    init_args = {**(parsed.get("init_args") or {}), "reduction": "none"}
+    init_args = dict(parsed.get("init_args") or {})
+    if _takes_reduction(parsed["class_path"]):
+        init_args["reduction"] = "none"
     tensors = {
         name: torch.tensor(init_args[name], dtype=torch.float32)
         for name in _CLASS_WEIGHT_ARGUMENTS
@@ -335,8 +410,16 @@ def make_loss(spec: str, device: str) -> Any:
     }
     if (function := _loss_function(parsed, init_args)) is not None:
         return partial(function, **(init_args | {name: value.to(device) for name, value in tensors.items()}))
-    loss = instantiate({**parsed, "init_args": init_args | tensors}, "task.init_args.loss")
-    return loss.to(device) if isinstance(loss, nn.Module) else loss
+    return instantiate({**parsed, "init_args": init_args | tensors}, "task.init_args.loss")
+
+
+def _takes_reduction(class_path: str) -> bool:
+    """Returns whether a loss has an argument `reduction`; one without it gives a value for each row by itself."""
+    try:
+        parameters = inspect.signature(load_class(class_path)).parameters.values()
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return True
+    return any(p.name == "reduction" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _loss_function(spec: Spec, init_args: dict[str, Any]) -> Any:

@@ -1,8 +1,11 @@
-"""Causal language models of `transformers`, trained on rows of tokens."""
+"""Causal language models, of `transformers` or own modules, trained on rows of tokens."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +22,12 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Losses, Rows, Task
 from ray_app.task.fields import need_column
 from ray_app.task.ragged import LENGTHS, Arrays, Ragged
-from ray_app.task.transforms import Spec, instantiate
+from ray_app.task.transforms import Spec, instantiate_module
+
+_TARGETS = "targets"
+"""The argument of a module that gets the tokens to predict; without it, nanoGPT gives scores of one token only."""
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""The attributes of models of `transformers` that weight `aux_loss`."""
 
 
 class CausalLanguageModel(Task):
@@ -28,10 +36,19 @@ class CausalLanguageModel(Task):
     Rows are blocks of one length (`ray-app ingest --pack`), or texts of any length. Texts are padded at their end. No
     attention mask is needed for that, since no token attends to later ones.
 
+    A model of `transformers` is called with all tokens of a row. Another module is called with all but the last one,
+    and with the tokens after them as `targets` if it has this argument. It returns the scores, (rows, tokens - 1,
+    vocabulary), also as the first of several values, or as `logits` of a dictionary or an object.
+
+    An `aux_loss` that the model returns, such as that of a mixture of experts which balances them, is computed for each
+    logical worker and trained on, with the coefficient of the model's configuration (of another module: 1). Evaluations
+    leave it out.
+
     Args:
         model: The factory of the model by its import path, such as `transformers.AutoModelForCausalLM.from_config` with
-            a `config`, or `transformers.AutoModelForCausalLM.from_pretrained` with a folder of weights. The parameters
-            are converted to float32; `train.precision` says in which precision the model computes.
+            a `config`, `transformers.AutoModelForCausalLM.from_pretrained` with a folder of weights, or a module of
+            your own. The parameters are converted to float32; `train.precision` says in which precision the model
+            computes.
         tokens: Column of lists or arrays of integers.
         max_length: Maximum number of tokens of a row; the end of a longer one is cut off. Default: all are used.
         lora: Arguments of `peft.LoraConfig`, such as `{r: 8, target_modules: [q_proj, v_proj]}`: the model is frozen,
@@ -87,15 +104,12 @@ class CausalLanguageModel(Task):
         """Builds the model, with adapters if `lora` is given.
 
         Raises:
-            ConfigError: The model is not one of `transformers`, its vocabulary lacks tokens of the data, or `peft`
-                refuses the arguments `lora`.
+            ConfigError: The model's vocabulary lacks tokens of the data, `peft` refuses the arguments `lora`, or the
+                model is not of `transformers` and needs more than tokens, or cannot do what is configured.
         """
-        model = instantiate(self.model, "task.init_args.model")
-        if not hasattr(model, "save_pretrained"):
-            raise ConfigError(
-                f"task.init_args.model makes a {type(model).__name__}; it must make a causal language model of"
-                " transformers."
-            )
+        model = instantiate_module(self.model, "task.init_args.model")
+        if not _is_of_transformers(model):
+            self._check_module(model)
         if (message := self.describe_unknown_tokens(model)) is not None:
             raise ConfigError(message)
         if self.gradient_checkpointing:
@@ -109,9 +123,32 @@ class CausalLanguageModel(Task):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"task.init_args.lora is {self.lora}: {error}.") from error
 
+    def _check_module(self, model: nn.Module) -> None:
+        """Refuses a module that is not of `transformers` if it needs, or is to do, what only these can."""
+        name = type(model).__name__
+        _, *more = inspect.signature(model.forward).parameters.values()
+        is_given = {_TARGETS, *(p.name for p in more if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD))}
+        if others := [p.name for p in more if p.default is p.empty and p.name not in is_given]:
+            raise ConfigError(
+                f"{name}.forward needs {', '.join(others)} beside the tokens; a module that is not of transformers gets"
+                f" the tokens alone, and the next ones as {_TARGETS}. Give the other arguments defaults."
+            )
+        if self.lora is not None or self.gradient_checkpointing:
+            raise ConfigError(
+                f"task.init_args.{'gradient_checkpointing' if self.lora is None else 'lora'} is for models of"
+                f" transformers, and {name} is none (it has no save_pretrained). Leave it out, and do this in the"
+                " module."
+            )
+
     def describe_unknown_tokens(self, model: Any) -> str | None:
         """Returns an error message if the data has tokens that a model's vocabulary lacks, otherwise None."""
-        if self.max_token < (vocabulary := model.get_input_embeddings().num_embeddings):
+        if _is_of_transformers(model):
+            vocabulary = model.get_input_embeddings().num_embeddings
+        else:
+            # Another embedding than that of the tokens may be the largest; `describe_leak` then fails.
+            sizes = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+            vocabulary = max(sizes, default=self.max_token + 1)
+        if self.max_token < vocabulary:
             return None
         return (
             f"Column {self.tokens!r} has tokens up to {self.max_token}, the model knows {vocabulary}, 0 to"
@@ -133,13 +170,46 @@ class CausalLanguageModel(Task):
             of a row's tokens. `tokens`, (rows,): the number of these losses, one less than the row has tokens.
         """
         tokens, lengths = batch[self.tokens].long(), batch[self.tokens + LENGTHS]
-        logits = model(input_ids=tokens, use_cache=False).logits
-        labels = tokens[:, 1:]
-        losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="none")
+        outputs = _call(model, tokens, lengths)
+        logits, labels = _logits(outputs, tokens), tokens[:, 1:]
+        losses = functional.cross_entropy(
+            logits[:, : labels.shape[1]].flatten(0, 1), labels.flatten(), reduction="none"
+        )
         # Labels beyond the length of a row are padding.
         is_token = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
         loss_sums = torch.where(is_token, losses.view_as(labels), 0).sum(1)
-        return {"logits": logits, "losses": loss_sums, "tokens": is_token.sum(1)}
+        computed = {"logits": logits, "losses": loss_sums, "tokens": is_token.sum(1)}
+        if model.training and (auxiliary := _auxiliary_loss(model, outputs)) is not None:
+            computed["aux_loss"] = auxiliary
+        return computed
+
+    def describe_leak(self, model: nn.Module, batch: Batch) -> str | None:
+        """Returns an error message if the scores of a token depend on later tokens, which they predict; else None."""
+        tokens, lengths = batch[self.tokens].long(), batch[self.tokens + LENGTHS]
+        last = tokens.shape[1] - 2
+        if last < 1:
+            return None
+        model.eval()
+        others = tokens.clone()
+        others[:, last] = torch.where(tokens[:, last] == max(self.max_token, 1), 0, max(self.max_token, 1))
+        with torch.no_grad():
+            one, other = (_logits(_call(model, rows, lengths), rows)[:, :last].float() for rows in (tokens, others))
+        if torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True):
+            return None
+        return (
+            f"The scores that {type(model).__name__} gives for a token depend on later tokens, which it is to predict."
+            " Mask these in its attention (is_causal); a model of transformers such as BERT needs is_decoder: true in"
+            " its config."
+        )
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
+        """Returns the losses of each row's tokens, plus the weighted `aux_loss` of the batch for each of them."""
+        outputs = self.forward(model, batch)
+        losses = self.loss(outputs, batch)
+        if "aux_loss" not in outputs:
+            return losses
+        shares = outputs["aux_loss"] * outputs["tokens"]
+        return Losses(losses.values + shares, losses.weights, {"aux_loss": shares})
 
     def loss(self, outputs: Any, batch: Batch) -> Losses:
         """Returns the sum of the losses of each row's tokens, and the number of these losses as its weight."""
@@ -169,7 +239,60 @@ class CausalLanguageModel(Task):
         return {"loss": (losses / tokens.clamp(min=1)).numpy(), "tokens": tokens.numpy()}
 
     def export_files(self, model: nn.Module, folder: Path) -> None:
-        """Writes config and merged parameters for `transformers`' `from_pretrained(folder)`."""
+        """Writes config and merged parameters for `transformers`' `from_pretrained(folder)`, of a model of these."""
+        if not _is_of_transformers(model):
+            return
         if self.lora is not None:
             model = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
         model.save_pretrained(folder)  # type: ignore[operator]
+
+
+def _is_of_transformers(model: Any) -> bool:
+    return hasattr(model, "save_pretrained")
+
+
+def _call(model: Any, tokens: Tensor, lengths: Tensor) -> Any:
+    """Calls a model with tokens, (rows, tokens), as it takes them; see `CausalLanguageModel`."""
+    if _is_of_transformers(model):
+        options: dict[str, Tensor] = {}
+        if getattr(model.config, "output_router_logits", False):
+            # What is padding must not count as tokens that the experts share.
+            mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+            options["attention_mask"] = mask.long()
+        return model(input_ids=tokens, use_cache=False, **options)
+    # A row of one token has nothing to predict, and a module may not take rows without tokens.
+    tokens = tokens if tokens.shape[1] > 1 else functional.pad(tokens, (0, 2 - tokens.shape[1]))
+    if _takes_targets(type(getattr(model, "_orig_mod", model))):
+        return model(tokens[:, :-1], **{_TARGETS: tokens[:, 1:]})
+    return model(tokens[:, :-1])
+
+
+@lru_cache(8)
+def _takes_targets(kind: type[nn.Module]) -> bool:
+    return _TARGETS in inspect.signature(kind.forward).parameters
+
+
+def _logits(outputs: Any, tokens: Tensor) -> Tensor:
+    """Returns the scores of a model's outputs; raises ConfigError if there are none."""
+    logits = _part(outputs, "logits") if not isinstance(outputs, list | tuple) else outputs[0]
+    logits = outputs if isinstance(outputs, Tensor) else logits
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] < tokens.shape[1] - 1:
+        shape = f" of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else ""
+        raise ConfigError(
+            f"The language model returned a {type(outputs).__name__}{shape} for tokens of shape {tuple(tokens.shape)};"
+            " it must return the scores of the next token for each token but the last, (rows, tokens - 1, vocabulary):"
+            " alone, first of several values, or as logits of a dictionary or an object."
+        )
+    return logits
+
+
+def _part(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def _auxiliary_loss(model: Any, outputs: Any) -> Tensor | None:
+    """Returns the weighted `aux_loss` that a model has computed; None without one, or if its weight is unknown."""
+    loss = _part(outputs, "aux_loss")
+    weights = (getattr(model, name, None) for name in _COEFFICIENTS)
+    weight = next((one for one in weights if one is not None), None if _is_of_transformers(model) else 1)
+    return None if weight is None or not isinstance(loss, Tensor) else weight * loss

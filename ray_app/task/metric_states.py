@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Task
+from ray_app.task.transforms import same_in_each_process
 from ray_app.torch_private import registered_buffers
 
 States = dict[str, Any]
@@ -43,7 +44,8 @@ def make_metrics(task: Task) -> MetricCollection:
     """
     from torchmetrics import MetricCollection
 
-    metrics = task.metrics()
+    with same_in_each_process():
+        metrics = task.metrics()
     if not isinstance(metrics, MetricCollection):
         raise ConfigError(
             f"{type(task).__name__}.metrics returned a {type(metrics).__name__}; it must return a"

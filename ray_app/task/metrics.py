@@ -124,7 +124,7 @@ def score(
         # model would make here and keep.
         with user_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.no_grad():
             for first, some, outputs in _forward_passes(partial(forward or task.eval_outputs, model), batch, size):
-                losses.append(Losses.of(task.loss(outputs, some)))
+                losses.append(Losses.of(task.compute_loss(model, outputs, some)))
                 task.update(metrics, outputs, some)
                 mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MAX_MISTAKES)]
         worst_mistakes = []

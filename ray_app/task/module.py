@@ -20,8 +20,10 @@ from ray_app.task.answers import class_answers, label_answers
 from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import find_mistakes, predict_classes
 from ray_app.task.configured_arguments import (
+    TASK_LOSS,
     Activation,
     activation_of,
+    attach_loss,
     compute_row_losses,
     need_channels,
     need_flat,
@@ -86,7 +88,8 @@ class ModuleTask(Task):
         loss: Called with outputs and target, such as `torch.nn.CrossEntropyLoss`. The mean is over the global batch; a
             row with several loss values (pixels, except those of `ignore_index`) counts once for each. Lists as
             `weight` and `pos_weight` are weights of classes. A target of the outputs' shape is converted to their type
-            (`torch.nn.BCEWithLogitsLoss`).
+            (`torch.nn.BCEWithLogitsLoss`). A loss that has parameters or buffers is a part of the model, `task_loss`:
+            it is trained and stored with it.
         output: The key or attribute of the model's outputs to compare, where they are a dictionary or an object:
             `logits`, `out`.
         classes_last: Whether the scores of classes are on the last axis of the outputs, as models of `transformers`
@@ -196,9 +199,9 @@ class ModuleTask(Task):
         )
         if type(self).loss is ModuleTask.loss:
             need_flat(data, self.target, facts[self.target])
-        beside_images = any(is_image_column(facts[name]) for name in self._columns_of_model())
+        beside_images = any(is_image_column(facts[name]) for name in self.columns_of_model())
         for name, column in facts.items():
-            is_target = name not in self._columns_of_model()
+            is_target = name not in self.columns_of_model()
             if is_target and beside_images and is_mask(column):
                 prepared.kinds[name] = MASK
             else:
@@ -236,16 +239,17 @@ class ModuleTask(Task):
     def _input_names(self) -> list[str]:
         return list(self.inputs.values() if isinstance(self.inputs, dict) else self.inputs)
 
-    def _columns_of_model(self) -> list[str]:
+    def columns_of_model(self) -> list[str]:
+        """Returns the columns that the model gets, those of `inputs`."""
         return list(dict.fromkeys(name.removesuffix(_MASK_SUFFIX) for name in self._input_names()))
 
     def columns(self) -> list[str]:
         """Returns the columns to read, see `Task.columns`."""
-        return list(dict.fromkeys([*self._columns_of_model(), self.target]))
+        return list(dict.fromkeys([*self.columns_of_model(), self.target]))
 
     def targets(self) -> list[str]:
         """Returns the target columns, see `Task.targets`."""
-        return [] if self.target in self._columns_of_model() else [self.target]
+        return [] if self.target in self.columns_of_model() else [self.target]
 
     @property
     def has_epoch_decode(self) -> bool:
@@ -264,7 +268,7 @@ class ModuleTask(Task):
 
     def _decoded(self, rows: Rows, transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None) -> Arrays:
         if self.classes_last:
-            need_as_long(rows, self.target, self._columns_of_model())
+            need_as_long(rows, self.target, self.columns_of_model())
         images = {name: kind for name, kind in self.kinds.items() if kind in (IMAGE, MASK)}
         fields: dict[str, Field] = {
             name: self._values(rows[name], kind) for name, kind in self.kinds.items() if name not in images
@@ -285,8 +289,16 @@ class ModuleTask(Task):
         return cut.padded_with(self.pad_with, self.pad_to)
 
     def build_model(self) -> nn.Module:
-        """Builds the model, see `Task.build_model`."""
-        return instantiate_module(self.model, "task.init_args.model")
+        """Builds the model, see `Task.build_model`; a loss that has parameters or buffers becomes a part of it."""
+        model = instantiate_module(self.model, "task.init_args.model")
+        if type(self).loss is ModuleTask.loss:
+            attach_loss(model, self.loss_spec)
+        return model
+
+    def shard_units(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the units of `Task.shard_units`, and the loss that is a part of the model."""
+        units = super().shard_units(model)
+        return list(dict.fromkeys([*units, model.get_submodule(TASK_LOSS)])) if hasattr(model, TASK_LOSS) else units
 
     def _input(self, batch: Batch, name: str) -> Tensor:
         """Returns a column of a batch, or its padding mask, as the model gets it."""
@@ -348,10 +360,17 @@ class ModuleTask(Task):
         return self._input(batch, self.target + _MASK_SUFFIX).bool() if self.kinds[self.target] == "list" else None
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
-        """Computes the loss of every row, see `compute_row_losses`."""
-        return compute_row_losses(
-            self.loss_spec, *self._compared(outputs, batch), self.train_accuracy, self._target_mask(batch)
-        )
+        """Computes the loss of every row, see `compute_row_losses`, by a loss that is no part of the model."""
+        return self._row_losses(None, outputs, batch)
+
+    def _row_losses(self, loss: nn.Module | None, outputs: Any, batch: Batch) -> Tensor | Losses:
+        compared, is_value = self._compared(outputs, batch), self._target_mask(batch)
+        return compute_row_losses(self.loss_spec, *compared, self.train_accuracy, is_value, loss)
+
+    def compute_loss(self, model: nn.Module, outputs: Any, batch: Batch) -> Tensor | Losses:
+        """Returns `loss`, or that of the loss that is a part of the model; see `Task.compute_loss`."""
+        own = getattr(model, TASK_LOSS, None)
+        return self.loss(outputs, batch) if own is None else self._row_losses(own, outputs, batch)
 
     def metrics(self) -> MetricCollection:
         """Makes the configured metrics."""
@@ -401,7 +420,7 @@ class ModuleTask(Task):
             name, values = "predicted", outputs
             if self.classes_last and outputs.ndim == 3:
                 name, values = "predicted_index", outputs.argmax(2)
-            return {name: strip_padding(values, batch, self._columns_of_model())}
+            return {name: strip_padding(values, batch, self.columns_of_model())}
         if self._classifies(outputs):
             return predict_classes(outputs, self.classes)
         axes = outputs.ndim if isinstance(outputs, Tensor) else 0

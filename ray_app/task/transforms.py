@@ -8,7 +8,9 @@ process that reads it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -160,12 +162,29 @@ def instantiate_once(spec: Any, field: str) -> Any:
     return _instantiate_json(json.dumps(spec), field)
 
 
-# Inference mode is off, because an evaluation may be the first caller, and training cannot use tensors that are made in
-# that mode.
+@contextmanager
+def same_in_each_process() -> Iterator[None]:
+    """Makes objects of the user in the block draw the same numbers in every process, and restores the generators.
+
+    Inference mode is off in it, since an evaluation may be the first to make an object, and backward cannot use tensors
+    that are made in that mode.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
 @lru_cache(64)
-@torch.inference_mode(False)
 def _instantiate_json(spec: str, field: str) -> Any:
-    return instantiate(json.loads(spec), field)
+    with same_in_each_process():
+        return instantiate(json.loads(spec), field)
 
 
 def apply_transforms(sample: Any, transforms: Sequence[Any], key: int | None) -> Any:

@@ -27,6 +27,26 @@ class AdaptiveStepSize(Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] * group["size"])
 
 
+class NoisySgd(torch.optim.SGD):
+    """Stochastic gradient Langevin dynamics, with noise from torch's generator or from one of its own.
+
+    Args:
+        has_generator: Whether it has a generator of its own.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.05, has_generator: bool = False) -> None:
+        super().__init__(params, lr)
+        self.rng = np.random.default_rng(0)
+        self.has_generator = has_generator
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=self.rng.random() if self.has_generator else 0.01)
+
+
 class CountingSgd(Optimizer):
     """An optimizer that counts its steps in an attribute."""
 

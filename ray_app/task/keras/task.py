@@ -224,11 +224,11 @@ class KerasTask(BatchTask):
 
     def columns(self) -> list[str]:
         """Returns the columns to read, see `Task.columns`."""
-        return list(dict.fromkeys([*self._columns_of_model(), *_names_in(self.model_target), *self.weight_columns()]))
+        return list(dict.fromkeys([*self.columns_of_model(), *_names_in(self.model_target), *self.weight_columns()]))
 
     def targets(self) -> list[str]:
         """Returns the columns that a prediction does not read, see `Task.targets`."""
-        return [name for name in self.columns() if name not in self._columns_of_model()]
+        return [name for name in self.columns() if name not in self.columns_of_model()]
 
     def weight_columns(self) -> list[str]:
         """Returns the column of the weights of rows, if one is named."""

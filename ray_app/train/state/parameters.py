@@ -23,6 +23,7 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
 from ray_app.storage.files import to_location
+from ray_app.task.configured_arguments import TASK_LOSS
 from ray_app.torch_private import BatchNorm, foreach_lerp_
 
 _MAX_NAMES = 12
@@ -286,13 +287,19 @@ def load_initial_parameters(model: nn.Module, initial: dict[str, Tensor], init_f
 
     Args:
         model: The model as its task built it.
-        initial: Parameters and persistent buffers by name.
+        initial: Parameters and persistent buffers by name. A loss of the task (`task_loss`) may be missing, which then
+            keeps its values, or be there although this model has none.
         init_from: Value of `train.init_from`, for the error.
 
     Raises:
         ConfigError: The parameters do not fit the model.
     """
-    problems = _differences(model.state_dict(), initial)
+    expected = model.state_dict()
+    of_loss = {name: value for name, value in expected.items() if name.startswith(f"{TASK_LOSS}.")}
+    initial = of_loss | {
+        name: value for name, value in initial.items() if name in expected or not name.startswith(f"{TASK_LOSS}.")
+    }
+    problems = _differences(expected, initial)
     if problems:
         raise ConfigError(
             f"train.init_from {init_from!r} does not fit the model: {'; '.join(problems)}. Give parameters of the same"

@@ -238,6 +238,7 @@ class TrainingState:
         self._device = device
         self._total_steps = total_steps
         self._placement = placement or Placement()
+        self._has_own_update = isinstance(task, Task) and type(task).apply_gradients is not Task.apply_gradients
         self.step = NO_STATE
         self.model, self._frozen_layers = self._build_model()
         self.model.to(device)
@@ -377,8 +378,12 @@ class TrainingState:
 
     def _apply_gradients(self) -> None:
         """Updates the parameters of the master model and their average."""
+        optimizer = self._next_optimizer
+        if self._has_own_update or not type(optimizer).__module__.startswith("torch."):
+            # It may draw, the generators of the ranks differ after their logical workers, and the parameters must not.
+            seed_step(self._config.seed, 0, self.step, _UPDATE, self._device)
         with user_code(lambda: "the update of the parameters"):
-            self._task.apply_gradients(self.master, self._next_optimizer)
+            self._task.apply_gradients(self.master, optimizer)
         if self.average is not None:
             self.average.update(self.step)
 
@@ -496,6 +501,8 @@ class LossScale:
 
 # The salts of the keys are different, so that building the model and the steps draw different random numbers.
 _INIT_SALT, _STEP_SALT = 21, 22
+_UPDATE = 1 << 32
+"""The number in place of a logical worker's for what an update of the parameters draws."""
 
 
 def seed_init(seed: int, device: torch.device) -> None:

@@ -49,8 +49,30 @@ def test_the_digits_pass_every_check(
     ]
     assert main([f"--config={ROOT}/conf/digits.yaml", *arguments]) == 0
     lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith(" ")]
-    names = ["configuration", "data", "task", "plan", "code", "rows", "cache", "evaluation data", "model", "one row"]
-    names += ["normalization", "rare rows", "metrics", "optimizer", "schedule", "data files", *TOPICS[1:]]
+    names = [
+        "configuration",
+        "data",
+        "task",
+        "plan",
+        "code",
+        "rows",
+        "cache",
+        "decoded again",
+        "evaluation data",
+        "model",
+    ]
+    names += [
+        "one row",
+        "outputs",
+        "kept state",
+        "normalization",
+        "rare rows",
+        "metrics",
+        "optimizer",
+        "schedule",
+        "data files",
+    ]
+    names += TOPICS[1:]
     assert [re.split(r"  +", line)[:2] for line in lines] == [["ok", name] for name in names]
     assert all(re.match(r"ok .*\d\.\d\d s  [A-Za-z0-9]", line) for line in lines), "a line lacks its duration"
     assert list(tmp_path.iterdir()) == [], "the check left files behind"

@@ -5,6 +5,7 @@ loads.
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,27 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch import Tensor, nn
 
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.export import load_model, write_export
+from ray_app.task.base import sum_losses
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Ragged, to_batch
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
+from ray_app.train.loop import train
+from ray_app.train.membership import SingleProcessMembership
+from ray_app.train.state.state import TrainingState
 from tests.support.local_world import CPU, make_job
+from tests.support.paths import ROOT
 from tests.support.shifting_world import KillOnce, train_shifting
 
 WORDS, ROWS = 50, 44
 SMALL = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+EMBEDDING = ("num_embeddings", "embedding_dim")
 LORA = {"r": 2, "target_modules": ["c_attn"], "lora_dropout": 0.1}
 
 
@@ -195,8 +203,16 @@ def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, t
             "has tokens up to 49, the model knows 40, 0 to 39. Set the config's vocab_size",
         ),
         (
-            CausalLanguageModel({"class_path": "torch.nn.ReLU"}),
-            "makes a ReLU; it must make a causal language model of transformers",
+            CausalLanguageModel({"class_path": "torch.nn.KLDivLoss"}),
+            "KLDivLoss.forward needs target beside the tokens; a module that is not of transformers gets the tokens",
+        ),
+        (
+            CausalLanguageModel({"class_path": "torch.nn.ReLU"}, lora=LORA),
+            "task.init_args.lora is for models of transformers, and ReLU is none",
+        ),
+        (
+            CausalLanguageModel({"class_path": "torch.nn.Embedding", "init_args": dict.fromkeys(EMBEDDING, 40)}),
+            "has tokens up to 49, the model knows 40, 0 to 39",
         ),
         (CausalLanguageModel(spec(), lora={"r": 2, "layers": ["c_attn"]}), "unexpected keyword argument 'layers'"),
         (
@@ -209,3 +225,72 @@ def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, t
 def test_invalid_models_adapters_and_columns_are_refused(task: CausalLanguageModel, message: str, data: Path) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         task.prepare(open_dataset(str(data)).facts).build_model()
+
+
+class LeakyModel(nn.Module):
+    """A language model whose scores see the next token, with an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Embedding(WORDS, WORDS)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.scores(tokens.roll(-1, 1)), "aux_loss": self.scores.weight.square().mean()}
+
+
+def import_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the module of docs/language-model.md importable as `own_gpt`."""
+    code = (ROOT / "docs/language-model.md").read_text().split("```python\nimport torch\n")[1].split("```")[0]
+    (folder / "own_gpt.py").write_text(f"import torch\n{code}")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "own_gpt", raising=False)
+
+
+def test_the_gpt_of_the_page_trains_as_in_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_page(tmp_path, monkeypatch)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, WORDS, (12, 9)))
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"tokens": pa.array(tokens.tolist(), pa.list_(pa.int64()))}), tmp_path / "data/0.parquet")
+    task = CausalLanguageModel({"class_path": "own_gpt.GPT", "init_args": {"vocabulary": WORDS, "positions": 8}})
+    fields = {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}, "train__epochs": 5}
+    job = make_job(tmp_path / "run", tmp_path / "data", logical_workers=2, batch=12, task=task, **fields)
+    train(job, SingleProcessMembership(2, lambda: False), cache_windows, CPU, Hooks())
+    plain = TrainingState(job.config, job.task, CPU, 5).model
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(5):
+        optimizer.zero_grad()
+        plain(tokens[:, :-1], tokens[:, 1:])[1].backward()
+        optimizer.step()
+    for name, value in read_trained_run(job).snapshot.model.items():
+        assert torch.allclose(value, plain.state_dict()[name], atol=1e-5), name
+    batch = to_batch({"tokens": Ragged.of([[5], []], np.int32)})
+    assert job.task.loss(job.task.forward(plain, batch), batch).values.tolist() == [0, 0]  # type: ignore[union-attr]
+    assert task.describe_leak(plain, to_batch({"tokens": Ragged.of(tokens.numpy(), np.int64)})) is None
+
+
+def test_a_model_that_sees_later_tokens_is_refused_and_its_auxiliary_loss_is_trained_on() -> None:
+    task, model = CausalLanguageModel({"class_path": f"{__name__}.LeakyModel"}), LeakyModel()
+    batch = to_batch({"tokens": Ragged.of([[1, 2, 3, 4], [5, 6]], np.int32)})
+    assert "for a token depend on later tokens" in str(task.describe_leak(model, batch))
+    losses = task.training_loss(model.train(), batch)
+    added = losses.values - task.forward(model, batch)["losses"]
+    assert torch.allclose(added, model.scores.weight.square().mean() * torch.tensor([3, 1]))
+    assert torch.allclose(losses.metrics["aux_loss"], added)
+    assert "aux_loss" not in task.forward(model.eval(), batch)
+
+
+def test_a_mixture_of_experts_trains_on_what_transformers_trains_on() -> None:
+    """Also without padding: the experts are balanced for the tokens of the rows alone."""
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "output_router_logits": True}
+    config = {"class_path": "transformers.MixtralConfig", "init_args": {**sizes, **heads, "router_aux_loss_coef": 3.0}}
+    factory = "transformers.AutoModelForCausalLM.from_config"
+    task = CausalLanguageModel({"class_path": factory, "init_args": {"config": config}})
+    model = task.build_model().train()
+    batch = to_batch({"tokens": Ragged.of([[1, 2, 3, 4], [5, 6]], np.int32)})
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    labels = batch["tokens"].long().masked_fill(mask == 0, -100)
+    expected = model(input_ids=batch["tokens"].long(), attention_mask=mask, labels=labels).loss
+    sums = sum_losses(task, task.training_loss(model, batch))
+    assert sums.loss / sums.weight == pytest.approx(expected.item(), rel=1e-5)
+    assert sums.metrics["aux_loss"] / sums.weight > 1

@@ -550,6 +550,15 @@ def test_an_optimizer_with_state_in_its_attributes_is_refused(tmp_path: Path) ->
     )
 
 
+def test_an_optimizer_may_draw_from_torch_where_it_updates_whole_parameters(tmp_path: Path) -> None:
+    optimizer: dict[str, Any] = {"class_path": "tests.support.odd_optimizers.NoisySgd"}
+    dry_run_task(tmp_path / "a", TinyImages(), optimizer=optimizer)
+    with pytest.raises(ConfigError, match=r"draws random numbers for whole parameters, and train\.strategy fsdp"):
+        dry_run_task(tmp_path / "b", TinyImages(), optimizer=optimizer, train__strategy="fsdp")
+    with pytest.raises(ConfigError, match=r"keeps rng in itself \(self.rng\), which no checkpoint has"):
+        dry_run_task(tmp_path / "c", TinyImages(), optimizer={**optimizer, "init_args": {"has_generator": True}})
+
+
 def test_a_learning_rate_that_a_checkpoint_cannot_load_is_refused(tmp_path: Path) -> None:
     def schedule(function: str) -> dict[str, Any]:
         init_args = {"lr_lambda": f"tests.support.odd_optimizers.{function}"}

@@ -46,8 +46,7 @@ def line_of(code: str) -> str:
         ),
         (
             "transform",
-            "augment draws from a generator of its own, Impure.transform.random_generator (numpy's Generator). Draw"
-            " from the keys",
+            "augment draws from a generator of its own, Impure.transform.random_generator. Draw from the keys",
         ),
         ("kept", "training_loss gives something else when it is called again"),
     ],

@@ -1,0 +1,212 @@
+"""Checks of what the objects of the user keep from one call for the next.
+
+State outside the model belongs to one process: its value depends on how many logical workers the process has run, and
+no checkpoint has it. So a parameter outside the model is refused, and so are counters, tensors and generators that a
+task, a loss, a transform or a part of the model changes with every call.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ray_app.devices import HOST
+from ray_app.errors import ConfigError
+from ray_app.preflight.context import PreflightContext
+from ray_app.preflight.gradient_checks import graph_nodes
+from ray_app.preflight.purity import is_same, iter_parts, kept_values
+from ray_app.task.base import Batch, Losses, Task
+from ray_app.task.configured_arguments import make_loss
+from ray_app.task.module import ModuleTask
+from ray_app.task.ragged import to_batch
+from ray_app.task.transforms import instantiate_once
+from ray_app.task.user_code import is_user_code, user_code
+from ray_app.train.state.state import seed_step
+
+_IN_TRAINING = (
+    "Keep it in the model, where it is stored and every logical worker starts a step from the same: as a buffer"
+    " (register_buffer) or a parameter. Random numbers come from torch's generators in the model and the loss, and from"
+    " the keys in augment"
+)
+_IN_READERS = "A row is decoded from its values and its key alone: draw from torch's generators, or from the key"
+
+
+def check_decoding_state(context: PreflightContext) -> list[str]:
+    """Refuses tasks and transforms that decode a row by something that they keep; see `_check_calls`."""
+    task, rows = context.task, context.undecoded_row
+    roots, warnings = _list_roots(task, nn.Module()), list[str]()
+    calls: dict[str, Callable[[], Any]] = {"decode": lambda: task.decode(rows)}
+    if task.has_epoch_decode:
+        calls["decode_training"] = lambda: task.decode_training(rows, np.array([3], np.int64))
+    for name, call in calls.items():
+        warnings += _check_calls(task, f"{name} of a row", call, partial(kept_values, roots), _IN_READERS)
+    return warnings
+
+
+def check_kept_state(context: PreflightContext) -> list[str]:
+    """Refuses tasks, losses and models that train by something outside the model's parameters and buffers.
+
+    Raises:
+        ConfigError: A trained parameter is no part of the model, or an attribute changes with every call.
+    """
+    task, model = context.task, context.model
+    roots = _list_roots(task, model)
+    skip = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())} - set(map(id, roots.values()))
+    read_values = partial(kept_values, roots, skip)
+    call = partial(_training_losses, context)
+    return list(_check_calls(task, "the training loss of two rows", call, read_values, _IN_TRAINING))
+
+
+def _training_losses(context: PreflightContext) -> list[Tensor]:
+    """Returns the training losses of the rows that the task accepts; leaves buffers and modes as they were."""
+    row_probe, model = context.row_probe, context.model
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    values = [Losses.of(losses).values for _, losses in row_probe.losses(make_fields(context))]
+    for one in values:
+        refuse_outside_parameters(model, one)
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    return values
+
+
+def make_fields(context: PreflightContext) -> Batch:
+    """Returns the rows that the task accepts as a training batch, and puts the model into training mode."""
+    context.row_probe.state.train()
+    rows = context.accepted_rows
+    return context.task.augment(to_batch(rows), torch.arange(len(next(iter(rows.values())))))
+
+
+def refuse_outside_parameters(model: nn.Module, losses: Tensor) -> None:
+    """Refuses losses that depend on a parameter which is no part of the model, by the autograd graph."""
+    of_model = {id(p) for p in model.parameters()}
+    leaves = (getattr(node, "variable", None) for node in graph_nodes(losses) or ())
+    outside = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in of_model), None)
+    if outside is not None:
+        raise ConfigError(
+            f"The training loss depends on {_describe_parameter(outside)}, which is no part of the model: each process"
+            " would draw it by itself, and nothing trains or stores it. Make its module a part of the model that"
+            " build_model returns (self.criterion = ... in it); the loss of task.init_args.loss becomes one by itself."
+        )
+
+
+def _describe_parameter(parameter: nn.Parameter) -> str:
+    """Returns the name of a parameter with the class of its module, or its shape if no module has it."""
+    for module in gc.get_objects():
+        if issubclass(type(module), nn.Module):
+            for name, candidate in module.named_parameters(recurse=False):
+                if candidate is parameter:
+                    return f"the parameter {name} of {type(module).__name__}"
+    return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def _check_calls(
+    task: Task, result: str, call: Callable[[], Any], read_values: Callable[[], dict[str, Any]], advice: str
+) -> Iterator[str]:
+    """Makes a call three times, and refuses attributes that the last one changes; yields a warning for other results.
+
+    The first call may fill caches.
+    """
+    results = []
+    for _ in range(3):
+        before = read_values()
+        seed_step(0, 0, 0, 0, HOST)
+        with user_code(lambda: f"{result}, computed three times"):
+            results.append(call())
+    after = read_values()
+    if changed := [name for name, value in before.items() if not is_same(value, after.get(name, value))]:
+        raise ConfigError(
+            f"{changed[0]} changes with every call: {result} was computed three times, with the same rows, keys and"
+            " seeds. Each worker and each reader has a value of its own, so the result would depend on their number,"
+            f" and no checkpoint has it. {advice}."
+        )
+    if not is_same(results[1], results[2]):
+        yield (
+            f"{result} is another when {type(task).__name__} computes it again with the same rows, keys and seeds of"
+            " torch's, so two runs differ. `ray-app check` names the line."
+        )
+
+
+def _list_roots(task: Task, model: nn.Module) -> dict[str, Any]:
+    """Returns the objects of the user that a training calls, and the variables of the files of their classes, by name.
+
+    Modules of libraries are left out: they keep figures of their own, such as the longest sequence so far.
+    """
+    roots: dict[str, Any] = {type(task).__name__: task}
+    if isinstance(task, ModuleTask):
+        if type(task).loss is ModuleTask.loss and task.loss_spec:
+            roots["task.init_args.loss"] = make_loss(json.dumps(task.loss_spec), str(HOST))
+        for field in (f"task.init_args.{name}" for name in ("transforms", "evaluate_transforms")):
+            roots[field] = instantiate_once(getattr(task, field.rpartition(".")[2]), field)
+    for name, module in model.named_modules():
+        if _file_of(type(module)) and not hasattr(module, "_update_count"):
+            roots[".".join(filter(None, ("model", name)))] = module
+    kinds = [type(one) for root in roots.values() for one in (root if isinstance(root, list) else [root])]
+    names = {kind.__module__ for kind in kinds if _file_of(kind)}
+    return roots | {name: {k: v for k, v in vars(sys.modules[name]).items() if k[:2] != "__"} for name in sorted(names)}
+
+
+def _file_of(kind: type) -> str | None:
+    """Returns the file of a class if the user has written it, otherwise None."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file if file and not kind.__module__.startswith("ray_app.") and is_user_code(file) else None
+
+
+def name_unused_outputs(context: PreflightContext) -> list[str]:
+    """Returns a sentence for what the model computes and the training loss does not depend on, by the autograd graph.
+
+    These are outputs, and numbers that a part keeps as an attribute, as a mixture of experts does. A number that equals
+    the mean loss of the rows is the same loss, computed by the model.
+    """
+    task, model = context.task, context.model
+    computed: list[tuple[str, Tensor]] = []
+    hook = model.register_forward_hook(lambda _, __, outputs: computed.extend(_list_tensors("output", outputs)))
+    nodes, means = set[Any](), list[float]()
+    try:
+        for losses in map(Losses.of, (losses for _, losses in context.row_probe.losses(make_fields(context)))):
+            nodes |= graph_nodes(losses.values) or set()
+            weight = len(losses.values) if losses.weights is None else float(losses.weights.sum())
+            means.append(float(losses.values.detach().sum()) / (weight or 1))
+    finally:
+        hook.remove()
+    for name, module in model.named_modules():
+        kept = [(key, value) for key, value in vars(module).items() if isinstance(value, Tensor) and value.numel() == 1]
+        computed += [(f"{name or type(model).__name__}.{key}", value) for key, value in kept]
+    unused = [
+        name
+        for name, value in computed
+        if value.grad_fn is not None
+        and value.grad_fn not in nodes
+        and not (value.numel() == 1 and any(math.isclose(value.item(), mean, rel_tol=1e-4) for mean in means))
+    ]
+    messages = []
+    if nodes and unused:
+        messages.append(
+            f"The model computes {', '.join(dict.fromkeys(unused))}, and the training loss does not depend on it:"
+            " nothing is trained by it. Where it is a loss, add it in Task.training_loss (docs/own-task.md); else this"
+            " is only a note."
+        )
+    if isinstance(task, ModuleTask) and task.target in (columns := task.columns_of_model()) and len(columns) > 1:
+        messages.append(
+            f"Column {task.target!r} is the target and also an input: the model is given what it is to predict, and a"
+            " prediction needs this column. Leave it out of task.init_args.inputs unless this is meant."
+        )
+    return messages
+
+
+def _list_tensors(name: str, outputs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a model's outputs with their names."""
+    if isinstance(outputs, Tensor):
+        yield name, outputs
+    elif isinstance(outputs, Mapping | list | tuple) or name == "output":
+        for key, part in iter_parts(outputs):
+            yield from _list_tensors(f"{name}{key}", part)
