@@ -146,12 +146,12 @@ def read_rows(root: str, manifest: Manifest, columns: list[str]) -> Iterator[dic
                     yield table_to_rows(table.slice(first, _BLOCK_ROWS))
 
 
-DESCRIPTION = "dataset.json"
+DESCRIPTION = "_dataset.json"
 """File in which an ingest describes a data set: its classes, columns, shards and source."""
 FORMAT_VERSION = 1
-"""The version of `dataset.json`; a new meaning of an existing field needs a new one."""
+"""The version of `_dataset.json`; a new meaning of an existing field needs a new one."""
 UNFINISHED_MARKER = "_ingest.json"
-"""File in a data set in a bucket that an ingest is writing; the ingest writes `dataset.json` last."""
+"""File in a data set in a bucket that an ingest is writing; the ingest writes `_dataset.json` last."""
 _INDEX_NAMES = re.compile(r"|__index_level_\d+__|Unnamed: \d+")
 
 
@@ -171,7 +171,7 @@ def open_dataset(path: str) -> Dataset:
 
     Raises:
         DataError: The path does not exist, a file is not Parquet, the files have different columns, there are no rows,
-            or `read_description` refuses `dataset.json`.
+            or `read_description` refuses `_dataset.json`.
     """
     target = to_location(path)
     is_file = not is_folder(target)
@@ -221,7 +221,7 @@ def _facts(path: str, root: Location, footers: Footers, manifest: Manifest) -> D
 
 
 def read_description(root: Location) -> dict[str, Any] | None:
-    """Returns the content of a data set's `dataset.json`; None if it has none.
+    """Returns the content of a data set's `_dataset.json`; None if it has none.
 
     Raises:
         DataError: The file is damaged, or a newer version of this application wrote it.

@@ -1,4 +1,4 @@
-"""The ingest: turns raw data into Parquet shards with a `dataset.json`.
+"""The ingest: turns raw data into Parquet shards with a `_dataset.json`.
 
 1. A reader (`readers/`) cuts the source into input splits, by its content and not by the number of tasks.
 2. Each input split is a task (`splits.py`), in threads or on a cluster. It streams tables with a `row_id`, renames
@@ -163,7 +163,7 @@ _PARQUET = FormatTraits(has_output=False)
 
 
 def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSummary:
-    """Turns raw data into one or more folders of Parquet shards, each with a `dataset.json`.
+    """Turns raw data into one or more folders of Parquet shards, each with a `_dataset.json`.
 
     Memory is bounded by a row group and a block of the source for each task at a time, not by the data; with
     `split_by` the different values of that column are in memory, too. The target
@@ -330,7 +330,7 @@ def describe(path: str) -> DatasetSummary:
 
 
 def _summary(out: str, described: dict[str, dict[str, Any]], reused: bool) -> DatasetSummary:
-    """Returns the content of each `dataset.json` as a summary, `train` before `eval`, and logs its notes."""
+    """Returns the content of each `_dataset.json` as a summary, `train` before `eval`, and logs its notes."""
     names = {f.name for f in fields(PartSummary)} - {"path"}
     parts = {}
     for side in sorted(described, reverse=True):
@@ -378,7 +378,7 @@ def _write_all(
     folder: Location,
     run: base.Run,
 ) -> None:
-    """Writes the shards of all parts, then each `dataset.json`."""
+    """Writes the shards of all parts, then each `_dataset.json`."""
     records, text_columns = _write_input_splits(parts, sides, options, folder, run)
     part_of = {side: part for part in parts for side in sides[part.name]}
     refused = {side: [row for record in records[side] for row in record["refused"]] for side in records}
@@ -403,7 +403,7 @@ def _write_all(
             facts["rows_in"] = sum(record["texts"] for record in records[side]) + len(refused[side])
         target = side_folder(folder, side)
         if refused[side] or part.skipped_files:
-            put_atomic(target / "refused.jsonl", format_refused([*refused[side], *part.skipped_files]))
+            put_atomic(target / "_refused.jsonl", format_refused([*refused[side], *part.skipped_files]))
         description = {"format_version": FORMAT_VERSION, "source": options.source, **facts}
         description |= {"parts": sorted(part_of), "made_from": made_from}
         shards = {shard["path"] for shard in facts["shards"]}

@@ -144,7 +144,7 @@ class IngestOptions:
         check: For images, coco, voc, yolo, webdataset, tfrecord and hf: decode each image now, so that a damaged one is
             refused here and not in training.
         on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in
-            `refused.jsonl`.
+            `_refused.jsonl`.
         max_bad_rows: Maximum rows that skip may leave out.
         shard_rows: Maximum rows of one Parquet file.
         row_group_rows: Maximum rows of one row group. Default: 500, few against a shuffle window, which reads whole

@@ -2,7 +2,7 @@
 
 On a disk an ingest writes everything into a folder beside the target, which one rename turns into the target at the
 end. S3 has no rename: there the ingest writes the target itself, and `_ingest.json` marks each data set as incomplete
-until its `dataset.json` is written. In both cases the next ingest with the same options and files finds what an
+until its `_dataset.json` is written. In both cases the next ingest with the same options and files finds what an
 interrupted one has finished.
 """
 
@@ -54,10 +54,10 @@ def has_files(folder: Location, described: list[dict[str, Any]]) -> bool:
 
 
 def load_existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Returns the content of each `dataset.json` in `out` by data set; None if `out` can be written.
+    """Returns the content of each `_dataset.json` in `out` by data set; None if `out` can be written.
 
     Raises ConfigError unless all data sets in `out` were made from `made_from`, and DataError if `read_description`
-    refuses a `dataset.json`.
+    refuses a `_dataset.json`.
     """
     if isinstance(out, Path) and out.exists() and not out.is_dir():
         raise _occupied_error(out, "is a file")
@@ -90,7 +90,7 @@ def _is_resumable(out: Location, inner: list[str], parts: dict[str, Any], made_f
 def _difference(out: Location, parts: dict[str, Any], made_from: dict[str, Any]) -> str:
     """Returns the reason why the data sets in `out` are not what this ingest would make; "" if they are."""
     if not parts:
-        return "holds no data set (no dataset.json)"
+        return "holds no data set (no _dataset.json)"
     now, defaults = made_from["options"], {option.name: option.default for option in fields(IngestOptions)}
     for name, part in parts.items():
         if sorted(parts) != part.get("parts"):
@@ -163,7 +163,7 @@ def discard(folder: Location) -> None:
 
 
 def finish_output(folder: Location, out: Location, sides: list[str]) -> None:
-    """Turns the written folder into the target; each data set in it has its `dataset.json`."""
+    """Turns the written folder into the target; each data set in it has its `_dataset.json`."""
     remove_tree(folder / RECORDS)
     remove_tree(folder / RUNS)
     remove_temporary(folder)

@@ -1,4 +1,4 @@
-"""Parquet shards of limited rows and bytes, and the content of `dataset.json`.
+"""Parquet shards of limited rows and bytes, and the content of `_dataset.json`.
 
 `Shards` writes a stream of tables. `merge_descriptions` merges the descriptions of input splits or buckets into the
 facts of a data set, and `describe_parquet` reads these facts from a folder of Parquet.

@@ -107,7 +107,7 @@ def make_folder_name(model: str) -> str:
 class Delivery:
     """The SHA-256 of the content of each data file, by its path relative to the data set.
 
-    The description `dataset.json` is a file, too, but only its classes count.
+    The description `_dataset.json` is a file, too, but only its classes count.
 
     Args:
         train: Files of `data.path`.

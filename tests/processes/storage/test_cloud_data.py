@@ -94,7 +94,7 @@ def test_files_of_other_formats_in_a_bucket_of_images_are_listed(cloud: Server, 
         cloud.put(f"photos/{label}/1.xml", b"<annotation>")
     part = ingest(IngestOptions("images", str(tmp_path / "out"), str(cloud.path("photos")))).parts[""]
     assert (part.rows, part.skipped_files) == (4, 2)
-    lines = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    lines = (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()
     assert [json.loads(line)["row_id"] for line in lines] == ["a/1.xml", "b/1.xml"]
 
 
@@ -113,7 +113,7 @@ def test_missing_data_sets_and_files_are_reported(cloud: Server, rows: Path) -> 
     assert find_file(cloud.path("rows")) is None
     with pytest.raises(FileNotFoundError):
         cloud.path("nothing").read_bytes()
-    cloud.put("several/train/dataset.json", b"{}")
+    cloud.put("several/train/_dataset.json", b"{}")
     cloud.put("several/train/a.parquet", (rows / "a.parquet").read_bytes())
     with pytest.raises(DataError, match=r"holds several data sets: train"):
         open_dataset(str(cloud.path("several")))

@@ -42,7 +42,7 @@ def write(folder: Path, columns: dict[str, Any], classes: list[str] | None = Non
     folder.mkdir()
     pq.write_table(pa.table(columns), folder / "part-0.parquet")
     if classes is not None:
-        (folder / "dataset.json").write_text(json.dumps({"classes": classes}))
+        (folder / "_dataset.json").write_text(json.dumps({"classes": classes}))
     return folder
 
 
@@ -117,7 +117,7 @@ def test_a_run_resumes_only_with_the_classes_of_its_first_start(tmp_path: Path) 
     data = write_labelled(tmp_path / "a", LABELS, ["cat", "dog"])
     claim(prepare_tabular(data), 1)
     prepare_tabular(data)
-    (data / "dataset.json").write_text(json.dumps({"classes": ["dog", "cat"]}))
+    (data / "_dataset.json").write_text(json.dumps({"classes": ["dog", "cat"]}))
     with pytest.raises(DataError, match=r"Class 0 is 'dog' in .*a and 'cat' in the data that 'run' began with"):
         prepare_tabular(data)
 
