@@ -356,7 +356,7 @@ def _measure_columns(dataset: Dataset) -> tuple[dict[str, int], dict[str, Statis
         path = manifest.paths[number]
         with (
             parser_errors(to_location(dataset.root) / path, "It cannot be read as Parquet; restore it."),
-            DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
+            DataFile(dataset.root, path, manifest.rules, _BUFFER_BYTES) as file,
         ):
             for index in map(int, manifest.index_in_file[list(groups)]):
                 for table in file.iter_batches(

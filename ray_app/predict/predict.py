@@ -129,11 +129,11 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
     _check_section(section)
-    dataset = open_dataset(section.data)
     model, source, inputs = (
         model_of_run(config, section.run) if section.run else model_of_package(config, section.model)
     )
     model.load(HOST)
+    dataset = open_dataset(section.data, model.task.data_schema.get("classes"))
     refuse_other_data(model.task, dataset.facts, f"predict.data {section.data}", "what the model was trained on")
     reader, carried = _make_reader(dataset, model.task), _carried_columns(dataset, section.columns)
     if section.coco:
@@ -170,7 +170,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     }
     digest = _digest_json(made_from)
     out = str(to_location(section.out))
-    data = (dataset.root, reader.fields, carried, manifest.partitions)
+    data = (dataset.root, reader.fields, carried, manifest.rules)
     job = PredictJob(model, *data, parts, out, digest, section.batch_size, section.threads, device)
     described = describe_prediction_columns(reader.columns, dataset, carried)
     described += model.task.describe_differences(dataset.facts)
@@ -308,9 +308,7 @@ def _make_reader(dataset: Dataset, task: Task) -> Reader:
         )
     if type(task).decode.__module__.startswith(f"{Task.__module__.rpartition('.')[0]}."):
         _refuse_missing(dataset, columns)
-    return Reader(
-        dataset.root, columns, decode, probe(dataset, columns, decode), partitions=dataset.manifest.partitions
-    )
+    return Reader(dataset.root, columns, decode, probe(dataset, columns, decode), rules=dataset.manifest.rules)
 
 
 def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
@@ -318,7 +316,7 @@ def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
     required = (name for name in columns if not isinstance(name, OptionalColumn))
     for name in (name for name in required if dataset.facts.columns[name].nulls):
         for path in dataset.manifest.paths:
-            with DataFile(dataset.root, path, dataset.manifest.partitions) as file:
+            with DataFile(dataset.root, path, dataset.manifest.rules) as file:
                 missing = file.read([name]).column(0).is_null().to_numpy()
             if missing.any():
                 raise DataError(

@@ -440,7 +440,7 @@ def _iter_tables(
     manifest = dataset.manifest
     for index, path in enumerate(manifest.paths):
         first = 0
-        with DataFile(dataset.root, path, manifest.partitions) as file:
+        with DataFile(dataset.root, path, manifest.rules) as file:
             for group in np.flatnonzero(manifest.file_of == index).tolist():
                 table = file.read_row_group(int(manifest.index_in_file[group]), columns)
                 rows = table.num_rows

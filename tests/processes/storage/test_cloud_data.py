@@ -74,14 +74,14 @@ def test_folders_of_keys_and_values_are_columns_in_a_bucket(cloud: Server, tmp_p
         pq.write_table(pa.table({"x": [float(x)] * 2}), tmp_path / folder / "a.parquet")
         cloud.put(f"hive/{folder}/a.parquet", (tmp_path / folder / "a.parquet").read_bytes())
     local, remote = open_dataset(str(tmp_path)), open_dataset(str(cloud.path("hive")))
-    assert (remote.manifest.digest, remote.manifest.partitions) == (
+    assert (remote.manifest.digest, remote.manifest.rules) == (
         local.manifest.digest,
         {"kind": "string", "day": "string"},
     )
     assert (remote.facts.columns["day"].nulls, remote.facts.columns["kind"].nulls) == (2, 0)
     values = {}
     for path in remote.manifest.paths:
-        with DataFile(remote.root, path, remote.manifest.partitions) as file:
+        with DataFile(remote.root, path, remote.manifest.rules) as file:
             rows = file.read(["x", "kind", "day"])
         values[rows["x"][0].as_py()] = rows["kind"][0].as_py(), rows["day"][1].as_py()
     assert values == {1.0: ("a b", "2024-01-01"), 2.0: ("a/b", "2024-01-02"), 3.0: ("ü", None)}

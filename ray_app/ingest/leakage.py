@@ -1,0 +1,290 @@
+"""Leakage between the data sets of an ingest: equal rows, and windows that overlap.
+
+Each row has two hashes, of its content without id and label, and of its label. Where there are many rows, those with
+the smallest hashes are compared: of equal rows either both are, or none. The hashes are computed in the pass that
+writes the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ray_app.data.arrays import fixed_array, is_bytes, is_number, is_ragged_list, is_text, spec_of_field
+from ray_app.plan.hashing import UInt64, hash_array, mix_array
+from ray_app.storage.files import Location, put_atomic
+
+MAX_COMPARED = 1 << 20
+"""Rows of a data set that are compared."""
+_LABELS = ("label", "target")
+_LONG_BYTES = 256
+"""Length from which values are hashed one by one."""
+_CHUNK_BYTES = 1 << 18
+"""Bytes of texts that are hashed together."""
+_MULTIPLIER = 0x9E3779B97F4A7C15 | 1
+_WORD_BYTES = 4 << 20
+_TRIED_PAIRS = 64
+"""Pairs of successive rows in which the shift of windows is looked for."""
+
+
+def hash_rows(table: pa.Table, ignored: Collection[str]) -> tuple[UInt64, UInt64]:
+    """Returns the hash of the content of each row, and that of its label, (rows,); equal content has equal hashes.
+
+    `ignored` has the columns that do not count, such as the id of the row.
+    """
+    content, labels = np.zeros(table.num_rows, np.uint64), np.zeros(table.num_rows, np.uint64)
+    for field, column in zip(table.schema, table.columns, strict=True):
+        if field.name in ignored:
+            continue
+        base = int.from_bytes(hashlib.blake2b(field.name.encode(), digest_size=8).digest(), "big")
+        values = mix_array(_hash_values(field, column.combine_chunks()) ^ np.uint64(base))
+        total = labels if field.name in _LABELS else content
+        total += values
+    return mix_array(content), labels
+
+
+def _hash_values(field: pa.Field, column: pa.Array) -> UInt64:
+    """Returns a hash of each value of a column, (rows,)."""
+    kind, spec = field.type, spec_of_field(field)
+    if spec is not None and spec.padding is None:
+        return _hash_words(fixed_array(column, spec).reshape(len(column), -1))
+    if pa.types.is_dictionary(kind):
+        return _hash_values(field.with_type(kind.value_type), column.cast(kind.value_type))
+    if is_text(kind) or is_bytes(kind):
+        hashes = _hash_binary(column.cast(pa.large_binary()))
+    elif is_ragged_list(kind) and is_number(kind.value_type) and not pa.types.is_boolean(kind.value_type):
+        hashes = _hash_lists(column)
+    elif is_number(kind) or pa.types.is_temporal(kind):
+        plain = column.cast(pa.uint8()) if pa.types.is_boolean(kind) else column
+        width = plain.type.bit_width // 8
+        data = np.frombuffer(plain.buffers()[1], np.uint8, len(plain) * width, plain.offset * width)
+        hashes = _hash_words(data.reshape(len(plain), width))
+    else:
+        values = (repr(value).encode() for value in column.to_pylist())
+        hashes = np.fromiter(map(_digest, values), np.uint64, len(column))
+    if column.null_count:
+        hashes[column.is_null().to_numpy(zero_copy_only=False)] = 1
+    return hashes
+
+
+def _hash_words(values: npt.NDArray) -> UInt64:
+    """Returns the sums of the words of 32 bits of each row times random weights of 64 bits (multilinear hashing)."""
+    raw = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+    hashes = np.empty(len(raw), np.uint64)
+    step = max(1, _WORD_BYTES // max(1, raw.shape[1]))
+    for low in range(0, len(raw), step):
+        rows = raw[low : low + step]
+        padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 4))) if rows.shape[1] % 4 else np.ascontiguousarray(rows)
+        words = padded.view(np.uint32).astype(np.uint64)
+        hashes[low : low + step] = words @ _weights(words.shape[1])
+    return hashes
+
+
+@lru_cache(16)
+def _weights(count: int) -> UInt64:
+    return hash_array(count, np.arange(count)) | np.uint64(1)
+
+
+def _hash_lists(column: pa.Array) -> UInt64:
+    flat, lengths = pc.list_flatten(column), pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+    width = flat.type.bit_width // 8
+    data = np.frombuffer(flat.buffers()[1] or b"", np.uint8, len(flat) * width, flat.offset * width)
+    return _hash_spans(data, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]) * width)
+
+
+def _hash_binary(column: pa.LargeBinaryArray) -> UInt64:
+    _, ends, data = column.buffers()
+    offsets = np.frombuffer(ends, np.int64, len(column) + 1, column.offset * 8)
+    return _hash_spans(np.frombuffer(data or b"", np.uint8), offsets)
+
+
+def _hash_spans(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> UInt64:
+    """Returns the hash of each span of bytes: of a short one the value of a polynomial modulo 2^64, else a digest."""
+    lengths = np.diff(offsets)
+    is_long = lengths > _LONG_BYTES
+    hashes = np.empty(len(lengths), np.uint64)
+    if is_long.any():
+        begins, ends = offsets[:-1][is_long].tolist(), offsets[1:][is_long].tolist()
+        hashes[is_long] = [_digest(data[low:high]) for low, high in zip(begins, ends, strict=True)]
+        short = data[int(offsets[0]) : int(offsets[-1])][np.repeat(~is_long, lengths)]
+        ends = np.cumsum(lengths[~is_long])
+        hashes[~is_long] = _hash_spans(short, np.concatenate([np.zeros(1, np.int64), ends]))
+        return hashes
+    powers, inverses = _powers()
+    low = 0
+    while low < len(lengths):
+        first = int(offsets[low])
+        high = max(low + 1, int(np.searchsorted(offsets, first + _CHUNK_BYTES, side="right")) - 1)
+        chunk = data[first : int(offsets[high])]
+        sums = np.zeros(len(chunk) + 1, np.uint64)
+        np.cumsum((chunk.astype(np.uint64) + np.uint64(1)) * powers[: len(chunk)], out=sums[1:])
+        begins, ends = offsets[low:high] - first, offsets[low + 1 : high + 1] - first
+        hashes[low:high] = (sums[ends] - sums[begins]) * inverses[begins]
+        low = high
+    return hashes
+
+
+@lru_cache(1)
+def _powers() -> tuple[UInt64, UInt64]:
+    """Returns the powers of the multiplier and of its inverse modulo 2^64."""
+    bases = (_MULTIPLIER, pow(_MULTIPLIER, -1, 1 << 64))
+    one, two = (np.full(_CHUNK_BYTES + 1, base, np.uint64) for base in bases)
+    one[0] = two[0] = 1
+    return np.cumprod(one), np.cumprod(two)
+
+
+def _digest(value: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(value, digest_size=8).digest(), "little")
+
+
+@dataclass
+class RowHashes:
+    """The hashes of the rows of a data set, at most `MAX_COMPARED` of them, the smallest ones.
+
+    Args:
+        rows: Number of all rows.
+        content: Sum of the hashes of all rows modulo 2^64, which does not depend on their order.
+        hashes: Of each kept row the hash of its content and that of its label, (kept rows, 2).
+        limit: The hashes of all rows below it are kept.
+    """
+
+    rows: int
+    content: int
+    hashes: UInt64
+    limit: int
+
+    @classmethod
+    def merge(cls, parts: Iterable[RowHashes]) -> RowHashes:
+        """Returns the hashes of the rows of all parts."""
+        total = cls(0, 0, np.empty((0, 2), np.uint64), 1 << 64)
+        for part in parts:
+            limit = min(total.limit, part.limit)
+            hashes = np.concatenate([total.hashes, part.hashes])
+            content = (total.content + part.content) % (1 << 64)
+            total = cls(total.rows + part.rows, content, hashes, limit).with_limit(limit)
+        return total
+
+    def with_limit(self, limit: int) -> RowHashes:
+        """Returns the hashes below a limit, or below a lower one where there are too many of them."""
+        hashes = self.hashes if limit > (1 << 64) - 1 else self.hashes[self.hashes[:, 0] < np.uint64(limit)]
+        while len(hashes) > MAX_COMPARED:
+            limit //= 2
+            hashes = hashes[hashes[:, 0] < np.uint64(limit)]
+        return RowHashes(self.rows, self.content, hashes, limit)
+
+    @classmethod
+    def of(cls, tables: Iterable[tuple[UInt64, UInt64]]) -> RowHashes:
+        """Returns the hashes of tables, see `hash_rows`."""
+        return cls.merge(
+            cls(len(one), int(mix_array(one + two).sum()), np.stack([one, two], axis=1), 1 << 64) for one, two in tables
+        )
+
+    def put(self, file: Location) -> None:
+        """Writes the hashes."""
+        buffer = io.BytesIO()
+        np.savez(buffer, hashes=self.hashes, facts=np.array([self.rows, self.content, self.limit - 1], np.uint64))
+        put_atomic(file, buffer.getvalue())
+
+    @classmethod
+    def load(cls, file: Location) -> RowHashes:
+        """Reads what `put` has written."""
+        stored = np.load(io.BytesIO(file.read_bytes()))
+        rows, content, limit = map(int, stored["facts"])
+        return cls(rows, content, stored["hashes"], limit + 1)
+
+
+def find_equal_rows(train: RowHashes, other: RowHashes) -> dict[str, int]:
+    """Returns the numbers of rows of another data set: `compared`, `equal` to a training row, and `other_label`.
+
+    Rows that are equal but for the label count as `equal`, too.
+    """
+    limit = min(train.limit, other.limit)
+    known, rows = train.with_limit(limit).hashes, other.with_limit(limit).hashes
+    is_equal = np.isin(rows[:, 0], known[:, 0])
+    is_same = np.isin(mix_array(rows[:, 0] + rows[:, 1]), mix_array(known[:, 0] + known[:, 1]))
+    return {
+        "compared": len(rows),
+        "equal": int(is_equal.sum()),
+        "other_label": int((is_equal & ~is_same).sum()),
+    }
+
+
+class Overlaps:
+    """Counts rows of `eval` whose array is that of a neighbour in `train`, shifted along an axis."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, list[int]] = {}
+
+    def add(self, table: pa.Table, in_eval: npt.NDArray[np.bool_]) -> None:
+        """Adds successive rows of the source, and whether each goes to `eval`."""
+        for field, column in zip(table.schema, table.columns, strict=True):
+            spec = spec_of_field(field)
+            if spec is None or spec.padding is not None or max(spec.shape, default=0) < 2 or table.num_rows < 2:
+                continue
+            values = fixed_array(column, spec)
+            if (found := _find_shift(values)) is not None:
+                pairs = np.flatnonzero(in_eval[1:] != in_eval[:-1])
+                pairs = pairs[[_is_shifted(values[row], values[row + 1], *found) for row in pairs.tolist()]]
+                rows = np.where(in_eval[pairs], pairs, pairs + 1)
+                total = self.counts.setdefault(field.name, [0, *found])
+                total[0] += len(np.unique(rows))
+
+
+def _find_shift(values: npt.NDArray) -> tuple[int, int] | None:
+    """Returns the axis of a row and the shift by which most of some successive rows are the same array, or None."""
+    tried = np.unique(np.linspace(0, len(values) - 2, _TRIED_PAIRS).astype(int)).tolist()
+    for axis in range(values.ndim - 1):
+        counts = np.zeros(values.shape[axis + 1], int)
+        for row in tried:
+            one, first = np.moveaxis(values[row], axis, 0), np.moveaxis(values[row + 1], axis, 0)[:1]
+            matches = (one == first).reshape(len(one), -1).all(axis=1)
+            matches[0] = False
+            for shift in np.flatnonzero(matches)[:4].tolist():
+                counts[shift] += _is_shifted(values[row], values[row + 1], axis, shift)
+        if 2 * counts.max(initial=0) > len(tried):
+            return axis, int(counts.argmax())
+    return None
+
+
+def _is_shifted(one: npt.NDArray, two: npt.NDArray, axis: int, shift: int) -> bool:
+    """Returns whether a row continues the row before it, in more than one different value."""
+    end, begin = np.moveaxis(one, axis, 0)[shift:], np.moveaxis(two, axis, 0)[: one.shape[axis] - shift]
+    return bool(np.array_equal(end, begin) and (end != end.flat[0]).any())
+
+
+def make_leak_notes(side: str, equal: Mapping[str, int], rows: int, is_divided: bool) -> list[str]:
+    """Returns a note on the rows of a data set that are equal to training rows, if there are such rows."""
+    if not equal["equal"]:
+        return []
+    others = f", {equal['other_label']:,} of them with another label" if equal["other_label"] else ""
+    compared = f"{equal['compared']:,} rows" if equal["compared"] == rows else f"{equal['compared']:,} compared rows"
+    remedy = _DIVISION if is_divided else "Leave these rows out of one of the two sources"
+    return [
+        f"{equal['equal']:,} of {compared} of {side!r} are equal to rows of 'train' in all columns but id and label"
+        f"{others}. An evaluation on them says little about new rows. {remedy}."
+    ]
+
+
+def make_overlap_notes(counts: Mapping[str, Collection[int]], rows: int) -> list[str]:
+    """Returns a note on each column in which rows of `eval` overlap with their neighbours in `train`."""
+    return [
+        f"{count:,} of {rows:,} rows of 'eval' overlap with rows of 'train': in the column {name!r} each row is the one"
+        f" before it, shifted by {shift} along axis {axis}. An evaluation on them says little about new rows. {_DIVISION}."
+        for name, (count, axis, shift) in counts.items()
+        if count
+    ]
+
+
+_DIVISION = (
+    "Divide by --group COLUMN, which keeps all rows of one value (a person, a recording) in one data set, or by"
+    " --split_by COLUMN, which takes the latest rows for the evaluation"
+)
