@@ -7,7 +7,7 @@ is read with the numbers of the data set (`ReadRules.class_maps`).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,23 @@ def stored_classes(metadata: dict[bytes, bytes] | None) -> str:
     return (metadata or {}).get(_KEY, b"").decode(errors="replace")
 
 
-def number_classes(names: Sequence[str], reference: Sequence[str]) -> tuple[int, ...] | None:
-    """Returns the number in `reference` of each name; None if it lacks one of them."""
-    number_of = {name: number for number, name in enumerate(reference)}
-    return tuple(number_of[name] for name in names) if number_of.keys() >= set(names) else None
+def renumber(names: Sequence[str], classes: Sequence[str], columns: Collection[str]) -> tuple[int, ...] | None:
+    """Returns the number in `classes` of each name; None if labels in these columns cannot get these numbers.
+
+    Masks are images, and a target with an entry for each class has one length.
+    """
+    number_of = {name: number for number, name in enumerate(classes)}
+    if not number_of.keys() >= set(names):
+        return None
+    numbers = tuple(number_of[name] for name in names)
+    labelled = class_columns(columns)
+    is_fixed = "mask" in labelled or ("target" in labelled and len(names) < len(classes))
+    return None if is_fixed and not is_unchanged(numbers) else numbers
+
+
+def is_unchanged(numbers: Sequence[int]) -> bool:
+    """Returns whether a renumbering leaves all numbers as they are."""
+    return list(numbers) == list(range(len(numbers)))
 
 
 def map_classes(table: pa.Table, numbers: tuple[int, ...], all_columns: Sequence[str]) -> pa.Table:

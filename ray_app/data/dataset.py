@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,7 @@ from ray_app.data.arrays import (
     spec_of_field,
     spec_of_list_type,
 )
-from ray_app.data.classes import number_classes
+from ray_app.data.classes import is_unchanged, renumber
 from ray_app.data.parquet_files import DataFile, Footers, Range, load_footers, read_footers
 from ray_app.data.reader import table_to_rows
 from ray_app.errors import DataError
@@ -308,11 +308,10 @@ def _number_files(
     described = tuple(description.get("classes") or ())
     names = described or max(stored.values(), key=len)
     has_none = not described and "classes" in description
-    columns = class_columns(footers.schema.names)
     for classes in dict.fromkeys([tuple(wanted or names), names]):
-        maps = {text: _map_to(classes, own or names, columns) for text, own in stored.items()}
+        maps = {text: renumber(own or names, classes, footers.schema.names) for text, own in stored.items()}
         if None not in maps.values() and not (has_none and names):
-            new_numbers = {text: numbers for text, numbers in maps.items() if numbers and not _is_same(numbers)}
+            new_numbers = {text: numbers for text, numbers in maps.items() if numbers and not is_unchanged(numbers)}
             texts = zip(footers.paths, footers.classes, strict=True)
             return _Numbering(classes or None, {path: new_numbers[text] for path, text in texts if text in new_numbers})
     bad = {text for text, numbers in maps.items() if numbers is None or (has_none and text)}
@@ -320,21 +319,9 @@ def _number_files(
     raise DataError(
         f"{root / file} has the classes {format_names(stored[text])}; the data set has"
         f" {format_names(() if has_none else names)} ({DESCRIPTION if description else 'another file'}). Classes agree"
-        f" by name{', those of masks by number, too' * ('mask' in columns)}. Correct the labels and ingest the file"
-        " again, or add its rows by ray-app ingest --append true --new_classes true."
+        f" by name{', those of masks by number, too' * ('mask' in footers.schema.names)}. Correct the labels and ingest"
+        " the file again, or add its rows by ray-app ingest --append true --new_classes true."
     )
-
-
-def _map_to(classes: Sequence[str], names: Sequence[str], columns: Collection[str]) -> tuple[int, ...] | None:
-    """Returns the number in `classes` of each name; None if the labels in these columns cannot get these numbers."""
-    numbers = number_classes(names, classes)
-    if numbers is None or _is_same(numbers):
-        return numbers
-    return None if "mask" in columns or ("target" in columns and len(numbers) < len(classes)) else numbers
-
-
-def _is_same(numbers: Sequence[int]) -> bool:
-    return list(numbers) == list(range(len(numbers)))
 
 
 def _facts(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -182,11 +182,15 @@ class RowHashes:
         return RowHashes(self.rows, self.content, hashes, limit)
 
     @classmethod
-    def of(cls, tables: Iterable[tuple[UInt64, UInt64]]) -> RowHashes:
-        """Returns the hashes of tables, see `hash_rows`."""
-        return cls.merge(
-            cls(len(one), int(mix_array(one + two).sum()), np.stack([one, two], axis=1), 1 << 64) for one, two in tables
-        )
+    def of(cls, content: UInt64, labels: UInt64) -> RowHashes:
+        """Returns the hashes of the rows of a table, see `hash_rows`."""
+        total = int(mix_array(content + labels).sum())
+        return cls(len(content), total, np.stack([content, labels], axis=1), 1 << 64)
+
+    @property
+    def content_digest(self) -> str:
+        """A text that equal rows in any order have in common."""
+        return f"{self.rows}:{self.content:016x}"
 
     def put(self, file: Location) -> None:
         """Writes the hashes."""
@@ -261,27 +265,49 @@ def _is_shifted(one: npt.NDArray, two: npt.NDArray, axis: int, shift: int) -> bo
     return bool(np.array_equal(end, begin) and (end != end.flat[0]).any())
 
 
-def make_leak_notes(side: str, equal: Mapping[str, int], rows: int, is_divided: bool) -> list[str]:
-    """Returns a note on the rows of a data set that are equal to training rows, if there are such rows."""
-    if not equal["equal"]:
+def find_leaks(
+    hashes: Mapping[str, RowHashes], overlaps: Iterable[Mapping[str, Sequence[int]]], is_divided: bool
+) -> dict[str, dict[str, Any]]:
+    """Returns the `counts` and `notes` of the rows of each data set that are equal to training rows, or overlap them.
+
+    Args:
+        hashes: The hashes of the rows by data set.
+        overlaps: The counts of `Overlaps` of each input split.
+        is_divided: Whether the ingest has divided the rows.
+    """
+    leaks = dict[str, dict[str, Any]]()
+    for side, rows in hashes.items() if "train" in hashes else ():
+        if side != "train":
+            counts = find_equal_rows(hashes["train"], rows)
+            remedy = _DIVISION if is_divided and side == "eval" else "Leave these rows out of one of the two sources"
+            leaks[side] = {"counts": counts, "notes": _note_on_equal_rows(side, counts, rows.rows, remedy)}
+    total: dict[str, list[int]] = {}
+    for part in overlaps:
+        for name, (count, axis, shift) in part.items():
+            total[name] = [count + total.get(name, [0])[0], axis, shift]
+    for name, (count, axis, shift) in total.items() if "eval" in leaks else ():
+        leaks["eval"]["counts"]["overlapping"] = count
+        leaks["eval"]["notes"] += [_note_on_overlaps(name, count, hashes["eval"].rows, axis, shift)] * bool(count)
+    return leaks
+
+
+def _note_on_equal_rows(side: str, counts: Mapping[str, int], rows: int, remedy: str) -> list[str]:
+    if not counts["equal"]:
         return []
-    others = f", {equal['other_label']:,} of them with another label" if equal["other_label"] else ""
-    compared = f"{equal['compared']:,} rows" if equal["compared"] == rows else f"{equal['compared']:,} compared rows"
-    remedy = _DIVISION if is_divided else "Leave these rows out of one of the two sources"
+    others = f", {counts['other_label']:,} of them with another label" if counts["other_label"] else ""
+    compared = f"{rows:,} rows" if counts["compared"] == rows else f"{counts['compared']:,} compared rows"
     return [
-        f"{equal['equal']:,} of {compared} of {side!r} are equal to rows of 'train' in all columns but id and label"
+        f"{counts['equal']:,} of {compared} of {side!r} are equal to rows of 'train' in all columns but id and label"
         f"{others}. An evaluation on them says little about new rows. {remedy}."
     ]
 
 
-def make_overlap_notes(counts: Mapping[str, Collection[int]], rows: int) -> list[str]:
-    """Returns a note on each column in which rows of `eval` overlap with their neighbours in `train`."""
-    return [
-        f"{count:,} of {rows:,} rows of 'eval' overlap with rows of 'train': in the column {name!r} each row is the one"
-        f" before it, shifted by {shift} along axis {axis}. An evaluation on them says little about new rows. {_DIVISION}."
-        for name, (count, axis, shift) in counts.items()
-        if count
-    ]
+def _note_on_overlaps(name: str, count: int, rows: int, axis: int, shift: int) -> str:
+    return (
+        f"{count:,} of {rows:,} rows of 'eval' overlap with rows of 'train': in the column {name!r} a row is the one"
+        f" before it, shifted by {shift} along axis {axis}. An evaluation on them says little about new rows."
+        f" {_DIVISION}."
+    )
 
 
 _DIVISION = (

@@ -421,7 +421,8 @@ def write_dataset(
     for leftover in (partial, scratch):
         remove_tree(leftover)
     partial.mkdir(parents=True)
-    shards = Shards(partial, "part-00000", scratch, _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES)
+    limits = _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES
+    shards = Shards(partial, "part-00000", scratch, limits, dataset.facts.classes)
     for table in _iter_tables(dataset, columns, delivery, old, fraction):
         shards.write(table)
     shards.close()
