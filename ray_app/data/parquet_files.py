@@ -414,7 +414,7 @@ def read_footers(
     # The row of each unchanged file in the kept table; later also of the newly read files behind it.
     table_row = {path: i for i, (path, version) in enumerate(kept_files) if version_of.get(path) == version}
     if kept is not None and table_row:
-        if list(table_row) == paths:
+        if list(table_row) == paths == kept.paths:
             return kept
         unchanged = next(file for file, path in zip(files, paths, strict=True) if path in table_row)
         columns = _SharedColumns(kept.schema, unchanged)

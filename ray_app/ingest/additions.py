@@ -117,19 +117,19 @@ def make_addition(
     if numbers is None:
         raise DataError(
             f"{options.input} has the classes {format_names(names or ())}, and the data set"
-            f" {format_names(all_classes)}; masks, and targets with an entry for each class, need the same numbers. Name"
-            " the classes in this order."
+            f" {format_names(all_classes)}; masks, and targets with an entry for each class, need the same numbers."
+            " Name the classes in this order."
         )
     number = 2 + max(len(facts.get("added", ())) for facts in described.values())
     schema = footers.schema.remove_metadata()
     return Addition(number, schema, numbers, base.get("first_eval_time")), all_classes or None
 
 
-def is_added(described: Descriptions, field: str, value_of: Mapping[str, Any]) -> bool:
-    """Returns whether a delivery with these values of a field, by data set, is in all data sets, also as the first."""
+def is_added(described: Descriptions, field: str, value: Any) -> bool:
+    """Returns whether a delivery with a value of a field is in all data sets, be it the first one."""
     return all(
-        value_of[side] in [one.get(field) for one in (facts["made_from"], facts, *facts.get("added", ()))]
-        for side, facts in described.items()
+        value in [one.get(field) for one in (facts["made_from"], facts, *facts.get("added", ()))]
+        for facts in described.values()
     )
 
 

@@ -45,7 +45,7 @@ from ray_app.ingest.additions import (
     stem_of,
     undo_addition,
 )
-from ray_app.ingest.leakage import RowHashes, find_leaks
+from ray_app.ingest.leakage import RowHashes, content_digest, find_leaks
 from ray_app.ingest.options import FormatTraits, IngestOptions, Source
 from ray_app.ingest.output_folder import REFUSED, side_folder
 from ray_app.ingest.readers import base, csv_files
@@ -233,7 +233,7 @@ def _append(
     described = output.load_existing(out, made_from, is_addition=True)
     assert described is not None
     described = recover_addition(out, described, made_from)
-    if is_added(described, "source_digest", dict.fromkeys(described, made_from["source_digest"])):
+    if is_added(described, "source_digest", made_from["source_digest"]):
         return _summary(str(out), described, reused=True)
     parts = reader.parts(run)
     options = _for_tasks(options, reader, parts)
@@ -245,12 +245,9 @@ def _append(
     begin_addition(out, described, addition.number, made_from)
     try:
         added = _write_all(parts, sides, options, made_from, out, run, addition, described)
-        is_known = is_added(
-            described, "content", {side: facts["added"][-1]["content"] for side, facts in added.items()}
-        )
-        if not is_known:
+        if not is_added(described, "content", next(iter(added.values()))["added"][-1]["content"]):
             finish_addition(out, added, addition.number, made_from)
-            return _summary(str(out), added, reused=False)
+            return _summary(str(out), recover_addition(out, described, made_from), reused=False)
     except (ConfigError, DataError):
         undo_addition(out, described, addition.number)
         raise
@@ -479,7 +476,7 @@ def _write_all(
         if refused[side] or part.skipped_files:
             name = f"_refused-{addition.number:05d}.jsonl" if addition else REFUSED
             put_atomic(target / name, format_refused([*refused[side], *part.skipped_files]))
-        own = {"content": written.hashes[side].content_digest, "leaks": leaks.get(side, {}).get("counts")}
+        own = {"content": content_digest(written.hashes.values()), "leaks": leaks.get(side, {}).get("counts")}
         description = {"format_version": FORMAT_VERSION, "source": options.source, **facts}
         description |= {"parts": sorted(part_of), "made_from": made_from, **own}
         if before is not None:

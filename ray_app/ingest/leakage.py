@@ -56,7 +56,7 @@ def _hash_values(field: pa.Field, column: pa.Array) -> UInt64:
     """Returns a hash of each value of a column, (rows,)."""
     kind, spec = field.type, spec_of_field(field)
     if spec is not None and spec.padding is None:
-        return _hash_words(fixed_array(column, spec).reshape(len(column), -1))
+        return _hash_words(fixed_array(column, spec))
     if pa.types.is_dictionary(kind):
         return _hash_values(field.with_type(kind.value_type), column.cast(kind.value_type))
     if is_text(kind) or is_bytes(kind):
@@ -78,8 +78,10 @@ def _hash_values(field: pa.Field, column: pa.Array) -> UInt64:
 
 def _hash_words(values: npt.NDArray) -> UInt64:
     """Returns the sums of the words of 32 bits of each row times random weights of 64 bits (multilinear hashing)."""
+    hashes = np.zeros(len(values), np.uint64)
+    if not values.size:
+        return hashes
     raw = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
-    hashes = np.empty(len(raw), np.uint64)
     step = max(1, _WORD_BYTES // max(1, raw.shape[1]))
     for low in range(0, len(raw), step):
         rows = raw[low : low + step]
@@ -187,11 +189,6 @@ class RowHashes:
         total = int(mix_array(content + labels).sum())
         return cls(len(content), total, np.stack([content, labels], axis=1), 1 << 64)
 
-    @property
-    def content_digest(self) -> str:
-        """A text that equal rows in any order have in common."""
-        return f"{self.rows}:{self.content:016x}"
-
     def put(self, file: Location) -> None:
         """Writes the hashes."""
         buffer = io.BytesIO()
@@ -204,6 +201,12 @@ class RowHashes:
         stored = np.load(io.BytesIO(file.read_bytes()))
         rows, content, limit = map(int, stored["facts"])
         return cls(rows, content, stored["hashes"], limit + 1)
+
+
+def content_digest(hashes: Iterable[RowHashes]) -> str:
+    """Returns a text that equal rows have in common, in any order and however they are divided."""
+    parts = list(hashes)
+    return f"{sum(part.rows for part in parts)}:{sum(part.content for part in parts) % (1 << 64):016x}"
 
 
 def find_equal_rows(train: RowHashes, other: RowHashes) -> dict[str, int]:

@@ -136,6 +136,9 @@ def make_bucket_tasks(
 ) -> list[BucketTask]:
     """Returns the tasks that write the runs of a side as shards; `stem` is the beginning of the shards' names."""
     runs = [run for record in records for run in record["runs"]]
+    # A delivery that is added may have no rows for a side.
+    if not runs:
+        return []
     count = max(1, -(-sum(run["row_bytes"] for run in runs) // BUCKET_BYTES))
     bounds = [_HASH_END * i // count for i in range(count + 1)]
     names = tuple(run["path"] for run in runs)
