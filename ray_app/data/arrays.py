@@ -89,13 +89,20 @@ def spec_of_field(field: pa.Field) -> ArraySpec | None:
 
 def describe_other_columns(schema: pa.Schema, reference: pa.Schema) -> str:
     """Returns the first columns that differ from those of other rows, for a message; "" for the same ones."""
-    one, two = ({field.name: _type_name(field) for field in columns} for columns in (schema, reference))
-    if list(one.items()) == list(two.items()):
+    one, two = ({field.name: (_type_name(field), meaning_of(field)) for field in one} for one in (schema, reference))
+    if schema.names == reference.names and one == two:
         return ""
     others = [f"{name!r} is missing" for name in two if name not in one]
     others += [f"{name!r} is not in the others" for name in one if name not in two]
-    others += [f"{name!r} is {one[name]}, not {two[name]}" for name in one if one[name] != two.get(name, one[name])]
-    return ", ".join(others[:_MAX_NAMED]) or f"their order is {list(one)}, not {list(two)}"
+    for name in [name for name in one if one[name] != two.get(name, one[name])]:
+        (kind, _), (other, _) = one[name], two[name]
+        others.append(f"{name!r} is {kind}, not {other}" if kind != other else f"{name!r} has numbers of other things")
+    return ", ".join(others[:_MAX_NAMED]) or f"their order is {schema.names}, not {reference.names}"
+
+
+def meaning_of(field: pa.Field) -> dict[bytes, bytes]:
+    """Returns what the application has written into the metadata of a column, such as the shape of its arrays."""
+    return {key: value for key, value in (field.metadata or {}).items() if key.startswith(b"ray_app.")}
 
 
 def _type_name(field: pa.Field) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import describe_other_columns, is_text, spec_of_field
+from ray_app.data.arrays import describe_other_columns, is_text, meaning_of
 from ray_app.data.classes import map_classes, renumber
 from ray_app.data.dataset import ADDED_PREFIX, DESCRIPTION, UNFINISHED_MARKER, read_description
 from ray_app.data.parquet_files import load_footers
@@ -72,7 +72,7 @@ class Addition:
 
 def _convert(column: pa.ChunkedArray, field: pa.Field, target: pa.Field) -> pa.ChunkedArray | None:
     """Returns a column with the type of another one, if all values keep their meaning; otherwise None."""
-    if spec_of_field(field) or spec_of_field(target) or (column.null_count and not target.nullable):
+    if meaning_of(field) or meaning_of(target) or (column.null_count and not target.nullable):
         return None
     is_empty = column.null_count == len(column)
     # A reader makes a column of text with leading zeros text, so the digits of an integer are its text.
