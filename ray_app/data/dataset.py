@@ -295,11 +295,11 @@ class _Numbering:
 
 
 def _number_files(
-    root: Location, footers: Footers, description: Mapping[str, Any], wanted: Sequence[str] | None
+    root: Location, footers: Footers, description: Mapping[str, Any], preferred: Sequence[str] | None
 ) -> _Numbering:
     """Returns the numbers of the classes in all files: those of the description, or of the longest list in a file.
 
-    A file without names has the classes of the data set. `wanted` counts if the labels of all files can be numbered so.
+    A file without names has the classes of the data set. `preferred` counts if all labels can be numbered so.
 
     Raises:
         DataError: A file has other classes, or labels that cannot be numbered in another way.
@@ -308,8 +308,11 @@ def _number_files(
     described = tuple(description.get("classes") or ())
     names = described or max(stored.values(), key=len)
     has_none = not described and "classes" in description
-    for classes in dict.fromkeys([tuple(wanted or names), names]):
-        maps = {text: renumber(own or names, classes, footers.schema.names) for text, own in stored.items()}
+    for classes in dict.fromkeys([tuple(preferred or names), names]):
+        maps = {
+            text: renumber(file_classes or names, classes, footers.schema.names)
+            for text, file_classes in stored.items()
+        }
         if None not in maps.values() and not (has_none and names):
             new_numbers = {text: numbers for text, numbers in maps.items() if numbers and not is_unchanged(numbers)}
             texts = zip(footers.paths, footers.classes, strict=True)

@@ -476,13 +476,13 @@ def _write_all(
         if refused[side] or part.skipped_files:
             name = f"_refused-{addition.number:05d}.jsonl" if addition else REFUSED
             put_atomic(target / name, format_refused([*refused[side], *part.skipped_files]))
-        own = {"content": content_digest(written.hashes.values()), "leaks": leaks.get(side, {}).get("counts")}
+        delivery = {"content": content_digest(written.hashes.values()), "leaks": leaks.get(side, {}).get("counts")}
         description = {"format_version": FORMAT_VERSION, "source": options.source, **facts}
-        description |= {"parts": sorted(part_of), "made_from": made_from, **own}
+        description |= {"parts": sorted(part_of), "made_from": made_from, **delivery}
         if before is not None:
-            own |= {"source_digest": made_from["source_digest"], "rows": facts["rows"] - before["rows"]}
+            delivery |= {"source_digest": made_from["source_digest"], "rows": facts["rows"] - before["rows"]}
             description |= {key: before[key] for key in ("made_from", "content", "leaks") if key in before}
-            description["added"] = [*before.get("added", ()), own]
+            description["added"] = [*before.get("added", ()), delivery]
         if tasks and tasks[0].first_eval_time is not None:
             description["first_eval_time"] = tasks[0].first_eval_time
         shards = {shard["path"] for shard in facts["shards"]}

@@ -215,9 +215,9 @@ def find_equal_rows(train: RowHashes, other: RowHashes) -> dict[str, int]:
     Rows that are equal but for the label count as `equal`, too.
     """
     limit = min(train.limit, other.limit)
-    known, rows = train.with_limit(limit).hashes, other.with_limit(limit).hashes
-    is_equal = np.isin(rows[:, 0], known[:, 0])
-    is_same = np.isin(mix_array(rows[:, 0] + rows[:, 1]), mix_array(known[:, 0] + known[:, 1]))
+    train_rows, rows = train.with_limit(limit).hashes, other.with_limit(limit).hashes
+    is_equal = np.isin(rows[:, 0], train_rows[:, 0])
+    is_same = np.isin(mix_array(rows[:, 0] + rows[:, 1]), mix_array(train_rows[:, 0] + train_rows[:, 1]))
     return {
         "compared": len(rows),
         "equal": int(is_equal.sum()),
@@ -226,7 +226,7 @@ def find_equal_rows(train: RowHashes, other: RowHashes) -> dict[str, int]:
 
 
 class Overlaps:
-    """Counts rows of `eval` whose array is that of a neighbour in `train`, shifted along an axis."""
+    """Counts rows of `eval` with an array that is that of a neighbour in `train`, shifted along an axis."""
 
     def __init__(self) -> None:
         self.counts: dict[str, list[int]] = {}
@@ -238,11 +238,11 @@ class Overlaps:
             if spec is None or spec.padding is not None or max(spec.shape, default=0) < 2 or table.num_rows < 2:
                 continue
             values = fixed_array(column, spec)
-            if (found := _find_shift(values)) is not None:
+            if (shift := _find_shift(values)) is not None:
                 pairs = np.flatnonzero(in_eval[1:] != in_eval[:-1])
-                pairs = pairs[[_is_shifted(values[row], values[row + 1], *found) for row in pairs.tolist()]]
+                pairs = pairs[[_is_shifted(values[row], values[row + 1], *shift) for row in pairs.tolist()]]
                 rows = np.where(in_eval[pairs], pairs, pairs + 1)
-                total = self.counts.setdefault(field.name, [0, *found])
+                total = self.counts.setdefault(field.name, [0, *shift])
                 total[0] += len(np.unique(rows))
 
 

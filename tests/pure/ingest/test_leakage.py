@@ -107,7 +107,7 @@ def test_the_hash_of_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         assert len(set(column.tolist())) == len(set(values)), name
 
 
-def test_rows_beyond_the_limit_are_compared_by_a_common_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_compared_by_a_common_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leakage, "MAX_COMPARED", 1000)
     content, labels = hash_rows(pa.table({"x": np.arange(30_000)}), ())
     train = RowHashes.merge(RowHashes.of(content[i::3][:5000], labels[i::3][:5000]) for i in (0, 1))
