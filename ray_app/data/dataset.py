@@ -218,7 +218,7 @@ def open_dataset(path: str, classes: Sequence[str] | None = None) -> Dataset:
     files = [target] if is_file else files_below(target, ".parquet")
     description = _read_finished_description(path, root)
     if not is_file:
-        files = _leave_out_unfinished(root, files, description)
+        files = leave_out_unfinished(root, files, description)
     nested = [] if is_file else [folder.name for folder in folders_in(root) if find_file(folder / DESCRIPTION)]
     if nested:
         raise DataError(
@@ -255,7 +255,7 @@ def _read_finished_description(path: str, root: Location) -> dict[str, Any]:
     return description or {}
 
 
-def _leave_out_unfinished(root: Location, files: list[Location], description: Mapping[str, Any]) -> list[Location]:
+def leave_out_unfinished(root: Location, files: list[Location], description: Mapping[str, Any]) -> list[Location]:
     """Returns the files without those that an ingest is adding, which the description does not list yet."""
     listed = {shard["path"] for shard in description.get("shards", ())}
     kept = [f for f in files if not f.name.startswith(ADDED_PREFIX) or relative_path(f, root) in listed]
@@ -307,16 +307,18 @@ def _number_files(
     stored = {text: tuple(map(str, json.loads(text))) if text else () for text in set(footers.classes)}
     described = tuple(description.get("classes") or ())
     names = described or max(stored.values(), key=len)
+    if not names:
+        return _Numbering(None, {})
     has_none = not described and "classes" in description
     for classes in dict.fromkeys([tuple(preferred or names), names]):
         maps = {
             text: renumber(file_classes or names, classes, footers.schema.names)
             for text, file_classes in stored.items()
         }
-        if None not in maps.values() and not (has_none and names):
+        if None not in maps.values() and not has_none:
             new_numbers = {text: numbers for text, numbers in maps.items() if numbers and not is_unchanged(numbers)}
             texts = zip(footers.paths, footers.classes, strict=True)
-            return _Numbering(classes or None, {path: new_numbers[text] for path, text in texts if text in new_numbers})
+            return _Numbering(classes, {path: new_numbers[text] for path, text in texts if text in new_numbers})
     bad = {text for text, numbers in maps.items() if numbers is None or (has_none and text)}
     file, text = next(pair for pair in zip(footers.paths, footers.classes, strict=True) if pair[1] in bad)
     raise DataError(
