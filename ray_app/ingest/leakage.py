@@ -26,11 +26,6 @@ from ray_app.storage.files import Location, put_atomic
 MAX_COMPARED = 1 << 20
 """Rows of a data set that are compared."""
 _LABELS = ("label", "target")
-_LONG_BYTES = 256
-"""Length from which values are hashed one by one."""
-_CHUNK_BYTES = 1 << 18
-"""Bytes of texts that are hashed together."""
-_MULTIPLIER = 0x9E3779B97F4A7C15 | 1
 _WORD_BYTES = 4 << 20
 _TRIED_PAIRS = 64
 """Pairs of successive rows in which the shift of windows is looked for."""
@@ -57,23 +52,34 @@ def _hash_values(field: pa.Field, column: pa.Array) -> UInt64:
     kind, spec = field.type, spec_of_field(field)
     if spec is not None and spec.padding is None:
         return _hash_words(fixed_array(column, spec))
-    if pa.types.is_dictionary(kind):
-        return _hash_values(field.with_type(kind.value_type), column.cast(kind.value_type))
-    if is_text(kind) or is_bytes(kind):
-        hashes = _hash_binary(column.cast(pa.large_binary()))
+    if is_number(kind) or pa.types.is_temporal(kind):
+        column = column.cast(pa.uint8()) if pa.types.is_boolean(kind) else column
+        hashes = _hash_words(_read_items(column).reshape(len(column), -1))
     elif is_ragged_list(kind) and is_number(kind.value_type) and not pa.types.is_boolean(kind.value_type):
-        hashes = _hash_lists(column)
-    elif is_number(kind) or pa.types.is_temporal(kind):
-        plain = column.cast(pa.uint8()) if pa.types.is_boolean(kind) else column
-        width = plain.type.bit_width // 8
-        data = np.frombuffer(plain.buffers()[1], np.uint8, len(plain) * width, plain.offset * width)
-        hashes = _hash_words(data.reshape(len(plain), width))
+        ends = np.cumsum(pc.fill_null(pc.list_value_length(column), 0).to_numpy()) * (kind.value_type.bit_width // 8)
+        hashes = _hash_each(np.split(_read_items(pc.list_flatten(column)), ends[:-1]))
+    elif is_text(kind) or is_bytes(kind):
+        # Each different value is hashed once.
+        encoded = column if pa.types.is_dictionary(kind) else column.cast(pa.large_binary()).dictionary_encode()
+        different = _hash_each(encoded.dictionary.cast(pa.large_binary()).to_pylist())
+        hashes = np.append(different, np.uint64(1))[pc.fill_null(encoded.indices, len(different)).to_numpy()]
     else:
-        values = (repr(value).encode() for value in column.to_pylist())
-        hashes = np.fromiter(map(_digest, values), np.uint64, len(column))
+        hashes = _hash_each(repr(value).encode() for value in column.to_pylist())
     if column.null_count:
         hashes[column.is_null().to_numpy(zero_copy_only=False)] = 1
     return hashes
+
+
+def _read_items(column: pa.Array) -> npt.NDArray[np.uint8]:
+    """Returns the bytes of values of one width."""
+    width = column.type.bit_width // 8
+    return np.frombuffer(column.buffers()[1] or b"", np.uint8, len(column) * width, column.offset * width)
+
+
+def _hash_each(values: Iterable[Any]) -> UInt64:
+    """Returns the digest of each value, an object with bytes."""
+    digests = (hashlib.blake2b(value, digest_size=8).digest() for value in values)
+    return np.frombuffer(b"".join(digests), np.uint64).copy()
 
 
 def _hash_words(values: npt.NDArray) -> UInt64:
@@ -94,58 +100,6 @@ def _hash_words(values: npt.NDArray) -> UInt64:
 @lru_cache(16)
 def _weights(count: int) -> UInt64:
     return hash_array(count, np.arange(count)) | np.uint64(1)
-
-
-def _hash_lists(column: pa.Array) -> UInt64:
-    flat, lengths = pc.list_flatten(column), pc.fill_null(pc.list_value_length(column), 0).to_numpy()
-    width = flat.type.bit_width // 8
-    data = np.frombuffer(flat.buffers()[1] or b"", np.uint8, len(flat) * width, flat.offset * width)
-    return _hash_spans(data, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]) * width)
-
-
-def _hash_binary(column: pa.LargeBinaryArray) -> UInt64:
-    _, ends, data = column.buffers()
-    offsets = np.frombuffer(ends, np.int64, len(column) + 1, column.offset * 8)
-    return _hash_spans(np.frombuffer(data or b"", np.uint8), offsets)
-
-
-def _hash_spans(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> UInt64:
-    """Returns the hash of each span of bytes: of a short one the value of a polynomial modulo 2^64, else a digest."""
-    lengths = np.diff(offsets)
-    is_long = lengths > _LONG_BYTES
-    hashes = np.empty(len(lengths), np.uint64)
-    if is_long.any():
-        begins, ends = offsets[:-1][is_long].tolist(), offsets[1:][is_long].tolist()
-        hashes[is_long] = [_digest(data[low:high]) for low, high in zip(begins, ends, strict=True)]
-        short = data[int(offsets[0]) : int(offsets[-1])][np.repeat(~is_long, lengths)]
-        ends = np.cumsum(lengths[~is_long])
-        hashes[~is_long] = _hash_spans(short, np.concatenate([np.zeros(1, np.int64), ends]))
-        return hashes
-    powers, inverses = _powers()
-    low = 0
-    while low < len(lengths):
-        first = int(offsets[low])
-        high = max(low + 1, int(np.searchsorted(offsets, first + _CHUNK_BYTES, side="right")) - 1)
-        chunk = data[first : int(offsets[high])]
-        sums = np.zeros(len(chunk) + 1, np.uint64)
-        np.cumsum((chunk.astype(np.uint64) + np.uint64(1)) * powers[: len(chunk)], out=sums[1:])
-        begins, ends = offsets[low:high] - first, offsets[low + 1 : high + 1] - first
-        hashes[low:high] = (sums[ends] - sums[begins]) * inverses[begins]
-        low = high
-    return hashes
-
-
-@lru_cache(1)
-def _powers() -> tuple[UInt64, UInt64]:
-    """Returns the powers of the multiplier and of its inverse modulo 2^64."""
-    bases = (_MULTIPLIER, pow(_MULTIPLIER, -1, 1 << 64))
-    one, two = (np.full(_CHUNK_BYTES + 1, base, np.uint64) for base in bases)
-    one[0] = two[0] = 1
-    return np.cumprod(one), np.cumprod(two)
-
-
-def _digest(value: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(value, digest_size=8).digest(), "little")
 
 
 @dataclass
