@@ -14,15 +14,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import describe_other_columns, is_text, meaning_of
+from ray_app.data.arrays import describe_other_columns, is_number, is_text, meaning_of
 from ray_app.data.classes import map_classes, renumber
 from ray_app.data.dataset import ADDED_PREFIX, DESCRIPTION, UNFINISHED_MARKER, read_description
-from ray_app.data.parquet_files import load_footers
+from ray_app.data.parquet_files import load_footers, read_footers
 from ray_app.errors import DataError
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import remove_work, side_folder
 from ray_app.ingest.readers.base import Part
 from ray_app.plan.manifest import format_names
+from ray_app.storage.data_files import files_below
 from ray_app.storage.files import Location, list_files, put_json, read_json
 
 Descriptions = Mapping[str, dict[str, Any]]
@@ -74,12 +75,15 @@ def _convert(column: pa.ChunkedArray, field: pa.Field, target: pa.Field) -> pa.C
     """Returns a column with the type of another one, if all values keep their meaning; otherwise None."""
     if meaning_of(field) or meaning_of(target) or (column.null_count and not target.nullable):
         return None
+    one, two = field.type, target.type
     is_empty = column.null_count == len(column)
-    # A reader makes a column of text with leading zeros text, so the digits of an integer are its text.
-    is_number_as_text = is_text(target.type) and pa.types.is_integer(field.type)
-    is_wider = not is_text(target.type) and not pa.types.is_boolean(field.type) and not is_text(field.type)
+    # A reader makes a column with leading zeros text, so the digits of an integer are its text.
+    is_text_of = is_text(two) and (is_text(one) or pa.types.is_integer(one))
+    are_numbers = is_number(one) and is_number(two) and not {pa.bool_()} & {one, two}
+    # Arrow refuses to round fractions to integers, and large integers to fractions, but not these.
+    is_rounded = pa.types.is_floating(one) and pa.types.is_floating(two) and two.bit_width < one.bit_width
     try:
-        return column.cast(target.type) if is_empty or is_number_as_text or is_wider else None
+        return column.cast(two) if is_empty or is_text_of or (are_numbers and not is_rounded) else None
     except pa.ArrowException:
         return None
 
@@ -107,11 +111,10 @@ def make_addition(
             f" {format_names(classes or ())}. Classes agree by name:"
             f" {remedy if classes and names else 'give the label in the same form'}."
         )
-    footers = load_footers(side_folder(out, side))
-    if footers is None or (options.split_by and "first_eval_time" not in base):
-        raise DataError(
-            f"{out} was made by an earlier version of ray_app, or was changed since. Ingest all data again."
-        )
+    if options.split_by and "first_eval_time" not in base:
+        raise DataError(f"{out} was made by an earlier version of ray_app. Ingest all data again, because of split_by.")
+    folder = side_folder(out, side)
+    footers = load_footers(folder) or read_footers(folder, files_below(folder, ".parquet"))
     all_classes = (*(classes or ()), *new)
     numbers = renumber(names or (), all_classes, footers.schema.names)
     if numbers is None:

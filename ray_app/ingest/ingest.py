@@ -45,7 +45,7 @@ from ray_app.ingest.additions import (
     stem_of,
     undo_addition,
 )
-from ray_app.ingest.leakage import RowHashes, content_digest, find_leaks
+from ray_app.ingest.leakage import RowHashes, add_leaks, content_digest, find_leaks, make_leak_notes
 from ray_app.ingest.options import FormatTraits, IngestOptions, Source
 from ray_app.ingest.output_folder import REFUSED, side_folder
 from ray_app.ingest.readers import base, csv_files
@@ -459,29 +459,31 @@ def _write_all(
             where = f"the side {side!r} of the split gets" if is_split else f"source {options.source!r} has"
             raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
     runs = {side: records[side] for side, part in part_of.items() if not part.keeps_order}
-    shuffled = _shuffle(runs, parts[0].classes, options, folder, run, addition)
+    shuffled = _shuffle(runs, part_of, options, folder, run, addition)
     leaks = find_leaks(written.hashes, written.overlaps, is_divided=len(part_of) > len(parts))
     descriptions = {}
     for side, part in part_of.items():
-        notes = [
-            *make_notes(written.text_columns[part.name], _notation(options)),
-            *leaks.get(side, {}).get("notes", ()),
-        ]
-        before = described[side] if described else None
+        before, side_leaks = described[side] if described else None, leaks.get(side)
+        if before is not None:
+            earlier = before.get("leaks")
+            before = {**before, "notes": [n for n in before["notes"] if n not in make_leak_notes(side, earlier)]}
+            side_leaks = add_leaks(earlier, side_leaks) if earlier and side_leaks else side_leaks
+        notes = [*make_notes(written.text_columns[part.name], _notation(options)), *make_leak_notes(side, side_leaks)]
         facts = merge_descriptions(part, shuffled.get(side, records[side]), len(refused[side]), notes, before)
         facts["index_columns"] = _index_columns(part, options, facts["columns"])
         if options.pack:
-            facts["rows_in"] = sum(record["texts"] for record in records[side]) + len(refused[side])
+            texts = sum(record["texts"] for record in records[side])
+            facts["rows_in"] = texts + len(refused[side]) + (before["rows_in"] if before else 0)
         target = side_folder(folder, side)
         if refused[side] or part.skipped_files:
             name = f"_refused-{addition.number:05d}.jsonl" if addition else REFUSED
             put_atomic(target / name, format_refused([*refused[side], *part.skipped_files]))
-        delivery = {"content": content_digest(written.hashes.values()), "leaks": leaks.get(side, {}).get("counts")}
+        delivery = {"content": content_digest(written.hashes.values())}
         description = {"format_version": FORMAT_VERSION, "source": options.source, **facts}
-        description |= {"parts": sorted(part_of), "made_from": made_from, **delivery}
+        description |= {"parts": sorted(part_of), "made_from": made_from, "leaks": side_leaks, **delivery}
         if before is not None:
             delivery |= {"source_digest": made_from["source_digest"], "rows": facts["rows"] - before["rows"]}
-            description |= {key: before[key] for key in ("made_from", "content", "leaks") if key in before}
+            description |= {key: before[key] for key in ("made_from", "content") if key in before}
             description["added"] = [*before.get("added", ()), delivery]
         if tasks and tasks[0].first_eval_time is not None:
             description["first_eval_time"] = tasks[0].first_eval_time
@@ -506,15 +508,7 @@ def _index_columns(part: base.Part, options: IngestOptions, columns: Collection[
 
 @dataclass
 class _Written:
-    """What the tasks of the input splits return, in their order.
-
-    Args:
-        records: The records by data set.
-        refused: The refused rows by data set.
-        hashes: The hashes of the rows by data set.
-        text_columns: The counts of columns of text by part.
-        overlaps: The counts of `Overlaps` of all input splits.
-    """
+    """What the tasks of the input splits return, in their order, by data set or (`text_columns`) by part."""
 
     records: dict[str, list[dict[str, Any]]]
     refused: dict[str, list[Any]]
@@ -552,15 +546,19 @@ def _write_input_splits(
 
 def _shuffle(
     records: dict[str, list[dict[str, Any]]],
-    classes: tuple[str, ...] | None,
+    part_of: dict[str, base.Part],
     options: IngestOptions,
     folder: Location,
     run: base.Run,
     addition: Addition | None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Writes the rows of the runs of each side as shards in the order of their hashes."""
-    common = options, folder, classes, stem_of(addition)
-    tasks = [task for side in records for task in make_bucket_tasks(side, records[side], *common)]
+    stem = stem_of(addition)
+    tasks = [
+        task
+        for side in records
+        for task in make_bucket_tasks(side, records[side], options, folder, part_of[side].classes, stem)
+    ]
     buckets: dict[str, list[dict[str, Any]]] = {side: [] for side in records}
     with closing(run(write_bucket, tasks)) as results:
         for task, shards in zip(tasks, results, strict=True):

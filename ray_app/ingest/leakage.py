@@ -27,6 +27,13 @@ MAX_COMPARED = 1 << 20
 """Rows of a data set that are compared."""
 _LABELS = ("label", "target")
 _WORD_BYTES = 4 << 20
+Leaks = dict[str, Any]
+"""Counts of the `rows` of a data set, plain JSON.
+
+Of those that were `compared`, `equal` counts those equal to a training row but for id and label, `other_label` those of
+them that have another label. `windows` has for each column with windows the number of rows that overlap training rows,
+the axis and the shift. `is_divided` says whether the ingest has divided the rows.
+"""
 _TRIED_PAIRS = 64
 """Pairs of successive rows in which the shift of windows is looked for."""
 
@@ -54,10 +61,10 @@ def _hash_values(field: pa.Field, column: pa.Array) -> UInt64:
         return _hash_words(fixed_array(column, spec))
     if is_number(kind) or pa.types.is_temporal(kind):
         column = column.cast(pa.uint8()) if pa.types.is_boolean(kind) else column
-        hashes = _hash_words(_read_items(column).reshape(len(column), -1))
+        hashes = _hash_words(_read_items(column))
     elif is_ragged_list(kind) and is_number(kind.value_type) and not pa.types.is_boolean(kind.value_type):
         ends = np.cumsum(pc.fill_null(pc.list_value_length(column), 0).to_numpy()) * (kind.value_type.bit_width // 8)
-        hashes = _hash_each(np.split(_read_items(pc.list_flatten(column)), ends[:-1]))
+        hashes = _hash_each(np.split(_read_items(pc.list_flatten(column)).reshape(-1), ends[:-1]))
     elif is_text(kind) or is_bytes(kind):
         # Each different value is hashed once.
         encoded = column if pa.types.is_dictionary(kind) else column.cast(pa.large_binary()).dictionary_encode()
@@ -71,9 +78,10 @@ def _hash_values(field: pa.Field, column: pa.Array) -> UInt64:
 
 
 def _read_items(column: pa.Array) -> npt.NDArray[np.uint8]:
-    """Returns the bytes of values of one width."""
+    """Returns the bytes of values of one width, (values, width)."""
     width = column.type.bit_width // 8
-    return np.frombuffer(column.buffers()[1] or b"", np.uint8, len(column) * width, column.offset * width)
+    data = np.frombuffer(column.buffers()[1] or b"", np.uint8, len(column) * width, column.offset * width)
+    return data.reshape(len(column), width)
 
 
 def _hash_each(values: Iterable[Any]) -> UInt64:
@@ -224,49 +232,58 @@ def _is_shifted(one: npt.NDArray, two: npt.NDArray, axis: int, shift: int) -> bo
 
 def find_leaks(
     hashes: Mapping[str, RowHashes], overlaps: Iterable[Mapping[str, Sequence[int]]], is_divided: bool
-) -> dict[str, dict[str, Any]]:
-    """Returns the `counts` and `notes` of the rows of each data set that are equal to training rows, or overlap them.
+) -> dict[str, Leaks]:
+    """Returns the counts of the rows of each data set that are equal to training rows, or overlap them.
 
     Args:
         hashes: The hashes of the rows by data set.
         overlaps: The counts of `Overlaps` of each input split.
         is_divided: Whether the ingest has divided the rows.
     """
-    leaks = dict[str, dict[str, Any]]()
-    for side, rows in hashes.items() if "train" in hashes else ():
+    if "train" not in hashes:
+        return {}
+    leaks: dict[str, Leaks] = {}
+    for side, rows in hashes.items():
         if side != "train":
-            counts = find_equal_rows(hashes["train"], rows)
-            remedy = _DIVISION if is_divided and side == "eval" else "Leave these rows out of one of the two sources"
-            leaks[side] = {"counts": counts, "notes": _note_on_equal_rows(side, counts, rows.rows, remedy)}
-    total: dict[str, list[int]] = {}
-    for part in overlaps:
-        for name, (count, axis, shift) in part.items():
-            total[name] = [count + total.get(name, [0])[0], axis, shift]
-    for name, (count, axis, shift) in total.items() if "eval" in leaks else ():
-        leaks["eval"]["counts"]["overlapping"] = count
-        leaks["eval"]["notes"] += [_note_on_overlaps(name, count, hashes["eval"].rows, axis, shift)] * bool(count)
+            counts = {"rows": rows.rows, **find_equal_rows(hashes["train"], rows)}
+            leaks[side] = {**counts, "windows": {}, "is_divided": is_divided and side == "eval"}
+    for windows in overlaps if "eval" in leaks else ():
+        leaks["eval"] = add_leaks(leaks["eval"], {**dict.fromkeys(_COUNTS, 0), "windows": windows})
     return leaks
 
 
-def _note_on_equal_rows(side: str, counts: Mapping[str, int], rows: int, remedy: str) -> list[str]:
-    if not counts["equal"]:
+def add_leaks(one: Leaks, two: Leaks) -> Leaks:
+    """Returns the counts of the rows of both."""
+    windows = dict(one["windows"])
+    for name, (count, axis, shift) in two["windows"].items():
+        windows[name] = [count + windows.get(name, [0])[0], axis, shift]
+    return {**one, **{name: one[name] + two[name] for name in _COUNTS}, "windows": windows}
+
+
+def make_leak_notes(side: str, leaks: Leaks | None) -> list[str]:
+    """Returns notes on the rows of a data set that are equal to training rows, or overlap them."""
+    if leaks is None:
         return []
-    others = f", {counts['other_label']:,} of them with another label" if counts["other_label"] else ""
-    compared = f"{rows:,} rows" if counts["compared"] == rows else f"{counts['compared']:,} compared rows"
-    return [
-        f"{counts['equal']:,} of {compared} of {side!r} are equal to rows of 'train' in all columns but id and label"
-        f"{others}. An evaluation on them says little about new rows. {remedy}."
-    ]
+    notes = []
+    remedy = f"An evaluation on them says little about new rows. {_DIVISION if leaks['is_divided'] else _SELECTION}."
+    if leaks["equal"]:
+        others = f", {leaks['other_label']:,} of them with another label" if leaks["other_label"] else ""
+        is_sample = " compared" * (leaks["compared"] != leaks["rows"])
+        notes.append(
+            f"{leaks['equal']:,} of {leaks['compared']:,}{is_sample} rows of {side!r} are equal to rows of 'train' in"
+            f" all columns but id and label{others}. {remedy}"
+        )
+    for name, (count, axis, shift) in leaks["windows"].items():
+        if count:
+            notes.append(
+                f"{count:,} of {leaks['rows']:,} rows of {side!r} overlap with rows of 'train': in the column {name!r}"
+                f" a row is the one before it, shifted by {shift} along axis {axis}. {remedy}"
+            )
+    return notes
 
 
-def _note_on_overlaps(name: str, count: int, rows: int, axis: int, shift: int) -> str:
-    return (
-        f"{count:,} of {rows:,} rows of 'eval' overlap with rows of 'train': in the column {name!r} a row is the one"
-        f" before it, shifted by {shift} along axis {axis}. An evaluation on them says little about new rows."
-        f" {_DIVISION}."
-    )
-
-
+_COUNTS = ("rows", "compared", "equal", "other_label")
+_SELECTION = "Leave these rows out of one of the two sources"
 _DIVISION = (
     "Divide by --group COLUMN, which keeps all rows of one value (a person, a recording) in one data set, or by"
     " --split_by COLUMN, which takes the latest rows for the evaluation"

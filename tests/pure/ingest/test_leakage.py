@@ -17,8 +17,8 @@ from ray_app.ingest import leakage
 from ray_app.ingest.leakage import RowHashes, find_equal_rows, hash_rows
 
 
-def leaks_of(folder: Path, side: str = "eval") -> dict[str, int]:
-    counts: dict[str, int] = json.loads((folder / side / "_dataset.json").read_text())["leaks"]
+def leaks_of(folder: Path, side: str = "eval") -> dict[str, Any]:
+    counts: dict[str, Any] = json.loads((folder / side / "_dataset.json").read_text())["leaks"]
     return counts
 
 
@@ -37,14 +37,14 @@ def test_overlapping_windows_are_counted_and_named(tmp_path: Path, shift: int, a
     assert f"in the column 'windows' a row is the one before it, shifted by {shift} along axis {axis}" in note
     assert "--group COLUMN" in note
     assert "--split_by COLUMN" in note
-    assert leaks_of(tmp_path / "out")["overlapping"] == part.rows
+    assert leaks_of(tmp_path / "out")["windows"]["windows"] == [part.rows, axis, shift]
 
 
 def test_a_division_by_time_leaves_one_overlap(tmp_path: Path) -> None:
     x = make_windows(1, 0)
     options: dict[str, Any] = {"eval_fraction": 0.1, "split_by": "begin"}
     ingest_arrays(str(tmp_path / "out"), windows=x, begin=np.arange(len(x)), **options)
-    assert leaks_of(tmp_path / "out")["overlapping"] == 1
+    assert leaks_of(tmp_path / "out")["windows"] == {"windows": [1, 0, 1]}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,7 @@ def make_table(rows: int) -> pa.Table:
 def test_the_hash_of_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     table = make_table(40)
     whole, _ = hash_rows(table, ())
+    assert hash_rows(table.slice(0, 0), ())[0].tolist() == []
     for low in (0, 1, 7, 39):
         assert hash_rows(table.slice(low, 3), ())[0].tolist() == whole[low : low + 3].tolist()
     assert len(set(whole.tolist())) == 40
