@@ -17,6 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_app import describe, ingest_arrays, ingest_files, ingest_table
+from ray_app.data.arrays import ArraySpec, fixed_array, to_column
+from ray_app.data.classes import map_classes, renumber
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest import additions, ingest
@@ -120,6 +122,28 @@ def test_a_listed_shard_that_is_missing_is_refused(tmp_path: Path) -> None:
             read(str(one))
     (one / "_dataset.json").unlink()
     assert open_dataset(str(one)).facts.classes == ("bad", "good")
+
+
+def test_labels_lists_of_labels_and_targets_by_class_are_numbered_anew() -> None:
+    numbers, boxes = (2, 0, 1), pa.array([[1.0, 2.0]] * 3)
+    labels = pa.table({"label": pa.array([0, -1, 2, 255], pa.int32())})
+    assert map_classes(labels, numbers, ["label"])["label"].to_pylist() == [2, -1, 1, 255]
+    lists = pa.table({"labels": [[0, 1], [], [2]], "boxes": boxes}).slice(1)
+    assert map_classes(lists, numbers, lists.column_names)["labels"].to_pylist() == [[], [1]]
+    field, array = to_column("target", np.eye(3, dtype=np.float32))
+    targets = map_classes(pa.table([array], pa.schema([field])), numbers, ["target"])
+    assert fixed_array(targets["target"], ArraySpec("<f4", (3,))).argmax(axis=1).tolist() == [2, 0, 1]
+    assert renumber(["a", "b"], ["b", "a"], ["mask"]) is None
+    assert renumber(["a", "b"], ["a", "b", "c"], ["mask"]) == (0, 1)
+
+
+def test_a_description_of_an_earlier_version_is_named(tmp_path: Path) -> None:
+    one = write_set(tmp_path / "one", ("good", "bad"))
+    (one / "_dataset.json").rename(one / "dataset.json")
+    with pytest.raises(
+        DataError, match=r"dataset.json is of an earlier version of ray_app\. Rename it to _dataset.json"
+    ):
+        open_dataset(str(one))
 
 
 OPTIONS: dict[str, Any] = {"label": "quality", "eval_fraction": 0.3, "append": True}
