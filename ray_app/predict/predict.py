@@ -45,7 +45,7 @@ from ray_app.task.fields import OptionalColumn
 from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_data
 
-MADE_FROM = "made_from.json"
+MADE_FROM = "_made_from.json"
 COCO_RESULTS = "detections.json"
 """Name of the file with the results of COCO."""
 _MAX_PART_ROWS = 100_000
