@@ -151,7 +151,7 @@ OPTIONS: dict[str, Any] = {"label": "quality", "eval_fraction": 0.3, "append": T
 
 def test_deliveries_are_added_by_name_and_divided_by_the_same_rule(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    orders = (("bad", "good"), ("good", "bad"), ("bad", "bad"))
+    orders = (("bad", "good"), ("good", "bad"), ("good", "good"))
     for seed, names in enumerate(orders):
         summary = ingest_table(out, make_frame(names, seed=seed), **OPTIONS)
         assert summary.rows == 100 * (seed + 1)
@@ -174,6 +174,8 @@ def test_deliveries_are_added_by_name_and_divided_by_the_same_rule(tmp_path: Pat
     )
     assert is_right(first, {True: "bad", False: "good"})
     assert is_right(second, {True: "good", False: "bad"})
+    third = read_names_of(tmp_path / "out" / "train" / "part-added-00003-00000.parquet")
+    assert is_right(third, {True: "good", False: "good"})
     ids = pa.concat_tables(pq.read_table(path, columns=["row_id"]) for path in (tmp_path / "out").rglob("*.parquet"))
     assert len(set(ids["row_id"].to_pylist())) == 300
     assert not [path for path in (tmp_path / "out").rglob("*") if path.name.startswith(("_ingest", "_p", "_r", "_h"))]
