@@ -150,7 +150,7 @@ def finish_addition(out: Location, descriptions: Descriptions, number: int, made
     _replace_descriptions(out, descriptions)
 
 
-def recover_addition(out: Location, described: Descriptions, made_from: dict[str, Any]) -> Descriptions:
+def recover_addition(out: Location, described: Descriptions, made_from: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Finishes an interrupted addition that was complete, and undoes another one unless it is of `made_from`.
 
     Returns the descriptions after that.
