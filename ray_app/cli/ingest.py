@@ -148,7 +148,8 @@ def _print(summary: DatasetSummary, options: IngestOptions, work: Callable[..., 
         others = f", but not by {', '.join(unusable)}" if unusable else ""
         print(f"It can be trained on as it is{others}: nothing was written.")
     elif work is not preview:
-        print("Made before from the same options and files: nothing was written." if summary.reused else "Done.")
+        before = "These rows were added before" if options.append else "Made before from the same options and files"
+        print(f"{before}: nothing was written." if summary.reused else "Done.")
 
 
 def _warn_of_labels(summary: DatasetSummary, options: IngestOptions) -> None:

@@ -19,6 +19,8 @@ import pyarrow as pa
 from ray_app.task.ragged import Field, Ragged, concat_ragged
 
 Array = npt.NDArray[np.generic]
+_MAX_NAMED = 5
+"""Columns that a message names."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,33 @@ def spec_of_field(field: pa.Field) -> ArraySpec | None:
     stored = json.loads(raw)
     padding = stored.get("padding")
     return ArraySpec(stored["dtype"], tuple(stored["shape"]), (padding[0], padding[1]) if padding else None)
+
+
+def describe_other_columns(schema: pa.Schema, reference: pa.Schema) -> str:
+    """Returns the first columns that differ from those of other rows, for a message; "" for the same ones."""
+    one, two = ({field.name: (_type_name(field), meaning_of(field)) for field in one} for one in (schema, reference))
+    if schema.names == reference.names and one == two:
+        return ""
+    others = [f"{name!r} is missing" for name in two if name not in one]
+    others += [f"{name!r} is not in the others" for name in one if name not in two]
+    for name in [name for name in one if one[name] != two.get(name, one[name])]:
+        (kind, _), (other, _) = one[name], two[name]
+        others.append(f"{name!r} is {kind}, not {other}" if kind != other else f"{name!r} has numbers of other things")
+    return ", ".join(others[:_MAX_NAMED]) or f"their order is {schema.names}, not {reference.names}"
+
+
+def meaning_of(field: pa.Field) -> dict[bytes, bytes]:
+    """Returns what the application has written into the metadata of a column, such as the shape of its arrays."""
+    return {key: value for key, value in (field.metadata or {}).items() if key.startswith(b"ray_app.")}
+
+
+def _type_name(field: pa.Field) -> str:
+    """Returns the type of a column in words, with all that reading needs."""
+    spec = spec_of_field(field)
+    text = (
+        f"{np.dtype(spec.dtype).name} {spec.shape}{' of any length' * bool(spec.padding)}" if spec else str(field.type)
+    )
+    return text if field.nullable else f"{text} without missing values"
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -31,13 +32,32 @@ from ray_app.data.arrays import (
     spec_of_field,
     spec_of_list_type,
 )
+from ray_app.data.classes import is_unchanged, renumber
 from ray_app.data.parquet_files import DataFile, Footers, Range, load_footers, read_footers
 from ray_app.data.reader import table_to_rows
 from ray_app.errors import DataError
-from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, parse_partition_value, parse_partitions
-from ray_app.storage.data_files import file_versions, files_below, find_file, folders_in, is_folder, open_data_file
+from ray_app.plan.manifest import (
+    ColumnFacts,
+    DataFacts,
+    Manifest,
+    class_columns,
+    format_names,
+    parse_partition_value,
+    parse_partitions,
+)
+from ray_app.storage.data_files import (
+    file_versions,
+    files_below,
+    find_file,
+    folders_in,
+    is_folder,
+    open_data_file,
+    relative_path,
+)
 from ray_app.storage.files import Location, put_json, read_json, to_location
 from ray_app.version import __version__
+
+logger = logging.getLogger(__name__)
 
 _THREADS = 8
 _MIN_AGE_NS = 5_000_000_000
@@ -101,7 +121,7 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
     """
 
     def read(path: str) -> npt.NDArray:
-        with DataFile(root, path, manifest.partitions) as file:
+        with DataFile(root, path, manifest.rules) as file:
             return read_values(file)
 
     def read_values(file: DataFile) -> npt.NDArray:
@@ -139,39 +159,54 @@ _BLOCK_ROWS = 65_536
 def read_rows(root: str, manifest: Manifest, columns: list[str]) -> Iterator[dict[str, Any]]:
     """Yields all rows by column, in blocks in manifest order, with missing values; see `table_to_rows`."""
     for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
-        with DataFile(root, manifest.paths[number], manifest.partitions) as file:
+        with DataFile(root, manifest.paths[number], manifest.rules) as file:
             for index in map(int, manifest.index_in_file[list(groups)]):
                 table = file.read_row_group(index, columns)
                 for first in range(0, table.num_rows, _BLOCK_ROWS):
                     yield table_to_rows(table.slice(first, _BLOCK_ROWS))
 
 
-DESCRIPTION = "dataset.json"
+DESCRIPTION = "_dataset.json"
 """File in which an ingest describes a data set: its classes, columns, shards and source."""
 FORMAT_VERSION = 1
-"""The version of `dataset.json`; a new meaning of an existing field needs a new one."""
+"""The version of `_dataset.json`; a new meaning of an existing field needs a new one."""
 UNFINISHED_MARKER = "_ingest.json"
-"""File in a data set in a bucket that an ingest is writing; the ingest writes `dataset.json` last."""
+"""File in a data set in a bucket that an ingest is writing, or in one to which it is adding rows.
+
+The ingest writes `_dataset.json` last.
+"""
+ADDED_PREFIX = "part-added-"
+"""Beginning of the names of shards that were added to a data set, which come after those of its first ingest."""
 _INDEX_NAMES = re.compile(r"|__index_level_\d+__|Unnamed: \d+")
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder of Parquet files (path or URI), to which the paths of the manifest are relative."""
+    """A folder of Parquet files (path or URI), to which the paths of the manifest are relative.
+
+    Args:
+        unlisted: The files that an ingest has not written, see `find_unlisted`.
+    """
 
     root: str
     manifest: Manifest
     facts: DataFacts
+    unlisted: tuple[str, ...] = ()
 
 
-def open_dataset(path: str) -> Dataset:
+def open_dataset(path: str, classes: Sequence[str] | None = None) -> Dataset:
     """Opens a Parquet file, or all `*.parquet` files below a folder.
 
     It uses the footers file of an ingest for the files that have not changed since, and reads the other footers.
 
+    Args:
+        path: The file or folder.
+        classes: The names of classes to number the labels by, such as those of the data that a model was trained on;
+            they count if they have the names of all classes of this data set.
+
     Raises:
-        DataError: The path does not exist, a file is not Parquet, the files have different columns, there are no rows,
-            or `read_description` refuses `dataset.json`.
+        DataError: The path does not exist, a file is not Parquet, the files have different columns or classes, a shard
+            of the ingest is missing, there are no rows, or `read_description` refuses `_dataset.json`.
     """
     target = to_location(path)
     is_file = not is_folder(target)
@@ -181,7 +216,9 @@ def open_dataset(path: str) -> Dataset:
         )
     root = target.parent if is_file else target
     files = [target] if is_file else files_below(target, ".parquet")
-    _check_finished(path, root)
+    description = _read_finished_description(path, root)
+    if not is_file:
+        files = leave_out_unfinished(root, files, description)
     nested = [] if is_file else [folder.name for folder in folders_in(root) if find_file(folder / DESCRIPTION)]
     if nested:
         raise DataError(
@@ -196,32 +233,123 @@ def open_dataset(path: str) -> Dataset:
         raise DataError(
             f"data path {path!r} holds {len(files)} Parquet files but not one row; there is nothing to train on."
         )
-    facts = _facts(path, root, footers, manifest)
-    return Dataset(str(root), manifest, facts)
+    unlisted = () if is_file else find_unlisted(root, manifest.paths, description)
+    numbering = _number_files(root, footers, description, classes)
+    if unlisted:
+        logger.warning("%s", describe_unlisted(path, unlisted))
+    manifest = replace(manifest, class_maps=numbering.class_maps)
+    return Dataset(str(root), manifest, _facts(path, root, footers, manifest, numbering.classes, description), unlisted)
 
 
-def _check_finished(path: str, root: Location) -> None:
-    """Refuses a folder on S3 that an ingest has begun and not finished; on a disk an ingest creates the folder last."""
-    if find_file(root / UNFINISHED_MARKER) and not find_file(root / DESCRIPTION):
+def _read_finished_description(path: str, root: Location) -> dict[str, Any]:
+    """Returns the content of `_dataset.json`; refuses a folder on S3 that an ingest has begun and not finished.
+
+    On a disk an ingest creates the folder last.
+    """
+    description = read_description(root)
+    if description is None and find_file(root / UNFINISHED_MARKER):
         raise DataError(
             f"data path {path!r} is being written by an ingest, or one was interrupted there. Wait for it, or start the"
             " same ray-app ingest again: it does what is left."
         )
+    return description or {}
 
 
-def _facts(path: str, root: Location, footers: Footers, manifest: Manifest) -> DataFacts:
-    columns = {field.name: _column_facts(field, footers.range_of(field)) for field in footers.schema}
+def leave_out_unfinished(root: Location, files: list[Location], description: Mapping[str, Any]) -> list[Location]:
+    """Returns the files without those that an ingest is adding, which the description does not list yet."""
+    listed = {shard["path"] for shard in description.get("shards", ())}
+    kept = [f for f in files if not f.name.startswith(ADDED_PREFIX) or relative_path(f, root) in listed]
+    return kept if listed and len(kept) < len(files) and find_file(root / UNFINISHED_MARKER) else files
+
+
+def find_unlisted(root: Location, paths: Sequence[str], description: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the files of a data set that its description does not list; raises DataError if a listed one is missing.
+
+    A description without shards lists nothing.
+    """
+    listed = [shard["path"] for shard in description.get("shards", ())]
+    if missing := sorted(set(listed) - set(paths)):
+        raise DataError(
+            f"{root / missing[0]} is missing: {DESCRIPTION} lists {len(listed)} shards, and {len(missing)} of them are"
+            f" gone. Restore them; or, if their rows are not to count, remove {root / DESCRIPTION}: each shard has the"
+            " names of its classes itself."
+        )
+    return tuple(sorted(set(paths) - set(listed))) if listed else ()
+
+
+def describe_unlisted(path: str, unlisted: Sequence[str]) -> str:
+    """Returns a note on the files of `find_unlisted`."""
+    others = f"{unlisted[0]} and {len(unlisted) - 1} more files" if len(unlisted) > 1 else f"the file {unlisted[0]}"
+    return (
+        f"{path}: {DESCRIPTION} does not list {others}; these rows count, too. Their classes agree by name where the"
+        " file has the names, otherwise by number. ray-app ingest --append true adds rows and lists them."
+    )
+
+
+@dataclass(frozen=True)
+class _Numbering:
+    """The classes of a data set, and the class maps of its files, see `ReadRules`."""
+
+    classes: tuple[str, ...] | None
+    class_maps: dict[str, tuple[int, ...]]
+
+
+def _number_files(
+    root: Location, footers: Footers, description: Mapping[str, Any], preferred: Sequence[str] | None
+) -> _Numbering:
+    """Returns the numbers of the classes in all files: those of the description, or of the longest list in a file.
+
+    A file without names has the classes of the data set. `preferred` counts if all labels can be numbered so.
+
+    Raises:
+        DataError: A file has other classes, or labels that cannot be numbered in another way.
+    """
+    stored = {text: tuple(map(str, json.loads(text))) if text else () for text in set(footers.classes)}
+    described = tuple(description.get("classes") or ())
+    names = described or max(stored.values(), key=len)
+    if not names:
+        return _Numbering(None, {})
+    has_none = not described and "classes" in description
+    for classes in dict.fromkeys([tuple(preferred or names), names]):
+        maps = {
+            text: renumber(file_classes or names, classes, footers.schema.names)
+            for text, file_classes in stored.items()
+        }
+        if None not in maps.values() and not has_none:
+            new_numbers = {text: numbers for text, numbers in maps.items() if numbers and not is_unchanged(numbers)}
+            texts = zip(footers.paths, footers.classes, strict=True)
+            return _Numbering(classes, {path: new_numbers[text] for path, text in texts if text in new_numbers})
+    bad = {text for text, numbers in maps.items() if numbers is None or (has_none and text)}
+    file, text = next(pair for pair in zip(footers.paths, footers.classes, strict=True) if pair[1] in bad)
+    raise DataError(
+        f"{root / file} has the classes {format_names(stored[text])}; the data set has"
+        f" {format_names(() if has_none else names)} ({DESCRIPTION if description else 'another file'}). Classes agree"
+        f" by name{', those of masks by number, too' * ('mask' in footers.schema.names)}. Correct the labels and ingest"
+        " the file again, or add its rows by ray-app ingest --append true --new_classes true."
+    )
+
+
+def _facts(
+    path: str,
+    root: Location,
+    footers: Footers,
+    manifest: Manifest,
+    classes: tuple[str, ...] | None,
+    description: Mapping[str, Any],
+) -> DataFacts:
+    ranges = {field.name: footers.range_of(field) for field in footers.schema}
+    for name in class_columns(footers.schema.names) if classes and manifest.class_maps else ():
+        ranges[name] = replace(ranges[name], min=0, max=len(classes or ()) - 1)
+    columns = {field.name: _column_facts(field, ranges[field.name]) for field in footers.schema}
     columns |= {name: facts for name, facts in _partition_facts(manifest).items() if name not in columns}
-    described = read_description(root) or {}
-    classes = described.get("classes")
     count = partial(count_labels, str(root), manifest)
-    index = tuple(dict.fromkeys([*index_columns(footers.schema), *described.get("index_columns", [])]))
+    index = tuple(dict.fromkeys([*index_columns(footers.schema), *description.get("index_columns", [])]))
     read = partial(read_rows, str(root), manifest)
-    return DataFacts(path, manifest.num_rows, columns, tuple(classes) if classes else None, count, index, read)
+    return DataFacts(path, manifest.num_rows, columns, classes, count, index, read)
 
 
 def read_description(root: Location) -> dict[str, Any] | None:
-    """Returns the content of a data set's `dataset.json`; None if it has none.
+    """Returns the content of a data set's `_dataset.json`; None if it has none.
 
     Raises:
         DataError: The file is damaged, or a newer version of this application wrote it.
@@ -232,6 +360,9 @@ def read_description(root: Location) -> dict[str, Any] | None:
     except ValueError as error:
         raise DataError(f"{error}. Restore it, or {advice}.") from error
     if description is None:
+        old = root / DESCRIPTION.removeprefix("_")
+        if find_file(old) and "format_version" in (read_json(old) or {}):
+            raise DataError(f"{old} is of an earlier version of ray_app. Rename it to {DESCRIPTION}.")
         return None
     if not isinstance(description, dict):
         content = f"it should hold fields by name, it holds {type(description).__name__}"

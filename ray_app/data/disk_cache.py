@@ -207,6 +207,7 @@ def cache_key(source: RowSource, settings: str) -> str:
         "files": file_versions(to_location(reader.root), manifest.paths),
         "fields": {name: asdict(spec) for name, spec in source.fields.items()},
         "columns": reader.columns,
+        "classes": dict(reader.rules.class_maps),
         "settings": settings,
         "code": _code_digests(reader.decode),
         "application": _digest(file for pattern in _DECODING_CODE for file in sorted(_APPLICATION.glob(pattern))),

@@ -34,9 +34,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ray_app.data.arrays import is_number, is_numbers, spec_of_field
+from ray_app.data.arrays import describe_other_columns, is_number, is_numbers, spec_of_field
+from ray_app.data.classes import map_classes, stored_classes
 from ray_app.errors import BadRowError, DataError, StorageError
-from ray_app.plan.manifest import Manifest, PartitionType, PartitionValue, parse_partition_value, parse_partitions
+from ray_app.plan.manifest import (
+    Manifest,
+    PartitionType,
+    PartitionValue,
+    ReadRules,
+    parse_partition_value,
+    parse_partitions,
+)
 from ray_app.storage.data_files import (
     ObjectReader,
     bucket_errors,
@@ -48,15 +56,13 @@ from ray_app.storage.data_files import (
 from ray_app.storage.files import Location, put_atomic, to_location
 from ray_app.storage.object_stores import CONNECTIONS
 
-Partitions = Mapping[str, PartitionType]
-"""Type of each partition column: a column with its values in the names of folders, as in `year=2024/`."""
 _ADVICE = "It cannot be read as Parquet; restore it or ingest the data again."
 _MAX_OPEN = 4
 """Maximum number of open files of a data set."""
 _TYPES = {"int64": pa.int64(), "double": pa.float64(), "string": pa.string()}
 
 
-def partition_fields(partitions: Partitions) -> list[pa.Field]:
+def partition_fields(partitions: Mapping[str, PartitionType]) -> list[pa.Field]:
     """Returns the partition columns as Arrow fields."""
     return [pa.field(name, _TYPES[kind]) for name, kind in partitions.items()]
 
@@ -64,16 +70,17 @@ def partition_fields(partitions: Partitions) -> list[pa.Field]:
 class DataFile:
     """An open Parquet file, also a context manager; with `buffer_bytes` 0 row groups are fetched as a whole."""
 
-    def __init__(self, root: str | Location, path: str, partitions: Partitions, buffer_bytes: int = 0) -> None:
+    def __init__(self, root: str | Location, path: str, rules: ReadRules, buffer_bytes: int = 0) -> None:
         self._location = (to_location(root) if isinstance(root, str) else root) / path
         self._path = path
         self._file = open_parquet(self._location, buffer_bytes)
         self._stored_columns = set(self._file.schema_arrow.names)
-        self._texts = parse_partitions(path) if partitions else {}
+        self._class_map = rules.class_maps.get(path)
+        self._texts = parse_partitions(path) if rules.partitions else {}
         self._values: dict[str, PartitionValue] = {
-            name: parse_partition_value(self._texts[name], kind) for name, kind in partitions.items()
+            name: parse_partition_value(self._texts[name], kind) for name, kind in rules.partitions.items()
         }
-        self._fields = {field.name: field for field in partition_fields(partitions)}
+        self._fields = {field.name: field for field in partition_fields(rules.partitions)}
 
     def __enter__(self) -> DataFile:
         return self
@@ -103,7 +110,7 @@ class DataFile:
             table = self._file.read_row_group(index, columns=stored, use_threads=False)
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise self._explain(error, index, stored) from error
-        return self._with_partitions(table, columns, index, 0)
+        return self._apply_rules(table, columns, index, 0)
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Returns the rows of all row groups; see `read_row_group`."""
@@ -129,7 +136,7 @@ class DataFile:
                 raise self._explain(error, index, stored) from error
             if batch is None:
                 return
-            yield self._with_partitions(pa.Table.from_batches([batch]), columns, index, first)
+            yield self._apply_rules(pa.Table.from_batches([batch]), columns, index, first)
             first += batch.num_rows
 
     def _stored_names(self, columns: Sequence[str]) -> list[str]:
@@ -143,8 +150,13 @@ class DataFile:
             )
         return list(stored)
 
-    def _with_partitions(self, table: pa.Table, columns: Sequence[str], index: int, first: int) -> pa.Table:
-        """Returns the table with the partition columns among `columns`; raises BadRowError for another stored value."""
+    def _apply_rules(self, table: pa.Table, columns: Sequence[str], index: int, first: int) -> pa.Table:
+        """Returns the table with the partition columns among `columns`, and the classes as the data set numbers them.
+
+        Raises BadRowError for a stored value that the name of the folder contradicts.
+        """
+        if self._class_map is not None:
+            table = map_classes(table, self._class_map, self._file.schema_arrow.names)
         for name in columns:
             if name not in self._values:
                 continue
@@ -188,14 +200,14 @@ class DataFile:
 class OpenFiles:
     """The files of a data set that were read last, of which at most `_MAX_OPEN` are open at a time; see `DataFile`."""
 
-    def __init__(self, root: str, partitions: Partitions) -> None:
-        self._root, self._partitions = to_location(root), partitions
+    def __init__(self, root: str, rules: ReadRules) -> None:
+        self._root, self._rules = to_location(root), rules
         self._open: OrderedDict[str, DataFile] = OrderedDict()
 
     def get(self, path: str) -> DataFile:
         """Returns a file; opens it unless it is open."""
         if path not in self._open:
-            self._open[path] = DataFile(self._root, path, self._partitions)
+            self._open[path] = DataFile(self._root, path, self._rules)
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(path)
@@ -297,8 +309,8 @@ _SCHEMA = b"ray_app.schema"
 _NUMBERS = (int, float, bool)
 # Columns of a range as it is stored, see `Footers`.
 _MIN, _MAX, _NULLS, _SPANS = range(4)
-_FileFacts = tuple[list[int], npt.NDArray[np.float64]]
-"""Rows of the row groups of a file, and its ranges, shape (columns of numbers, 4); see `Footers`."""
+_FileFacts = tuple[list[int], npt.NDArray[np.float64], str]
+"""Rows of the row groups of a file, its ranges, shape (columns of numbers, 4), and its classes; see `Footers`."""
 
 
 @dataclass(frozen=True)
@@ -320,8 +332,9 @@ class Footers:
     """The facts that are kept of the footers of a data set.
 
     Args:
-        table: A row for each file: `path`, `version` (see `_version`), `rows` of its row groups, and for each column of
-            numbers `range.NAME` with four numbers: smallest and greatest value, missing values, and the sum over the
+        table: A row for each file: `path`, `version` (see `_version`), `rows` of its row groups, `classes` (as JSON, ""
+            without names; missing where they are those of the metadata of `schema`), and for each column of numbers
+            `range.NAME` with four numbers: smallest and greatest value, missing values, and the sum over the
             rows of the span of their row group (the number of integers from its smallest to its greatest value), which
             is NaN where a row group has no statistics.
     """
@@ -332,7 +345,18 @@ class Footers:
     @property
     def manifest(self) -> Manifest:
         """The row groups of the data set."""
-        return Manifest.from_files(zip(_paths(self), self.table["rows"].to_pylist(), strict=True))
+        return Manifest.from_files(zip(self.paths, self.table["rows"].to_pylist(), strict=True))
+
+    @property
+    def paths(self) -> list[str]:
+        """The path of each file."""
+        return list(map(os.fsdecode, self.table["path"].to_pylist()))
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes of each file, see `stored_classes`."""
+        shared = stored_classes(self.schema.metadata)
+        return [shared if classes is None else classes for classes in self.table["classes"].to_pylist()]
 
     def range_of(self, field: pa.Field) -> Range:
         """Returns the range of a column over all files."""
@@ -386,11 +410,11 @@ def read_footers(
     """
     paths, versions = [relative_path(file, root) for file in files], [_version(file) for file in files]
     version_of = dict(zip(paths, versions, strict=True))
-    kept_files = list(zip(_paths(kept), kept.table["version"].to_pylist(), strict=True)) if kept is not None else []
+    kept_files = list(zip(kept.paths, kept.table["version"].to_pylist(), strict=True)) if kept is not None else []
     # The row of each unchanged file in the kept table; later also of the newly read files behind it.
     table_row = {path: i for i, (path, version) in enumerate(kept_files) if version_of.get(path) == version}
     if kept is not None and table_row:
-        if list(table_row) == paths:
+        if list(table_row) == paths == kept.paths:
             return kept
         unchanged = next(file for file, path in zip(files, paths, strict=True) if path in table_row)
         columns = _SharedColumns(kept.schema, unchanged)
@@ -435,10 +459,10 @@ class _SharedColumns:
         layout = footer.metadata, [(column.path_in_schema, column.physical_type) for column in stored]
         if self._last is not None and layout == self._last[0]:
             return self._last[1]
-        if schema().remove_metadata() != self.schema.remove_metadata():
+        if others := describe_other_columns(schema(), self.schema):
             raise DataError(
-                f"{file} has other columns than {self._example}; a data set has one schema. Move the files apart or"
-                f" ingest again."
+                f"{file} has other columns than {self._example}: {others}. A data set has one schema. Move the files"
+                " apart or ingest again."
             )
         index_of = {path: i for i, (path, _) in enumerate(layout[1])}
         indices = [index_of.get(name) for name in self.leaves]
@@ -523,7 +547,7 @@ def _file_facts(footer: pq.FileMetaData, indices: list[int | None]) -> _FileFact
     groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
     rows = [group.num_rows for group in groups]
     filled = [(group, group_rows) for group, group_rows in zip(groups, rows, strict=True) if group_rows]
-    return rows, np.array([_range(filled, index) for index in indices], np.float64)
+    return rows, np.array([_range(filled, index) for index in indices], np.float64), stored_classes(footer.metadata)
 
 
 def _range(groups: list[tuple[pq.RowGroupMetaData, int]], index: int | None) -> tuple[float, float, int, float]:
@@ -550,22 +574,22 @@ def _range(groups: list[tuple[pq.RowGroupMetaData, int]], index: int | None) -> 
 
 def _table_schema(schema: pa.Schema) -> pa.Schema:
     ranges = [pa.field(f"range.{name}", pa.list_(pa.float64(), 4)) for name in _leaves(schema)]
-    return pa.schema([("path", pa.binary()), ("version", pa.string()), ("rows", pa.list_(pa.int64())), *ranges])
+    stored = {"path": pa.binary(), "version": pa.string(), "rows": pa.list_(pa.int64()), "classes": pa.string()}
+    return pa.schema([*map(pa.field, *zip(*stored.items(), strict=True)), *ranges])
 
 
 def _facts_table(columns: _SharedColumns, paths: list[str], versions: list[str], facts: list[_FileFacts]) -> pa.Table:
     """Returns the table of `Footers` with a row for each file."""
-    ranges = np.array([file_ranges for _, file_ranges in facts]).reshape(len(facts), len(columns.leaves), 4)
+    ranges = np.array([file_ranges for _, file_ranges, _ in facts]).reshape(len(facts), len(columns.leaves), 4)
     range_columns = [
         pa.FixedSizeListArray.from_arrays(np.ascontiguousarray(ranges[:, i]).reshape(-1), 4)
         for i in range(len(columns.leaves))
     ]
-    rows = pa.array([rows for rows, _ in facts], pa.list_(pa.int64()))
+    rows = pa.array([rows for rows, _, _ in facts], pa.list_(pa.int64()))
+    shared = stored_classes(columns.schema.metadata)
+    classes = pa.array([None if names == shared else names for _, _, names in facts], pa.string())
     path_column = pa.array(list(map(os.fsencode, paths)), pa.binary())
     return pa.Table.from_arrays(
-        [path_column, pa.array(versions, pa.string()), rows, *range_columns], schema=_table_schema(columns.schema)
+        [path_column, pa.array(versions, pa.string()), rows, classes, *range_columns],
+        schema=_table_schema(columns.schema),
     )
-
-
-def _paths(footers: Footers) -> list[str]:
-    return list(map(os.fsdecode, footers.table["path"].to_pylist()))

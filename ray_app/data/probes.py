@@ -60,7 +60,7 @@ def decode_first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, 
 
 
 def _read_span(dataset: Dataset, span: Span, columns: list[str]) -> pa.Table:
-    with DataFile(dataset.root, span.path, dataset.manifest.partitions) as file:
+    with DataFile(dataset.root, span.path, dataset.manifest.rules) as file:
         return read_span(file, span, columns)
 
 
@@ -129,7 +129,7 @@ def sample_ragged_rows(
     fields = {name: spec_of_values(values) for name, values in row.items()}
     if all(spec.padding is None for spec in fields.values()):
         return row
-    reader = Reader(dataset.root, columns, decode_rows, fields, skips, partitions=dataset.manifest.partitions)
+    reader = Reader(dataset.root, columns, decode_rows, fields, skips, rules=dataset.manifest.rules)
     rows = decode_first_rows(reader, dataset.manifest, _LENGTH_SAMPLE_ROWS)
     return {name: rows[name] for name in fields}
 
@@ -197,7 +197,7 @@ def find_longest_row(
         try:
             with (
                 parser_errors(to_location(dataset.root) / path, "It cannot be read as Parquet."),
-                DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
+                DataFile(dataset.root, path, manifest.rules, _BUFFER_BYTES) as file,
             ):
                 index = int(manifest.index_in_file[group])
                 # A batch is limited in bytes, too, so that the first one does not take long where rows are large.

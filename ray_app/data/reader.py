@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,10 +53,10 @@ from ray_app.data.bad_rows import (
     read_reasons,
     usable_mask,
 )
-from ray_app.data.parquet_files import DataFile, OpenFiles, Partitions
+from ray_app.data.parquet_files import DataFile, OpenFiles
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.hashing import hash_array
-from ray_app.plan.manifest import Manifest
+from ray_app.plan.manifest import Manifest, ReadRules
 from ray_app.plan.order import Segment
 from ray_app.retry import Retry
 from ray_app.storage.data_files import to_read_error
@@ -117,7 +117,7 @@ class Reader:
         skips: Whether a row that cannot be decoded becomes zeros, with the reason in the column `REASON`; otherwise it
             is an error.
         keyed: Whether `decode` gets the keys of the rows in `rows[KEYS]`, to decode a row differently in every epoch.
-        partitions: The columns that are in the names of folders, see `Manifest.partitions`.
+        rules: See `Manifest.rules`.
     """
 
     root: str
@@ -126,7 +126,7 @@ class Reader:
     fields: dict[str, ArraySpec]
     skips: bool = False
     keyed: bool = False
-    partitions: Partitions = field(default_factory=dict)
+    rules: ReadRules = ReadRules()
 
     def read(self, spec: ReadSpec, read_slice: ReadSlice | None = None) -> Iterator[pa.Table]:
         """Yields the decoded rows of `spec` in order, a block at a time.
@@ -137,7 +137,7 @@ class Reader:
         without `skips`.
         """
         block_rows = rows_per_task(self.fields, MAX_BLOCK_BYTES / 1e6)
-        with closing(OpenFiles(self.root, self.partitions)) as files:
+        with closing(OpenFiles(self.root, self.rules)) as files:
             for span in spec:
                 if span.group_rows and read_slice is not None:
                     table = read_slice(span)
@@ -365,17 +365,17 @@ class _OpenGroup:
 class SliceReader:
     """Reads large row groups in slices, each from its beginning to its end, once for every reading position."""
 
-    def __init__(self, root: str, columns: list[str], partitions: Partitions) -> None:
+    def __init__(self, root: str, columns: list[str], rules: ReadRules) -> None:
         self._root = to_location(root)
         self._columns = columns
-        self._partitions = partitions
+        self._rules = rules
         self._max_open = min(_MAX_OPEN, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._open: dict[tuple[str, int, int], _OpenGroup] = {}
 
     @classmethod
     def of(cls, reader: Reader) -> SliceReader:
         """Returns the slice reader of a reader's data set and columns."""
-        return cls(reader.root, reader.columns, reader.partitions)
+        return cls(reader.root, reader.columns, reader.rules)
 
     def take(self, span: Span) -> pa.Table:
         """Returns the rows of a span as they are stored; raises DataError if the row group has fewer.
@@ -401,7 +401,7 @@ class SliceReader:
         return group, pa.concat_tables(group.rows.take(span.rows))
 
     def _open_at(self, span: Span) -> _OpenGroup:
-        file = DataFile(self._root, span.path, self._partitions, _BUFFER_BYTES)
+        file = DataFile(self._root, span.path, self._rules, _BUFFER_BYTES)
         rows = RowStream(file.iter_batches(span.row_group, self._columns, _BATCH_ROWS))
         skipped = 0
         while skipped < span.first:

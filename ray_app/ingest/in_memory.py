@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,14 @@ from ray_app.ingest.summary import DatasetSummary
 
 
 def ingest_arrays(
-    folder: str, *, eval_fraction: float | None = None, seed: int = 0, **arrays: npt.ArrayLike
+    folder: str,
+    *,
+    eval_fraction: float | None = None,
+    seed: int = 0,
+    group: str | None = None,
+    split_by: str | None = None,
+    append: bool = False,
+    **arrays: npt.ArrayLike,
 ) -> DatasetSummary:
     """Makes a data set of arrays, as `ray-app ingest --source numpy` makes one of files.
 
@@ -37,6 +45,9 @@ def ingest_arrays(
             and possibly `test`.
         eval_fraction: See `IngestOptions.eval_fraction`.
         seed: See `IngestOptions.seed`.
+        group: The name of an array, see `IngestOptions.group`.
+        split_by: The name of an array, see `IngestOptions.split_by`.
+        append: Add the rows to the data set in the folder, see `IngestOptions.append`.
         **arrays: Arrays of shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the
             column `label` (integers) or `target`, others keep their names. With `x_train`, `y_train`, `x_test`,
             `y_test` the data sets are `train`, `eval` and `test`.
@@ -45,11 +56,12 @@ def ingest_arrays(
         ConfigError: The folder holds something else.
         DataError: The arrays differ in rows, or do not hold numbers.
     """
-    return ingest_named_arrays(folder, arrays, eval_fraction, seed)
+    division = {"eval_fraction": eval_fraction, "group": group, "split_by": split_by}
+    return ingest_named_arrays(folder, arrays, {**division, "seed": seed, "append": append})
 
 
 def ingest_named_arrays(
-    folder: str, arrays: Mapping[str, npt.ArrayLike], eval_fraction: float | None = None, seed: int = 0
+    folder: str, arrays: Mapping[str, npt.ArrayLike], options: Mapping[str, Any] = MappingProxyType({})
 ) -> DatasetSummary:
     """Makes a data set of arrays by their names, see `ingest_arrays`."""
     with tempfile.TemporaryDirectory(prefix="ray_app-arrays-") as temporary:
@@ -58,7 +70,7 @@ def ingest_named_arrays(
             np.save(file, to_numbers(name, values), allow_pickle=False)
             _set_content_time(file)
         with python_spelling():
-            return ingest(IngestOptions("numpy", folder, temporary, eval_fraction=eval_fraction, seed=seed))
+            return ingest(IngestOptions("numpy", folder, temporary, **options))
 
 
 def ingest_table(folder: str, table: Any, **options: Any) -> DatasetSummary:

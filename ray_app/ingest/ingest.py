@@ -1,4 +1,4 @@
-"""The ingest: turns raw data into Parquet shards with a `dataset.json`.
+"""The ingest: turns raw data into Parquet shards with a `_dataset.json`.
 
 1. A reader (`readers/`) cuts the source into input splits, by its content and not by the number of tasks.
 2. Each input split is a task (`splits.py`), in threads or on a cluster. It streams tables with a `row_id`, renames
@@ -23,19 +23,31 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
-from ray_app.data.dataset import DESCRIPTION, FORMAT_VERSION, read_description
-from ray_app.data.parquet_files import read_footers
+from ray_app.data.dataset import DESCRIPTION, FORMAT_VERSION, open_dataset, read_description
+from ray_app.data.parquet_files import load_footers, read_footers
 from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
+from ray_app.ingest.additions import (
+    Addition,
+    Descriptions,
+    begin_addition,
+    finish_addition,
+    is_added,
+    make_addition,
+    recover_addition,
+    stem_of,
+    undo_addition,
+)
+from ray_app.ingest.leakage import RowHashes, add_leaks, content_digest, find_leaks, make_leak_notes
 from ray_app.ingest.options import FormatTraits, IngestOptions, Source, python_spelling
-from ray_app.ingest.output_folder import side_folder
+from ray_app.ingest.output_folder import REFUSED, side_folder
 from ray_app.ingest.readers import base, csv_files
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
 from ray_app.ingest.readers.boxes import Coco, Voc
@@ -158,11 +170,13 @@ READERS: dict[str, type[base.SourceReader]] = {
     "hf": HuggingFace,
     "digits": Digits,
 }
+_UNCOMPARED = ("input", "out", "append", "new_classes")
+"""Options that do not decide the rows of a data set."""
 _PARQUET = FormatTraits(has_output=False)
 
 
 def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSummary:
-    """Turns raw data into one or more folders of Parquet shards, each with a `dataset.json`.
+    """Turns raw data into one or more folders of Parquet shards, each with a `_dataset.json`.
 
     Memory is bounded by a row group and a block of the source for each task at a time, not by the data; with
     `split_by` the different values of that column are in memory, too. The target
@@ -182,6 +196,9 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
     reader, out = READERS[options.source](options.input or "", options), to_location(options.out)
     made_from = _made_from(options, reader)
+    if options.append and output.load_existing(out, made_from, is_addition=True):
+        with output.locked(out):
+            return _append(reader, options, made_from, out, run)
     if described := output.load_existing(out, made_from):
         return _summary(str(out), described, reused=True)
     parts = reader.parts(run)
@@ -192,14 +209,13 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
         if described := output.load_existing(out, made_from):
             return _summary(str(out), described, reused=True)
         try:
-            _write_all(parts, sides, options, made_from, folder, run)
+            for side, description in _write_all(parts, sides, options, made_from, folder, run).items():
+                put_json(side_folder(folder, side) / DESCRIPTION, description)
         except (StorageError, OSError) as error:
             # On S3 two processes may write the same, and the other one may have finished it.
             if described := output.load_existing(out, made_from):
                 return _summary(str(out), described, reused=True)
-            raise StorageError(
-                f"{str(error).rstrip('.')}. Once that is fixed, start the same again: it does what is left."
-            ) from error
+            raise _continuable(error) from error
         except (ConfigError, DataError):
             output.discard(folder)
             raise
@@ -207,6 +223,45 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     written = output.load_existing(out, made_from)
     assert written is not None
     return _summary(str(out), written, reused=False)
+
+
+def _append(
+    reader: base.SourceReader, options: IngestOptions, made_from: dict[str, Any], out: Location, run: base.Run
+) -> DatasetSummary:
+    """Adds the rows of a source to the data sets in a folder; see `ingest`."""
+    described = output.load_existing(out, made_from, is_addition=True)
+    assert described is not None
+    described = recover_addition(out, described, made_from)
+    if is_added(described, "source_digest", made_from["source_digest"]):
+        return _summary(str(out), described, reused=True)
+    parts = reader.parts(run)
+    options = _for_tasks(options, reader, parts)
+    sides = choose_sides(parts, options, reader.traits.divides_rows)
+    if (names := sorted({side for part in sides.values() for side in part})) != sorted(described):
+        raise ConfigError(f"{options.input} gives the data sets {names}; {out} has {sorted(described)}. Give the same.")
+    addition, classes = make_addition(parts, described, options, out)
+    parts = [replace(part, classes=classes) for part in parts]
+    begin_addition(out, described, addition.number, made_from)
+    try:
+        added = _write_all(parts, sides, options, made_from, out, run, addition, described)
+        if not is_added(described, "content", next(iter(added.values()))["added"][-1]["content"]):
+            finish_addition(out, added, addition.number, made_from)
+            return _summary(str(out), recover_addition(out, described, made_from), reused=False)
+    except (ConfigError, DataError):
+        undo_addition(out, described, addition.number)
+        raise
+    except (StorageError, OSError) as error:
+        raise _continuable(error) from error
+    undo_addition(out, described, addition.number)
+    logger.warning(
+        "%s has the rows of an earlier delivery, under other names or times, so none was added.", options.input
+    )
+    return _summary(str(out), described, reused=True)
+
+
+def _continuable(error: Exception) -> StorageError:
+    """Returns the error of an ingest that the storage has interrupted."""
+    return StorageError(f"{str(error).rstrip('.')}. Once that is fixed, start the same again: it does what is left.")
 
 
 def _check_options(options: IngestOptions, needs_output: bool = True) -> FormatTraits:
@@ -324,12 +379,14 @@ def describe(path: str) -> DatasetSummary:
     described: dict[str, dict[str, Any]] = {}
     for side in inner or [""]:
         facts = read_description(side_folder(folder, side))
-        described[side] = facts if facts and "statistics" in facts else describe_parquet(_path(path, side))
+        # Opening compares the shards with the description.
+        is_known = facts and "statistics" in facts and not open_dataset(_path(path, side)).unlisted
+        described[side] = facts if facts and is_known else describe_parquet(_path(path, side))
     return _summary(path, described, reused=True)
 
 
 def _summary(out: str, described: dict[str, dict[str, Any]], reused: bool) -> DatasetSummary:
-    """Returns the content of each `dataset.json` as a summary, `train` before `eval`, and logs its notes."""
+    """Returns the content of each `_dataset.json` as a summary, `train` before `eval`, and logs its notes."""
     names = {f.name for f in fields(PartSummary)} - {"path"}
     parts = {}
     for side in sorted(described, reverse=True):
@@ -349,7 +406,7 @@ def _path(out: str, side: str) -> str:
 
 def _made_from(options: IngestOptions, reader: base.SourceReader) -> dict[str, Any]:
     """Returns all that decides the output: options without paths, names, sizes and times of files, the layout."""
-    chosen = {name: value for name, value in asdict(options).items() if name not in ("input", "out")}
+    chosen = {name: value for name, value in asdict(options).items() if name not in _UNCOMPARED}
     if reader.traits.has_named_parts:
         chosen["eval_fraction"] = reader.held_out(["train"])
     if options.tokenizer:
@@ -376,41 +433,67 @@ def _write_all(
     made_from: dict[str, Any],
     folder: Location,
     run: base.Run,
-) -> None:
-    """Writes the shards of all parts, then each `dataset.json`."""
-    records, text_columns = _write_input_splits(parts, sides, options, folder, run)
+    addition: Addition | None = None,
+    described: Descriptions | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Writes the shards of all parts, and returns the content of each `_dataset.json`.
+
+    Args:
+        addition: The data set to which the rows are added, if there is one.
+        described: The descriptions of that data set.
+    """
+    tasks = make_tasks(parts, sides, options, folder, run, addition)
+    written = _write_input_splits(tasks, parts, sides, options, run)
+    records, refused = written.records, written.refused
     part_of = {side: part for part in parts for side in sides[part.name]}
-    refused = {side: [row for record in records[side] for row in record["refused"]] for side in records}
     for side, part in part_of.items():
         files = "shards" if part.keeps_order else "runs"
         # This checks that the columns of all input splits are the same.
         merge_columns(records[side], files)
-        if not any(record[files] for record in records[side]):
-            part_records = [record for other in sides[part.name] for record in records[other]]
-            kept = sum(file["rows"] for record in part_records for file in record[files])
+        part_records = [record for other in sides[part.name] for record in records[other]]
+        kept = sum(file["rows"] for record in part_records for file in record[files])
+        if not any(record[files] for record in records[side]) and not (addition and kept):
             rows = kept + sum(len(refused[other]) for other in sides[part.name])
             is_split = len(sides[part.name]) > 1 and rows
             where = f"the side {side!r} of the split gets" if is_split else f"source {options.source!r} has"
             raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
     runs = {side: records[side] for side, part in part_of.items() if not part.keeps_order}
-    shuffled = _shuffle(runs, options, folder, run)
+    shuffled = _shuffle(runs, part_of, options, folder, run, addition)
+    leaks = find_leaks(written.hashes, written.overlaps, is_divided=len(part_of) > len(parts))
+    descriptions = {}
     for side, part in part_of.items():
-        notes = make_notes(text_columns[part.name], _notation(options))
-        facts = merge_descriptions(part, shuffled.get(side, records[side]), len(refused[side]), notes)
+        before, side_leaks = described[side] if described else None, leaks.get(side)
+        if before is not None:
+            earlier = before.get("leaks")
+            before = {**before, "notes": [n for n in before["notes"] if n not in make_leak_notes(side, earlier)]}
+            side_leaks = add_leaks(earlier, side_leaks) if earlier and side_leaks else side_leaks
+        notes = [*make_notes(written.text_columns[part.name], _notation(options)), *make_leak_notes(side, side_leaks)]
+        facts = merge_descriptions(part, shuffled.get(side, records[side]), len(refused[side]), notes, before)
         facts["index_columns"] = _index_columns(part, options, facts["columns"])
         if options.pack:
-            facts["rows_in"] = sum(record["texts"] for record in records[side]) + len(refused[side])
+            texts = sum(record["texts"] for record in records[side])
+            facts["rows_in"] = texts + len(refused[side]) + (before["rows_in"] if before else 0)
         target = side_folder(folder, side)
         if refused[side] or part.skipped_files:
-            put_atomic(target / "refused.jsonl", format_refused([*refused[side], *part.skipped_files]))
+            name = f"_refused-{addition.number:05d}.jsonl" if addition else REFUSED
+            put_atomic(target / name, format_refused([*refused[side], *part.skipped_files]))
+        delivery = {"content": content_digest(written.hashes.values())}
         description = {"format_version": FORMAT_VERSION, "source": options.source, **facts}
-        description |= {"parts": sorted(part_of), "made_from": made_from}
+        description |= {"parts": sorted(part_of), "made_from": made_from, "leaks": side_leaks, **delivery}
+        if before is not None:
+            delivery |= {"source_digest": made_from["source_digest"], "rows": facts["rows"] - before["rows"]}
+            description |= {key: before[key] for key in ("made_from", "content") if key in before}
+            description["added"] = [*before.get("added", ()), delivery]
+        if tasks and tasks[0].first_eval_time is not None:
+            description["first_eval_time"] = tasks[0].first_eval_time
         shards = {shard["path"] for shard in facts["shards"]}
         files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
-        read_footers(target, files_written, trusted=True).put(target)
+        kept_footers = load_footers(target) if addition else None
+        read_footers(target, files_written, kept_footers, trusted=True).put(target)
         if options.tokenizer:
             put_json(target / TOKENIZER_FILE, Texts(options).encoder.stored)
-        put_json(target / DESCRIPTION, description)
+        descriptions[side] = description
+    return descriptions
 
 
 def _notation(options: IngestOptions) -> ValueNotation | None:
@@ -424,31 +507,59 @@ def _index_columns(part: base.Part, options: IngestOptions, columns: Collection[
     return [name for name in (options.rename.get(name, name) for name in names) if name in columns]
 
 
+@dataclass
+class _Written:
+    """What the tasks of the input splits return, in their order, by data set or (`text_columns`) by part."""
+
+    records: dict[str, list[dict[str, Any]]]
+    refused: dict[str, list[Any]]
+    hashes: dict[str, RowHashes]
+    text_columns: dict[str, list[dict[str, Counts]]]
+    overlaps: list[dict[str, list[int]]]
+
+
 def _write_input_splits(
-    parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Counts]]]]:
-    """Runs the tasks of all input splits; returns the records of each side and text counts of each part, in order."""
-    tasks = make_tasks(parts, sides, options, folder, run)
-    records: dict[str, list[dict[str, Any]]] = {side: [] for part in parts for side in sides[part.name]}
-    text_columns: dict[str, list[dict[str, Counts]]] = {part.name: [] for part in parts}
-    refused = 0
+    tasks: list[InputSplitTask],
+    parts: list[base.Part],
+    sides: dict[str, tuple[str, ...]],
+    options: IngestOptions,
+    run: base.Run,
+) -> _Written:
+    """Runs the tasks of all input splits."""
+    names = [side for part in parts for side in sides[part.name]]
+    written = _Written({side: [] for side in names}, {side: [] for side in names}, {}, {p.name: [] for p in parts}, [])
+    hashes = {side: RowHashes.merge([]) for side in names}
     # After a refusal no task may still write, and a pool of threads that is left to the garbage collector can block it.
     with closing(run(write_input_split, tasks)) as results:
         for task, record in zip(tasks, results, strict=True):
-            text_columns[task.part].append(record["text_columns"])
+            written.text_columns[task.part].append(record["text_columns"])
+            written.overlaps.append(record["overlaps"])
             for side, side_record in record["sides"].items():
-                records[side].append(side_record)
-                refused += len(side_record["refused"])
+                hashes[side] = RowHashes.merge([hashes[side], RowHashes.load(task.hashes(side))])
+                written.records[side].append(side_record)
+                written.refused[side] += side_record["refused"]
                 if side_record["refused"]:
-                    check_refused_count(refused, options, *side_record["refused"][-1])
-    return records, text_columns
+                    count = sum(map(len, written.refused.values()))
+                    check_refused_count(count, options, *side_record["refused"][-1])
+    written.hashes = hashes
+    return written
 
 
 def _shuffle(
-    records: dict[str, list[dict[str, Any]]], options: IngestOptions, folder: Location, run: base.Run
+    records: dict[str, list[dict[str, Any]]],
+    part_of: dict[str, base.Part],
+    options: IngestOptions,
+    folder: Location,
+    run: base.Run,
+    addition: Addition | None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Writes the rows of the runs of each side as shards in the order of their hashes."""
-    tasks = [task for side in records for task in make_bucket_tasks(side, records[side], options, folder)]
+    stem = stem_of(addition)
+    tasks = [
+        task
+        for side in records
+        for task in make_bucket_tasks(side, records[side], options, folder, part_of[side].classes, stem)
+    ]
     buckets: dict[str, list[dict[str, Any]]] = {side: [] for side in records}
     with closing(run(write_bucket, tasks)) as results:
         for task, shards in zip(tasks, results, strict=True):

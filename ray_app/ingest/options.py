@@ -71,7 +71,7 @@ class IngestOptions:
             .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits: the bundled 8x8
             images.
         out: Folder to create, on a disk or in a bucket. One that was made with the same options from the same files is
-            returned as it is; anything else that is not empty is refused. Not for parquet.
+            returned as it is; anything else that is not empty is refused, without append. Not for parquet.
         input: File or folder to read, on a disk or in a bucket; not for digits.
         label: For csv, jsonl, hf and tfrecord: the column that becomes `label`; strings become class indices in sorted
             order. For images: the column of the file of labels. For hf and tfrecord not needed if it is called label.
@@ -129,6 +129,10 @@ class IngestOptions:
         pack: With a tokenizer: number of tokens of a row. The texts of an input split, and of a data set, are put one
             after the other and cut into blocks, each token once; the last block of an input split may be shorter.
             There are no other columns then.
+        append: Add the rows to the data set in `out`, if there is one, which was made with the same options. A delivery
+            that was added before is recognized. Rows are divided between `train` and `eval` as in the first ingest;
+            with split_by from the same value on.
+        new_classes: With append: classes that the data set lacks get the next numbers; otherwise they are refused.
         eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`. A
             keyed hash of the row's id decides, so the fraction is approximate, in each class, too; see also group,
             split_by and stratify. If the source has `train` and `test`, `eval` is taken from `train`; a source
@@ -145,7 +149,7 @@ class IngestOptions:
         check: For images, coco, voc, yolo, webdataset, tfrecord and hf: decode each image now, so that a damaged one is
             refused here and not in training.
         on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in
-            `refused.jsonl`.
+            `_refused.jsonl`.
         max_bad_rows: Maximum rows that skip may leave out.
         shard_rows: Maximum rows of one Parquet file.
         row_group_rows: Maximum rows of one row group. Default: 500, few against a shuffle window, which reads whole
@@ -186,6 +190,8 @@ class IngestOptions:
     text: str = "text"
     end_of_text: str | None = None
     pack: int | None = None
+    append: bool = False
+    new_classes: bool = False
     eval_fraction: float | None = None
     seed: int = 0
     group: str | None = None
@@ -303,6 +309,8 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], n
                 f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it"
                 f" out for {options.source!r}{_ALTERNATIVES.get(name, '')}."
             )
+    if options.new_classes and not options.append:
+        raise ConfigError("new_classes is true, which needs append; give that, too, or leave it out.")
     _check_images(options)
     _check_targets(options)
     _check_text(options)

@@ -2,7 +2,7 @@
 
 On a disk an ingest writes everything into a folder beside the target, which one rename turns into the target at the
 end. S3 has no rename: there the ingest writes the target itself, and `_ingest.json` marks each data set as incomplete
-until its `dataset.json` is written. In both cases the next ingest with the same options and files finds what an
+until its `_dataset.json` is written. In both cases the next ingest with the same options and files finds what an
 interrupted one has finished.
 """
 
@@ -30,8 +30,14 @@ from ray_app.storage.files import Location, list_files, list_folders, put_json, 
 RECORDS = "_pieces"
 """Sub-folder with the records of the finished input splits and buckets."""
 
+HASHES = "_hashes"
+"""Sub-folder with the hashes of the rows of the input splits."""
+
 RUNS = "_runs"
 """Sub-folder with the rows of input splits that are not shuffled yet."""
+
+REFUSED = "_refused.jsonl"
+"""File in a data set with the rows that were left out."""
 
 SCRATCH = ".writing-"
 """Prefix of the names of folders for files that are being written."""
@@ -53,11 +59,13 @@ def has_files(folder: Location, described: list[dict[str, Any]]) -> bool:
     return all(file is not None and file.size == size for file, size in stored)
 
 
-def load_existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Returns the content of each `dataset.json` in `out` by data set; None if `out` can be written.
+def load_existing(
+    out: Location, made_from: dict[str, Any], is_addition: bool = False
+) -> dict[str, dict[str, Any]] | None:
+    """Returns the content of each `_dataset.json` in `out` by data set; None if `out` can be written.
 
-    Raises ConfigError unless all data sets in `out` were made from `made_from`, and DataError if `read_description`
-    refuses a `dataset.json`.
+    Raises ConfigError unless all data sets in `out` were made from `made_from` (with `is_addition` from other files, or
+    with other classes), and DataError if `read_description` refuses a `_dataset.json`.
     """
     if isinstance(out, Path) and out.exists() and not out.is_dir():
         raise _occupied_error(out, "is a file")
@@ -68,7 +76,7 @@ def load_existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[st
     parts = {side: value for side, value in described.items() if value is not None}
     if _is_resumable(out, inner, parts, made_from):
         return None
-    if reason := _difference(out, parts, made_from):
+    if reason := _difference(out, parts, made_from, is_addition):
         raise _occupied_error(out, reason)
     return parts
 
@@ -87,21 +95,24 @@ def _is_resumable(out: Location, inner: list[str], parts: dict[str, Any], made_f
     return json.loads(json.dumps(made_from)) in begun
 
 
-def _difference(out: Location, parts: dict[str, Any], made_from: dict[str, Any]) -> str:
+def _difference(out: Location, parts: dict[str, Any], made_from: dict[str, Any], is_addition: bool) -> str:
     """Returns the reason why the data sets in `out` are not what this ingest would make; "" if they are."""
     if not parts:
-        return "holds no data set (no dataset.json)"
+        return "holds no data set (no _dataset.json)"
     now, defaults = made_from["options"], {option.name: option.default for option in fields(IngestOptions)}
     for name, part in parts.items():
         if sorted(parts) != part.get("parts"):
             return f"holds {sorted(parts)} of the data sets {part.get('parts')}"
         before = part["made_from"]["options"]
         before = {key: before.get(key, defaults[key]) for key in now}
-        changed = [f"{key} {before[key]!r}, now {now[key]!r}" for key in now if before[key] != now[key]]
+        compared = [key for key in now if not (is_addition and key == "classes")]
+        changed = [f"{key} {before[key]!r}, now {now[key]!r}" for key in compared if before[key] != now[key]]
         if changed:
             return "was made with other options: " + ", ".join(changed)
-        if part["made_from"]["source_digest"] != made_from["source_digest"]:
-            return "its source has changed since (names, sizes or times of the files)"
+        if not is_addition and part["made_from"]["source_digest"] != made_from["source_digest"]:
+            return (
+                "its source has changed since (names, sizes or times of the files); append=true adds other files to it"
+            )
         for shard in part["shards"]:
             if not has_files(side_folder(out, name), [shard]):
                 return f"its shard {side_folder(out, name) / shard['path']} is missing or of another size"
@@ -127,7 +138,7 @@ def work_folder(out: Location, made_from: dict[str, Any], sides: list[str]) -> I
             _remove_unless_used(other)
     folder = out.parent / (prefix + key)
     folder.mkdir(exist_ok=True)
-    with _locked(folder):
+    with locked(folder):
         yield folder
     # The folder is empty here if another process had renamed it to the target before this one created it again.
     with suppress(OSError):
@@ -135,8 +146,11 @@ def work_folder(out: Location, made_from: dict[str, Any], sides: list[str]) -> I
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder against other processes of this machine; the end of a process releases it."""
+def locked(folder: Location) -> Iterator[None]:
+    """Holds the lock of a folder on a disk against other processes of this machine; the end of one releases it."""
+    if not isinstance(folder, Path):
+        yield
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -162,14 +176,20 @@ def discard(folder: Location) -> None:
     remove_tree(folder)
 
 
-def finish_output(folder: Location, out: Location, sides: list[str]) -> None:
-    """Turns the written folder into the target; each data set in it has its `dataset.json`."""
-    remove_tree(folder / RECORDS)
-    remove_tree(folder / RUNS)
+def remove_work(folder: Location) -> None:
+    """Removes what only an unfinished ingest needs."""
+    for name in (RECORDS, RUNS, HASHES):
+        remove_tree(folder / name)
     remove_temporary(folder)
     if isinstance(folder, Path):
         for scratch in folder.glob(f"{SCRATCH}*"):
             shutil.rmtree(scratch)
+
+
+def finish_output(folder: Location, out: Location, sides: list[str]) -> None:
+    """Turns the written folder into the target; each data set in it has its `_dataset.json`."""
+    remove_work(folder)
+    if isinstance(folder, Path):
         folder.rename(str(out))
         return
     for side in sides:

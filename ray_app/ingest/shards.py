@@ -1,4 +1,4 @@
-"""Parquet shards of limited rows and bytes, and the content of `dataset.json`.
+"""Parquet shards of limited rows and bytes, and the content of `_dataset.json`.
 
 `Shards` writes a stream of tables. `merge_descriptions` merges the descriptions of input splits or buckets into the
 facts of a data set, and `describe_parquet` reads these facts from a folder of Parquet.
@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 
 from ray_app.data.arrays import is_list, is_number, is_ragged_list, is_text, spec_of_field
 from ray_app.data.bad_rows import find_missing_values
-from ray_app.data.dataset import Dataset, open_dataset
+from ray_app.data.classes import with_classes
+from ray_app.data.dataset import Dataset, describe_unlisted, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.errors import DataError
 from ray_app.ingest.readers.base import Part
@@ -72,14 +73,18 @@ class Shards(RowWriter):
     """Cuts a stream of tables into files: `part-00000.parquet`, and if that is full `part-00000_001.parquet` and so on.
 
     The cuts depend on the rows and the limits only, not on the sizes of the tables. A file gets its name when it is
-    finished. See `IngestOptions` for the limits.
+    finished.
+
+    Args:
+        limits: See `IngestOptions.limits`.
+        classes: The names of the classes, which each file has in its metadata.
     """
 
     def __init__(
-        self, folder: Location, stem: str, scratch: Path, shard_rows: int, row_group_rows: int, row_group_bytes: int
+        self, folder: Location, stem: str, scratch: Path, limits: tuple[int, int, int], classes: Sequence[str] | None
     ) -> None:
         super().__init__(folder, stem, scratch)
-        self._limits = (shard_rows, row_group_rows, row_group_bytes)
+        self._limits, self._classes = limits, classes
         self._labels: Counter[int] = Counter()
         self._statistics = ColumnStatistics()
         self._writer: pq.ParquetWriter | None = None
@@ -134,7 +139,7 @@ class Shards(RowWriter):
         self._pending_bytes = 0
         try:
             if self._writer is None:
-                self._writer = _parquet_writer(self._scratch / self._name, table.schema)
+                self._writer = _parquet_writer(self._scratch / self._name, with_classes(table.schema, self._classes))
             self._writer.write_table(table, row_group_size=table.num_rows)
         except OSError as error:
             # pyarrow raises it without a number for types that Parquet cannot store; an error of the disk has one.
@@ -251,9 +256,20 @@ _BUFFER_BYTES = 4 << 20
 
 
 def merge_descriptions(
-    part: Part, descriptions: list[dict[str, Any]], refused: int, notes: list[str]
+    part: Part, descriptions: list[dict[str, Any]], refused: int, notes: list[str], base: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the facts of one side of a part; raises DataError if shards have different columns."""
+    """Returns the facts of one side of a part, after those of the rows that were there before (`base`).
+
+    Raises DataError if shards have different columns.
+    """
+    skipped = len(part.skipped_files)
+    if base is not None:
+        numbers = {name: str(number) for number, name in enumerate(base["classes"] or ())}
+        counts = base["class_counts"]
+        labels = counts and {numbers.get(name, name): count for name, count in counts.items()}
+        descriptions = [{**base, "labels": labels, "statistics": base.get("statistics", {})}, *descriptions]
+        refused, skipped = refused + base["refused"], skipped + base["skipped_files"]
+        notes = [note for note in [*base["notes"], *notes] if note not in part.notes]
     shards = [shard for description in descriptions for shard in description["shards"]]
     rows = sum(shard["rows"] for shard in shards)
     return {
@@ -265,7 +281,7 @@ def merge_descriptions(
         "columns": merge_columns(descriptions, "shards"),
         "statistics": merge_statistics([d["statistics"] for d in descriptions if d["shards"]]),
         "shards": shards,
-        "skipped_files": len(part.skipped_files),
+        "skipped_files": skipped,
         "notes": [*part.notes, *notes],
     }
 
@@ -345,6 +361,7 @@ def describe_parquet(path: str) -> dict[str, Any]:
         "statistics": statistics,
         "index_columns": list(facts.index_columns),
         "shards": shards,
+        "notes": [describe_unlisted(path, dataset.unlisted)] if dataset.unlisted else [],
     }
 
 
@@ -356,7 +373,7 @@ def _measure_columns(dataset: Dataset) -> tuple[dict[str, int], dict[str, Statis
         path = manifest.paths[number]
         with (
             parser_errors(to_location(dataset.root) / path, "It cannot be read as Parquet; restore it."),
-            DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
+            DataFile(dataset.root, path, manifest.rules, _BUFFER_BYTES) as file,
         ):
             for index in map(int, manifest.index_in_file[list(groups)]):
                 for table in file.iter_batches(

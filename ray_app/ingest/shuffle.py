@@ -117,6 +117,8 @@ class BucketTask:
     runs: tuple[str, ...]
     options: IngestOptions
     folder: Location
+    classes: tuple[str, ...] | None
+    stem: str
 
     @property
     def record(self) -> Location:
@@ -125,14 +127,23 @@ class BucketTask:
 
 
 def make_bucket_tasks(
-    side: str, records: list[dict[str, Any]], options: IngestOptions, folder: Location
+    side: str,
+    records: list[dict[str, Any]],
+    options: IngestOptions,
+    folder: Location,
+    classes: tuple[str, ...] | None,
+    stem: str,
 ) -> list[BucketTask]:
-    """Returns the tasks that write the runs of a side as shards."""
+    """Returns the tasks that write the runs of a side as shards; `stem` is the beginning of the shards' names."""
     runs = [run for record in records for run in record["runs"]]
+    # A delivery that is added may have no rows for a side.
+    if not runs:
+        return []
     count = max(1, -(-sum(run["row_bytes"] for run in runs) // BUCKET_BYTES))
     bounds = [_HASH_END * i // count for i in range(count + 1)]
     names = tuple(run["path"] for run in runs)
-    return [BucketTask(side, i, bounds[i], bounds[i + 1], names, options, folder) for i in range(count)]
+    common = names, options, folder, classes
+    return [BucketTask(side, i, bounds[i], bounds[i + 1], *common, f"{stem}{i:05d}") for i in range(count)]
 
 
 def write_bucket(task: BucketTask) -> dict[str, Any]:
@@ -143,7 +154,7 @@ def write_bucket(task: BucketTask) -> dict[str, Any]:
         return record
     parts = [part for name in task.runs for part in _read_run(task.folder / RUNS / name, task.low, task.high)]
     with make_scratch(task.folder) as scratch:
-        shards = Shards(side, f"part-{task.number:05d}", Path(scratch) / "bucket", *task.options.limits)
+        shards = Shards(side, task.stem, Path(scratch) / "bucket", task.options.limits, task.classes)
         count = 1 + sum(part.nbytes for part in parts) // _MERGED_BYTES
         for i in range(count):
             low, high = (task.low + (task.high - task.low) * j // count for j in (i, i + 1))

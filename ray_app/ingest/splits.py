@@ -27,8 +27,10 @@ import pyarrow.compute as pc
 from ray_app.config.import_paths import require
 from ray_app.data.arrays import fixed_array, is_text, spec_of_field, to_column
 from ray_app.errors import ConfigError, DataError, remove_addresses
+from ray_app.ingest.additions import Addition, stem_of
+from ray_app.ingest.leakage import Overlaps, RowHashes, hash_rows
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
+from ray_app.ingest.output_folder import HASHES, RECORDS, RUNS, has_files, make_scratch, side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.csv_columns import ValueNotation
 from ray_app.ingest.shards import Shards
@@ -47,8 +49,8 @@ _NO_LABEL = "no label, or none of the classes; every row needs an integer or a c
 Record = dict[str, Any]
 """Record of an input split, plain JSON.
 
-It has the `rows` (of the source), the counts of `TextColumns`, and for each side of the train/eval split `refused` and
-the description of `Shards` or `Runs`.
+It has the `rows` (of the source), the counts of `TextColumns` and `Overlaps`, and for each side of the train/eval split
+`refused` and the description of `Shards` or `Runs`.
 """
 
 
@@ -61,6 +63,9 @@ class InputSplitTask:
         keeps_order: Whether its rows keep their order; otherwise they are shuffled with those of the other input
             splits.
         first_eval_time: With `split_by`, the least value of the rows that go to `eval`.
+        classes: The names of the classes.
+        ignored: Columns that number the rows, which do not count where rows are compared.
+        addition: The data set to which the rows are added, if there is one.
     """
 
     part: str
@@ -70,6 +75,9 @@ class InputSplitTask:
     options: IngestOptions
     folder: Location
     keeps_order: bool
+    classes: tuple[str, ...] | None
+    ignored: tuple[str, ...]
+    addition: Addition | None = None
     first_eval_time: int | float | None = None
 
     def __str__(self) -> str:
@@ -79,6 +87,10 @@ class InputSplitTask:
     def record(self) -> Location:
         """The file of the record."""
         return self.folder / RECORDS / f"{self.part}-{self.number:05d}.json"
+
+    def hashes(self, side: str) -> Location:
+        """The file of the hashes of the rows of a side, see `RowHashes`."""
+        return self.folder / HASHES / f"{self.part}-{side}-{self.number:05d}.npz"
 
 
 def choose_sides(parts: list[base.Part], options: IngestOptions, are_divided: bool) -> dict[str, tuple[str, ...]]:
@@ -102,15 +114,29 @@ def make_tasks(
     options: IngestOptions,
     folder: Location,
     run: base.Run,
+    addition: Addition | None = None,
 ) -> list[InputSplitTask]:
-    """Returns the tasks of all input splits; with `split_by` this reads the column once."""
+    """Returns the tasks of all input splits; with `split_by` this reads the column once, unless rows are added."""
     tasks = [
-        InputSplitTask(part.name, number, input_split, sides[part.name], options, folder, part.keeps_order)
+        InputSplitTask(
+            part.name,
+            number,
+            input_split,
+            sides[part.name],
+            options,
+            folder,
+            part.keeps_order,
+            part.classes,
+            ("row_id", *(options.rename.get(name, name) for name in part.index_columns)),
+            addition,
+        )
         for part in parts
         for number, input_split in enumerate(part.input_splits)
     ]
     if not options.split_by:
         return tasks
+    if addition is not None:
+        return [replace(task, first_eval_time=addition.first_eval_time) for task in tasks]
     with closing(run(count_times, [task for task in tasks if len(task.sides) > 1])) as results:
         first_eval_time = find_first_eval_time(list(results), options)
     return [replace(task, first_eval_time=first_eval_time) for task in tasks]
@@ -159,12 +185,15 @@ def write_input_split(task: InputSplitTask) -> Record:
     divider = Divider(task)
     with make_scratch(task.folder) as scratch:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}
+        hashes = {side: RowHashes.merge([]) for side in task.sides}
         for table in read_input_split(task, refusals):
             text_columns.add(table)
             for side, rows in divider.divide(table, refusals).items():
+                hashes[side] = RowHashes.merge([hashes[side], RowHashes.of(*hash_rows(rows, task.ignored))])
                 sinks[side].write(rows)
-        for sink in sinks.values():
+        for side, sink in sinks.items():
             sink.close()
+            hashes[side].put(task.hashes(side))
     rows = sum(sink.rows for sink in sinks.values()) + len(refusals.rows)
     expected = task.input_split.rows
     if expected is not None and rows != expected:
@@ -175,6 +204,7 @@ def write_input_split(task: InputSplitTask) -> Record:
     for row in refusals.rows:
         sides[divider.side_of_refused(row[0])]["refused"].append(row)
     record = {"rows": rows, "text_columns": text_columns.description(), "sides": sides}
+    record["overlaps"] = divider.overlaps.counts
     put_json(task.record, record)
     return record
 
@@ -187,13 +217,15 @@ def read_input_split(task: InputSplitTask, refuse: base.Refuse) -> Iterator[pa.T
         stacked = _stack_targets(kept, task.options.targets, refuse) if task.options.targets else kept
         base.ROWS_READ.add(table.num_rows)
         usable = _rename_and_check(stacked, task.options.rename, refuse)
-        yield texts.encode(usable, refuse) if texts else usable
+        encoded = texts.encode(usable, refuse) if texts else usable
+        yield task.addition.fit(encoded, task.options) if task.addition else encoded
 
 
 def _open_sink(task: InputSplitTask, side: str, scratch: Path) -> Shards | Runs | Packed:
     """Returns the writer for the rows of a side; `scratch` is a folder for files that are being written."""
     if task.keeps_order:
-        return Shards(side_folder(task.folder, side), f"part-{task.number:05d}", scratch, *task.options.limits)
+        stem = f"{stem_of(task.addition)}{task.number:05d}"
+        return Shards(side_folder(task.folder, side), stem, scratch, task.options.limits, task.classes)
     runs = Runs(task.folder / RUNS, f"{side}-{task.number:05d}", scratch)
     return Packed(runs, task.options.pack) if task.options.pack else runs
 
@@ -315,6 +347,7 @@ class Divider:
             self._column = "label"
         self._class_rows: Counter[int] = Counter()
         self._blocks: dict[int, tuple[int, int]] = {}
+        self.overlaps = Overlaps()
 
     def divide(self, table: pa.Table, refuse: base.Refuse) -> dict[str, pa.Table]:
         """Returns the rows of each data set; refuses rows without a value in the column that decides."""
@@ -322,7 +355,9 @@ class Divider:
             return {self._task.sides[0]: table}
         if self._column is not None:
             table = _with_values(table, self._column, self._task.options, refuse)
-        in_eval = pa.array(self._choose(table), pa.bool_())
+        chosen = self._choose(table)
+        self.overlaps.add(table, chosen)
+        in_eval = pa.array(chosen, pa.bool_())
         return {"train": table.filter(pc.invert(in_eval)), "eval": table.filter(in_eval)}
 
     def _choose(self, table: pa.Table) -> npt.NDArray[np.bool_]:

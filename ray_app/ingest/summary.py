@@ -317,7 +317,7 @@ def _number_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class PartSummary:
-    """One data set: a folder of shards and the content of its `dataset.json`.
+    """One data set: a folder of shards and the content of its `_dataset.json`.
 
     Args:
         classes: Class names by label, or None.
@@ -326,8 +326,8 @@ class PartSummary:
         statistics: By name: ranges, lengths and the most frequent values; see `Statistics`.
         index_columns: Columns that number the rows, which no task uses unless it names them.
         shards: File name, rows, row groups and bytes of each shard.
-        skipped_files: Number of files of the input that are not data; `refused.jsonl` lists them with reasons.
-        refused: Number of rows that were left out; `refused.jsonl` lists them with reasons.
+        skipped_files: Number of files of the input that are not data; `_refused.jsonl` lists them with reasons.
+        refused: Number of rows that were left out; `_refused.jsonl` lists them with reasons.
         notes: Notes for the user on how the source was interpreted, such as which value made a column text.
         is_sample: Whether these are only the first rows.
     """
@@ -351,7 +351,7 @@ class PartSummary:
 
     def __str__(self) -> str:
         shards = f" in {_count(len(self.shards), 'shard')}" if self.shards else ""
-        listed = "an ingest lists them in refused.jsonl" if self.is_sample else "refused.jsonl names them"
+        listed = "an ingest lists them in _refused.jsonl" if self.is_sample else "_refused.jsonl names them"
         return (
             f"{self.path}: {'first ' if self.is_sample else ''}{_count(self.rows, 'row')}{shards}"
             + (f", {_count(len(self.class_counts), 'class')}" if self.class_counts else "")

@@ -268,10 +268,10 @@ def open_rows(task: Task, path: str, targets: bool = True) -> RowSource:
     Raises:
         DataError: The data set does not exist, or has another schema than the training data.
     """
-    dataset, (columns, decode) = open_dataset(path), _columns_of(task, targets)
+    dataset, (columns, decode) = open_dataset(path, task.data_schema.get("classes")), _columns_of(task, targets)
     refuse_other_data(task, dataset.facts, path, "what the model was trained on")
     if targets:
         task.prepare(dataset.facts)
     fields = probe(dataset, columns, decode)
-    reader = Reader(dataset.root, columns, decode, fields, partitions=dataset.manifest.partitions)
+    reader = Reader(dataset.root, columns, decode, fields, rules=dataset.manifest.rules)
     return RowSource(reader, dataset.manifest, rows_per_task(fields, _READ_MB))

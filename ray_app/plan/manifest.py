@@ -14,7 +14,7 @@ import math
 import operator
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -26,6 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_app.errors import DataError
+
+_MAX_NAMED = 8
+"""Names that a message has."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,20 @@ class DataFacts:
     count: Callable[[str], dict[int, int]] | None = None
     index_columns: tuple[str, ...] = ()
     read: Callable[[list[str]], Iterator[dict[str, Any]]] | None = field(default=None, compare=False)
+
+
+def class_columns(names: Collection[str]) -> tuple[str, ...]:
+    """Returns the columns of a data set with class names that hold numbers of classes.
+
+    These are `label`, or without it `labels` of boxes, the image `mask`, and `target` with an entry for each class.
+    """
+    return ("label",) if "label" in names else tuple(name for name in ("labels", "mask", "target") if name in names)
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Returns names for a message, the first of many with their number."""
+    more = f", ... ({len(names)})" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(names[:_MAX_NAMED])}{more}" if names else "none"
 
 
 def find_similar_names(names: Iterable[str]) -> list[list[str]]:
@@ -167,6 +184,20 @@ def _infer_type(values: Iterable[str | None]) -> PartitionType:
     return "string"
 
 
+@dataclass(frozen=True)
+class ReadRules:
+    """What is added to the rows of a file, or changed in them, when they are read.
+
+    Args:
+        partitions: Type of each partition column.
+        class_maps: For a file that numbers the classes in another way than the data set: the number in the data set by
+            the number in the file.
+    """
+
+    partitions: Mapping[str, PartitionType] = field(default_factory=dict)
+    class_maps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
@@ -180,12 +211,14 @@ class Manifest:
         file_of: For each row group, the index of its file in `paths`, shape (row groups,).
         index_in_file: For each row group, its index in its file, shape (row groups,).
         rows: For each row group, its number of rows, shape (row groups,).
+        class_maps: See `ReadRules`; empty in a manifest that a run has stored.
     """
 
     paths: tuple[str, ...]
     file_of: Int64
     index_in_file: Int64
     rows: Int64
+    class_maps: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def from_files(cls, files: Iterable[tuple[str, list[int]]]) -> Manifest:
@@ -243,6 +276,11 @@ class Manifest:
     def partitions(self) -> dict[str, PartitionType]:
         """The columns in the names of folders (`key=value`), with their types; DataError for different keys."""
         return infer_partition_types(self.paths)
+
+    @property
+    def rules(self) -> ReadRules:
+        """What is added to the rows of its files, or changed in them, when they are read."""
+        return ReadRules(self.partitions, self.class_maps)
 
     @cached_property
     def path_hash(self) -> UInt64:

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
 from ray_app.data.arrays import ArraySpec, fixed_array, from_column, to_column, to_list_array
-from ray_app.data.parquet_files import DataFile, Partitions
+from ray_app.data.parquet_files import DataFile
 from ray_app.data.reader import POSITION, ReadSpec, check_positions, read_span
 from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
 from ray_app.models.export import exported_module
+from ray_app.plan.manifest import ReadRules
 from ray_app.process import keep_freed_memory
 from ray_app.storage.files import put_atomic, to_location
 from ray_app.task import environment
@@ -106,7 +107,7 @@ class PredictJob:
     root: str
     fields: dict[str, ArraySpec]
     columns: list[str]
-    partitions: Partitions
+    rules: ReadRules
     parts: dict[int, tuple[str, ReadSpec]]
     out: str
     made_from: str
@@ -221,7 +222,7 @@ def _read_carried_columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
     """Reads the columns of a part that are copied from the data set; returns None if there are none."""
     parts = []
     for span in spec if job.columns else ():
-        with DataFile(job.root, span.path, job.partitions) as file:
+        with DataFile(job.root, span.path, job.rules) as file:
             parts.append(read_span(file, span, job.columns))
     return pa.concat_tables(parts).select(job.columns) if parts else None
 

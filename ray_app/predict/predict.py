@@ -46,7 +46,7 @@ from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_data
 from ray_app.task.without_targets import WithoutTargets
 
-MADE_FROM = "made_from.json"
+MADE_FROM = "_made_from.json"
 COCO_RESULTS = "detections.json"
 """Name of the file with the results of COCO."""
 _MAX_PART_ROWS = 100_000
@@ -130,11 +130,11 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
     _check_section(section)
-    dataset = open_dataset(section.data)
     model, source, inputs = (
         model_of_run(config, section.run) if section.run else model_of_package(config, section.model)
     )
     model.load(HOST)
+    dataset = open_dataset(section.data, model.task.data_schema.get("classes"))
     refuse_other_data(model.task, dataset.facts, f"predict.data {section.data}", "what the model was trained on")
     reader, carried = _make_reader(dataset, model.task), _carried_columns(dataset, section.columns)
     if section.coco:
@@ -171,7 +171,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     }
     digest = _digest_json(made_from)
     out = str(to_location(section.out))
-    data = (dataset.root, reader.fields, carried, manifest.partitions)
+    data = (dataset.root, reader.fields, carried, manifest.rules)
     job = PredictJob(model, *data, parts, out, digest, section.batch_size, section.threads, device)
     described = describe_prediction_columns(reader.columns, dataset, carried)
     described += model.task.describe_differences(dataset.facts)
@@ -309,9 +309,7 @@ def _make_reader(dataset: Dataset, task: Task) -> Reader:
         )
     if type(task).decode.__module__.startswith(f"{Task.__module__.rpartition('.')[0]}."):
         _refuse_missing(dataset, columns)
-    return Reader(
-        dataset.root, columns, decode, probe(dataset, columns, decode), partitions=dataset.manifest.partitions
-    )
+    return Reader(dataset.root, columns, decode, probe(dataset, columns, decode), rules=dataset.manifest.rules)
 
 
 def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
@@ -321,7 +319,7 @@ def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
     others = f" The same holds for {', '.join(map(repr, lacking[1:]))}." if lacking[1:] else ""
     for name in lacking:
         for path in dataset.manifest.paths:
-            with DataFile(dataset.root, path, dataset.manifest.partitions) as file:
+            with DataFile(dataset.root, path, dataset.manifest.rules) as file:
                 missing = file.read([name]).column(0).is_null().to_numpy()
             if missing.any():
                 raise DataError(

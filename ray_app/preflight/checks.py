@@ -256,7 +256,7 @@ def check_rounds(context: PreflightContext) -> None:
 def open_evaluation_data(context: PreflightContext) -> list[str]:
     """Opens the evaluation data, and refuses data that is unlike the training data or that of earlier evaluations."""
     config, task = context.config, context.task
-    dataset = open_dataset(str(config.data.eval_path))
+    dataset = open_dataset(str(config.data.eval_path), task.data_schema.get("classes"))
     names = f"data.eval_path {config.data.eval_path}", f"data.path {config.data.path}"
     refuse_other_data(task, dataset.facts, *names)
     context.eval_dataset, context.eval_task = dataset, task.prepare(dataset.facts)

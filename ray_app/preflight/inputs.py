@@ -153,7 +153,7 @@ def open_evaluation_source(task: Task, path: str, read_task_mb: float, max_rows:
     Raises:
         DataError: The task cannot be evaluated on the data.
     """
-    dataset = open_dataset(path)
+    dataset = open_dataset(path, task.data_schema.get("classes"))
     refuse_other_data(task, dataset.facts, path, "what the task was trained on")
     task.prepare(dataset.facts)
     return open_source(task, dataset, read_task_mb, max_rows)
@@ -162,7 +162,7 @@ def open_evaluation_source(task: Task, path: str, read_task_mb: float, max_rows:
 def open_source(task: Task, dataset: Dataset, read_task_mb: float, max_rows: int | None = None) -> RowSource:
     """Returns the source of all rows of a data set, or of `max_rows` of them, decoded by the task."""
     fields = probe(dataset, task.columns(), task.decode)
-    reader = Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions)
+    reader = Reader(dataset.root, task.columns(), task.decode, fields, rules=dataset.manifest.rules)
     return RowSource(reader, dataset.manifest.thin_out(max_rows), rows_per_task(fields, read_task_mb))
 
 

@@ -191,7 +191,7 @@ def _read_longest(context: PreflightContext, dataset: Dataset) -> Arrays | None:
     task, fields = context.task, context.fields
     if all(spec.padding is None for spec in fields.values()):
         return None
-    reader = Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions)
+    reader = Reader(dataset.root, task.columns(), task.decode, fields, rules=dataset.manifest.rules)
     span = find_longest_row(dataset, reader.columns, MAX_NUMBERS)
     if span is None:
         return None

@@ -435,7 +435,8 @@ def write_dataset(
     for leftover in (partial, scratch):
         remove_tree(leftover)
     partial.mkdir(parents=True)
-    shards = Shards(partial, "part-00000", scratch, _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES)
+    limits = _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES
+    shards = Shards(partial, "part-00000", scratch, limits, dataset.facts.classes)
     for table in _iter_tables(dataset, columns, delivery, old, fraction):
         shards.write(table)
     shards.close()
@@ -454,7 +455,7 @@ def _iter_tables(
     manifest = dataset.manifest
     for index, path in enumerate(manifest.paths):
         first = 0
-        with DataFile(dataset.root, path, manifest.partitions) as file:
+        with DataFile(dataset.root, path, manifest.rules) as file:
             for group in np.flatnonzero(manifest.file_of == index).tolist():
                 table = file.read_row_group(int(manifest.index_in_file[group]), columns)
                 rows = table.num_rows

@@ -156,7 +156,7 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
     manifest, root = dataset.manifest, to_location(dataset.root)
     for index, path in enumerate(manifest.paths):
         try:
-            with DataFile(root, path, manifest.partitions) as file:
+            with DataFile(root, path, manifest.rules) as file:
                 for group in np.flatnonzero(manifest.file_of == index).tolist():
                     table = file.read_row_group(int(manifest.index_in_file[group]), columns)
                     yield int(manifest.first_row[group]), table

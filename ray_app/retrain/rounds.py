@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.config.config import Config, result_fields
-from ray_app.data.dataset import DESCRIPTION, hash_files, read_description, sha256
+from ray_app.data.dataset import DESCRIPTION, hash_files, leave_out_unfinished, read_description, sha256
 from ray_app.driver.model_export import user_name
 from ray_app.errors import DataError
 from ray_app.preflight.changes import iter_import_paths, source_files
@@ -107,7 +107,7 @@ def make_folder_name(model: str) -> str:
 class Delivery:
     """The SHA-256 of the content of each data file, by its path relative to the data set.
 
-    The description `dataset.json` is a file, too, but only its classes count.
+    The description `_dataset.json` is a file, too, but only its classes count.
 
     Args:
         train: Files of `data.path`.
@@ -203,9 +203,10 @@ def _digest_files(path: str, memory: Location | None) -> dict[str, str]:
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file (looked at {target}); deliver the data first.")
     root = target.parent if is_file else target
-    digests = hash_files(root, [relative_path(file, root) for file in files], memory)
-    # Only the classes of the description count: it also has the time and the source of the ingest.
     description = read_description(root)
+    complete = leave_out_unfinished(root, files, description or {})
+    digests = hash_files(root, [relative_path(file, root) for file in complete], memory)
+    # Only the classes of the description count: it also has the time and the source of the ingest.
     if description is not None:
         digests[DESCRIPTION] = digest_json(description.get("classes"))
     return digests

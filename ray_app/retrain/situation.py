@@ -202,11 +202,12 @@ def inspect_data(
             champion.classes, job.task.data_schema["classes"], f"data.path {config.data.path}", "the champion"
         )
     train, train_sample = profile_dataset(open_dataset(config.data.path), job.task.columns(), label)
-    evaluation, _ = profile_dataset(open_dataset(str(config.data.eval_path)), job.task.columns(), label)
+    classes = job.task.data_schema["classes"]
+    evaluation, _ = profile_dataset(open_dataset(str(config.data.eval_path), classes), job.task.columns(), label)
     gate_rows_request = gate_request(job, config, section, delivery, {})
     gate_profile = None
     if section.gate_path is not None:
-        gate_profile, _ = profile_dataset(open_dataset(section.gate_path), job.task.columns(), label)
+        gate_profile, _ = profile_dataset(open_dataset(section.gate_path, classes), job.task.columns(), label)
     gate_mask = gate_rows_request.chosen
     gate_rows = gate_rows_request.source.manifest.num_rows if gate_mask is None else int(gate_mask.sum())
     evaluate = job.config.evaluate

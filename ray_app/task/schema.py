@@ -12,12 +12,9 @@ from typing import Any
 import numpy as np
 
 from ray_app.errors import DataError
-from ray_app.plan.manifest import ColumnFacts, DataFacts
+from ray_app.plan.manifest import ColumnFacts, DataFacts, class_columns, format_names
 from ray_app.task.base import Task
 
-LABEL = "label"
-"""The column to which an ingest writes class indices."""
-_MAX_NAMED = 8
 _MAX_WRITTEN = 100
 """A message has so many classes at most as an option to copy."""
 
@@ -58,7 +55,8 @@ def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
     """Returns the schema of a data set, which other data for the same model must match."""
     read = [name for name in columns if name in data.columns]
     kinds = [[name, data.columns[name].kind, data.columns[name].dtype] for name in read]
-    return {"columns": kinds, "classes": list(data.classes) if data.classes and LABEL in read else None}
+    reads_classes = data.classes and not set(class_columns(data.columns)).isdisjoint(read)
+    return {"columns": kinds, "classes": list(data.classes or ()) if reads_classes else None}
 
 
 def refuse_other_data(task: Task, data: DataFacts, where: str, of: str) -> None:
@@ -105,9 +103,9 @@ def refuse_other_names(trained: Sequence[str] | None, classes: Sequence[str] | N
         return
     trained_name = f"{other!r} in {of}" if other is not None else f"none in {of}"
     raise DataError(
-        f"Class {number} is {one!r} in {where} and {trained_name}: they have the classes {_some(classes)} and"
-        f" {_some(trained)}. Classes agree by name, never by number alone. Ingest both in one go (eval_fraction), or"
-        f" from sources with the same labels{_describe_classes_option(trained, classes, where, of)}."
+        f"Class {number} is {one!r} in {where} and {trained_name}: they have the classes {format_names(classes)} and"
+        f" {format_names(trained)}. Classes agree by name, never by number alone. Ingest both together (eval_fraction),"
+        f" or from sources with the same labels{_describe_classes_option(trained, classes, where, of)}."
     )
 
 
@@ -152,8 +150,3 @@ def _describe_classes_option(trained: Sequence[str], classes: Sequence[str], whe
         f", or ingest {where} again with the classes of {of} in their order, which csv, jsonl, hf, tfrecord and"
         f" webdataset allow: --classes {option}"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f", ... ({len(names)})" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more

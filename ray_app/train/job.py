@@ -85,7 +85,7 @@ class Job:
         skips = self.config.data.on_bad_row == "skip"
         keyed = self.task.has_epoch_decode
         decode, manifest = WithKeys(self.task) if keyed else self.task.decode, self.plan.manifest
-        reader = Reader(self.data_root, self.task.columns(), decode, self.fields, skips, keyed, manifest.partitions)
+        reader = Reader(self.data_root, self.task.columns(), decode, self.fields, skips, keyed, manifest.rules)
         return RowSource(reader, manifest, rows_per_task(self.fields, self.config.data.read_task_mb))
 
     def through_cache(self, fetch: Fetch) -> Fetch:

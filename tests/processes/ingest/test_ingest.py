@@ -94,7 +94,7 @@ def test_dataset_json_describes_the_shards_and_columns(tmp_path: Path) -> None:
     write_idx(tmp_path / "in", "train", 12, False)
     ingest(IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), shard_rows=5, eval_fraction=0))
     folder = tmp_path / "out" / "train"
-    facts = json.loads((folder / "dataset.json").read_text())
+    facts = json.loads((folder / "_dataset.json").read_text())
     assert (facts["format_version"], facts["source"], facts["rows"], facts["classes"]) == (1, "idx", 12, None)
     assert facts["class_counts"] == {str(i): 2 if i < 2 else 1 for i in range(10)}
     assert facts["columns"]["image"] == {"type": "array", "shape": [28, 28], "dtype": "uint8", "nulls": 0}
@@ -167,10 +167,10 @@ def test_a_target_with_other_content_is_refused_and_unchanged(tmp_path: Path, ch
     elif change == "shard":
         (out / "part-00000.parquet").unlink()
     elif change == "json":
-        (out / "dataset.json").unlink()
+        (out / "_dataset.json").unlink()
     elif change == "file":
         (out / "part-00000.parquet").unlink()
-        (out / "dataset.json").rename(out / "mine.txt")
+        (out / "_dataset.json").rename(out / "mine.txt")
     before = fingerprint(tmp_path)
     options = IngestOptions("csv", str(out), str(source), shard_rows=7 if change == "options" else 100_000)
     with pytest.raises(ConfigError, match="give another folder or remove it") as caught:

@@ -69,7 +69,7 @@ def test_the_files_do_not_depend_on_the_number_of_tasks(tmp_path: Path, monkeypa
     assert contents[0] == contents[1] == contents[2]
     rows = [row for side in ("train", "eval") for row in read_columns(tmp_path / "out-1" / side)["a"]]
     assert Counter(rows) == Counter(range(240))
-    shards = json.loads(contents[0]["train/dataset.json"])["shards"]
+    shards = json.loads(contents[0]["train/_dataset.json"])["shards"]
     assert [shard["path"] for shard in shards] == [f"part-0000{i}.parquet" for i in range(len(shards))]
     assert len(shards) > 2
 
@@ -111,7 +111,7 @@ def test_finished_input_splits_are_kept_after_a_kill(tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in (left / RUNS).iterdir()}
     assert sorted(before) == ["-00000-000.arrow", "-00001-000.arrow", "-00002-000.arrow"]
     # A kill during a write leaves such a temporary file.
-    (left / ".dataset.json.0123.tmp").write_bytes(b"half")
+    (left / "._dataset.json.0123.tmp").write_bytes(b"half")
     # A finished input split with a changed file is written again.
     (left / RUNS / "-00001-000.arrow").write_bytes(b"damaged")
     after: dict[str, int] = {}
@@ -211,10 +211,10 @@ def test_every_input_row_is_written_or_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1\.csv: .*Row #3: Expected 2 columns, got 1"):
         ingest(options_for(folder, tmp_path / "out"))
     ingest(options_for(folder, tmp_path / "out", on_bad_row="skip", max_bad_rows=3))
-    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    about = json.loads((tmp_path / "out" / "_dataset.json").read_text())
     assert (about["rows_in"], about["rows"], about["refused"], about["classes"]) == (15, 12, 3, ["u", "v", "w"])
     assert read_columns(tmp_path / "out")["row_id"][5:7] == ["1.csv:2", "1.csv:6"]
-    refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
+    refused = [json.loads(line) for line in (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()]
     assert {row["row_id"]: row["reason"] for row in refused} == {
         "1.csv:3": "1 values where 2 are expected",
         "1.csv:4": "no label, or none of the classes; every row needs an integer or a class",
@@ -237,7 +237,7 @@ def test_more_than_max_bad_rows_fail_an_ingest(tmp_path: Path, split_bytes: int)
     assert (summary.rows, sum(part.refused for part in summary.parts.values())) == (8, 2)
     listed = [
         json.loads(line)["row_id"]
-        for path in (tmp_path / "out").rglob("refused.jsonl")
+        for path in (tmp_path / "out").rglob("_refused.jsonl")
         for line in path.read_text().splitlines()
     ]
     assert sorted(listed) == ["cat/1.png", "dog/2.png"]
@@ -303,7 +303,7 @@ def test_ingest_from_and_to_s3_writes_the_same_bytes(
     requests = Counter(re.sub(r"\?.*", "", request) for request in s3_server.requests(r"^GET .*/in/\w"))
     assert 1 <= max(requests.values()) <= 8, "an object was fetched with too many small requests"
     local_files, remote_files = content(tmp_path / "out"), content(s3_folder / "out")
-    for file in [file for file in local_files if file.endswith("dataset.json")]:
+    for file in [file for file in local_files if file.endswith("_dataset.json")]:
         local_facts, remote_facts = json.loads(local_files.pop(file)), json.loads(remote_files.pop(file))
         assert local_facts.pop("made_from")["options"] == remote_facts.pop("made_from")["options"]
         assert local_facts == remote_facts
@@ -391,7 +391,7 @@ def test_data_on_s3_reads_like_data_on_a_disk(tmp_path: Path, s3_folder: ObjectP
     for name, expected in (
         ("absent", "does not exist"),
         ("", "holds several data sets: data"),
-        ("data/dataset.json", "cannot be read as Parquet"),
+        ("data/_dataset.json", "cannot be read as Parquet"),
     ):
         with pytest.raises(DataError, match=expected):
             open_dataset(str(s3_folder / name if name else s3_folder))

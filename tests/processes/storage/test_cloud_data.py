@@ -74,14 +74,14 @@ def test_folders_of_keys_and_values_are_columns_in_a_bucket(cloud: Server, tmp_p
         pq.write_table(pa.table({"x": [float(x)] * 2}), tmp_path / folder / "a.parquet")
         cloud.put(f"hive/{folder}/a.parquet", (tmp_path / folder / "a.parquet").read_bytes())
     local, remote = open_dataset(str(tmp_path)), open_dataset(str(cloud.path("hive")))
-    assert (remote.manifest.digest, remote.manifest.partitions) == (
+    assert (remote.manifest.digest, remote.manifest.rules) == (
         local.manifest.digest,
         {"kind": "string", "day": "string"},
     )
     assert (remote.facts.columns["day"].nulls, remote.facts.columns["kind"].nulls) == (2, 0)
     values = {}
     for path in remote.manifest.paths:
-        with DataFile(remote.root, path, remote.manifest.partitions) as file:
+        with DataFile(remote.root, path, remote.manifest.rules) as file:
             rows = file.read(["x", "kind", "day"])
         values[rows["x"][0].as_py()] = rows["kind"][0].as_py(), rows["day"][1].as_py()
     assert values == {1.0: ("a b", "2024-01-01"), 2.0: ("a/b", "2024-01-02"), 3.0: ("ü", None)}
@@ -94,7 +94,7 @@ def test_files_of_other_formats_in_a_bucket_of_images_are_listed(cloud: Server, 
         cloud.put(f"photos/{label}/1.xml", b"<annotation>")
     part = ingest(IngestOptions("images", str(tmp_path / "out"), str(cloud.path("photos")))).parts[""]
     assert (part.rows, part.skipped_files) == (4, 2)
-    lines = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    lines = (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()
     assert [json.loads(line)["row_id"] for line in lines] == ["a/1.xml", "b/1.xml"]
 
 
@@ -113,7 +113,7 @@ def test_missing_data_sets_and_files_are_reported(cloud: Server, rows: Path) -> 
     assert find_file(cloud.path("rows")) is None
     with pytest.raises(FileNotFoundError):
         cloud.path("nothing").read_bytes()
-    cloud.put("several/train/dataset.json", b"{}")
+    cloud.put("several/train/_dataset.json", b"{}")
     cloud.put("several/train/a.parquet", (rows / "a.parquet").read_bytes())
     with pytest.raises(DataError, match=r"holds several data sets: train"):
         open_dataset(str(cloud.path("several")))

@@ -46,9 +46,9 @@ def test_hidden_and_unfinished_files_of_spark_are_ignored(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "dataset.json is damaged, it should hold JSON"),
-        ("[1]", "dataset.json is damaged, it should hold fields by name, it holds list"),
-        ('{"format_version": 2}', r"dataset.json is of format version 2; .* reads 1. Use the version that wrote it"),
+        ("{", "_dataset.json is damaged, it should hold JSON"),
+        ("[1]", "_dataset.json is damaged, it should hold fields by name, it holds list"),
+        ('{"format_version": 2}', r"_dataset.json is of format version 2; .* reads 1. Use the version that wrote it"),
     ],
     ids=["no JSON", "no fields", "newer version"],
 )
@@ -56,7 +56,7 @@ def test_a_description_that_cannot_be_read_is_refused(tmp_path: Path, content: s
     folder = tmp_path / "data"
     write(folder / "a.parquet")
     (tmp_path / "a.csv").write_text("a\n1\n")
-    (folder / "dataset.json").write_text(content)
+    (folder / "_dataset.json").write_text(content)
     for read in (
         lambda: open_dataset(str(folder)),
         lambda: read_delivery(Config().replace(data__path=str(folder), data__eval_path=str(folder))),

@@ -89,7 +89,7 @@ def write_parquet(file: Path, table: pa.Table, **options: Any) -> Path:
 def reader_of(path: Path, columns: list[str], skips: bool = False) -> tuple[Reader, RowSource]:
     dataset = open_dataset(str(path))
     fields = probe(dataset, columns, decode_row_numbers)
-    reader = Reader(dataset.root, columns, decode_row_numbers, fields, skips, partitions=dataset.manifest.partitions)
+    reader = Reader(dataset.root, columns, decode_row_numbers, fields, skips, rules=dataset.manifest.rules)
     return reader, RowSource(reader, dataset.manifest, 100)
 
 
@@ -459,7 +459,7 @@ def read_column(root: Path, name: str) -> list[Any]:
     """Returns all values of a column in the order of the manifest."""
     dataset, values = open_dataset(str(root)), []
     for span in (span for spec in plan_all_reads(dataset.manifest, 100) for span in spec):
-        with DataFile(dataset.root, span.path, dataset.manifest.partitions) as file:
+        with DataFile(dataset.root, span.path, dataset.manifest.rules) as file:
             values += read_span(file, span, [name])[name].to_pylist()
     return values
 
@@ -490,7 +490,7 @@ def test_a_task_reads_a_partition_column(tmp_path: Path) -> None:
     dataset = open_dataset(str(tmp_path))
     task = TabularClassification(label="k", features=["x"]).prepare(dataset.facts)
     fields = probe(dataset, task.columns(), task.decode)
-    reader = Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions)
+    reader = Reader(dataset.root, task.columns(), task.decode, fields, rules=dataset.manifest.rules)
     for fetch in FETCHES.values():
         decoded = load_all(fetch, RowSource(reader, dataset.manifest, 1))
         assert decoded.arrays["label"].tolist() == [0, 0, 1, 1]
@@ -514,7 +514,7 @@ def test_the_hive_default_partition_is_a_missing_value(tmp_path: Path) -> None:
         ["row", "k"],
         decode_row_numbers,
         probe(dataset, ["row"], decode_row_numbers),
-        partitions=dataset.manifest.partitions,
+        rules=dataset.manifest.rules,
     )
     with pytest.raises(BadRowError, match=r"row group 0, row 0: column 'k' has no value"):
         list(fetch_in_process(reader, plan_all_reads(dataset.manifest, 100)))

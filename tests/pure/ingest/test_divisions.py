@@ -185,7 +185,7 @@ def test_a_row_with_a_value_that_is_no_time_is_a_bad_row(tmp_path: Path, value: 
     ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "a.csv"), on_bad_row="skip", **options))
     assert read_columns(tmp_path / "out" / "train")["x"] == [1, 2]
     assert read_columns(tmp_path / "out" / "eval")["x"] == [4]
-    refused = "".join(path.read_text() for path in (tmp_path / "out").glob("*/refused.jsonl"))
+    refused = "".join(path.read_text() for path in (tmp_path / "out").glob("*/_refused.jsonl"))
     assert "a.csv:4" in refused
 
 

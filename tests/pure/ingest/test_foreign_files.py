@@ -24,7 +24,7 @@ PHOTO = Image.fromarray(smooth_pixels(8, 9))
 
 
 def refusal_reasons(folder: Path) -> dict[str, str]:
-    lines = [json.loads(line) for line in (folder / "refused.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "_refused.jsonl").read_text().splitlines()]
     assert len({line["row_id"] for line in lines}) == len(lines)
     return {line["row_id"]: line["reason"] for line in lines}
 
@@ -44,7 +44,7 @@ def test_images_are_recognized_by_content_not_by_suffix(photos: Path, tmp_path: 
     part = ingest(IngestOptions("images", str(tmp_path / "out"), str(photos))).parts[""]
     assert (part.rows, part.skipped_files, part.refused) == (10, 0, 0)
     assert sorted(read_columns(tmp_path / "out")["row_id"])[:5] == ["a/1.jpg", "a/2.jfif", "a/3", "a/4.JPG", "a/5.dat"]
-    assert not (tmp_path / "out" / "refused.jsonl").exists()
+    assert not (tmp_path / "out" / "_refused.jsonl").exists()
 
 
 def test_every_file_that_is_left_out_is_named_with_its_reason(photos: Path, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_file_with_only_the_suffix_of_an_image_is_a_bad_row(
     for attempt in ("one", "two"):
         ingest(IngestOptions("images", str(tmp_path / attempt), str(photos), on_bad_row="skip"))
     assert reason in refusal_reasons(tmp_path / "one")["a/6.jpg"]
-    assert (tmp_path / "one" / "refused.jsonl").read_bytes() == (tmp_path / "two" / "refused.jsonl").read_bytes()
+    assert (tmp_path / "one" / "_refused.jsonl").read_bytes() == (tmp_path / "two" / "_refused.jsonl").read_bytes()
     with pytest.raises(DataError, match=rf"row a/6.jpg: not an image that can be decoded \(.*{reason}"):
         ingest(IngestOptions("images", str(tmp_path / "three"), str(photos)))
 

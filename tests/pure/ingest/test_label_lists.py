@@ -47,7 +47,7 @@ def test_other_lists_than_of_classes_are_refused_or_left_out(tmp_path: Path, sou
     assert "rows without a value" in ingest_error(tmp_path, source, path, label="tags")
     rows = ingest_and_read(tmp_path, source, path, label="tags", classes=["y", "x"], on_bad_row="skip")
     assert (rows["a"], rows["target"].tolist()) == ([0], [[0, 1]])
-    refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
+    refused = [json.loads(line) for line in (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()]
     assert [row["reason"] for row in refused] == [base.NOT_IN_CLASSES] * 3
 
 

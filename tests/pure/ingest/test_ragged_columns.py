@@ -222,7 +222,7 @@ def test_rows_of_another_shape_are_refused_or_skipped(
     assert "--on_bad_row skip" in message
     summary = ingest_source(tmp_path, source, path, ragged=["a"], on_bad_row="skip")
     assert (read_columns(tmp_path / "out")["row_id"], summary.parts[""].refused) == ([ids[0], ids[2]], 1)
-    assert expected in json.loads((tmp_path / "out" / "refused.jsonl").read_text())["reason"]
+    assert expected in json.loads((tmp_path / "out" / "_refused.jsonl").read_text())["reason"]
     assert to_lists(read_as_training(tmp_path / "out", "a")["a"]) == good
 
 

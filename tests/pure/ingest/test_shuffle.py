@@ -18,6 +18,7 @@ from ray_app.data.reader import SliceReader, Span, plan_reads
 from ray_app.errors import DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.plan.manifest import ReadRules
 from ray_app.plan.order import Plan
 from ray_app.preflight.data_summary import shuffle_warnings
 
@@ -75,7 +76,7 @@ def count_rows_read_and_needed(dataset: Dataset, monkeypatch: pytest.MonkeyPatch
             yield table
 
     monkeypatch.setattr(DataFile, "iter_batches", count_rows)
-    slice_reader = SliceReader(dataset.root, ["label"], {})
+    slice_reader = SliceReader(dataset.root, ["label"], ReadRules())
     for window in range(plan.windows_per_epoch):
         for spec in plan_reads(dataset.manifest, order.window_segments(0, window), task_rows, plan.window_rows):
             for span in spec:
@@ -144,7 +145,7 @@ def test_shuffle_warnings_name_sorted_data_and_large_row_groups(
 
 def test_slices_have_the_same_rows_in_any_order_of_access(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": np.arange(5000)}), tmp_path / "a.parquet", row_group_size=5000)
-    slice_reader = SliceReader(str(tmp_path), ["a"], {})
+    slice_reader = SliceReader(str(tmp_path), ["a"], ReadRules())
     for first, rows in [(0, 700), (2000, 1), (700, 1300), (2000, 1), (2001, 2999), (2001, 10), (4990, 10), (2011, 5)]:
         span = Span("a.parquet", 0, first, rows, first, group_rows=5000)
         assert slice_reader.take(span)["a"].to_pylist() == list(range(first, first + rows))

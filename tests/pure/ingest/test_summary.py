@@ -151,7 +151,7 @@ def test_an_ingest_records_what_is_in_its_columns(tmp_path: Path) -> None:
         "label": ("int64", "label", "0", "no 150, yes 150"),
     }
     assert rows["id"][3].endswith("... (more than 100 different, or long)")
-    stored = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    stored = json.loads((tmp_path / "out" / "_dataset.json").read_text())
     assert stored["statistics"]["sex"]["values"] == {"male": 200, "female": 100}
 
 
@@ -275,7 +275,7 @@ def test_empty_texts_are_stored_as_they_are_and_counted_as_missing(
     (written,) = ingest(IngestOptions("csv", str(out), str(source))).parts.values()
     (sample,) = preview(IngestOptions("csv", input=str(source))).parts.values()
     (described,) = describe(str(out)).parts.values()
-    (out / "dataset.json").unlink()
+    (out / "_dataset.json").unlink()
     (measured,) = describe(str(out)).parts.values()
     for part in (written, sample, described, measured):
         rows = {row[0]: row[1:] for row in part.table()}
@@ -317,7 +317,7 @@ def test_a_preview_says_that_refused_rows_are_listed_by_an_ingest(tmp_path: Path
     options = IngestOptions("csv", input=str(tmp_path / "a.csv"), label="y", on_bad_row="skip")
     (part,) = preview(options).parts.values()
     assert str(part) == (
-        "data set: first 2 rows, 1 class, 1 row refused (an ingest lists them in refused.jsonl, with the reason)"
+        "data set: first 2 rows, 1 class, 1 row refused (an ingest lists them in _refused.jsonl, with the reason)"
     )
 
 

@@ -78,7 +78,7 @@ def test_an_equal_table_reuses_the_data_set_and_another_one_is_refused(tmp_path:
 def test_the_index_of_pandas_is_no_feature(tmp_path: Path) -> None:
     table = pd.DataFrame(COLUMNS).set_index("a")
     ingest_table(str(tmp_path / "out"), table, columns=["a", "v"])
-    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["index_columns"] == ["a"]
+    assert json.loads((tmp_path / "out" / "_dataset.json").read_text())["index_columns"] == ["a"]
 
 
 @pytest.mark.parametrize(

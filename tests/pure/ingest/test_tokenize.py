@@ -97,14 +97,14 @@ def test_blocks_have_each_token_once_with_any_number_of_threads(tmp_path: Path, 
         assert lengths[16] >= sum(lengths.values()) - 3, "an input split should have one shorter block, its last"
         tokens.update(token for block in columns["tokens"] for token in block)
         texts_by_part[part] = {row_id.partition("@")[0] for row_id in columns["row_id"]}
-        description = json.loads((tmp_path / "1" / part / "dataset.json").read_text())
+        description = json.loads((tmp_path / "1" / part / "_dataset.json").read_text())
         assert description["rows"] == len(columns["tokens"])
     assert not texts_by_part["train"] & texts_by_part["eval"], "a text is in both parts"
     assert tokens == Counter(
         WORDS[word] for file in texts for line in file for word in [*line["text"].split(), "<end>"]
     )
     source_rows = [
-        json.loads((tmp_path / "1" / part / "dataset.json").read_text())["rows_in"] for part in ("train", "eval")
+        json.loads((tmp_path / "1" / part / "_dataset.json").read_text())["rows_in"] for part in ("train", "eval")
     ]
     assert sum(source_rows) == 240
 
@@ -185,7 +185,7 @@ def test_texts_that_cannot_be_tokenized_are_refused_with_a_reason(
             ingest(ingest_options)
         return
     assert ingest(ingest_options).rows == 1
-    reasons = [json.loads(line)["reason"] for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()]
     assert reasons == ["no text; every row needs a text", "the tokenizer makes no token of its text"]
 
 

@@ -51,7 +51,7 @@ def test_invalid_predictions_are_refused_before_a_cluster_starts(
     (tmp_path / "full" / "thesis.tex").touch()
     earlier_out = tmp_path / "made"
     earlier_out.mkdir()
-    (earlier_out / "made_from.json").write_text(
+    (earlier_out / "_made_from.json").write_text(
         json.dumps({"model": {"name": "digits", "version": "7"}, "batch_size": 256})
     )
     out, old = tmp_path / "out", str(run.job.paths.root)
@@ -91,7 +91,7 @@ def test_invalid_predictions_are_refused_before_a_cluster_starts(
         assert main(arguments) == 2, expected
         assert expected in capsys.readouterr().err
     assert not out.exists()
-    assert [path.name for path in earlier_out.iterdir()] == ["made_from.json"]
+    assert [path.name for path in earlier_out.iterdir()] == ["_made_from.json"]
 
 
 def test_data_with_equal_footers_and_other_values_is_refused(run: FinishedRun, digits: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ray_app.config.config import Config
 from ray_app.config.import_paths import OptimizerSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.data.dataset import open_dataset
-from ray_app.data.reader import Reader, cut_reads
+from ray_app.data.reader import Reader, cut_reads, fetch_in_process, load_all
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, find_similar_names
 from ray_app.plan.order import Segment
@@ -42,7 +42,7 @@ def write(folder: Path, columns: dict[str, Any], classes: list[str] | None = Non
     folder.mkdir()
     pq.write_table(pa.table(columns), folder / "part-0.parquet")
     if classes is not None:
-        (folder / "dataset.json").write_text(json.dumps({"classes": classes}))
+        (folder / "_dataset.json").write_text(json.dumps({"classes": classes}))
     return folder
 
 
@@ -70,21 +70,24 @@ def prepare_tabular(data: Path, init_args: dict[str, Any] | None = None, **field
 LABELS = [0, 1] * 8
 
 
-def test_evaluation_data_with_classes_in_another_order_is_refused(tmp_path: Path) -> None:
-    train, evaluation = (
-        write_labelled(tmp_path / "a", LABELS, ["cat", "dog"]),
-        write_labelled(tmp_path / "b", LABELS, ["dog", "cat"]),
-    )
+@pytest.mark.parametrize("names", [["dog", "cat"], ["dog", "owl"]], ids=["another order", "some of the classes"])
+def test_evaluation_data_is_numbered_by_the_names_of_the_training_data(tmp_path: Path, names: list[str]) -> None:
+    trained = ["cat", "dog", "owl"]
+    train = write_labelled(tmp_path / "a", [0, 1, 2, 1] * 4, trained)
+    prepared = prepare_tabular(train, data__eval_path=str(write_labelled(tmp_path / "b", LABELS, names)))
+    assert prepared.job.evaluation is not None
+    labels = load_all(fetch_in_process, prepared.job.evaluation).arrays["label"]
+    assert [trained[label] for label in labels] == [names[label] for label in LABELS]
+
+
+def test_evaluation_data_with_another_class_is_refused(tmp_path: Path) -> None:
+    train = write_labelled(tmp_path / "a", LABELS, ["cat", "dog"])
+    evaluation = write_labelled(tmp_path / "b", LABELS, ["dog", "owl"])
     with pytest.raises(
         DataError,
         match=r"Class 0 is 'dog' in data\.eval_path .*b and 'cat' in data\.path .*a: .*by name, never by number",
     ):
         prepare_tabular(train, data__eval_path=str(evaluation))
-
-
-def test_evaluation_data_with_a_prefix_of_the_classes_is_accepted(tmp_path: Path) -> None:
-    train = write_labelled(tmp_path / "a", [0, 1, 2, 1] * 4, ["cat", "dog", "owl"])
-    prepare_tabular(train, data__eval_path=str(write_labelled(tmp_path / "b", LABELS, ["cat", "dog"])))
 
 
 def test_a_class_that_was_not_trained_on_is_refused(tmp_path: Path) -> None:
@@ -117,7 +120,7 @@ def test_a_run_resumes_only_with_the_classes_of_its_first_start(tmp_path: Path) 
     data = write_labelled(tmp_path / "a", LABELS, ["cat", "dog"])
     claim(prepare_tabular(data), 1)
     prepare_tabular(data)
-    (data / "dataset.json").write_text(json.dumps({"classes": ["dog", "cat"]}))
+    (data / "_dataset.json").write_text(json.dumps({"classes": ["dog", "cat"]}))
     with pytest.raises(DataError, match=r"Class 0 is 'dog' in .*a and 'cat' in the data that 'run' began with"):
         prepare_tabular(data)
 

@@ -526,7 +526,7 @@ def test_no_row_both_selects_a_checkpoint_and_judges_it_in_the_gate(
 ) -> None:
     for name, rows in (("a", 300), ("b/c", 200)):
         write(tmp_path / "eval" / f"{name}.parquet", rows, seed=rows)
-    (tmp_path / "eval" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
+    (tmp_path / "eval" / "_dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
     config = CONFIG.replace(data__path=str(tmp_path / "eval"), data__eval_path=str(tmp_path / "eval"))
     dataset, files = open_dataset(str(tmp_path / "eval")), read_delivery(config).evaluation
     out = open_dataset(str(write_selection_part(dataset, ["x", "label"], files, tmp_path / "out")))
@@ -684,7 +684,7 @@ CONFIG: Config = load_config(None, **VALID)
 def test_the_key_of_a_round_changes_with_each_content_that_it_depends_on(tmp_path: Path) -> None:
     for name in ("train", "eval"):
         write(tmp_path / name / "a.parquet", 100, seed=len(name))
-        (tmp_path / name / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"], "made_at": "monday"}))
+        (tmp_path / name / "_dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"], "made_at": "monday"}))
     config = CONFIG.replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
 
     def key(section: RetrainSection = SECTION, champion: str = "", **fields: Any) -> tuple[str, str]:
@@ -709,9 +709,9 @@ def test_the_key_of_a_round_changes_with_each_content_that_it_depends_on(tmp_pat
         key(replace(SECTION, start="champion")),
         key(replace(SECTION, data="new_and_sample")),
     ]
-    (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"], "made_at": "tuesday"}))
+    (tmp_path / "train" / "_dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"], "made_at": "tuesday"}))
     assert key() == first_key
-    (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["b", "a", "c"]}))
+    (tmp_path / "train" / "_dataset.json").write_text(json.dumps({"classes": ["b", "a", "c"]}))
     other_keys.append(key())
     table = pq.read_table(tmp_path / "eval" / "a.parquet")
     labels = table["label"].to_numpy().copy()
@@ -799,7 +799,7 @@ def test_concurrent_audit_entries_are_all_kept(tmp_path: Path) -> None:
 def test_a_data_set_has_all_new_rows_and_a_keyed_share_of_the_old_rows(tmp_path: Path) -> None:
     old = write(tmp_path / "train" / "moved.parquet", 1000, seed=1)
     new = write(tmp_path / "train" / "new.parquet", 130, seed=2)
-    (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
+    (tmp_path / "train" / "_dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
     write(tmp_path / "eval" / "a.parquet", 100, seed=3)
     config = CONFIG.replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
     files = read_delivery(config).train

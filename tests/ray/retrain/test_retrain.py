@@ -64,7 +64,7 @@ class Days:
         self.folder, self.train = folder, folder / "data" / "train"
         self.train.mkdir(parents=True)
         copytree(digits / "eval", folder / "data" / "eval")
-        copy(digits / "train" / "dataset.json", self.train)
+        copy(digits / "train" / "_dataset.json", self.train)
         table = pa.concat_tables(pq.read_table(file) for file in sorted((digits / "train").glob("*.parquet")))
         self.rows = table.take(np.random.default_rng(0).permutation(len(table)))
         self.deliver("first", 0, 150)

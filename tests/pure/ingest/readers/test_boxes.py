@@ -168,7 +168,7 @@ def test_files_that_are_not_of_coco_are_refused(tmp_path: Path, change: Any, exp
 )
 def test_only_what_is_wrong_in_a_file_of_coco_is_left_out(tmp_path: Path, change: Any, refused: str) -> None:
     run(tmp_path, "coco", write_coco(tmp_path, change), on_bad_row="skip")
-    [line] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    [line] = (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()
     assert json.loads(line)["row_id"] == refused
     assert read_columns(tmp_path / "out")["image_id"] == ([2, 3] if "absent" in refused else [1, 2, 3])
 
@@ -311,7 +311,7 @@ def test_images_of_voc_without_an_xml_file_are_named(tmp_path: Path) -> None:
     root = write_voc(tmp_path / "in", {stem: voc(("dog", (1, 1, 5, 5))) for stem in "abd"})
     write_images(root / "JPEGImages", "c.jpg")
     assert run(tmp_path, "voc", root).parts[""].skipped_files == 1
-    assert '"row_id": "c.jpg", "reason": "left out: an image without' in (tmp_path / "out/refused.jsonl").read_text()
+    assert '"row_id": "c.jpg", "reason": "left out: an image without' in (tmp_path / "out/_refused.jsonl").read_text()
     (root / "ImageSets" / "Main").mkdir(parents=True)
     (root / "ImageSets" / "Main" / "train.txt").write_text("a\n")
     (root / "ImageSets" / "Main" / "val.txt").write_text("b\n")

@@ -69,7 +69,7 @@ def test_an_invalid_json_line_is_a_bad_row_with_a_reason(
     assert f"row f.jsonl:3: {reason}" in message
     columns = ingest_and_read(tmp_path, "jsonl", path, on_bad_row="skip", **options)
     assert columns["row_id"] == ["f.jsonl:1", "f.jsonl:4"]
-    [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    [refused] = (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()
     assert reason in json.loads(refused)["reason"]
 
 
@@ -195,7 +195,7 @@ ALLOWED: dict[str, tuple[pa.Array, list[Any]]] = {
 def test_hugging_face_columns_keep_values_and_nulls(tmp_path: Path, kind: str, end: str) -> None:
     column, expected = ALLOWED[kind]
     assert ingest_and_read(tmp_path, "hf", write_table(tmp_path, column, end))["c"] == expected
-    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    about = json.loads((tmp_path / "out" / "_dataset.json").read_text())
     assert about["columns"]["c"]["nulls"] == 1
 
 
@@ -260,7 +260,7 @@ LABELS: dict[str, pa.Array] = {
 def test_text_labels_become_classes_in_sorted_order(tmp_path: Path, kind: str, end: str) -> None:
     columns = ingest_and_read(tmp_path, "hf", write_table(tmp_path, LABELS[kind], end), label="c")
     assert columns["label"] == [1, 0, 1]
-    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    about = json.loads((tmp_path / "out" / "_dataset.json").read_text())
     assert (about["classes"], about["class_counts"]) == (["no", "yes"], {"no": 1, "yes": 2})
 
 
@@ -284,7 +284,7 @@ def test_classes_of_text_labels_are_the_same_in_all_splits_and_files(tmp_path: P
         [0, 3],
     )
     for part in ("train", "test"):
-        assert json.loads((tmp_path / "out" / part / "dataset.json").read_text())["classes"] == ["a", "b", "c", "d"]
+        assert json.loads((tmp_path / "out" / part / "_dataset.json").read_text())["classes"] == ["a", "b", "c", "d"]
 
 
 def test_a_label_that_is_text_in_one_split_only_is_refused(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def labelled(tmp_path: Path, content: str, **options: Any) -> dict[str, Any]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    lines = (folder / "refused.jsonl").read_text().splitlines()
+    lines = (folder / "_refused.jsonl").read_text().splitlines()
     return {row["row_id"]: row["reason"] for row in map(json.loads, lines)}
 
 

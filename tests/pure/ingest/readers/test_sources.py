@@ -60,7 +60,7 @@ def test_each_json_key_has_one_type_over_all_files(tmp_path: Path) -> None:
     )
     np.testing.assert_array_equal(columns["vector"], [[1, 2.5], [3, 4], [0.5, 0]])
     np.testing.assert_array_equal(columns["grid"], [line["grid"] for line in LINES])
-    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    about = json.loads((tmp_path / "out" / "_dataset.json").read_text())
     assert (about["classes"], about["class_counts"]) == (["ant", "bee", "wasp"], {"ant": 1, "bee": 1, "wasp": 1})
 
 
@@ -174,7 +174,7 @@ def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[st
             "".join(f'{{"a": 1, "day": "{day}"}}\n' for day in (days[i], days[i]))
         )
     columns = ingest_and_read(tmp_path, "jsonl", tmp_path / "in", label="day", split_bytes=split_bytes)
-    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["classes"] == sorted(days)
+    assert json.loads((tmp_path / "out" / "_dataset.json").read_text())["classes"] == sorted(days)
     assert columns["label"] == [sorted(days).index(day) for day in days for _ in range(2)]
 
 
@@ -256,7 +256,7 @@ def test_json_lines_that_crash_the_parser_are_skipped(tmp_path: Path) -> None:
     for number, lines in enumerate(cases):
         out = tmp_path / f"out{number}"
         assert read_columns(out) == {"row_id": [f"{number}.jsonl:{len(lines) + 1}"], "b": [1]}
-        assert len((out / "refused.jsonl").read_text().splitlines()) == len(lines)
+        assert len((out / "_refused.jsonl").read_text().splitlines()) == len(lines)
 
 
 def test_a_json_line_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_webdataset_rows_that_cannot_be_used_are_skipped(
     write_tar(tmp_path / "in" / "x.tar", good[0] | bad | good[1])
     columns = ingest_and_read(tmp_path, "webdataset", tmp_path / "in", on_bad_row="skip", **options)
     assert columns["row_id"] == ["x.tar:a", "x.tar:c"]
-    [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    [refused] = (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()
     assert json.loads(refused)["row_id"] == "x.tar:b"
     assert reason in json.loads(refused)["reason"]
 
@@ -525,7 +525,7 @@ def test_hugging_face_data_is_read_without_its_library(tmp_path: Path, kind: str
         assert (columns["label"], columns["text"]) == ([i % 3 for i in range(rows)], [f"row {i}" for i in range(rows)])
         np.testing.assert_array_equal(columns["vector"], [[i, 1, 2] for i in range(rows)])
         np.testing.assert_array_equal(columns["grid"], np.array([[[i, 1], [2, 3]] for i in range(rows)], np.float32))
-        assert json.loads((tmp_path / "out" / side / "dataset.json").read_text())["classes"] == ["ant", "bee", "cat"]
+        assert json.loads((tmp_path / "out" / side / "_dataset.json").read_text())["classes"] == ["ant", "bee", "cat"]
 
 
 def write_saved_dataset(folder: Path, table: pa.Table, features: dict[str, Any]) -> Path:
@@ -552,7 +552,7 @@ def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> Non
     )
     columns = ingest_and_read(tmp_path, "hf", folder, label="y", columns=["a"], on_bad_row="skip")
     assert (columns["a"], columns["label"]) == ([1, 3], [1, 0])
-    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    about = json.loads((tmp_path / "out" / "_dataset.json").read_text())
     assert (about["classes"], about["refused"]) == (["u", "v"], 1)
 
 
@@ -706,7 +706,7 @@ def test_an_arrow_stream_that_points_outside_itself_is_refused(tmp_path: Path, e
 def test_hugging_face_labels_outside_the_classes_are_bad_rows(tmp_path: Path) -> None:
     folder = write_saved_dataset(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, 7, 0]}), CLASSES)
     assert ingest_and_read(tmp_path, "hf", folder, label="y", on_bad_row="skip")["label"] == [1, 0]
-    [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    [refused] = (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()
     assert json.loads(refused)["reason"] == "label 7; the 2 classes allow 0 to 1"
 
 

@@ -75,7 +75,7 @@ def test_classes_may_be_ordered_by_the_user_and_other_rows_left_out(tmp_path: Pa
     assert "which classes lacks" in ingest_error(tmp_path, "webdataset", path, **options)
     rows = ingest_and_read(tmp_path, "webdataset", path, on_bad_row="skip", **options)
     assert rows["label"] == [0, 1]
-    assert "label None; expected one of" in (tmp_path / "out" / "refused.jsonl").read_text()
+    assert "label None; expected one of" in (tmp_path / "out" / "_refused.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_a_file_of_labels_without_an_image_is_named(tmp_path: Path) -> None:
     for name in ("2.txt", "classes.txt"):
         (tmp_path / "in" / "labels" / name).write_text("0 0.5 0.5 0.1 0.1\n")
     assert ingest(IngestOptions("yolo", str(tmp_path / "out"), str(file))).parts[""].skipped_files == 1
-    [line] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    [line] = (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()
     assert json.loads(line) == {
         "row_id": "labels/2.txt",
         "reason": "left out: a file of labels without an image in the data sets",
