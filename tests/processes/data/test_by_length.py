@@ -120,7 +120,7 @@ def test_micro_batches_are_the_same_for_every_reader_and_worker_count(
 
 
 def test_balanced_sampling_of_whole_files_is_refused(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.balance_by is 'label' with data\.shard: file"):
+    with pytest.raises(ConfigError, match=r"data\.balance_by is label with data\.shard: file"):
         texts_job(tmp_path, data, data__shard="file", data__balance_by="label")
 
 

@@ -292,7 +292,7 @@ def test_too_few_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_balancing_with_shard_file_is_refused(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.balance_by is 'label' with data.shard: file"):
+    with pytest.raises(ConfigError, match=r"data.balance_by is label with data.shard: file"):
         policy_job(tmp_path / "run", data, "file", data__balance_by="label")
 
 

@@ -387,15 +387,6 @@ def test_a_label_selector_that_matches_no_node_is_refused(fields: dict[str, Any]
         workers_that_fit(config.replace(**fields), ClusterCapacity({"CPU": 64.0}, NODES))
 
 
-def test_settings_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"evaluate.num_gpus is 2, but the evaluator computes on one GPU"):
-        check_config(ALL.replace(evaluate__num_gpus=2))
-    with pytest.raises(
-        ConfigError, match=r"train.server_label_selector is set, but only train.strategy: parameter_server looks at it"
-    ):
-        check_config(ALL.replace(train__server_label_selector={"zone": "a"}))
-
-
 def test_no_worker_starts_on_a_node_from_which_a_straggler_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {name: {"CPU": 4.0, "GPU": workers} for name, workers in (("a", 1.0), ("b", 2.0), ("c", 4.0))}
     monkeypatch.setattr("ray_app.cluster.controller.scaling_policy.available_resources_per_node", lambda: free)

@@ -261,7 +261,7 @@ def test_one_local_step_with_an_outer_optimizer_is_close_to_ddp(
 def test_settings_that_local_sgd_cannot_have_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint.every_steps is 7.*multiple of train.local_steps = 3"):
         local_job(tmp_path / "run", data, checkpoint__every_steps=7)
-    with pytest.raises(ConfigError, match=r"train.local_steps is set, but only train.strategy: local_sgd"):
+    with pytest.raises(ConfigError, match=r"train.local_steps is 3, but only train.strategy: local_sgd"):
         local_job(tmp_path / "run", data, train__strategy="ddp")
     with pytest.raises(ConfigError, match="fp16"):
         local_job(tmp_path / "run", data, train__precision="fp16")

@@ -738,7 +738,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(data: Path, tmp_path: Path) 
 
 
 def test_settings_that_parameter_servers_cannot_have_are_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train.staleness is set, but only train.strategy: parameter_server"):
+    with pytest.raises(ConfigError, match=r"train.staleness is 1, but only train.strategy: parameter_server"):
         make_server_job(tmp_path / "run", data, train__strategy="ddp", train__servers=1, train__staleness=1)
     with pytest.raises(ConfigError, match=r"data.on_bad_row is skip with train.strategy parameter_server"):
         make_server_job(tmp_path / "run", data, data__on_bad_row="skip")
