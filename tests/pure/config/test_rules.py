@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
+from ray_app.cli.drill import DrillSection
 from ray_app.config.checks import RULES, check_config
 from ray_app.config.config import SECTIONS, Config
 from ray_app.config.rules import Range, Rule, check_fields, field_types
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError
+from ray_app.predict.predict import PredictSection
+from ray_app.retrain.options import RetrainSection
+from ray_app.submit.options import SubmitSection
 
 VALID = Config(task=ClassSpec("my.Task")).replace(data__path="data", scaling__max_workers=4, scaling__logical_workers=4)
 FSDP, SINGLE = {"train__strategy": "fsdp"}, {"train__strategy": "single"}
@@ -135,7 +139,7 @@ def test_each_rule_has_a_combination_that_breaks_it() -> None:
 
 RANGES = [
     (kind, name, allowed.range)
-    for kind in SECTIONS.values()
+    for kind in (*SECTIONS.values(), DrillSection, PredictSection, RetrainSection, SubmitSection)
     for name, allowed in field_types(kind).items()
     if allowed.range is not None
 ]

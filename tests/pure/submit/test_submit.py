@@ -194,8 +194,6 @@ def test_the_refusal_of_a_large_package_names_its_largest_folders(
 def test_invalid_submit_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which is not a folder"):
         SubmitSection(working_dir=str(tmp_path / "missing")).check()
-    with pytest.raises(ConfigError, match=r"submit\.retries is -1; it must be at least 0"):
-        SubmitSection(retries=-1).check()
 
 
 def test_the_package_of_ray_app_is_complete_despite_excludes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
