@@ -311,8 +311,6 @@ class TrackingSection:
             step.
         registered_model: Name in MLflow's model registry under which the best checkpoint of a finished run becomes a
             new version. Default: the model is not registered.
-        system_metrics_s: Seconds between two samples of CPU, memory and GPU of every node. Default: no samples.
-            Without a cluster (`train.strategy: single`) there are none either.
         tensorboard: Whether the driver also writes event files for TensorBoard to `tensorboard` in the run's directory,
             with or without MLflow.
     """
@@ -322,7 +320,6 @@ class TrackingSection:
     experiment: str = "ray_app"
     every_steps: PositiveInt = 10
     registered_model: str | None = None
-    system_metrics_s: PositiveFloat | None = 10.0
     tensorboard: bool = False
 
 

@@ -156,7 +156,7 @@ def changes_digest(**fields: Any) -> bool:
             "tracking__uri": "http://x",
             "tracking__experiment": "e",
         },
-        {"tracking__registered_model": "m", "tracking__system_metrics_s": None, "tracking__tensorboard": True},
+        {"tracking__registered_model": "m", "tracking__tensorboard": True},
         {"evaluate__where": "workers", "evaluate__max_pending": 3, "evaluate__min_delta": 0.1},
         {"train__servers": 3, "train__server_cpus": 2},
         {"train__backend": "gloo", "train__bucket_mb": 1.0, "scaling__label_selector": {"zone": "a"}},

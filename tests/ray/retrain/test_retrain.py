@@ -43,7 +43,6 @@ ARGUMENTS = [
     "--checkpoint.every_epochs=8",
     "--scaling.max_workers=1",
     "--scaling.logical_workers=1",
-    "--tracking.system_metrics_s=null",
     "--retrain.min_metric=0.2",
     "--retrain.max_recall_drop=1.0",
     "--retrain.start=champion",
