@@ -36,7 +36,7 @@ class SubmitSection:
         env: Names of environment variables, separated by commas, that the job gets with their values on this machine.
             All users of the cluster can read the values; variables of the cluster's nodes are safer.
         python: Command of the cluster's Python.
-        dry_run: Runs all checks, shows what would run, and submits nothing.
+        dry_run: Makes the checks of this machine, shows the job's command, and submits nothing.
         follow: Shows the job's output until it ends, and submits it again after an interruption or the loss of its
             driver. Otherwise the command only submits the job.
         retries: Largest number of further submissions of a run that was interrupted or lost its driver.

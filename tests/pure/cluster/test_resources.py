@@ -35,7 +35,6 @@ from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.stored_config import read_config
-from ray_app.submit.on_cluster import inspect
 from tests.support.paths import ROOT
 
 
@@ -238,13 +237,10 @@ def test_all_resolves_to_the_stored_number_when_a_run_resumes(two_node_cluster: 
     assert resolve_scaling(ALL, ALL.replace(scaling__max_workers=4)).scaling.max_workers == 4
 
 
-def test_a_submission_reports_why_all_cannot_be_resolved(
-    two_node_cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_all_without_a_limit_is_refused(two_node_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources_module, "max_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
-    inspection = inspect(ALL.replace(run__storage_path=str(tmp_path), run__name="new"))
-    assert [(finding.level, finding.topic) for finding in inspection.findings] == [("refused", "resources")]
-    assert "give a number" in inspection.findings[0].text
+    with pytest.raises(ConfigError, match="give a number"):
+        resolve_scaling(ALL)
 
 
 def test_all_resolves_to_the_cores_or_gpus_of_a_single_machine(monkeypatch: pytest.MonkeyPatch) -> None:
