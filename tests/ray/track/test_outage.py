@@ -17,7 +17,7 @@ from ray_app.config.config import Config
 from ray_app.driver import run as run_module
 from ray_app.driver.run import Faults
 from ray_app.runlog.evaluations import read_evaluations
-from ray_app.runlog.journal import MetricsReader, StepRecord
+from ray_app.runlog.journal import StepRecord, read_records
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks, Job
@@ -46,9 +46,8 @@ def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records_of(paths: RunPaths) -> dict[int, StepRecord]:
-    reader = MetricsReader(paths)
-    reader.poll()
-    return dict(sorted(reader.records.items()))
+    records, _ = read_records(paths)
+    return dict(sorted(records.items()))
 
 
 def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:

@@ -24,7 +24,7 @@ from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.driver.finalize import summarize
 from ray_app.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from ray_app.runlog.journal import MetricsReader, read_events
+from ray_app.runlog.journal import read_events, read_records
 from ray_app.task.environment import restore_process_state
 from ray_app.task.image import ImageClassification
 from ray_app.testing import TrainedRun, WorkerPool, cache_windows, read_trained_run, stream_windows
@@ -68,9 +68,8 @@ def train_on_servers(job: Job, workers: int) -> TrainedRun:
 
 def read_consumed_rows(job: Job) -> list[StepRows]:
     """Returns step, rows and row hashes of each recorded step."""
-    reader = MetricsReader(job.paths)
-    reader.poll()
-    return [(step, r.rows, r.row_hash) for step, r in sorted(reader.records.items())]
+    records, _ = read_records(job.paths)
+    return [(step, r.rows, r.row_hash) for step, r in sorted(records.items())]
 
 
 @pytest.fixture(scope="module")
