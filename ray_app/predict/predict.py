@@ -6,7 +6,6 @@ checked here, before anything is written.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import math
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq
 
 from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.config import Config, default_tracking_uri, digest_json
 from ray_app.config.rules import NonNegativeFloat, PositiveInt, Range, check_fields, refuse
 from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import Dataset, hash_files, open_dataset, sha256
@@ -158,16 +157,16 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "model": source,
         "params_digest": model.params_digest,
         "task": class_path(model.task),
-        "code": _digest_json({name: sha256(file) for name, file in source_files(class_path(model.task)).items()}),
+        "code": digest_json({name: sha256(file) for name, file in source_files(class_path(model.task)).items()}),
         "manifest_digest": manifest.digest,
-        "content_digest": _digest_json(hash_files(to_location(dataset.root), manifest.paths)),
+        "content_digest": digest_json(hash_files(to_location(dataset.root), manifest.paths)),
         "columns": carried,
         "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
         "batch_size": section.batch_size,
         "threads": section.threads,
         "device": device,
     }
-    digest = _digest_json(made_from)
+    digest = digest_json(made_from)
     out = str(to_location(section.out))
     data = (dataset.root, reader.fields, carried, manifest.partitions)
     job = PredictJob(model, *data, parts, out, digest, section.batch_size, section.threads, device)
@@ -272,10 +271,6 @@ def model_of_run(config: Config, run: str) -> ModelSource:
     commit = choose_checkpoint(job, "best")
     source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
     return Model(job.task, CheckpointStore(paths).load(commit)[MODEL], None, commit.params_digest), source, []
-
-
-def _digest_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _check_section(section: PredictSection) -> None:
