@@ -32,7 +32,7 @@ class Range(NamedTuple):
         """Returns the range in words, such as `at least 0 and below 1`."""
         bounds = zip(self, ("at least", "greater than", "at most", "below"), strict=True)
         return " and ".join(
-            "finite" if bound == math.inf else f"{words} {bound:g}" for bound, words in bounds if bound is not None
+            "finite" if bound == math.inf else f"{words} {bound:.12g}" for bound, words in bounds if bound is not None
         )
 
 

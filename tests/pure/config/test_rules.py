@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ray_app.config.config import SECTIONS, Config
 from ray_app.config.rules import Range, Rule, check_fields, field_types
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError
+from ray_app.ingest.options import IngestOptions
 from ray_app.predict.predict import PredictSection
 from ray_app.retrain.options import RetrainSection
 from ray_app.submit.options import SubmitSection
@@ -137,24 +139,27 @@ def test_each_rule_has_a_combination_that_breaks_it() -> None:
     }
 
 
+SECTION_CLASSES = (*SECTIONS.values(), DrillSection, PredictSection, RetrainSection, SubmitSection)
 RANGES = [
-    (kind, name, allowed.range)
-    for kind in (*SECTIONS.values(), DrillSection, PredictSection, RetrainSection, SubmitSection)
-    for name, allowed in field_types(kind).items()
+    (settings, name, allowed.range)
+    for settings in (*(section() for section in SECTION_CLASSES), IngestOptions("csv"))
+    for name, allowed in field_types(type(settings)).items()
     if allowed.range is not None
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "limits"), RANGES)
-def test_a_number_out_of_its_range_is_refused(kind: type, name: str, limits: Range) -> None:
-    refused = [math.nan]
+@pytest.mark.parametrize(
+    ("settings", "name", "limits"), RANGES, ids=[f"{type(settings).__name__}.{name}" for settings, name, _ in RANGES]
+)
+def test_a_number_out_of_its_range_is_refused(settings: Any, name: str, limits: Range) -> None:
+    refused = [math.nan, *(bound for bound in (limits.gt, limits.lt) if bound is not None)]
     refused += [limits.ge - 1] if limits.ge is not None else []
-    refused += [bound for bound in (limits.gt, limits.lt) if bound is not None]
     refused += [limits.le + 1] if limits.le is not None else []
     for value in refused:
-        assert check_fields(kind(**{name: value}), "s.") == [f"s.{name} is {value}; it must be {limits}."]
+        problems = check_fields(replace(settings, **{name: value}), "s.")
+        assert problems == [f"s.{name} is {value}; it must be {limits}."]
     for value in (bound for bound in (limits.ge, limits.le) if bound is not None):
-        assert check_fields(kind(**{name: value})) == []
+        assert check_fields(replace(settings, **{name: value})) == []
 
 
 @pytest.mark.parametrize(
