@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ray_app.errors import DataError
+from ray_app.errors import DataError, join_names
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.base import Task
 
 LABEL = "label"
 """The column to which an ingest writes class indices."""
-_MAX_NAMED = 8
 _MAX_WRITTEN = 100
 """A message has so many classes at most as an option to copy."""
 
@@ -105,9 +104,9 @@ def refuse_other_names(trained: Sequence[str] | None, classes: Sequence[str] | N
         return
     trained_name = f"{other!r} in {of}" if other is not None else f"none in {of}"
     raise DataError(
-        f"Class {number} is {one!r} in {where} and {trained_name}: they have the classes {_some(classes)} and"
-        f" {_some(trained)}. Classes agree by name, never by number alone. Ingest both in one go (eval_fraction), or"
-        f" from sources with the same labels{_describe_classes_option(trained, classes, where, of)}."
+        f"Class {number} is {one!r} in {where} and {trained_name}: they have the classes {join_names(classes)} and"
+        f" {join_names(trained)}. Classes agree by name, never by number alone. Ingest both in one go (eval_fraction),"
+        f" or from sources with the same labels{_describe_classes_option(trained, classes, where, of)}."
     )
 
 
@@ -152,8 +151,3 @@ def _describe_classes_option(trained: Sequence[str], classes: Sequence[str], whe
         f", or ingest {where} again with the classes of {of} in their order, which csv, jsonl, hf, tfrecord and"
         f" webdataset allow: --classes {option}"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f", ... ({len(names)})" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
