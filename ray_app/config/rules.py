@@ -131,7 +131,7 @@ def find_broken_rules(settings: Any, rules: Iterable[Rule]) -> list[str]:
     return [rule.explain(settings) for rule in rules if rule.is_broken(settings)]
 
 
-def refuse(problems: list[str], what: str = "configuration") -> None:
+def refuse(problems: list[str], subject: str = "configuration") -> None:
     """Raises `ConfigError` with all problems, one per line, if there are any."""
     if problems:
-        raise ConfigError(f"The {what} is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ConfigError(f"The {subject} is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
