@@ -14,7 +14,7 @@ from typing import Any
 from ray_app.config.config import SECTIONS, Config
 from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec
 from ray_app.config.rules import Rule, check_fields, find_broken_rules, find_empty_fields, refuse, value_of
-from ray_app.config.strategies import STRATEGIES, list_strategies
+from ray_app.config.strategies import STRATEGIES, RefusedValue, list_strategies
 
 _NUMERIC_ARGUMENTS = ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha")
 _NON_NEGATIVE_ARGUMENTS = ("lr", "weight_decay", "momentum", "eps")
@@ -216,36 +216,37 @@ _SCALING_RULES = (
         f" out, or choose {_COMPARERS}.",
     ),
 )
+
+
+def _refused_value_rule(strategy: str, refused: RefusedValue) -> Rule:
+    return Rule(
+        refused.field,
+        lambda c: c.train.strategy == strategy and value_of(c, refused.field) == refused.value,
+        f" with train.strategy {strategy}, {refused.reason}",
+    )
+
+
+def _unused_field_rule(name: str) -> Rule:
+    return Rule(
+        f"train.{name}",
+        lambda c: name not in c.train.strategy_traits.train_fields,
+        f", but only train.strategy: {list_strategies(lambda t: name in t.train_fields)} looks at it; leave it out.",
+    )
+
+
+def _common_step_rule(name: str) -> Rule:
+    return Rule(
+        f"checkpoint.{name}",
+        lambda c: getattr(c.checkpoint, name) % c.train.local_steps,
+        "; between two averages there is no common state, so it must be a multiple of train.local_steps ="
+        " {c.train.local_steps}.",
+    )
+
+
 _STRATEGY_RULES = (
-    *(
-        Rule(
-            refused.field,
-            lambda c, name=name, refused=refused: (
-                c.train.strategy == name and value_of(c, refused.field) == refused.value
-            ),
-            f" with train.strategy {name}, {refused.reason}",
-        )
-        for name, traits in STRATEGIES.items()
-        for refused in traits.refused_values
-    ),
-    *(
-        Rule(
-            f"train.{name}",
-            lambda c, name=name: name not in c.train.strategy_traits.train_fields,
-            f", but only train.strategy: {list_strategies(lambda t, name=name: name in t.train_fields)} looks at it;"
-            " leave it out.",
-        )
-        for name in sorted(frozenset[str]().union(*(traits.train_fields for traits in STRATEGIES.values())))
-    ),
-    *(
-        Rule(
-            f"checkpoint.{name}",
-            lambda c, name=name: getattr(c.checkpoint, name) % c.train.local_steps,
-            "; between two averages there is no common state, so it must be a multiple of train.local_steps ="
-            " {c.train.local_steps}.",
-        )
-        for name in ("every_steps", "snapshot_every_steps")
-    ),
+    *(_refused_value_rule(name, refused) for name, traits in STRATEGIES.items() for refused in traits.refused_values),
+    *map(_unused_field_rule, sorted(frozenset[str]().union(*(traits.train_fields for traits in STRATEGIES.values())))),
+    *map(_common_step_rule, ("every_steps", "snapshot_every_steps")),
     Rule(
         "train.cpu_offload",
         lambda c: c.train.strategy_traits.shards_parameters and c.scaling.gpus_per_worker == 0,

@@ -254,27 +254,16 @@ RULES = (
         for name in ("text", "end_of_text", "pack")
     ),
     Rule("targets", lambda o: _has_repeated(o.targets), "; allowed are one or more names, each once."),
-    *(
-        Rule(
-            "targets",
-            lambda o, name=name: set(o.targets) & set([o.label] if name == "label" else getattr(o, name) or ()),
-            f", and {name} {{c.{name}}} has one of them, too; leave it out of one.",
-        )
-        for name in ("label", "drop", "rename")
-    ),
+    Rule("targets", lambda o: o.label in o.targets, ", and label is {c.label}, one of them; leave it out of one."),
+    Rule("targets", lambda o: {*o.targets} & {*(o.drop or ())}, ", and drop has one of them; leave it out of one."),
+    Rule("targets", lambda o: {*o.targets} & {*o.rename}, ", and rename has one of them; leave it out of one."),
     Rule(
         "delimiter",
         lambda o: not _is_delimiter(o.delimiter),
         r"; allowed is one ASCII character, such as ; or | or \t, but no quote and no line end.",
     ),
-    *(
-        Rule(
-            name,
-            lambda o, name=name: getattr(o, name) == o.decimal,
-            ", and so is decimal; give each its own character.",
-        )
-        for name in ("delimiter", "thousands")
-    ),
+    Rule("delimiter", lambda o: o.delimiter == o.decimal, ", and so is decimal; give each its own character."),
+    Rule("thousands", lambda o: o.thousands == o.decimal, ", and so is decimal; give each its own character."),
     Rule(
         "thousands",
         lambda o: len(o.thousands) != 1 or o.thousands not in ",.'_ ",
