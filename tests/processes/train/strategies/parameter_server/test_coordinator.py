@@ -736,13 +736,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(data: Path, tmp_path: Path) 
         world.run()
 
 
-def test_settings_that_parameter_servers_cannot_have_are_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train.staleness is 1, but only train.strategy: parameter_server"):
-        make_server_job(tmp_path / "run", data, train__strategy="ddp", train__servers=1, train__staleness=1)
-    with pytest.raises(ConfigError, match=r"data.on_bad_row is skip with train.strategy parameter_server"):
-        make_server_job(tmp_path / "run", data, data__on_bad_row="skip")
-    with pytest.raises(ConfigError, match="fp16"):
-        make_server_job(tmp_path / "run", data, train__precision="fp16")
+def test_more_servers_than_parts_of_the_model_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.servers is 40, but the model has no more than \d+ parts"):
         ServerWorld(make_server_job(tmp_path / "run", data, train__servers=40), 1)
 
