@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from ray_app.errors import ConfigError
 
 
-class Range(NamedTuple):
+class NumberRange(NamedTuple):
     """The numbers that a field allows: at least `ge`, greater than `gt`, at most `le`, below `lt`."""
 
     ge: float | None = None
@@ -36,12 +36,12 @@ class Range(NamedTuple):
         )
 
 
-PositiveInt = Annotated[int, Range(ge=1)]
-NonNegativeInt = Annotated[int, Range(ge=0)]
-PositiveFloat = Annotated[float, Range(gt=0)]
-FinitePositiveFloat = Annotated[float, Range(gt=0, lt=math.inf)]
-NonNegativeFloat = Annotated[float, Range(ge=0)]
-Fraction = Annotated[float, Range(ge=0, le=1)]
+PositiveInt = Annotated[int, NumberRange(ge=1)]
+NonNegativeInt = Annotated[int, NumberRange(ge=0)]
+PositiveFloat = Annotated[float, NumberRange(gt=0)]
+FinitePositiveFloat = Annotated[float, NumberRange(gt=0, lt=math.inf)]
+NonNegativeFloat = Annotated[float, NumberRange(ge=0)]
+Fraction = Annotated[float, NumberRange(ge=0, le=1)]
 
 
 class FieldType(NamedTuple):
@@ -49,7 +49,7 @@ class FieldType(NamedTuple):
 
     types: frozenset[Any]
     choices: tuple[Any, ...] = ()
-    range: Range | None = None
+    range: NumberRange | None = None
 
 
 def read_type(hint: Any) -> FieldType:
@@ -58,7 +58,7 @@ def read_type(hint: Any) -> FieldType:
     if origin is Literal:
         return FieldType(frozenset(), parts)
     if origin is Annotated:
-        return read_type(parts[0])._replace(range=next((part for part in parts if isinstance(part, Range)), None))
+        return read_type(parts[0])._replace(range=next((part for part in parts if isinstance(part, NumberRange)), None))
     if not parts or origin in (list, dict):
         return FieldType(frozenset({hint}))
     types, choices, ranges = zip(*map(read_type, parts), strict=True)

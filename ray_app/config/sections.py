@@ -14,9 +14,9 @@ from ray_app.config.rules import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    NumberRange,
     PositiveFloat,
     PositiveInt,
-    Range,
 )
 from ray_app.config.strategies import STRATEGIES, StrategyName, StrategyTraits
 
@@ -241,8 +241,8 @@ class FailureSection:
             none. Default: workers compare only after a generation that failed. Needs the strategy `ddp`.
     """
 
-    max_failures: Annotated[int, Range(ge=-1)] = 5
-    max_preemptions: Annotated[int, Range(ge=-1)] = -1
+    max_failures: Annotated[int, NumberRange(ge=-1)] = 5
+    max_preemptions: Annotated[int, NumberRange(ge=-1)] = -1
     step_timeout_s: PositiveFloat | None = None
     heartbeat_timeout_s: PositiveFloat = 5.0
     recovery: Literal["in_place", "restart"] = "in_place"
@@ -418,7 +418,7 @@ class TrainSection:
     gradient_compression: Literal["none", "bf16"] = result_field("none")
     precision: Literal["fp32", "bf16", "fp16"] = result_field("fp32")
     grad_clip_norm: PositiveFloat | None = result_field(None)
-    ema_decay: Annotated[float, Range(ge=0, lt=1)] | None = result_field(None)
+    ema_decay: Annotated[float, NumberRange(ge=0, lt=1)] | None = result_field(None)
     freeze: list[str] | None = result_field(None)
     compile: bool = result_field(False)
     capture: bool = False

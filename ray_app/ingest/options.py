@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from ray_app.config.rules import NonNegativeInt, PositiveInt, Range, Rule, check_fields, find_broken_rules, refuse
+from ray_app.config.rules import NonNegativeInt, NumberRange, PositiveInt, Rule, check_fields, find_broken_rules, refuse
 from ray_app.errors import ConfigError
 from ray_app.storage.data_files import is_within
 from ray_app.storage.files import to_location
@@ -185,8 +185,8 @@ class IngestOptions:
     tokenizer: str | None = None
     text: str = "text"
     end_of_text: str | None = None
-    pack: Annotated[int, Range(ge=1, le=1 << 20)] | None = None
-    eval_fraction: Annotated[float, Range(ge=0, lt=1)] | None = None
+    pack: Annotated[int, NumberRange(ge=1, le=1 << 20)] | None = None
+    eval_fraction: Annotated[float, NumberRange(ge=0, lt=1)] | None = None
     seed: int = 0
     group: str | None = None
     split_by: str | None = None
@@ -196,7 +196,7 @@ class IngestOptions:
     max_bad_rows: NonNegativeInt = 100
     shard_rows: PositiveInt = 100_000
     row_group_rows: PositiveInt | None = None
-    row_group_bytes: Annotated[int, Range(ge=1, le=1 << 30)] = 32 << 20
+    row_group_bytes: Annotated[int, NumberRange(ge=1, le=1 << 30)] = 32 << 20
     split_bytes: PositiveInt = 256 << 20
 
     @property

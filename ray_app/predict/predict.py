@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, default_tracking_uri, digest_json
-from ray_app.config.rules import NonNegativeFloat, PositiveInt, Range, check_fields, refuse
+from ray_app.config.rules import NonNegativeFloat, NumberRange, PositiveInt, check_fields, refuse
 from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import Dataset, hash_files, open_dataset, sha256
 from ray_app.data.parquet_files import DataFile
@@ -82,7 +82,7 @@ class PredictSection:
     coco: str | None = None
     batch_size: PositiveInt = 256
     workers: PositiveInt = 1
-    num_cpus: Annotated[float, Range(ge=0, lt=math.inf)] = 1
+    num_cpus: Annotated[float, NumberRange(ge=0, lt=math.inf)] = 1
     num_gpus: NonNegativeFloat = 0
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from ray_app.config.config import Config
-from ray_app.config.rules import Fraction, NonNegativeFloat, PositiveInt, Range, check_fields, refuse
+from ray_app.config.rules import Fraction, NonNegativeFloat, NumberRange, PositiveInt, check_fields, refuse
 
 
 def _judging_field(default: Any) -> Any:
@@ -72,7 +72,7 @@ class RetrainSection:
     max_class_shift: Fraction = _judging_field(0.2)
     max_disagreement: NonNegativeFloat = _judging_field(0.25)
     min_gain: float = _judging_field(0.0)
-    confidence: Annotated[float, Range(gt=0, lt=1)] = _judging_field(0.95)
+    confidence: Annotated[float, NumberRange(gt=0, lt=1)] = _judging_field(0.95)
     min_metric: float | None = _judging_field(None)
     max_recall_drop: Fraction = _judging_field(0.1)
 

@@ -11,7 +11,7 @@ import pytest
 from ray_app.cli.drill import DrillSection
 from ray_app.config.checks import RULES, check_config
 from ray_app.config.config import SECTIONS, Config
-from ray_app.config.rules import Range, Rule, check_fields, field_types
+from ray_app.config.rules import NumberRange, Rule, check_fields, field_types
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError
 from ray_app.ingest.options import IngestOptions
@@ -22,11 +22,8 @@ from ray_app.submit.options import SubmitSection
 VALID = Config(task=ClassSpec("my.Task")).replace(data__path="data", scaling__max_workers=4, scaling__logical_workers=4)
 FSDP, SINGLE = {"train__strategy": "fsdp"}, {"train__strategy": "single"}
 SERVERS, LOCAL = {"train__strategy": "parameter_server"}, {"train__strategy": "local_sgd", "train__local_steps": 4}
-OVERLAPPED, GPU, TPU = (
-    {"train__reduction": "overlapped"},
-    {"scaling__gpus_per_worker": 1.0},
-    {"scaling__tpus_per_worker": 1},
-)
+OVERLAPPED = {"train__reduction": "overlapped"}
+GPU, TPU = {"scaling__gpus_per_worker": 1.0}, {"scaling__tpus_per_worker": 1}
 BF16 = {"train__gradient_compression": "bf16"}
 REDUCER, CAPTURE = {"train__reducer": "my.Reducer"}, {"train__capture": True} | GPU
 ADAFACTOR = {"optimizer": {"class_path": "torch.optim.Adafactor"}}
@@ -151,7 +148,7 @@ RANGES = [
 @pytest.mark.parametrize(
     ("settings", "name", "limits"), RANGES, ids=[f"{type(settings).__name__}.{name}" for settings, name, _ in RANGES]
 )
-def test_a_number_out_of_its_range_is_refused(settings: Any, name: str, limits: Range) -> None:
+def test_a_number_out_of_its_range_is_refused(settings: Any, name: str, limits: NumberRange) -> None:
     refused = [math.nan, *(bound for bound in (limits.gt, limits.lt) if bound is not None)]
     refused += [limits.ge - 1] if limits.ge is not None else []
     refused += [limits.le + 1] if limits.le is not None else []
@@ -165,13 +162,13 @@ def test_a_number_out_of_its_range_is_refused(settings: Any, name: str, limits: 
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        (Range(ge=1), "at least 1"),
-        (Range(gt=0, lt=math.inf), "greater than 0 and finite"),
-        (Range(ge=0, le=0.5), "at least 0 and at most 0.5"),
-        (Range(ge=0, lt=1), "at least 0 and below 1"),
+        (NumberRange(ge=1), "at least 1"),
+        (NumberRange(gt=0, lt=math.inf), "greater than 0 and finite"),
+        (NumberRange(ge=0, le=0.5), "at least 0 and at most 0.5"),
+        (NumberRange(ge=0, lt=1), "at least 0 and below 1"),
     ],
 )
-def test_a_range_in_words(limits: Range, words: str) -> None:
+def test_a_range_in_words(limits: NumberRange, words: str) -> None:
     assert str(limits) == words
 
 
