@@ -111,7 +111,7 @@ def _unused_parameter_warnings(
         return []
     subject, pronoun = ("parameters get", "them") if len(names) > 1 else ("parameter gets", "it")
     return [
-        f"{len(names)} trained {subject} no gradient from the rows that were tried: {join_names(names)}. A"
+        f"{len(names)} trained {subject} no gradient from the rows that were tried: {join_names(names, 5)}. A"
         f" missing gradient counts as zeros here, so weight decay and momentum move {pronoun}, while plain PyTorch"
         f" leaves {pronoun} alone. Freeze {pronoun} by train.freeze, or give {pronoun} a group with weight_decay 0 by"
         " optimizer.groups."
