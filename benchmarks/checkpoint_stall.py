@@ -38,7 +38,7 @@ import torch
 from benchmarks.harness import ROOT, ingest_rows
 from ray_app.config.config import Config
 from ray_app.reduction.base import World
-from ray_app.runlog.journal import MetricsReader, StepRecord, read_events
+from ray_app.runlog.journal import StepRecord, read_events, read_records
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, GenerationInfo, Phase
 
@@ -191,9 +191,8 @@ def run_side(name: str, folder: Path) -> Cost:
         windows = CachedWindows(load_all(fetch_in_process, job.source))
         hook = Periods(make_saver(job, folder) if name == SAVE else None)
         train(job, OneWorker(), lambda job, cursor, assigned: windows, torch.device("cpu"), Hooks(after_step=hook))
-    reader = MetricsReader(job.paths)
-    reader.poll()
-    steps = {step: record.step_ms for step, record in reader.records.items() if FIRST < step <= LAST}
+    records, _ = read_records(job.paths)
+    steps = {step: record.step_ms for step, record in records.items() if FIRST < step <= LAST}
     throughput, cpu = 1 / median_ratio(hook.wall_s), median_ratio(hook.cpu_s)
     plain = median(ms for step, ms in steps.items() if step % (2 * PERIOD) != 1)
     if name == NONE:

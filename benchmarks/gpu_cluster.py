@@ -19,7 +19,7 @@ from benchmarks.gpu_workers import Bench
 from benchmarks.joining import AT, DieOnce
 from ray_app import load_config, run_training
 from ray_app.driver.run import Faults
-from ray_app.runlog.journal import MetricsReader
+from ray_app.runlog.journal import read_records
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Hooks
 
@@ -61,9 +61,8 @@ def killed_on_ray(bench: Bench) -> Outcome:
     finally:
         ray.shutdown()
     died = float((folder / "died-1").read_text())
-    reader = MetricsReader(RunPaths(folder / "run"))
-    reader.poll()
-    seconds = min(record.time_s for record in reader.records.values() if record.time_s > died) - died
+    records, _ = read_records(RunPaths(folder / "run"))
+    seconds = min(record.time_s for record in records.values() if record.time_s > died) - died
     redone = result.summary["redone_steps"]
     evaluated = result.summary["evaluation"]["done"]
     if not evaluated:

@@ -64,7 +64,7 @@ def run_side(kind: str, standbys: int) -> None:
     from ray_app import load_config, run_training
     from ray_app.driver.run import Faults
     from ray_app.ingest.ingest import IngestOptions, ingest
-    from ray_app.runlog.journal import MetricsReader, read_events
+    from ray_app.runlog.journal import read_events, read_records
     from ray_app.runlog.paths import RunPaths
     from ray_app.train.job import Hooks, Job
 
@@ -83,7 +83,6 @@ def run_side(kind: str, standbys: int) -> None:
         checkpoint__snapshot_every_steps=1,
         tracking__enabled=False,
     )
-    reader = MetricsReader(RunPaths(folder / "run"))
     ranks = {"kill": (1,), "all": (0, 1)}[kind]
     stopped: list[bool] = []
 
@@ -93,8 +92,7 @@ def run_side(kind: str, standbys: int) -> None:
         return max(died) if len(died) == len(ranks) else None
 
     def watch(job: Job) -> None:
-        reader.poll()
-        records = list(reader.records.values())
+        records = list(read_records(job.paths)[0].values())
         if len(records) < AT:
             return
         events = read_events(job.paths, "standbys")
@@ -110,10 +108,13 @@ def run_side(kind: str, standbys: int) -> None:
 
     hooks = Faults(train=Hooks(after_step=DieOnce(str(folder), ranks)))
     result = run_training(config, Console(quiet=True), hooks, observe=watch)
-    reader.poll()
     since = began()
     assert since is not None
-    first = min(r.time_s for r in reader.records.values() if r.time_s > since and (kind == "all" or r.workers == 2))
+    first = min(
+        r.time_s
+        for r in read_records(RunPaths(folder / "run"))[0].values()
+        if r.time_s > since and (kind == "all" or r.workers == 2)
+    )
     print(json.dumps({"s": first - since, "redone": result.summary["redone_steps"]}))
 
 

@@ -25,11 +25,10 @@ from ray_app.report.facts import read_facts
 from ray_app.report.html import render
 from ray_app.runlog.history import goodput, read_steps, recoveries, world_sizes
 from ray_app.runlog.journal import MAX_SMALL_FILES, MetricsWriter, StepRecord, join_segments, put_event, read_events
-from ray_app.runlog.node_metrics import NodeSample, join_samples, put_sample
 from ray_app.runlog.paths import RunPaths
 from ray_app.track.mlflow_client import Backlog, SentState
 
-_FLUSH_STEPS, _LOOK_STEPS = 50, 10
+_FLUSH_STEPS = 50
 _MASK = 2**64 - 1
 
 
@@ -73,17 +72,10 @@ def _write(paths: RunPaths, steps: int, logical_workers: int) -> int:
         writer.add(
             StepRecord(step, step // 10_000, 1e9 + step, 2.0 / step, 1e-3, 1.5 / step, 1e3, 1.0, 2, rows, hashes, "1.1")
         )
-        if step % _LOOK_STEPS == 0:
-            values = {"cpu_percent": step % 997 / 10, "memory_percent": 40.25, "memory_gb": 12.125}
-            put_sample(
-                paths, 1, step // _LOOK_STEPS, NodeSample(step, 1e9 + step, {"10.0.0.1": values, "10.0.0.2": values})
-            )
-            if step // _LOOK_STEPS % MAX_SMALL_FILES == 0:
-                join_samples(paths, 1)
         if step % _FLUSH_STEPS == 0:
             writer.flush()
             if step // _FLUSH_STEPS % MAX_SMALL_FILES == 0:
-                max_files = max(max_files, len(os.listdir(str(paths.metrics))) + len(os.listdir(str(paths.system))))
+                max_files = max(max_files, len(os.listdir(str(paths.metrics))))
                 join_segments(paths, min_age_s=0)
     writer.close()
     return max_files

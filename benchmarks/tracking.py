@@ -1,4 +1,4 @@
-"""The cost of tracking for a step: the digits run on two workers with MLflow and system metrics, against the same run
+"""The cost of tracking for a step: the digits run on two workers with MLflow, against the same run
 without, and with an unreachable server.
 
 Rank 0 measures the time between two steps in mid-run; the evaluator is off on both sides. The run without tracking is
@@ -64,7 +64,6 @@ class Digits:
             train__max_steps=STEPS,
             tracking__enabled=tracking,
             tracking__uri=uri,
-            tracking__system_metrics_s=1.0,
         )
         run_training(config, Console(quiet=True), Faults(train=Hooks(after_step=watch)))
         return watch.sample(WORKERS)
@@ -89,7 +88,7 @@ def main() -> int:
         }
         samples = alternate(sides, options.rounds)
     ray.shutdown()
-    report("Time per step, digits on 2 workers; system metrics every second", samples, {ON: BAR, AWAY: BAR})
+    report("Time per step, digits on 2 workers", samples, {ON: BAR, AWAY: BAR})
     walls, nulls = (
         [s.wall_ms / b.wall_ms for s, b in zip(samples[side], samples[OFF], strict=True)]
         for side in (ON, f"{OFF} again")

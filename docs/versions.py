@@ -77,7 +77,6 @@ EXTRAS = {
     "text": ("tests/processes/task/test_text.py",),
     "lora": ("tests/processes/task/test_pretrained.py",),
     "keras": ("tests/pure/task/keras", "tests/processes/task/keras/test_keras_results.py"),
-    "gpu": ("tests/pure/watch/test_metrics.py",),
 }
 """The tests of what each extra is for."""
 _TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "psutil")

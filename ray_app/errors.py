@@ -31,8 +31,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{6,}")
+
+
+def join_names(names: Sequence[str], max_names: int = 12) -> str:
+    """Returns names for a message, separated by commas: the first ones, and the number of further ones; or `none`."""
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more if names else "none"
 
 
 class RayAppError(Exception):

@@ -13,8 +13,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from ray_app.cli.drill import DrillSection
-from ray_app.config.checks import MIN_VALUES, POSITIVE_FIELDS
 from ray_app.config.config import SECTIONS
+from ray_app.config.rules import field_types
 from ray_app.predict.predict import PredictSection
 from ray_app.retrain.options import RetrainSection
 from ray_app.submit.options import SubmitSection
@@ -75,23 +75,22 @@ class Fields(SphinxDirective):
         about, descriptions = descriptions_of(section)
         definitions = nodes.definition_list(classes=["fields"])
         for field in dataclasses.fields(section):
-            hint = get_type_hints(section)[field.name]
-            definitions += self._defined(name, field, hint, descriptions[field.name])
+            limits = field_types(section)[field.name].range
+            type_words = kind(get_type_hints(section)[field.name]) + (f", {limits}" if limits else "")
+            definitions += self._defined(name, field, type_words, descriptions[field.name])
         return [*self.parse_text_to_nodes(about), definitions]
 
     def _defined(
-        self, section: str, field: dataclasses.Field[Any], hint: Any, description: str
+        self, section: str, field: dataclasses.Field[Any], type_words: str, description: str
     ) -> nodes.definition_list_item:
         term = nodes.term("", "", nodes.literal("", f"{section}.{field.name}"), ids=[anchor(section, field.name)])
-        facts = "; ".join(_facts(f"{section}.{field.name}", field, hint))
+        facts = "; ".join([type_words, *_facts(field)])
         about = nodes.definition("", *self.parse_text_to_nodes(f"{facts}\n\n{description}"))
         about[0]["classes"].append("facts")
         return nodes.definition_list_item("", term, about)
 
 
-def _facts(name: str, field: dataclasses.Field[Any], hint: Any) -> Iterator[str]:
-    above = f", at least {MIN_VALUES[name]:g}" if name in MIN_VALUES else ", above 0" if name in POSITIVE_FIELDS else ""
-    yield kind(hint) + above
+def _facts(field: dataclasses.Field[Any]) -> Iterator[str]:
     if field.default is None:
         yield "by default not set"
     elif field.default is not dataclasses.MISSING:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from ray_app.checkpoint.format import TRAINING, Snapshot, has_same_values, unpack
+from ray_app.config.config import digest_json
 from ray_app.errors import CheckpointError, DamagedError, LeaseLostError
 from ray_app.runlog.lease import check_lease
 from ray_app.runlog.paths import RunPaths
@@ -160,12 +161,7 @@ class Commit:
 
 def seal(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of `COMMIT.json` together with a digest of them, by which any later change is detected."""
-    return values | {"sha256": _digest(values)}
-
-
-def _digest(values: dict[str, Any]) -> str:
-    """Returns the SHA-256 of values, whatever the order of their keys."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return values | {"sha256": digest_json(values)}
 
 
 def parse_commit(name: str, data: bytes) -> Commit:
@@ -185,7 +181,7 @@ def parse_commit(name: str, data: bytes) -> Commit:
             f"{COMMIT} has schema version {version}; this version reads {SCHEMA_VERSION}. Use the version that wrote it"
         )
     digest = values.pop("sha256", None)
-    if digest != _digest(values):
+    if digest != digest_json(values):
         raise DamagedError(f"{COMMIT} is damaged: it differs from what was committed (SHA-256)")
     commit = Commit(**values)
     if (commit.step, commit.fence) != parse_folder_name(name):

@@ -20,6 +20,7 @@ from rich.console import Console
 from ray_app.cli.main import exit_code
 from ray_app.cluster.resources import cluster, reconnect, resolve_scaling
 from ray_app.config.config import Config
+from ray_app.config.rules import PositiveFloat, PositiveInt, check_fields, refuse
 from ray_app.drill.cluster import DrillCluster, open_drill_cluster
 from ray_app.drill.session import SCENARIOS, Drill
 from ray_app.driver.parsing import parse_with_sections
@@ -54,14 +55,15 @@ class DrillSection:
     """
 
     scenarios: str | None = None
-    max_steps: int = 200
+    max_steps: PositiveInt = 200
     seed: int = 0
     out: str | None = None
-    limit_s: float = 900.0
+    limit_s: PositiveFloat = 900.0
 
 
 def choose_scenarios(section: DrillSection) -> list[str]:
-    """Returns the names of the chosen scenarios; raises `ConfigError` if a name is unknown."""
+    """Returns the names of the chosen scenarios; raises `ConfigError` if a name is unknown or a limit out of range."""
+    refuse(check_fields(section, "drill."), "drill")
     if section.scenarios is None:
         return list(SCENARIOS)
     names = [name.strip() for name in section.scenarios.split(",") if name.strip()]

@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ray_app.cli.main import exit_code
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, join_names
 
 _TEMPLATES = Path(__file__).parent / "project"
 """The folder `common` has the files of all projects; `task` and `keras` have the files of one kind of project."""
@@ -60,9 +60,9 @@ def write_project(folder: Path, package: str, is_keras: bool) -> None:
     try:
         entries = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
         if entries:
-            listed = ", ".join(entries[:5]) + (", ..." if len(entries) > 5 else "")
             raise ConfigError(
-                f"{folder} is not empty (it holds {listed}), and nothing is overwritten. Name a new or an empty folder."
+                f"{folder} is not empty (it holds {join_names(entries, 5)}), and nothing is overwritten. Name"
+                " a new or an empty folder."
             )
         for path, text in project_files(package, is_keras):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -17,11 +17,11 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import to_location
 from ray_app.submit.options import SUBMISSION_BACKOFF, SubmitSection, judge
-from ray_app.submit.preflight import Preflight, preflight
+from ray_app.submit.preflight import preflight
 from ray_app.submit.server import JobServer, LostContactError
 from ray_app.watch.terminal import has_refusal, print_findings
 
-_DESCRIPTION = "Submits a run to a Ray cluster as a job, after checks that find what would stop it there."
+_DESCRIPTION = "Submits a run to a Ray cluster as a job; before it trains, the job checks what would stop it."
 _INTERRUPTED = 130
 
 
@@ -40,18 +40,29 @@ class Submission:
     console: Console
     job_id: str | None = None
 
+    @property
+    def _command(self) -> str:
+        return self.section.command(["-m", "ray_app", "train"], self.config)
+
+    @property
+    def _directory(self) -> str:
+        return redact(str(RunPaths(to_location(self.config.run.storage_path) / str(self.config.run.name)).root))
+
+    def describe(self) -> None:
+        """Shows what would be submitted."""
+        self._say(f"Nothing was submitted. The job of run {self.config.run.name} in {self._directory} would be:")
+        self._say(f"  {self._command}")
+
     def submit(self, number: int) -> str:
         """Submits the job with this number (from 1), shows how to follow and to stop it, and returns its id."""
         name = str(self.config.run.name)
-        command = self.section.command(["-m", "ray_app", "train"], self.config)
-        directory = RunPaths(to_location(self.config.run.storage_path) / name).root
         job_metadata = {
             "job_name": name,
             "ray_app_run": name,
-            "ray_app_directory": redact(str(directory)),
+            "ray_app_directory": self._directory,
             "ray_app_try": str(number),
         }
-        self.job_id = job_id = self.server.submit(name, command, self.runtime_env, job_metadata)
+        self.job_id = job_id = self.server.submit(name, self._command, self.runtime_env, job_metadata)
         self._say(f"Submitted run {name} as job {job_id} (try {number} of {self.section.retries + 1}).")
         if number == 1:
             self._say(self._how(job_id))
@@ -101,32 +112,22 @@ class Submission:
         self.console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def _describe(console: Console, config: Config, result: Preflight) -> None:
-    """Shows the figures of the run."""
-    assert result.report is not None
-    assert result.report.figures is not None
-    lines = [("run", str(config.run.name)), *result.report.figures.lines()]
-    width = max(len(name) for name, _ in lines)
-    for name, value in lines:
-        console.print(f"{name:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
-
-
 def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
     """Checks and submits the run, and returns the exit code."""
     config, sections = parse_with_sections(arguments, {"submit": SubmitSection}, prog, description=_DESCRIPTION)
     section: SubmitSection = sections["submit"]
     section.check()
     config = config if config.run.name else config.replace(run__name=make_run_name())
-    result = preflight(config, section, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
+    result = preflight(config, section)
     print_findings(console, result.findings)
     if has_refusal(result.findings):
         print("Refused; nothing was started.", file=sys.stderr)
         return 2
-    if section.dry_run:
-        _describe(console, config, result)
-        return 0
     assert result.server is not None
     submission = Submission(config, section, result.server, result.runtime_env, console)
+    if section.dry_run:
+        submission.describe()
+        return 0
     if section.follow:
         return submission.supervise()
     submission.submit(1)

@@ -487,8 +487,8 @@ def shared_bytes(job: Job) -> int:
     return train_bytes + (_decoded_bytes(evaluation) if evaluation is not None else 0)
 
 
-def check_object_stores(needed_bytes: int, nodes: Sequence[Node]) -> str:
-    """Checks that the object store of every node has capacity for the decoded data, and returns a message about it.
+def check_object_stores(needed_bytes: int, nodes: Sequence[Node]) -> None:
+    """Checks that the object store of every node has capacity for the decoded data.
 
     Args:
         needed_bytes: Bytes of the data.
@@ -508,10 +508,6 @@ def check_object_stores(needed_bytes: int, nodes: Sequence[Node]) -> str:
             " data.cache to disk or none and evaluate.where to actor, or start the nodes with a larger"
             " --object-store-memory."
         )
-    return (
-        f"{megabytes(needed_bytes)} of decoded data fit into each node's object store (the smallest:"
-        f" {megabytes(smallest_bytes)})."
-    )
 
 
 def check_window_memory(job: Job, workers: int, nodes: Sequence[Node]) -> None:

@@ -235,7 +235,12 @@ def _drop_unset(value: Any) -> Any:
 
 def digest(config: Config, manifest_digest: str) -> str:
     """Returns the SHA-256 of the fields that decide the result."""
-    return hashlib.sha256(json.dumps(result_fields(config, manifest_digest), sort_keys=True).encode()).hexdigest()
+    return digest_json(result_fields(config, manifest_digest))
+
+
+def digest_json(value: Any) -> str:
+    """Returns the SHA-256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def check_same_config(

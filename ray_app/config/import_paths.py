@@ -98,7 +98,6 @@ EXTRAS = {
     "transformers": "text",
     "peft": "lora",
     "keras": "keras",
-    "pynvml": "gpu",
 }
 """The extra that installs an optional library, by the import name of the library."""
 

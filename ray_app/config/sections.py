@@ -7,8 +7,17 @@ field that changes the resulting parameters is declared with `result_field(...)`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from ray_app.config.rules import (
+    FinitePositiveFloat,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NumberRange,
+    PositiveFloat,
+    PositiveInt,
+)
 from ray_app.config.strategies import STRATEGIES, StrategyName, StrategyTraits
 
 
@@ -92,17 +101,17 @@ class ScalingSection:
             `train.reduction: exact`, and the strategy `ddp` or `central_storage`.
     """
 
-    min_workers: int = 1
-    max_workers: int | Literal["all"] = 1
-    logical_workers: int | None = result_field(None)
-    threads_per_worker: int = result_field(1)
-    cpus_per_worker: float = 1
-    gpus_per_worker: float | Literal["auto"] = result_field("auto")
-    tpus_per_worker: int = result_field(0)
+    min_workers: PositiveInt = 1
+    max_workers: PositiveInt | Literal["all"] = 1
+    logical_workers: PositiveInt | None = result_field(None)
+    threads_per_worker: PositiveInt = result_field(1)
+    cpus_per_worker: NonNegativeFloat = 1
+    gpus_per_worker: NonNegativeFloat | Literal["auto"] = result_field("auto")
+    tpus_per_worker: NonNegativeInt = result_field(0)
     label_selector: dict[str, str] | None = None
-    resize_interval_s: float = 10.0
-    standby_workers: int = 0
-    evict_straggler_after_s: float | None = None
+    resize_interval_s: PositiveFloat = 10.0
+    standby_workers: NonNegativeInt = 0
+    evict_straggler_after_s: PositiveFloat | None = None
     load_balancing: Literal["none", "speed"] = "none"
 
     @property
@@ -173,20 +182,20 @@ class DataSection:
 
     path: str = ""
     eval_path: str | None = None
-    global_batch_size: int = result_field(32)
-    shuffle_window_rows: int = result_field(10_000)
+    global_batch_size: PositiveInt = result_field(32)
+    shuffle_window_rows: PositiveInt = result_field(10_000)
     shard: Literal["row", "file", "off"] = result_field("row")
     balance_by: str | None = result_field(None)
     by_length: str | None = result_field(None)
     last_batch: Literal["keep", "drop"] = result_field("keep")
     cache: Literal["none", "memory", "disk"] = "none"
     cache_dir: str | None = None
-    cache_gb: float = 50.0
-    prefetch_windows: int = 1
-    read_task_mb: float = 64.0
-    reader_threads: int = 0
+    cache_gb: PositiveFloat = 50.0
+    prefetch_windows: PositiveInt = 1
+    read_task_mb: FinitePositiveFloat = 64.0
+    reader_threads: NonNegativeInt = 0
     on_bad_row: Literal["fail", "skip"] = "fail"
-    max_bad_rows: int = 100
+    max_bad_rows: NonNegativeInt = 100
 
 
 @dataclass(frozen=True)
@@ -204,11 +213,11 @@ class CheckpointSection:
             resumes from its newest checkpoint.
     """
 
-    every_steps: int | None = None
-    every_epochs: int | None = 1
-    keep_last: int = 2
-    keep_best: int = 1
-    snapshot_every_steps: int | None = None
+    every_steps: PositiveInt | None = None
+    every_epochs: PositiveInt | None = 1
+    keep_last: PositiveInt = 2
+    keep_best: NonNegativeInt = 1
+    snapshot_every_steps: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -232,13 +241,13 @@ class FailureSection:
             none. Default: workers compare only after a generation that failed. Needs the strategy `ddp`.
     """
 
-    max_failures: int = 5
-    max_preemptions: int = -1
-    step_timeout_s: float | None = None
-    heartbeat_timeout_s: float = 5.0
+    max_failures: Annotated[int, NumberRange(ge=-1)] = 5
+    max_preemptions: Annotated[int, NumberRange(ge=-1)] = -1
+    step_timeout_s: PositiveFloat | None = None
+    heartbeat_timeout_s: PositiveFloat = 5.0
     recovery: Literal["in_place", "restart"] = "in_place"
-    sdc_check_rate: float = 0.0
-    compare_params_every_steps: int | None = None
+    sdc_check_rate: Fraction = 0.0
+    compare_params_every_steps: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -273,18 +282,18 @@ class EvaluateSection:
     """
 
     where: Literal["actor", "workers"] = "actor"
-    max_pending: int = 32
-    patience: int | None = result_field(None)
-    min_delta: float = 0.0
+    max_pending: PositiveInt = 32
+    patience: PositiveInt | None = result_field(None)
+    min_delta: NonNegativeFloat = 0.0
     metric: str | None = None
     mode: Literal["max", "min"] | None = None
-    batch_size: int = 256
+    batch_size: PositiveInt = 256
     fixed_batches: bool | None = None
-    workers: int = 1
-    max_rows: int | None = None
-    drain_timeout_s: float = 600.0
-    num_cpus: float = 1
-    num_gpus: float = 0
+    workers: PositiveInt = 1
+    max_rows: PositiveInt | None = None
+    drain_timeout_s: NonNegativeFloat = 600.0
+    num_cpus: NonNegativeFloat = 1
+    num_gpus: NonNegativeFloat = 0
     label_selector: dict[str, str] | None = None
 
     @property
@@ -306,8 +315,6 @@ class TrackingSection:
             step.
         registered_model: Name in MLflow's model registry under which the best checkpoint of a finished run becomes a
             new version. Default: the model is not registered.
-        system_metrics_s: Seconds between two samples of CPU, memory and GPU of every node. Default: no samples.
-            Without a cluster (`train.strategy: single`) there are none either.
         tensorboard: Whether the driver also writes event files for TensorBoard to `tensorboard` in the run's directory,
             with or without MLflow.
     """
@@ -315,9 +322,8 @@ class TrackingSection:
     enabled: bool = True
     uri: str | None = None
     experiment: str = "ray_app"
-    every_steps: int = 10
+    every_steps: PositiveInt = 10
     registered_model: str | None = None
-    system_metrics_s: float | None = 10.0
     tensorboard: bool = False
 
 
@@ -397,28 +403,28 @@ class TrainSection:
             the result; the path of the file does not. Default: the digest of the parameters at the first start.
     """
 
-    epochs: int = result_field(1)
-    steps_per_epoch: int | None = result_field(None)
-    max_steps: int | None = result_field(None)
+    epochs: PositiveInt = result_field(1)
+    steps_per_epoch: PositiveInt | None = result_field(None)
+    max_steps: PositiveInt | None = result_field(None)
     strategy: StrategyName = result_field("ddp")
-    local_steps: int = result_field(1)
-    outer_lr: float = result_field(1.0)
-    outer_momentum: float = result_field(0.0)
-    servers: int = 1
-    server_cpus: float = 1
+    local_steps: PositiveInt = result_field(1)
+    outer_lr: PositiveFloat = result_field(1.0)
+    outer_momentum: NonNegativeFloat = result_field(0.0)
+    servers: PositiveInt = 1
+    server_cpus: NonNegativeFloat = 1
     server_label_selector: dict[str, str] | None = None
-    staleness: int = result_field(0)
+    staleness: NonNegativeInt = result_field(0)
     peer_replica: bool = False
     cpu_offload: bool = result_field(False)
     reduction: Literal["exact", "overlapped"] = result_field("exact")
     cross_device: Literal["auto", "flat", "hierarchical", "one_device"] = "auto"
     reducer: str | None = result_field(None)
     backend: Literal["auto", "gloo"] = "auto"
-    bucket_mb: float = 8.0
+    bucket_mb: FinitePositiveFloat = 8.0
     gradient_compression: Literal["none", "bf16"] = result_field("none")
     precision: Literal["fp32", "bf16", "fp16"] = result_field("fp32")
-    grad_clip_norm: float | None = result_field(None)
-    ema_decay: float | None = result_field(None)
+    grad_clip_norm: PositiveFloat | None = result_field(None)
+    ema_decay: Annotated[float, NumberRange(ge=0, lt=1)] | None = result_field(None)
     freeze: list[str] | None = result_field(None)
     compile: bool = result_field(False)
     capture: bool = False

@@ -35,13 +35,12 @@ from ray_app.data.arrays import (
 from ray_app.data.classes import is_unchanged, renumber
 from ray_app.data.parquet_files import DataFile, Footers, Range, load_footers, read_footers
 from ray_app.data.reader import table_to_rows
-from ray_app.errors import DataError
+from ray_app.errors import DataError, join_names
 from ray_app.plan.manifest import (
     ColumnFacts,
     DataFacts,
     Manifest,
     class_columns,
-    format_names,
     parse_partition_value,
     parse_partitions,
 )
@@ -322,8 +321,8 @@ def _number_files(
     bad = {text for text, numbers in maps.items() if numbers is None or (has_none and text)}
     file, text = next(pair for pair in zip(footers.paths, footers.classes, strict=True) if pair[1] in bad)
     raise DataError(
-        f"{root / file} has the classes {format_names(stored[text])}; the data set has"
-        f" {format_names(() if has_none else names)} ({DESCRIPTION if description else 'another file'}). Classes agree"
+        f"{root / file} has the classes {join_names(stored[text])}; the data set has"
+        f" {join_names(() if has_none else names)} ({DESCRIPTION if description else 'another file'}). Classes agree"
         f" by name{', those of masks by number, too' * ('mask' in footers.schema.names)}. Correct the labels and ingest"
         " the file again, or add its rows by ray-app ingest --append true --new_classes true."
     )

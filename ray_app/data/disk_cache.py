@@ -16,7 +16,6 @@ import errno
 import fcntl
 import hashlib
 import inspect
-import json
 import logging
 import os
 import re
@@ -34,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ray_app.config.config import digest_json
 from ray_app.data.arrays import ArraySpec, from_column, to_column
 from ray_app.data.bad_rows import REASON, Decode, read_reasons
 from ray_app.data.reader import POSITION, Fetch, Reader, ReadSpec, RowSource, RowStream, Span, check_positions
@@ -213,7 +213,7 @@ def cache_key(source: RowSource, settings: str) -> str:
         "application": _digest(file for pattern in _DECODING_CODE for file in sorted(_APPLICATION.glob(pattern))),
         "libraries": [version(name) for name in _LIBRARIES],
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:_DIGITS]
+    return digest_json(facts)[:_DIGITS]
 
 
 def _code_digests(decode: Decode) -> list[str]:

@@ -243,10 +243,6 @@ class Drill:
         except Exception as error:
             raise RuntimeError(f"no cluster for the next scenario: {type(error).__name__}: {error}") from error
 
-    def _describe_left_out(self, name: str, reason: str) -> dict[str, Any]:
-        """Returns the certificate's entry of a scenario that this drill cannot run."""
-        return {"scenario": name, "what": SCENARIOS[name].__doc__, "outcome": "left out", "reason": reason}
-
     def _make_context(self, name: str) -> ScenarioContext:
         """Returns the input of a scenario, with a random generator that depends on the seed and the name only."""
         return ScenarioContext(

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.import_paths import EXTRAS, explain_extra, load_class
+from ray_app.errors import join_names
 from ray_app.task.base import Task
 
 _BASES: dict[str, type] = {"task": Task, "optimizer": Optimizer, "schedule": LRScheduler}
@@ -47,7 +48,6 @@ _TYPE_NAMES = {
 }
 _PLURALS = {"text": "texts", "a number": "numbers", "an integer": "integers"}
 _TYPE_ALIAS = re.compile(r"[A-Z]\w+( \| None)?")
-_MAX_NAMES = 12
 
 
 def explain_error(message: str, fields: Iterable[str]) -> str:
@@ -326,10 +326,7 @@ def _explain_missing_part(class_path: str, before: str, part: str, names: list[s
     problem = f"class_path is {class_path!r}, but {f'{before} has no {part!r}' if before else missing}"
     if nearest := _nearest(part, names):
         return f"{problem}. Did you mean {'.'.join(filter(None, [before, nearest, *after]))}?"
-    available = ""
-    if before and names:
-        available = f" It has {', '.join(names[:_MAX_NAMES])}{', ...' if len(names) > _MAX_NAMES else ''}."
-    return f"{problem}.{available}"
+    return f"{problem}. It has {join_names(names)}." if before and names else f"{problem}."
 
 
 def _nearest(name: str, names: list[str]) -> str | None:

@@ -38,7 +38,7 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.driver.finalize import RunStatus, newest_commit, report_end, summarize, to_mlflow_status
 from ray_app.driver.model_export import REGISTRABLE, try_to_register
 from ray_app.driver.result import Result
-from ray_app.driver.services import EvaluatorClient, load_observers, make_sampler, make_tracker
+from ray_app.driver.services import EvaluatorClient, load_observers, make_tracker
 from ray_app.driver.single import exclusive_process, train_single
 from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
@@ -223,7 +223,6 @@ class Run:
         self._is_evaluated = True
         self._interrupted = interrupted
         self._error: BaseException | None = None
-        self._sampler = make_sampler(self.job)
         self._lease = lease
         lease.on_lost(self._interrupted.set)
 
@@ -253,8 +252,6 @@ class Run:
         try:
             with observers.watching(), ExitStack() as stack:
                 CheckpointStore(job.paths).clean(job.fence)
-                if self._sampler is not None:
-                    stack.enter_context(self._sampler)
                 evaluator = stack.enter_context(
                     EvaluatorClient(self._evaluation, not self._is_own_cluster, self._faults.before_evaluation)
                 )
@@ -262,9 +259,7 @@ class Run:
                     if self._config.train.strategy_traits.has_workers:
                         self._train(stack, evaluator, observe)
                     else:
-                        train_single(
-                            job, self._stops, self._sampler, self._progress, evaluator.waiting, self._faults.train
-                        )
+                        train_single(job, self._stops, self._progress, evaluator.waiting, self._faults.train)
                 # The evaluation counts as incomplete until `finish` returns, also if it is interrupted.
                 self._is_evaluated = False
                 self._is_evaluated = evaluator.finish(
@@ -391,8 +386,6 @@ class Run:
     def _show(self, console: RunConsole, status: RendezvousStatus | None) -> None:
         if status is None:
             return console.show(None, "waiting for the rendezvous to answer ...", waits=True)
-        if self._sampler is not None and status.record is not None:
-            self._sampler.step = status.record.step
         waiting = status.waiting or "waiting for the workers to start ..."
         return console.show(status.record, waiting, status.waiting is not None)
 

@@ -1,8 +1,7 @@
-"""The services that a run starts beside training: tracker, observers, sampler, the evaluator with its client, ..."""
+"""The services that a run starts beside training: tracker, observers, the evaluator with its client, ..."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from collections.abc import Callable
@@ -13,15 +12,15 @@ import ray
 from ray_app.checkpoint.store import Commit
 from ray_app.cluster.ray_private import ray_job
 from ray_app.config.config import Config
-from ray_app.config.import_paths import explain_extra, load_class
-from ray_app.driver.finalize import close_orphan, newest_commit
+from ray_app.config.import_paths import load_class
+from ray_app.driver.finalize import close_orphan
 from ray_app.errors import ConfigError, DataError, EvaluationError
 from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.preflight.changes import fill_defaults
 from ray_app.track.mlflow_client import DataSet
 from ray_app.track.tracker import Tracker, make_run_tags
 from ray_app.train.job import Job
-from ray_app.watch.metrics import NodeSampler, RunMetrics
+from ray_app.watch.metrics import RunMetrics
 from ray_app.watch.observers import Observer
 from ray_app.watch.terminal import SafeConsole
 
@@ -70,17 +69,6 @@ def load_observers(config: Config) -> list[Observer]:
             )
         observers.append(observer)
     return observers
-
-
-def make_sampler(job: Job) -> NodeSampler | None:
-    """Returns the sampler of the nodes, which the caller enters; None if it is not configured or without a cluster."""
-    tracking = job.config.tracking
-    if not (tracking.enabled or tracking.tensorboard) or tracking.system_metrics_s is None or not ray.is_initialized():
-        return None
-    if job.config.scaling.worker_gpus and importlib.util.find_spec("pynvml") is None:
-        logger.warning("The system metrics lack the GPUs, since pynvml is %s.", explain_extra("pynvml"))
-    commit = newest_commit(job)
-    return NodeSampler(job.paths, job.fence, tracking.system_metrics_s, commit.step if commit else 0)
 
 
 class EvaluatorClient:

@@ -22,7 +22,7 @@ from ray_app.task.environment import restore_process_state
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
-from ray_app.watch.metrics import NodeSampler, RunMetrics
+from ray_app.watch.metrics import RunMetrics
 from ray_app.watch.terminal import RunConsole, SafeConsole
 
 
@@ -78,7 +78,6 @@ def exclusive_process(config: Config, background: bool) -> Iterator[None]:
 def train_single(
     job: Job,
     stops: Callable[[bool], bool],
-    sampler: NodeSampler | None,
     console: SafeConsole,
     waiting: Callable[[], list[Commit]],
     hooks: Hooks,
@@ -87,7 +86,6 @@ def train_single(
 
     Args:
         stops: Returns whether to stop; its argument says whether to read the evaluations for that.
-        sampler: Samples the nodes, and gets the step of the run.
         waiting: Returns the checkpoints that wait for the evaluator.
     """
     membership = SingleProcessMembership(job.plan.logical_workers, lambda: stops(False))
@@ -101,8 +99,6 @@ def train_single(
                 if time.monotonic() - polled_s > poll_interval_s(job.paths.root):
                     polled_s = time.monotonic()
                     stops(True)
-                if sampler is not None and membership.newest is not None:
-                    sampler.step = membership.newest.step
                 run_console.show(membership.newest, "reading the first rows ...")
             run_console.show_last()
 

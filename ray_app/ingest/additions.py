@@ -18,11 +18,10 @@ from ray_app.data.arrays import describe_other_columns, is_number, is_text, mean
 from ray_app.data.classes import map_classes, renumber
 from ray_app.data.dataset import ADDED_PREFIX, DESCRIPTION, UNFINISHED_MARKER, read_description
 from ray_app.data.parquet_files import load_footers, read_footers
-from ray_app.errors import DataError
+from ray_app.errors import DataError, join_names
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import remove_work, side_folder
 from ray_app.ingest.readers.base import Part
-from ray_app.plan.manifest import format_names
 from ray_app.storage.data_files import files_below
 from ray_app.storage.files import Location, list_files, put_json, read_json
 
@@ -105,10 +104,10 @@ def make_addition(
     classes, names = (tuple(value) if value else None for value in (base["classes"], parts[0].classes))
     new = [name for name in names or () if name not in (classes or ())]
     if (classes is None) != (names is None) or (new and not options.new_classes):
-        remedy = f"new_classes=true gives {format_names(new)} the next numbers, or correct the labels"
+        remedy = f"new_classes=true gives {join_names(new)} the next numbers, or correct the labels"
         raise DataError(
-            f"{options.input} has the classes {format_names(names or ())}, and the data set {options.out}"
-            f" {format_names(classes or ())}. Classes agree by name:"
+            f"{options.input} has the classes {join_names(names or ())}, and the data set {options.out}"
+            f" {join_names(classes or ())}. Classes agree by name:"
             f" {remedy if classes and names else 'give the label in the same form'}."
         )
     if options.split_by and "first_eval_time" not in base:
@@ -119,8 +118,8 @@ def make_addition(
     numbers = renumber(names or (), all_classes, footers.schema.names)
     if numbers is None:
         raise DataError(
-            f"{options.input} has the classes {format_names(names or ())}, and the data set"
-            f" {format_names(all_classes)}; masks, and targets with an entry for each class, need the same numbers."
+            f"{options.input} has the classes {join_names(names or ())}, and the data set"
+            f" {join_names(all_classes)}; masks, and targets with an entry for each class, need the same numbers."
             " Name the classes in this order."
         )
     number = 2 + max(len(facts.get("added", ())) for facts in described.values())

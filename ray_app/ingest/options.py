@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Annotated, Literal
 
+from ray_app.config.rules import NonNegativeInt, NumberRange, PositiveInt, Rule, check_fields, find_broken_rules, refuse
 from ray_app.errors import ConfigError, RayAppError
 from ray_app.storage.data_files import is_within
 from ray_app.storage.files import to_location
@@ -179,7 +180,7 @@ class IngestOptions:
     date_format: str | None = None
     null: str | list[str] | None = None
     comment: str | None = None
-    skip_lines: int = 0
+    skip_lines: NonNegativeInt = 0
     drop: list[str] | None = None
     classes: list[str] | None = None
     columns: list[str] | None = None
@@ -189,21 +190,21 @@ class IngestOptions:
     tokenizer: str | None = None
     text: str = "text"
     end_of_text: str | None = None
-    pack: int | None = None
+    pack: Annotated[int, NumberRange(ge=1, le=1 << 20)] | None = None
     append: bool = False
     new_classes: bool = False
-    eval_fraction: float | None = None
+    eval_fraction: Annotated[float, NumberRange(ge=0, lt=1)] | None = None
     seed: int = 0
     group: str | None = None
     split_by: str | None = None
     stratify: bool = False
     check: bool = True
     on_bad_row: Literal["fail", "skip"] = "fail"
-    max_bad_rows: int = 100
-    shard_rows: int = 100_000
-    row_group_rows: int | None = None
-    row_group_bytes: int = 32 << 20
-    split_bytes: int = 256 << 20
+    max_bad_rows: NonNegativeInt = 100
+    shard_rows: PositiveInt = 100_000
+    row_group_rows: PositiveInt | None = None
+    row_group_bytes: Annotated[int, NumberRange(ge=1, le=1 << 30)] = 32 << 20
+    split_bytes: PositiveInt = 256 << 20
 
     @property
     def kept_columns(self) -> frozenset[str] | None:
@@ -247,14 +248,6 @@ def _to_python(text: str) -> str:
 
 _ALTERNATIVES = {"label": " (a column gets another name by --rename '{NAME: label}')"}
 _MOMENT = datetime(2026, 1, 31, 23, 59, tzinfo=UTC)
-_TOKENIZER_OPTIONS = ("text", "end_of_text", "pack")
-_POSITIVE: dict[str, int | None] = {
-    "shard_rows": None,
-    "row_group_rows": None,
-    "row_group_bytes": 1 << 30,
-    "split_bytes": None,
-    "pack": 1 << 20,
-}
 
 
 def _is_delimiter(text: str) -> bool:
@@ -273,6 +266,79 @@ def _is_date_format(text: str) -> bool:
         return False
 
 
+RULES = (
+    Rule("new_classes", lambda o: not o.append, ", which needs --append true; give that, too, or leave it out."),
+    Rule("mask_values", lambda o: not o.masks, ", which needs --masks; give that, too."),
+    *(
+        Rule(
+            name,
+            lambda o: o.source == "images" and o.labels in (None, "none"),
+            ", a column of a file of labels; name the file by --labels.",
+        )
+        for name in ("label", "columns", "targets")
+    ),
+    *(
+        Rule(name, lambda o: o.boxes, ": with boxes the columns are image, boxes and labels; leave it out.")
+        for name in ("label", "classes", "columns", "ragged", "targets")
+    ),
+    *(
+        Rule(name, lambda o: o.pack is not None, ": with pack there are no columns but the tokens; leave it out.")
+        for name in ("ragged", "targets")
+    ),
+    *(
+        Rule(name, lambda o: o.tokenizer is None, ", which is of texts that become tokens; give a tokenizer, too.")
+        for name in ("text", "end_of_text", "pack")
+    ),
+    Rule("targets", lambda o: _has_repeated(o.targets), "; allowed are one or more names, each once."),
+    Rule("targets", lambda o: o.label in o.targets, ", and label is {c.label}, one of them; leave it out of one."),
+    Rule("targets", lambda o: {*o.targets} & {*(o.drop or ())}, ", and drop has one of them; leave it out of one."),
+    Rule("targets", lambda o: {*o.targets} & {*o.rename}, ", and rename has one of them; leave it out of one."),
+    Rule(
+        "delimiter",
+        lambda o: not _is_delimiter(o.delimiter),
+        r"; allowed is one ASCII character, such as ; or | or \t, but no quote and no line end.",
+    ),
+    Rule("delimiter", lambda o: o.delimiter == o.decimal, ", and so is decimal; give each its own character."),
+    Rule("thousands", lambda o: o.thousands == o.decimal, ", and so is decimal; give each its own character."),
+    Rule(
+        "thousands",
+        lambda o: len(o.thousands) != 1 or o.thousands not in ",.'_ ",
+        "; allowed is , . ' _ and a blank.",
+    ),
+    Rule(
+        "comment",
+        lambda o: len(o.comment) != 1 or o.comment.isalnum(),
+        "; allowed is one ASCII character, such as # or %.",
+    ),
+    Rule(
+        "date_format",
+        lambda o: not _is_date_format(o.date_format),
+        "; allowed is a format of Python's strptime, such as %d.%m.%Y or %m/%d/%Y %H:%M.",
+    ),
+    Rule(
+        "classes",
+        lambda o: o.classes and _has_repeated(o.classes),
+        "; allowed are names that are not empty, each once.",
+    ),
+    Rule("classes", lambda o: o.label is None, " and label is not set; name the column of the label, too."),
+    Rule("columns", lambda o: not o.columns, "; name at least one column to keep, or leave it out to keep all."),
+    Rule("column_names", lambda o: _has_repeated(o.column_names), "; allowed are one or more names, each once."),
+    Rule(
+        "group",
+        lambda o: o.group in ("label", "row_id", o.label),
+        ", which is no group of rows; name another column.",
+    ),
+    Rule("split_by", lambda o: o.group, ", and group is {c.group}; rows can be divided by one of them only."),
+    Rule("stratify", lambda o: o.group or o.split_by, "; rows can be divided by it, by group or by split_by only."),
+)
+"""Combinations of options that are refused."""
+
+
+def _has_repeated(names: list[str]) -> bool:
+    """Returns whether names are none, not different, or one is empty."""
+    return not names or len(set(names)) < len(names) or "" in names
+
+
 def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], needs_output: bool = True) -> None:
     """Raises ConfigError for an option with a value that is not allowed, or that does not fit the others.
 
@@ -281,8 +347,7 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], n
         formats: The traits of all formats by name.
         needs_output: Whether a format that is written needs `out`.
     """
-    if options.source not in formats:
-        raise ConfigError(f"source is {options.source!r}; allowed are {', '.join(formats)}.")
+    refuse(check_fields(options), "ingest")
     traits = formats[options.source]
     if traits.has_input != bool(options.input):
         needs = "needs an input; give a file or folder" if traits.has_input else "reads no input; leave it out"
@@ -290,114 +355,29 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], n
     if traits.has_output != bool(options.out) and (needs_output or options.out):
         needs = "needs a folder to create" if traits.has_output else "is trained on as it is; leave out away"
         raise ConfigError(f"out is {options.out!r}: source {options.source!r} {needs}.")
-    if not traits.has_output:
-        names = [option.name for option in fields(options) if option.name not in ("source", "input")]
-        if changed := [
-            name for name in names if getattr(options, name) != getattr(IngestOptions(options.source), name)
-        ]:
-            raise ConfigError(
-                f"{changed[0]} is {getattr(options, changed[0])!r}: source {options.source!r} is trained on as it is,"
-                " and nothing is written; leave it out, or ingest these files by --source hf."
-            )
     if options.input and options.out and is_within(to_location(options.out), to_location(options.input)):
         raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; give a folder beside it.")
-    for name in sorted(frozenset[str]().union(*(t.options for t in formats.values())) - traits.options):
-        value = getattr(options, name)
-        if value != getattr(IngestOptions, name):
-            allowed = [source for source, t in formats.items() if name in t.options]
-            raise ConfigError(
-                f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it"
-                f" out for {options.source!r}{_ALTERNATIVES.get(name, '')}."
-            )
-    if options.new_classes and not options.append:
-        raise ConfigError("new_classes is true, which needs append; give that, too, or leave it out.")
-    _check_images(options)
-    _check_targets(options)
-    _check_text(options)
-    _check_division(options)
-    if options.on_bad_row not in ("fail", "skip") or options.max_bad_rows < 0:
+    _check_options_of_format(options, formats)
+    refuse(find_broken_rules(options, RULES), "ingest")
+
+
+def _check_options_of_format(options: IngestOptions, formats: Mapping[str, FormatTraits]) -> None:
+    """Raises ConfigError for an option that the format does not have."""
+    defaults = IngestOptions(options.source)
+    changed = {
+        option.name: value
+        for option in fields(options)
+        if (value := getattr(options, option.name)) != getattr(defaults, option.name)
+    }
+    if not formats[options.source].has_output and (names := [name for name in changed if name != "input"]):
         raise ConfigError(
-            f"on_bad_row is {options.on_bad_row!r}, max_bad_rows {options.max_bad_rows}; allowed are fail or skip, and"
-            f" 0 or more."
+            f"{names[0]} is {changed[names[0]]!r}: source {options.source!r} is trained on as it is, and nothing is"
+            " written; leave it out, or ingest these files by --source hf."
         )
-    for name, maximum in _POSITIVE.items():
-        if (value := getattr(options, name)) is not None and (value < 1 or (maximum and value > maximum)):
-            raise ConfigError(f"{name} is {value}; allowed is 1 or more{f', up to {maximum}' if maximum else ''}.")
-
-
-def _check_division(options: IngestOptions) -> None:
-    """Checks the options that divide rows between `train` and `eval`."""
-    if len(rules := [name for name in ("group", "split_by", "stratify") if getattr(options, name)]) > 1:
-        raise ConfigError(f"{' and '.join(rules)} are set; rows can be divided by one of them. Leave the others out.")
-    if options.group in ("label", "row_id") or (options.group and options.group == options.label):
-        raise ConfigError(f"group is {options.group!r}, which is no group of rows; name another column.")
-    if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
-        raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is 0 to below 1, or leave it out.")
-
-
-def _check_images(options: IngestOptions) -> None:
-    """Checks the options of images that need another one."""
-    if options.mask_values and not options.masks:
-        raise ConfigError(f"mask_values is {options.mask_values!r}, which needs --masks; give that, too.")
-    if options.source == "images" and options.labels in (None, "none"):
-        for name in ("label", "columns", "targets"):
-            if value := getattr(options, name):
-                raise ConfigError(f"{name} is {value!r}, a column of a file of labels; name the file by --labels.")
-
-
-def _check_targets(options: IngestOptions) -> None:
-    """Checks the options of columns that become other columns."""
-    for name in ("label", "classes", "columns", "ragged", "targets") if options.boxes else ():
-        if value := getattr(options, name):
-            raise ConfigError(f"{name} is {value!r}: with boxes the columns are image, boxes and labels; leave it out.")
-    for name in ("ragged", "targets") if options.pack is not None else ():
-        if value := getattr(options, name):
-            raise ConfigError(f"{name} is {value!r}: with pack there are no columns but the tokens; leave {name} out.")
-    targets = options.targets
-    if targets is not None and (not targets or len(set(targets)) < len(targets)):
-        raise ConfigError(f"targets is {targets}; allowed are one or more names, each once.")
-    for name, others in (("label", [options.label]), ("drop", options.drop or []), ("rename", options.rename)):
-        if repeated := [target for target in targets or () if target in others]:
-            raise ConfigError(f"{repeated[0]!r} is one of targets {targets}, and in {name}, too; leave it out of one.")
-
-
-def _check_text(options: IngestOptions) -> None:
-    """Checks the options of text files and of texts."""
-    changed = [name for name in _TOKENIZER_OPTIONS if getattr(options, name) != getattr(IngestOptions, name)]
-    if options.tokenizer is None and changed:
+    limited = frozenset[str]().union(*(traits.options for traits in formats.values()))
+    for name in sorted(limited & changed.keys() - formats[options.source].options):
+        allowed = [source for source, traits in formats.items() if name in traits.options]
         raise ConfigError(
-            f"{changed[0]} is {getattr(options, changed[0])!r}, which is of texts that become tokens; give a"
-            " tokenizer, too."
+            f"{name} is {changed[name]!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave"
+            f" it out for {options.source!r}{_ALTERNATIVES.get(name, '')}."
         )
-    if options.delimiter is not None and not _is_delimiter(options.delimiter):
-        raise ConfigError(
-            rf"delimiter is {options.delimiter!r}; allowed is one ASCII character, such as ; or | or \t, but no quote"
-            rf" and no line end."
-        )
-    if options.decimal in (options.delimiter, options.thousands):
-        raise ConfigError(
-            f"decimal is {options.decimal!r}, and so is the delimiter or thousands; give each its own character."
-        )
-    for name, allowed in (("thousands", ", . ' _ and a blank"), ("comment", "one ASCII character, such as # or %")):
-        value = getattr(options, name)
-        if value is not None and (
-            len(value) != 1 or (value not in ",.'_ " if name == "thousands" else value.isalnum())
-        ):
-            raise ConfigError(f"{name} is {value!r}; allowed is {allowed}.")
-    if options.date_format is not None and not _is_date_format(options.date_format):
-        raise ConfigError(
-            f"date_format is {options.date_format!r}; allowed is a format of Python's strptime, such as %d.%m.%Y or"
-            f" %m/%d/%Y %H:%M."
-        )
-    if options.skip_lines < 0:
-        raise ConfigError(f"skip_lines is {options.skip_lines}; allowed is 0 or more.")
-    if options.classes is not None and (len(set(options.classes)) != len(options.classes) or "" in options.classes):
-        raise ConfigError(f"classes is {options.classes}; allowed are names that are not empty, each once.")
-    if options.classes is not None and options.label is None:
-        raise ConfigError("classes is set and label is not; name the column of the label, too.")
-    if options.columns is not None and not options.columns:
-        raise ConfigError("columns is []; name at least one column to keep, or leave it out to keep all.")
-    if options.column_names is not None:
-        repeated = [name for name in options.column_names if options.column_names.count(name) > 1]
-        if repeated or not options.column_names:
-            raise ConfigError(f"column_names is {options.column_names}; allowed are one or more names, each once.")

@@ -93,12 +93,6 @@ def class_columns(names: Collection[str]) -> tuple[str, ...]:
     return ("label",) if "label" in names else tuple(name for name in ("labels", "mask", "target") if name in names)
 
 
-def format_names(names: Sequence[str]) -> str:
-    """Returns names for a message, the first of many with their number."""
-    more = f", ... ({len(names)})" if len(names) > _MAX_NAMED else ""
-    return f"{', '.join(names[:_MAX_NAMED])}{more}" if names else "none"
-
-
 def find_similar_names(names: Iterable[str]) -> list[list[str]]:
     """Returns groups of names that differ in case, blanks or the form of a character (Unicode NFKC) only.
 

@@ -6,19 +6,19 @@ checked here, before anything is written.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.config import Config, default_tracking_uri, digest_json
+from ray_app.config.rules import NonNegativeFloat, NumberRange, PositiveInt, check_fields, refuse
 from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import Dataset, hash_files, open_dataset, sha256
 from ray_app.data.parquet_files import DataFile
@@ -51,8 +51,6 @@ COCO_RESULTS = "detections.json"
 """Name of the file with the results of COCO."""
 _MAX_PART_ROWS = 100_000
 """Largest number of rows of a part of small rows; a part of large rows is one read task (`data.read_task_mb`)."""
-_MIN_ONE_FIELDS = ("batch_size", "workers")
-"""Fields of `PredictSection` that must be at least 1."""
 ModelSource = tuple[Model, dict[str, Any], list[dict[str, Any]]]
 """A model, its origin, and name, dtype and shape of the inputs that it needs; no inputs if they are unknown."""
 
@@ -83,10 +81,10 @@ class PredictSection:
     run: str | None = None
     columns: str | None = None
     coco: str | None = None
-    batch_size: int = 256
-    workers: int = 1
-    num_cpus: float = 1
-    num_gpus: float = 0
+    batch_size: PositiveInt = 256
+    workers: PositiveInt = 1
+    num_cpus: Annotated[float, NumberRange(ge=0, lt=math.inf)] = 1
+    num_gpus: NonNegativeFloat = 0
 
     @property
     def threads(self) -> int:
@@ -160,16 +158,16 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "model": source,
         "params_digest": model.params_digest,
         "task": class_path(model.task),
-        "code": _digest_json({name: sha256(file) for name, file in source_files(class_path(model.task)).items()}),
+        "code": digest_json({name: sha256(file) for name, file in source_files(class_path(model.task)).items()}),
         "manifest_digest": manifest.digest,
-        "content_digest": _digest_json(hash_files(to_location(dataset.root), manifest.paths)),
+        "content_digest": digest_json(hash_files(to_location(dataset.root), manifest.paths)),
         "columns": carried,
         "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
         "batch_size": section.batch_size,
         "threads": section.threads,
         "device": device,
     }
-    digest = _digest_json(made_from)
+    digest = digest_json(made_from)
     out = str(to_location(section.out))
     data = (dataset.root, reader.fields, carried, manifest.rules)
     job = PredictJob(model, *data, parts, out, digest, section.batch_size, section.threads, device)
@@ -276,17 +274,9 @@ def model_of_run(config: Config, run: str) -> ModelSource:
     return Model(job.task, CheckpointStore(paths).load(commit)[MODEL], None, commit.params_digest), source, []
 
 
-def _digest_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 def _check_section(section: PredictSection) -> None:
     problems = [f"predict.{name} is missing." for name in ("data", "out") if not getattr(section, name)]
-    counts = {name: getattr(section, name) for name in _MIN_ONE_FIELDS}
-    problems += [f"predict.{name} is {n}; it must be at least 1." for name, n in counts.items() if n < 1]
-    # The number of threads follows from num_cpus, so that it must be finite.
-    if not (0 <= section.num_cpus < math.inf and section.num_gpus >= 0):
-        problems.append("predict.num_cpus and predict.num_gpus must be numbers from 0.")
+    problems += check_fields(section, "predict.")
     if section.num_gpus > 1:
         problems.append(
             f"predict.num_gpus is {section.num_gpus:g}, but an actor computes on one GPU and would leave the others"
@@ -294,8 +284,7 @@ def _check_section(section: PredictSection) -> None:
         )
     if section.model is not None and section.run is not None:
         problems.append("predict.model and predict.run are both given; give one of them.")
-    if problems:
-        raise ConfigError("The prediction is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    refuse(problems, "prediction")
 
 
 def _make_reader(dataset: Dataset, task: Task) -> Reader:

@@ -23,7 +23,7 @@ from typing import Any
 from ray_app.config.config import Config, check_same_config, flatten, from_dict, result_fields
 from ray_app.config.import_paths import load_class
 from ray_app.data.reader import RowSource
-from ray_app.errors import DataError, RegistryError, RunExistsError
+from ray_app.errors import DataError, RegistryError, RunExistsError, join_names
 from ray_app.models.package import follow_imports, sources_of
 from ray_app.plan.order import Plan
 from ray_app.runlog.paths import RunPaths, add_version, from_known_fields
@@ -338,10 +338,8 @@ def _describe_source_changes(name: str, before: dict[str, Any], now: dict[str, A
     changed = [path for path in both if not _is_same(before["files"][path], now["files"][path], is_copy)]
     if not changed:
         return None
-    more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
     differing = "size" if is_copy else "size, time or ETag"
-    listed = ", ".join(changed[:_MAX_NAMED])
-    return f"{len(changed)} of {len(both)} files of {name} have another {differing}: {listed}{more}"
+    return f"{len(changed)} of {len(both)} files of {name} have another {differing}: {join_names(changed, _MAX_NAMED)}"
 
 
 def _is_same(before: Any, now: Any, is_copy: bool) -> bool:

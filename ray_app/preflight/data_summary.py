@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from ray_app.config.config import Config
 from ray_app.data.dataset import Dataset
-from ray_app.errors import DataError
+from ray_app.errors import DataError, join_names
 from ray_app.plan.manifest import ColumnFacts, DataFacts, find_similar_names
 from ray_app.plan.order import Plan
 from ray_app.preflight.metric_checks import MAX_ROWS
@@ -37,10 +37,10 @@ def describe_training_columns(task: Task, dataset: Dataset) -> list[str]:
     inputs = [name for name in columns if name not in targets]
     predicted = [name for name in targets if name not in weights]
     used = (
-        f"Columns used: {_join_names(inputs)}"
-        + (f"; to predict {_join_names(predicted)}" if predicted else "")
+        f"Columns used: {join_names(inputs, _MAX_NAMED)}"
+        + (f"; to predict {join_names(predicted, _MAX_NAMED)}" if predicted else "")
         + _describe_classes(task)
-        + (f"; weights of rows from {_join_names(weights)}" if weights else "")
+        + (f"; weights of rows from {join_names(weights)}" if weights else "")
     )
     return [used, *_describe_unused_columns(dataset, columns, task.left_out)]
 
@@ -53,8 +53,8 @@ def describe_prediction_columns(columns: Sequence[str], dataset: Dataset, carrie
         dataset: The data set to predict.
         carried: The columns that are copied to the predictions.
     """
-    used = f"Columns used: {_join_names(columns)}" + (
-        f"; beside the predictions {_join_names(carried)}" if carried else ""
+    used = f"Columns used: {join_names(columns, _MAX_NAMED)}" + (
+        f"; beside the predictions {join_names(carried, _MAX_NAMED)}" if carried else ""
     )
     return [used, *_describe_unused_columns(dataset, [*columns, *carried])]
 
@@ -73,7 +73,7 @@ def _describe_unused_columns(
         f"{name!r} ({(left_out or {}).get(name) or _explain_unused(name, facts, dataset.facts)}{odd.get(name, '')})"
         for name, facts in unused.items()
     ]
-    return [f"Columns not used: {_join_names(reasons)}"]
+    return [f"Columns not used: {join_names(reasons, _MAX_NAMED)}"]
 
 
 def similar_class_warnings(facts: DataFacts) -> list[str]:
@@ -113,7 +113,7 @@ def _describe_classes(task: Task) -> str:
     if not task.classes:
         return ""
     is_numbered = task.classes == [str(number) for number in range(len(task.classes))]
-    names = "" if is_numbered else f": {_join_names(task.classes)}"
+    names = "" if is_numbered else f": {join_names(task.classes, _MAX_NAMED)}"
     return f", {len(task.classes)} classes{names}"
 
 
@@ -161,11 +161,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _join_names(names: Sequence[str]) -> str:
-    """Returns names separated by commas, the first of many with their number."""
-    return ", ".join(names[:_MAX_NAMED]) + (f", ... ({len(names)})" if len(names) > _MAX_NAMED else "")
 
 
 def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ray_app.config.config import Config
 from ray_app.data.probes import sample_rows
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, join_names
 from ray_app.plan.order import Plan
 from ray_app.preflight.context import PreflightContext, RowProbe, cut_unevenly
 from ray_app.preflight.metric_checks import MAX_ROWS, MIN_ROWS, Means, Part, compare_means, cycle_rows
@@ -29,8 +29,6 @@ from ray_app.task.whole_batches import BatchTask
 from ray_app.torch_private import BatchNorm
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import module_modes, restore_modes
-
-_MAX_NAMED = 5
 
 
 def try_gradients(context: PreflightContext) -> list[str]:
@@ -116,12 +114,12 @@ def _unused_parameter_warnings(
     names = [name for name, p in unused.items() if id(p) in decayed]
     if not names:
         return []
-    listed = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
     subject, pronoun = ("parameters get", "them") if len(names) > 1 else ("parameter gets", "it")
     return [
-        f"{len(names)} trained {subject} no gradient from the rows that were tried: {listed}. A missing gradient"
-        f" counts as zeros here, so weight decay and momentum move {pronoun}, while plain PyTorch leaves {pronoun}"
-        f" alone. Freeze {pronoun} by train.freeze, or give {pronoun} a group with weight_decay 0 by optimizer.groups."
+        f"{len(names)} trained {subject} no gradient from the rows that were tried: {join_names(names, 5)}. A"
+        f" missing gradient counts as zeros here, so weight decay and momentum move {pronoun}, while plain PyTorch"
+        f" leaves {pronoun} alone. Freeze {pronoun} by train.freeze, or give {pronoun} a group with weight_decay 0 by"
+        " optimizer.groups."
     ]
 
 

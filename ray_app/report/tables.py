@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from ray_app.errors import join_names
 from ray_app.report.charts import seconds, start_events
 from ray_app.report.facts import Facts, current_stragglers
 from ray_app.report.figures import describe_event
@@ -52,8 +53,7 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
     """Returns the counters without a budget, over all starts: name, number and a note."""
     events, restart_counts = facts.events, restarts(facts.events)
     recovery_times_s = recoveries(events, facts.in_time)
-    more = f" and {len(recovery_times_s) - 12} more" if len(recovery_times_s) > 12 else ""
-    recovery_text = ", ".join(seconds(wait) for wait in recovery_times_s[:12]) + more
+    recovery_text = join_names(list(map(seconds, recovery_times_s)))
     recovery_note = f"seconds from a loss to the next finished step: {recovery_text}" if recovery_times_s else ""
     write_note = f"retried; {count(events, 'write_failed'):,} failed for good"
     return [

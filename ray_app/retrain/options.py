@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ray_app.config.config import Config
-from ray_app.errors import ConfigError
+from ray_app.config.rules import Fraction, NonNegativeFloat, NumberRange, PositiveInt, check_fields, refuse
 
 
 def _judging_field(default: Any) -> Any:
@@ -57,67 +57,37 @@ class RetrainSection:
 
     force: str | None = None
     dry_run: bool = False
-    min_new_rows: int = 1
-    max_age_days: float | None = None
-    max_drop: float | None = None
-    max_psi: float | None = 0.25
+    min_new_rows: PositiveInt = 1
+    max_age_days: NonNegativeFloat | None = None
+    max_drop: NonNegativeFloat | None = None
+    max_psi: NonNegativeFloat | None = 0.25
     data: Literal["all", "new_and_sample"] = "all"
-    old_fraction: float = 0.2
+    old_fraction: Fraction = 0.2
     start: Literal["scratch", "champion"] = "scratch"
     gate_path: str | None = None
     accept_data: str | None = _judging_field(None)
-    min_rows_ratio: float = _judging_field(0.7)
-    min_eval_rows: int = _judging_field(100)
-    max_null_increase: float = _judging_field(0.01)
-    max_class_shift: float = _judging_field(0.2)
-    max_disagreement: float = _judging_field(0.25)
+    min_rows_ratio: Fraction = _judging_field(0.7)
+    min_eval_rows: PositiveInt = _judging_field(100)
+    max_null_increase: Fraction = _judging_field(0.01)
+    max_class_shift: Fraction = _judging_field(0.2)
+    max_disagreement: NonNegativeFloat = _judging_field(0.25)
     min_gain: float = _judging_field(0.0)
-    confidence: float = _judging_field(0.95)
+    confidence: Annotated[float, NumberRange(gt=0, lt=1)] = _judging_field(0.95)
     min_metric: float | None = _judging_field(None)
-    max_recall_drop: float = _judging_field(0.1)
+    max_recall_drop: Fraction = _judging_field(0.1)
 
     def acceptance_settings(self) -> dict[str, Any]:
         """Returns the settings that decide whether data or a model is accepted, by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("judges")}
 
 
-_FRACTIONS = ("old_fraction", "min_rows_ratio", "max_null_increase", "max_class_shift", "max_recall_drop")
-_MINIMA: dict[str, float] = {
-    "min_new_rows": 1,
-    "max_age_days": 0,
-    "max_drop": 0,
-    "max_psi": 0,
-    "min_eval_rows": 1,
-    "max_disagreement": 0,
-}
-
-
 def check_section(config: Config, section: RetrainSection) -> None:
     """Raises ConfigError, with a line for each problem, if retraining cannot work with a configuration."""
-    problems = [*_check_ranges(section), *_check_requirements(config, section)]
-    if problems:
-        raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
-
-
-def _check_ranges(section: RetrainSection) -> list[str]:
-    values = dataclasses.asdict(section)
-    problems = []
-    for name, allowed in (("data", ("all", "new_and_sample")), ("start", ("scratch", "champion"))):
-        if values[name] not in allowed:
-            problems.append(f"retrain.{name} is {values[name]!r}; it must be one of {', '.join(allowed)}.")
-    for name in _FRACTIONS:
-        if not 0 <= values[name] <= 1:
-            problems.append(f"retrain.{name} is {values[name]}; it must be from 0 to 1.")
-    for name, minimum in _MINIMA.items():
-        # The negated comparison refuses NaN, too.
-        if values[name] is not None and not values[name] >= minimum:
-            problems.append(f"retrain.{name} is {values[name]}; it must be at least {minimum:g}.")
-    if not 0 < section.confidence < 1:
-        problems.append(f"retrain.confidence is {section.confidence}; it must be between 0 and 1, such as 0.95.")
+    problems = check_fields(section, "retrain.") + _check_requirements(config, section)
     for name in ("force", "accept_data"):
-        if values[name] is not None and not values[name].strip():
+        if (reason := getattr(section, name)) is not None and not reason.strip():
             problems.append(f"retrain.{name} is empty; give the reason, for those who ask later.")
-    return problems
+    refuse(problems)
 
 
 def _check_requirements(config: Config, section: RetrainSection) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.config import Config, default_tracking_uri, digest_json
 from ray_app.data.dataset import open_dataset
 from ray_app.driver.model_export import register_best, user_name
 from ray_app.driver.run import run_training
@@ -52,7 +52,6 @@ from ray_app.retrain.rounds import (
     Round,
     add_audit_entry,
     current_time,
-    digest_json,
     open_rounds,
     read_delivery,
 )

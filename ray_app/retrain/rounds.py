@@ -7,7 +7,6 @@ digest of all inputs is the key of a round, so a training with equal inputs is d
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import re
@@ -16,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ray_app.config.config import Config, result_fields
+from ray_app.config.config import Config, digest_json, result_fields
 from ray_app.data.dataset import DESCRIPTION, hash_files, leave_out_unfinished, read_description, sha256
 from ray_app.driver.model_export import user_name
 from ray_app.errors import DataError
@@ -189,11 +188,6 @@ def make_inputs(config: Config, section: RetrainSection, delivery: Delivery, cha
     judging = section.acceptance_settings() | {"metric": config.evaluate.metric, "mode": config.evaluate.mode}
     judging |= {"gate": delivery.gate}
     return Inputs(delivery.digest, digest_json(fields), _digest_code(config), digest_json(judging), champion)
-
-
-def digest_json(value: Any) -> str:
-    """Returns the SHA-256 of a JSON value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _digest_files(path: str, memory: Location | None) -> dict[str, str]:

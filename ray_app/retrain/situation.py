@@ -20,7 +20,7 @@ from typing import Any, Literal
 import safetensors.torch
 
 from ray_app.cluster.resources import cluster
-from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.config import Config, default_tracking_uri, digest_json
 from ray_app.data.dataset import open_dataset
 from ray_app.driver.model_export import user_name
 from ray_app.errors import DataError
@@ -53,7 +53,6 @@ from ray_app.retrain.rounds import (
     RetrainPaths,
     Round,
     add_audit_entry,
-    digest_json,
     make_inputs,
     read_audit_entries,
 )

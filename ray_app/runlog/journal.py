@@ -327,36 +327,18 @@ class RecordReader:
         return (record for record, is_first in self.read_new() if is_first)
 
 
-class MetricsReader:
-    """Reads all step records of a run, also while they are written; for a long run see `read_steps`.
-
-    Attributes:
-        records: The first record of each step.
-        repeated: The records of steps that were done again.
-    """
-
-    def __init__(self, paths: RunPaths) -> None:
-        self._reader = RecordReader(paths)
-        self.records: dict[int, StepRecord] = {}
-        self.repeated: list[StepRecord] = []
-
-    def poll(self) -> list[StepRecord]:
-        """Reads the new records; returns the first records of new steps, in the order of their segments."""
-        new = []
-        for record, is_first in self._reader.read_new():
-            if is_first:
-                self.records[record.step] = record
-                new.append(record)
-            else:
-                self.repeated.append(record)
-        return new
-
-
 def read_records(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord]]:
-    """Returns the first record of each step, in order, and the records of steps that were done again."""
-    reader = MetricsReader(paths)
-    reader.poll()
-    return dict(sorted(reader.records.items())), reader.repeated
+    """Returns the first record of each step, in order, and the records of steps that were done again.
+
+    For a long run see `read_steps`.
+    """
+    first, repeated = dict[int, StepRecord](), list[StepRecord]()
+    for record, is_first in RecordReader(paths).read_new():
+        if is_first:
+            first[record.step] = record
+        else:
+            repeated.append(record)
+    return dict(sorted(first.items())), repeated
 
 
 def newest_record(paths: RunPaths) -> StepRecord | None:

@@ -84,8 +84,6 @@ class RunPaths:
     """The folder with one file per event."""
     bad_rows = _Entry("bad_rows")
     """The folder with one file per skipped row, which cannot be decoded or lacks a value that the task reads."""
-    system = _Entry("system")
-    """The folder of the samples of how busy the nodes are."""
     outputs = _Entry("output")
     """The folder with the output of user code."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.config.config import Config
+from ray_app.config.rules import NonNegativeInt, check_fields, refuse
 from ray_app.errors import ConfigError
 from ray_app.retry import Retry
 from ray_app.runlog.redaction import HIDDEN, redact_value, register_secrets
@@ -35,7 +36,7 @@ class SubmitSection:
         env: Names of environment variables, separated by commas, that the job gets with their values on this machine.
             All users of the cluster can read the values; variables of the cluster's nodes are safer.
         python: Command of the cluster's Python.
-        dry_run: Runs all checks, shows what would run, and submits nothing.
+        dry_run: Makes the checks of this machine, shows the job's command, and submits nothing.
         follow: Shows the job's output until it ends, and submits it again after an interruption or the loss of its
             driver. Otherwise the command only submits the job.
         retries: Largest number of further submissions of a run that was interrupted or lost its driver.
@@ -48,21 +49,17 @@ class SubmitSection:
     python: str = "python"
     dry_run: bool = False
     follow: bool = True
-    retries: int = 3
+    retries: NonNegativeInt = 3
 
     def check(self) -> None:
-        """Refuses a negative number of retries and a working directory that does not exist.
-
-        Raises:
-            ConfigError: The value, and what is allowed.
-        """
-        if self.retries < 0:
-            raise ConfigError(f"submit.retries is {self.retries}; it must be at least 0.")
+        """Raises `ConfigError` for a value out of its range, and a working directory that does not exist."""
+        problems = check_fields(self, "submit.")
         if not Path(self.working_dir).is_dir():
-            raise ConfigError(
+            problems.append(
                 f"submit.working_dir is {self.working_dir!r}, which is not a folder; name the one with your"
                 " configuration and modules."
             )
+        refuse(problems, "submission")
 
     def runtime_env(self) -> dict[str, Any]:
         """Returns the part of the jobs' runtime environment that gives the nodes the application."""

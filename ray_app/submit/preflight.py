@@ -1,9 +1,8 @@
-"""The checks before a run is submitted: first on this machine, then by a small job on the cluster."""
+"""The checks of this machine before a run is submitted; the driver makes the others before it trains."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,14 +11,10 @@ from typing import Any
 from ray_app.cluster.ray_private import files_to_upload
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
-from ray_app.runlog.redaction import is_secret_name, redact
-from ray_app.submit.on_cluster import Report, versions
+from ray_app.runlog.redaction import is_secret_name
 from ray_app.submit.options import SubmitSection, check_no_secrets, split
-from ray_app.submit.server import JobServer, LostContactError
-from ray_app.watch.terminal import Finding, has_refusal, run_check
-
-_MUST_AGREE = ("python", "ray", "ray_app")
-_OUTPUT_LINES = 15
+from ray_app.submit.server import JobServer
+from ray_app.watch.terminal import Finding, run_check
 
 
 @dataclass(frozen=True)
@@ -29,17 +24,16 @@ class Preflight:
     Args:
         findings: One finding per line of output.
         server: The cluster's job server; None if it cannot be reached.
-        report: The report of the job on the cluster; None if it did not run.
     """
 
     findings: list[Finding]
     server: JobServer | None
     runtime_env: dict[str, Any]
-    report: Report | None
 
 
-def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None]) -> Preflight:
-    """Checks a run that has a name before it is submitted, and returns the findings; `tell` shows the progress."""
+def preflight(config: Config, section: SubmitSection) -> Preflight:
+    """Checks a run that has a name before it is submitted, and returns the findings."""
+    server: list[JobServer] = []
 
     def check_config() -> str:
         check_no_secrets(config)
@@ -50,31 +44,19 @@ def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None
         return f"{server[0].address} takes jobs."
 
     package = list_job_files(config, section)
-    findings = [
-        run_check("configuration", check_config),
-        run_check("package", partial(check_size, package)),
-    ]
     runtime_env: dict[str, Any] = {
         "working_dir": str(package.folder),
         "excludes": package.excludes,
     } | section.runtime_env()
-    findings += _check_environment(section, runtime_env)
-    can_run_job = not has_refusal(findings)
-    findings += [*check_uploaded_data(package, config), *check_absolute_storage(config)]
-    server: list[JobServer] = []
-    findings.append(run_check("cluster", connect))
-    if not can_run_job or not server:
-        text = "was not looked at from the cluster, because of what is refused above."
-        findings.append(Finding("warning", "the rest", text))
-        return Preflight(findings, server[0] if server else None, runtime_env, None)
-    tell(f"Asking the cluster at {server[0].address} ...")
-    try:
-        report = _run_on_cluster(server[0], config, section, runtime_env)
-    except (ConfigError, LostContactError) as error:
-        return Preflight([*findings, Finding("refused", "cluster", str(error))], server[0], runtime_env, None)
-    refused_topics = {finding.topic for finding in findings if finding.level == "refused"}
-    findings += [finding for finding in report.findings if finding.topic not in refused_topics]
-    return Preflight([*findings, *compare_versions(versions(), report.versions)], server[0], runtime_env, report)
+    findings = [
+        run_check("configuration", check_config),
+        run_check("package", partial(check_size, package)),
+        *_check_environment(section, runtime_env),
+        *check_uploaded_data(package, config),
+        *check_absolute_storage(config),
+        run_check("cluster", connect),
+    ]
+    return Preflight(findings, server[0] if server else None, runtime_env)
 
 
 def _check_environment(section: SubmitSection, runtime_env: dict[str, Any]) -> list[Finding]:
@@ -103,59 +85,6 @@ def check_absolute_storage(config: Config) -> list[Finding]:
         " or a prefix in a bucket."
     )
     return [Finding("refused", "storage", text)]
-
-
-def _connect(section: SubmitSection, server: list[JobServer]) -> str:
-    """Connects to the job server, appends it to `server`, and returns a sentence."""
-    server.append(JobServer(section.address))
-    return f"{server[0].address} takes jobs."
-
-
-def _run_on_cluster(server: JobServer, config: Config, section: SubmitSection, runtime_env: dict[str, Any]) -> Report:
-    """Runs the job that checks the run from the cluster, and returns its report."""
-    command = section.command(["-m", "ray_app.submit.on_cluster"], config)
-    lines: list[str] = []
-    name = str(config.run.name)
-    job_id = server.submit(f"{name}-preflight", command, runtime_env, {"ray_app_preflight": name})
-    ended = server.follow(job_id, lines.append, lambda _: None)
-    output = "".join(lines)
-    report = Report.from_output(output)
-    if report is None:
-        tail = "\n".join((output or ended.message).splitlines()[-_OUTPUT_LINES:])
-        raise ConfigError(
-            f"the job {job_id} that was to look at the cluster ended as {ended.status} (exit code {ended.exit_code})"
-            f" without an answer. Are the application's libraries installed for {section.python!r} there"
-            " (submit.python)? ray_app itself has to be, too,"
-            f" unless submit.ray_app ({section.ray_app!r}) is 'send'. The end of its output:\n" + redact(tail)
-        )
-    return report
-
-
-def compare_versions(client: dict[str, str], head: dict[str, str]) -> list[Finding]:
-    """Compares the `versions` of this machine with those of the head node, and returns findings."""
-    findings = []
-    for name in _MUST_AGREE:
-        client_version, head_version = _release(name, client), _release(name, head)
-        if client_version != head_version:
-            text = (
-                f"{name} is {client_version} here and {head_version} on the cluster; use the same, for instance by the"
-                " cluster's image."
-            )
-            text += " Or let the one from here go along: --submit.ray_app send." if name == "ray_app" else ""
-            findings.append(Finding("refused", "versions", text))
-    other = {name: client[name] for name in client if name not in _MUST_AGREE and client[name] != head.get(name)}
-    if other:
-        listed = ", ".join(f"{name} {version} (cluster: {head.get(name)})" for name, version in other.items())
-        text = f"not those of the cluster: {listed}. The cluster's count; other versions of torch can give other bits."
-        findings.append(Finding("warning", "versions", text))
-    same = f"Python {client['python']}, Ray {client['ray']}, torch {client['torch']}, and the others agree."
-    return findings or [Finding("ok", "versions", same)]
-
-
-def _release(name: str, versions: dict[str, str]) -> str:
-    """Returns the part of a version that must agree: for Python the first two numbers."""
-    version = versions.get(name, "unknown")
-    return ".".join(version.split(".")[:2]) if name == "python" else version
 
 
 _MB = 1 << 20

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ray_app.errors import DataError
-from ray_app.plan.manifest import ColumnFacts, DataFacts, class_columns, format_names
+from ray_app.errors import DataError, join_names
+from ray_app.plan.manifest import ColumnFacts, DataFacts, class_columns
 from ray_app.task.base import Task
 
 _MAX_WRITTEN = 100
@@ -103,8 +103,8 @@ def refuse_other_names(trained: Sequence[str] | None, classes: Sequence[str] | N
         return
     trained_name = f"{other!r} in {of}" if other is not None else f"none in {of}"
     raise DataError(
-        f"Class {number} is {one!r} in {where} and {trained_name}: they have the classes {format_names(classes)} and"
-        f" {format_names(trained)}. Classes agree by name, never by number alone. Ingest both together (eval_fraction),"
+        f"Class {number} is {one!r} in {where} and {trained_name}: they have the classes {join_names(classes)} and"
+        f" {join_names(trained)}. Classes agree by name, never by number alone. Ingest both together (eval_fraction),"
         f" or from sources with the same labels{_describe_classes_option(trained, classes, where, of)}."
     )
 

@@ -3,9 +3,8 @@
 `Backlog` has the points that were not sent, `MlflowRun` has the calls for one run, and `TrackingState` is the content
 of `tracking.json`: the id of the MLflow run and the last points that were sent.
 
-Each block of steps, each evaluation and each sample of the nodes' load is one point. A point, including its time, is a
-function of the record only. A point that is sent a second time is therefore bit-identical, and MLflow's SQL stores drop
-it.
+Each block of steps and each evaluation is one point. A point, including its time, is a function of the record only. A
+point that is sent a second time is therefore bit-identical, and MLflow's SQL stores drop it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import Evaluation, evaluator_names, read_scores
 from ray_app.runlog.history import means
 from ray_app.runlog.journal import RecordReader, StepRecord, read_events
-from ray_app.runlog.node_metrics import NodeSample, read_samples
 from ray_app.runlog.paths import RunPaths, from_known_fields
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, list_files, put_json, read_json
@@ -43,21 +41,19 @@ RUN_EVALUATOR = ""
 
 @dataclass(frozen=True)
 class Point:
-    """Metrics of one step: of a block of steps that ends with it, of an evaluation, or of a sample of the nodes' load.
+    """Metrics of one step: of a block of steps that ends with it, or of an evaluation.
 
     Args:
         step: Finished steps.
         time_ms: Time of the record, milliseconds since 1970 (UTC).
         metrics: Values by name; NaN and infinity stay.
         evaluator: Name of the evaluator, see `RUN_EVALUATOR`; None unless the point is of an evaluation.
-        look: Name of the sample of the nodes' load; None unless the point is of one.
     """
 
     step: int
     time_ms: int
     metrics: dict[str, float]
     evaluator: str | None = None
-    look: str | None = None
 
 
 @dataclass
@@ -67,18 +63,14 @@ class SentState:
     Args:
         sent_step: Step of the last point of a block.
         evaluations: For each evaluator, the steps of the evaluations.
-        look: Name of the last sample of the nodes' load.
     """
 
     sent_step: int = 0
     evaluations: dict[str, list[int]] = field(default_factory=dict)
-    look: str = ""
 
     def add(self, point: Point) -> None:
         """Records that a point was sent."""
-        if point.look is not None:
-            self.look = point.look
-        elif point.evaluator is not None:
+        if point.evaluator is not None:
             self.evaluations.setdefault(point.evaluator, []).append(point.step)
         else:
             self.sent_step = point.step
@@ -103,7 +95,6 @@ class Backlog:
         self._reader = RecordReader(self._paths)
         self._steps: dict[int, StepRecord] = {}
         self._dropped_step = self.newest_step = 0
-        self._looks: dict[str, NodeSample] = {}
 
     def read(self, sent: SentState) -> None:
         """Reads the new part of the record after what MLflow has.
@@ -127,14 +118,12 @@ class Backlog:
         with self._detect_growth(self._paths.events) as has_grown:
             if has_grown:
                 self._failed_at_s = [event.time_s for event in read_events(self._paths, "failed")]
-        self._looks |= read_samples(self._paths, sent.look, self._looks)
 
     def sent(self, sent: SentState) -> None:
         """Drops the part that was sent."""
         for step in range(self._dropped_step + 1, sent.sent_step + 1):
             self._steps.pop(step, None)
         self._dropped_step = max(self._dropped_step, sent.sent_step)
-        self._looks = {name: look for name, look in self._looks.items() if name > sent.look}
 
     def unsent_evaluations(self, sent: SentState) -> Iterator[Point]:
         """Yields the points of evaluations that were not sent, of one evaluator after the other, by step."""
@@ -147,13 +136,12 @@ class Backlog:
             )
 
     def points(self, sent: SentState, finished: bool) -> Iterator[Point]:
-        """Yields the points that can be sent now: blocks by step, then evaluations, then samples of the nodes' load.
+        """Yields the points that can be sent now: blocks by step, then evaluations.
 
         With `finished` no more steps will come, so the last block is complete as it is.
         """
         yield from self._step_points(sent.sent_step, finished)
         yield from list(self.unsent_evaluations(sent))
-        yield from [make_node_point(name, look) for name, look in sorted(self._looks.items()) if name > sent.look]
 
     def _step_points(self, sent_step: int, finished: bool) -> Iterator[Point]:
         newest, every = max(self._steps, default=0), self._every_steps
@@ -216,14 +204,6 @@ def make_evaluation_point(evaluation: Evaluation, evaluator: str = RUN_EVALUATOR
         prefix + name: float(value) for name, value in evaluation.metrics.items() if isinstance(value, int | float)
     }
     return Point(evaluation.step, int(evaluation.time_s * 1e3), metrics, evaluator)
-
-
-def make_node_point(name: str, look: NodeSample) -> Point:
-    """Returns the point of a sample of the nodes' load, `system/<node>/<value>` for each value."""
-    metrics = {
-        f"system/{node}/{key}": value for node, values in sorted(look.nodes.items()) for key, value in values.items()
-    }
-    return Point(look.step, int(look.time_s * 1e3), metrics, look=name)
 
 
 def _ratio(value: float, by: float) -> float:
@@ -489,4 +469,3 @@ class TrackingState(SentState):
         """Resets the part that was sent: MLflow has nothing."""
         self.sent_step = 0
         self.evaluations = {}
-        self.look = ""

@@ -188,24 +188,6 @@ _MAX_STRAGGLERS = 3
 _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
 
-@dataclass
-class _Rate:
-    """The rows per second between two updates."""
-
-    step: int = 0
-    time_s: float = 0.0
-    rows_per_s: float = 0.0
-
-    def update(self, step: int, time_s: float, batch_rows: int) -> float:
-        if step < self.step:
-            self.step, self.time_s = step, time_s
-        elif time_s - self.time_s > 0.5 and step > self.step:
-            if self.time_s:
-                self.rows_per_s = (step - self.step) * batch_rows / (time_s - self.time_s)
-            self.step, self.time_s = step, time_s
-        return self.rows_per_s
-
-
 class RunConsole:
     """Shows the progress of a run with at most `max_workers` workers."""
 
@@ -225,7 +207,7 @@ class RunConsole:
         self._live = rich.is_terminal and not rich.is_jupyter
         self._cell = LiveLine() if rich.is_jupyter else None
         self._metrics, self._speed = metrics, Speed(job.plan.global_batch_size)
-        self._rate, self._last_line_s = _Rate(), 0.0
+        self._last_line_s = 0.0
         self._evaluation_text = ""
         self._disturbances_text = ""
         self._last_read_s = 0.0
@@ -304,8 +286,10 @@ class RunConsole:
         if time.monotonic() - self._last_read_s < max(1.0, poll_interval_s(self._job.paths.root)):
             return
         self._last_read_s = time.monotonic()
-        if self._metrics is not None and newest is not None:
-            self._measure(self._metrics, newest, waits)
+        if newest is not None:
+            self._speed.look(newest, time.monotonic())
+            if self._metrics is not None:
+                self._measure(self._metrics, newest, waits)
         try:
             self._show_printed()
             evaluations = read_scores(self._job.paths)
@@ -328,7 +312,6 @@ class RunConsole:
             self._evaluation_text = f"{metric} {value:.4f} (step {newest_evaluation.step}{backlog})"
 
     def _measure(self, metrics: RunMetrics, newest: StepRecord, waits: bool) -> None:
-        self._speed.look(newest, time.monotonic())
         metrics.set("steps", newest.step)
         metrics.set("workers", 0 if waits else newest.workers)
         metrics.set("rows_per_second", self._speed.rows_per_s)
@@ -344,7 +327,7 @@ class RunConsole:
         return epoch, step + 1
 
     def _text(self, newest: StepRecord) -> str:
-        rate = self._rate.update(newest.step, newest.time_s, self._job.plan.global_batch_size)
+        rate = self._speed.rows_per_s
         speed = f"{rate:,.0f} rows/s" if rate else "- rows/s"
         named = [f"{name} {value:.4f}" for name, value in newest.metrics.items()]
         parts = [f"loss {newest.loss:.4f}", *named, speed, f"{newest.workers} of {self._max_workers} workers"]

@@ -105,8 +105,7 @@ def declared() -> tuple[set[str], dict[str, set[str]]]:
 @cache
 def distributions() -> dict[str, set[str]]:
     """Returns the distributions that have a top-level module of a name."""
-    # Only machines with a GPU need this library.
-    providers = {"pynvml": ["nvidia-ml-py"], **importlib.metadata.packages_distributions()}
+    providers = importlib.metadata.packages_distributions()
     return {library: {canonicalize_name(name) for name in names} for library, names in providers.items()}
 
 
@@ -161,7 +160,7 @@ def test_each_extra_of_the_table_is_required_and_missing_elsewhere() -> None:
         ("def f():\n    import torchvision", {"vision"}, None),
         ("def f():\n    from google.protobuf import json_format", {"tfrecord"}, None),
         ("if TYPE_CHECKING:\n    import mlflow", {"tracking"}, None),
-        ("def f():\n    try:\n        import pynvml\n    except ImportError:\n        pass", set(), None),
+        ("def f():\n    try:\n        import torchvision\n    except ImportError:\n        pass", set(), None),
     ],
 )
 def test_imports_without_a_declared_library_are_reported(code: str, required: set[str], problem: str | None) -> None:

@@ -206,6 +206,7 @@ def test_documented_symptoms_are_messages_of_the_code() -> None:
     messages_of_others = {
         "AuthenticationError",
         "does not have a deterministic implementation",
+        "No module named ray_app",
         "summary.json",
         "data_wait_fraction",
     }

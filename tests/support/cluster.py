@@ -14,7 +14,7 @@ from ray_app import load_config, run_training
 from ray_app.config.config import Config
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.process import set_variables
-from ray_app.runlog.journal import MetricsReader
+from ray_app.runlog.journal import read_records
 from ray_app.runlog.paths import RunPaths
 from tests.support.mlflow_server import make_database
 from tests.support.paths import ROOT
@@ -101,6 +101,5 @@ def reference_run(make_short_config: Callable[..., Config], reference_summary: d
 
 
 def record_of(run: Path) -> list[tuple[int, float, list[int], list[int]]]:
-    reader = MetricsReader(RunPaths(run))
-    reader.poll()
-    return [(step, r.loss, r.rows, r.row_hash) for step, r in sorted(reader.records.items())]
+    records, _ = read_records(RunPaths(run))
+    return [(step, r.loss, r.rows, r.row_hash) for step, r in sorted(records.items())]

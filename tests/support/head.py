@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
-import shlex
 import shutil
 import signal
 import socket
@@ -35,27 +33,6 @@ class Head:
     environment: dict[str, str]
     token: str
     log: Path
-
-    @contextmanager
-    def start_node_without(self, hidden: Path) -> Iterator[None]:
-        """Starts a node without CPUs on which `hidden` is an empty folder, as on a machine without that mount."""
-        address = re.search(r"--address='([\d.:]+)'", self.log.read_text())
-        assert address is not None
-        start = [
-            str(RAY),
-            "start",
-            f"--address={address[1]}",
-            "--block",
-            "--num-cpus=0",
-            "--node-ip-address=127.0.0.3",
-            *_options(free_ports(4)),
-        ]
-        script = f"mount -t tmpfs none {shlex.quote(str(hidden))} && exec {shlex.join(start)}"
-        user = [] if os.geteuid() == 0 else ["--map-root-user"]
-        with _started(
-            ["unshare", "--mount", *user, "sh", "-c", script], self.environment, self.log.with_name("other-node.log")
-        ):
-            yield
 
     def ask(self, path: str, token: str | None = None, body: Any = None) -> Any:
         """Sends a request to the REST API as any HTTP client would."""

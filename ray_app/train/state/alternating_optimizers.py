@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.import_paths import TurnSpec
 from ray_app.config.sections import ClassSpec
-from ray_app.errors import ConfigError
-from ray_app.train.state.parameters import format_names, load_optimizer, match_names
+from ray_app.errors import ConfigError, join_names
+from ray_app.train.state.parameters import load_optimizer, match_names
 
 
 def turn_at(turns: Mapping[str, TurnSpec], step: int) -> str:
@@ -72,7 +72,7 @@ class Turns(Optimizer):
             members = {name: p for name, p in trained.items() if name in names}
             if shared := [name for name in members if name in owners]:
                 raise ConfigError(
-                    f"{field} names {format_names(shared)}, which optimizers.{owners[shared[0]]} has, too; each"
+                    f"{field} names {join_names(shared)}, which optimizers.{owners[shared[0]]} has, too; each"
                     " parameter belongs to one optimizer."
                 )
             if not members:
@@ -82,7 +82,7 @@ class Turns(Optimizer):
             self.optimizers[turn] = make(spec, members, f"optimizers.{turn}")
         if unowned := [name for name in trained if name not in owners]:
             raise ConfigError(
-                f"No optimizer has the parameters {format_names(unowned)}; name them in one, or in train.freeze."
+                f"No optimizer has the parameters {join_names(unowned)}; name them in one, or in train.freeze."
             )
         self._update_groups()
 

@@ -20,13 +20,12 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import params_digest
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, join_names
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
 from ray_app.storage.files import to_location
 from ray_app.task.configured_arguments import TASK_LOSS
 from ray_app.torch_private import BatchNorm, foreach_lerp_
 
-_MAX_NAMES = 12
 _MAX_SUGGESTIONS = 3
 _MAX_DIFFERENCES = 5
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02")
@@ -52,15 +51,9 @@ def match_names(names: Iterable[str], pattern: str, field: str) -> list[str]:
         near = difflib.get_close_matches(pattern, all_names, _MAX_SUGGESTIONS, cutoff=0.4)
         hint = f" The nearest: {', '.join(near)}." if near else ""
         raise ConfigError(
-            f"{field} names {pattern!r}, which matches no parameter; the model has {format_names(all_names)}.{hint}"
+            f"{field} names {pattern!r}, which matches no parameter; the model has {join_names(all_names)}.{hint}"
         )
     return matches
-
-
-def format_names(names: list[str], max_names: int = _MAX_NAMES) -> str:
-    """Returns a text with the first `max_names` names and the number of further names."""
-    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-    return ", ".join(names[:max_names]) + more
 
 
 NAMES, NORMS_AND_BIASES = "names", "norms_and_biases"
@@ -177,9 +170,7 @@ def freeze_parameters(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
         for name in match_names(named, pattern, "train.freeze"):
             named[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in named.values()):
-        raise ConfigError(
-            f"train.freeze {patterns} leaves nothing to train; the model has {format_names(list(named))}."
-        )
+        raise ConfigError(f"train.freeze {patterns} leaves nothing to train; the model has {join_names(list(named))}.")
     layers = (
         [(m, [p.requires_grad for p in m.parameters()]) for m in model.modules() if isinstance(m, BatchNorm)]
         if patterns
@@ -251,7 +242,7 @@ def _parse_state_dict(data: bytes) -> dict[str, Tensor]:
     for prefix in ("module.", "_orig_mod."):
         consume_prefix_in_state_dict_if_present(state, prefix)
     if wrong := [name for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise ValueError(f"{format_names(list(map(str, wrong)), _MAX_DIFFERENCES)} in it are no tensors")
+        raise ValueError(f"{join_names(list(map(str, wrong)), _MAX_DIFFERENCES)} in it are no tensors")
     # Tied parameters are copied, since safetensors, in which the run keeps them, has no shared memory.
     return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
 
@@ -320,7 +311,7 @@ def _differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list
             if (expected[name].dtype, expected[name].shape) != (actual[name].dtype, actual[name].shape)
         ],
     }
-    return [f"{kind}: {format_names(names, _MAX_DIFFERENCES)}" for kind, names in kinds.items() if names]
+    return [f"{kind}: {join_names(names, _MAX_DIFFERENCES)}" for kind, names in kinds.items() if names]
 
 
 class ParameterAverage:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from ray_app.data.windows import MicroBatch
-from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job, OpenWindows
@@ -117,11 +116,6 @@ def test_micro_batches_are_the_same_for_every_reader_and_worker_count(
     plain = delivered(texts_job(tmp_path / "plain", data, **options, data__by_length=None), 1, cache_windows)
     assert count_keys(first) == count_keys(plain)
     assert count_values(first) < 0.9 * count_values(plain)
-
-
-def test_balanced_sampling_of_whole_files_is_refused(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.balance_by is 'label' with data\.shard: file"):
-        texts_job(tmp_path, data, data__shard="file", data__balance_by="label")
 
 
 @pytest.mark.rest

@@ -291,11 +291,6 @@ def test_too_few_files_are_refused(tmp_path: Path) -> None:
         policy_job(tmp_path / "run", folder, "file")
 
 
-def test_balancing_with_shard_file_is_refused(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.balance_by is 'label' with data.shard: file"):
-        policy_job(tmp_path / "run", data, "file", data__balance_by="label")
-
-
 @pytest.mark.parametrize("column", ["image", "nothing"])
 def test_a_column_without_classes_is_refused(tmp_path: Path, data: Path, column: str) -> None:
     with pytest.raises(DataError, match=r"data.balance_by"):

@@ -23,7 +23,7 @@ from ray_app.drill.faults import HookChain
 from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, launch_lock
-from ray_app.runlog.journal import MetricsReader, read_events
+from ray_app.runlog.journal import read_events, read_records
 from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification
 from ray_app.testing import DieAfter, KilledError, TrainedRun, WorkerPool, cache_windows, read_trained_run
@@ -284,10 +284,9 @@ def test_incompatible_fsdp_settings_are_refused(
 
 def sizes_by_step(job: Job) -> dict[int, set[int]]:
     """Returns the numbers of workers that ran each step."""
-    reader = MetricsReader(job.paths)
-    reader.poll()
+    records, repeated = read_records(job.paths)
     sizes: dict[int, set[int]] = {}
-    for record in [*reader.records.values(), *reader.repeated]:
+    for record in [*records.values(), *repeated]:
         sizes.setdefault(record.step, set()).add(record.workers)
         assert math.isfinite(record.loss)
     return sizes

@@ -22,7 +22,6 @@ from ray_app.config.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import evaluated_steps, evaluator_names, read_evaluations
 from ray_app.runlog.journal import Event, put_event
-from ray_app.runlog.node_metrics import NodeSample, put_sample
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import put_json, read_json
 from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, DataSet, SentState
@@ -180,28 +179,6 @@ def test_the_newest_evaluation_of_each_evaluator_is_an_artifact(run: RecordedRun
     assert (
         Path(client.download_artifacts(mlflow_run.info.run_id, "report.html")).read_text() == "<p>http://***@host</p>"
     )
-
-
-def test_node_samples_arrive_once_also_after_a_crash_and_a_resume(run: RecordedRun) -> None:
-    run.record(1, 10)
-    samples = [
-        NodeSample(n, BASE_S + n / 7, {"10.0.0.1": {"cpu_percent": n / 3}, "10.0.0.2": {"cpu_percent": 1.0}})
-        for n in range(30)
-    ]
-    for n, sample in enumerate(samples[:20]):
-        put_sample(run.paths, 1, n, sample)
-    assert run.tracker().close("KILLED", 20)
-    older = read_json(run.paths.tracking)
-    for n, sample in enumerate(samples[20:]):
-        put_sample(run.paths, 2, n, sample)
-    assert run.tracker().close("KILLED", 20)
-    put_json(run.paths.tracking, older | {"look": "000001-000000007.json"})
-    assert run.tracker().close("FINISHED", 20)
-    points_of = histories(run, only_mlflow_run(run).info.run_id)
-    assert points_of["system/10.0.0.1/cpu_percent"] == [
-        (x.step, int(x.time_s * 1e3), x.nodes["10.0.0.1"]["cpu_percent"]) for x in samples
-    ]
-    assert len(points_of["system/10.0.0.2/cpu_percent"]) == 30
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])

@@ -32,7 +32,7 @@ from ray_app.reduction.base import World
 from ray_app.retry import Retry
 from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations, read_scores
-from ray_app.runlog.journal import MetricsReader, MetricsWriter, StepRecord, put_event, read_events
+from ray_app.runlog.journal import MetricsWriter, RecordReader, StepRecord, put_event, read_events, read_records
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage import files as files_module
 from ray_app.storage.files import put_atomic
@@ -664,38 +664,37 @@ def record_of(step: int, loss: float = 0.5, generation: str = "1.1") -> StepReco
 
 
 def test_metrics_are_read_back_and_a_repeated_step_counts_once(paths: RunPaths) -> None:
-    reader = MetricsReader(paths)
-    assert reader.poll() == []
+    reader = RecordReader(paths)
+    assert list(reader.first_records()) == []
     first = MetricsWriter(paths, fence=1, flush_s=60)
     for step in (1, 2):
         first.add(record_of(step))
-    assert reader.poll() == []
+    assert list(reader.first_records()) == []
     first.flush()
-    assert reader.poll() == [record_of(1), record_of(2)]
+    assert list(reader.first_records()) == [record_of(1), record_of(2)]
     first.add(record_of(3))
     first.close()
     again = MetricsWriter(paths, fence=2, flush_s=60)
     for step in (2, 3, 4):
         again.add(record_of(step, loss=0.75, generation="2.1"))
     again.close()
-    assert reader.poll() == [record_of(3), record_of(4, loss=0.75, generation="2.1")]
+    assert list(reader.first_records()) == [record_of(3), record_of(4, loss=0.75, generation="2.1")]
     third = MetricsWriter(paths, fence=2, flush_s=60)
     # This is another rank's record of the same execution.
     third.add(record_of(4, loss=0.5, generation="2.1"))
     third.close()
-    assert reader.poll() == []
-    assert reader.repeated == [record_of(2, loss=0.75, generation="2.1"), record_of(3, loss=0.75, generation="2.1")]
-    assert reader.records == {s: record_of(s) for s in (1, 2, 3)} | {4: record_of(4, loss=0.75, generation="2.1")}
-    late = MetricsReader(paths)
-    late.poll()
-    assert (late.records, late.repeated) == (reader.records, reader.repeated)
+    assert list(reader.first_records()) == []
+    assert read_records(paths) == (
+        {s: record_of(s) for s in (1, 2, 3)} | {4: record_of(4, loss=0.75, generation="2.1")},
+        [record_of(2, loss=0.75, generation="2.1"), record_of(3, loss=0.75, generation="2.1")],
+    )
 
 
 def test_metrics_that_could_not_be_written_are_written_later(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError("disk full")
 
-    writer, reader = MetricsWriter(paths, fence=1, flush_s=60), MetricsReader(paths)
+    writer, reader = MetricsWriter(paths, fence=1, flush_s=60), RecordReader(paths)
     with monkeypatch.context() as broken:
         broken.setattr(files_module.os, "fsync", fail)
         writer.add(record_of(1))
@@ -703,21 +702,21 @@ def test_metrics_that_could_not_be_written_are_written_later(paths: RunPaths, mo
             writer.flush()
         # An event that cannot be written is not an error either.
         put_event(paths, "failed", 1)
-    assert reader.poll() == []
+    assert list(reader.first_records()) == []
     writer.add(record_of(2))
     writer.close()
-    assert reader.poll() == [record_of(1), record_of(2)]
+    assert list(reader.first_records()) == [record_of(1), record_of(2)]
     assert read_events(paths) == []
 
 
 def test_the_metrics_writer_flushes_after_its_interval(paths: RunPaths) -> None:
-    writer, reader = MetricsWriter(paths, fence=1, flush_s=0.01), MetricsReader(paths)
+    writer, reader = MetricsWriter(paths, fence=1, flush_s=0.01), RecordReader(paths)
     writer.add(record_of(1))
     deadline_s = time.monotonic() + 10
-    while not reader.poll():
+    while not list(reader.first_records()):
         assert time.monotonic() < deadline_s, "the writer has flushed nothing within 10 s"
     writer.close()
-    assert reader.records == {1: record_of(1)}
+    assert read_records(paths)[0] == {1: record_of(1)}
 
 
 def test_events_are_read_back_in_order(paths: RunPaths) -> None:
@@ -858,8 +857,8 @@ def test_metrics_and_events_of_other_versions_are_read(paths: RunPaths) -> None:
             paths.metrics / f"{fence:010d}-{fence:04d}-{fence}.json",
             json.dumps(columns | more | {"step": [fence]}).encode(),
         )
-    reader = MetricsReader(paths)
-    assert reader.poll() == [record, replace(record, step=2)]
+    reader = RecordReader(paths)
+    assert list(reader.first_records()) == [record, replace(record, step=2)]
 
 
 class BlockingFile(io.BytesIO):

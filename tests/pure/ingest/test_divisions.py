@@ -113,14 +113,12 @@ def test_a_division_does_not_depend_on_where_it_is_done(tmp_path: Path, options:
     ("options", "expected"),
     [
         ({"group": "patient"}, "group is 'patient', but source 'csv' is not divided here; give --eval_fraction"),
-        ({"group": "patient", "stratify": True, "eval_fraction": 0.1}, "group and stratify are set"),
         ({"group": "person", "eval_fraction": 0.1}, "group needs the column 'person'; the columns are ['patient'"),
         ({"group": "x", "eval_fraction": 0.1}, "group 'x' is a column of double; allowed are text and integers"),
         (
             {"split_by": "patient", "eval_fraction": 0.1},
             "patient is 'p0', by which rows are divided; allowed",
         ),
-        ({"group": "kind", "eval_fraction": 0.1}, "group is 'kind', which is no group of rows"),
         ({"stratify": True, "eval_fraction": 0.1, "label": None}, "stratify needs the column 'label'"),
     ],
 )

@@ -311,7 +311,7 @@ def test_lists_without_a_type_or_of_text_are_refused(tmp_path: Path) -> None:
 def test_other_sources_have_no_ragged_columns(tmp_path: Path, source: Any) -> None:
     message = refusal(tmp_path, source, tmp_path / "in", ragged=["a"])
     assert message == f"ragged is ['a']: only jsonl, tfrecord, hf have it; leave it out for {source!r}."
-    with pytest.raises(ConfigError, match=r"with pack there are no columns but the tokens; leave ragged out"):
+    with pytest.raises(ConfigError, match=r"with pack there are no columns but the tokens; leave it out"):
         ingest(
             IngestOptions(
                 "jsonl", str(tmp_path / "out"), str(tmp_path / "in"), ragged=["a"], tokenizer="t.json", pack=4

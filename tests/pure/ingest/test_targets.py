@@ -69,14 +69,8 @@ def test_a_target_that_float32_cannot_hold_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"targets": ["sings"], "tokenizer": "x.json", "pack": 8}, "with pack there are no columns"),
         ({"targets": ["sings", "kind"]}, "targets names 'kind', a column of string"),
         ({"targets": ["sings", "swims"]}, "no column 'swims'"),
-        ({"targets": []}, "allowed are one or more names"),
-        ({"targets": ["sings", "sings"]}, "each once"),
-        ({"targets": ["sings"], "label": "sings"}, "in label, too"),
-        ({"targets": ["sings"], "drop": ["sings"]}, "in drop, too"),
-        ({"targets": ["sings"], "rename": {"sings": "y"}}, "in rename, too"),
         ({"targets": ["sings"], "rename": {"flies": "target"}}, "two columns of one name"),
     ],
 )

@@ -22,7 +22,6 @@ from ray_app.runlog.evaluations import Evaluation, early_stop, put_evaluation
 from ray_app.runlog.history import means, read_steps
 from ray_app.runlog.journal import (
     MAX_SMALL_FILES,
-    MetricsReader,
     MetricsWriter,
     PendingEvents,
     RecordReader,
@@ -32,6 +31,7 @@ from ray_app.runlog.journal import (
     newest_record,
     put_segment,
     read_events,
+    read_records,
 )
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.base import STEP_METRICS
@@ -67,9 +67,7 @@ def write_segments_with_repeats(paths: RunPaths, last: int = 100) -> None:
 
 
 def read_all(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord], StepRecord | None]:
-    reader = MetricsReader(paths)
-    reader.poll()
-    return reader.records, reader.repeated, newest_record(paths)
+    return *read_records(paths), newest_record(paths)
 
 
 class StoppedError(Exception):
@@ -125,14 +123,12 @@ def test_joining_stopped_at_any_write_loses_and_duplicates_no_record(
 def test_concurrent_joins_lose_no_record_while_readers_poll(paths: RunPaths) -> None:
     write_segments_with_repeats(paths)
     expected = read_all(paths)
-    live_reader = MetricsReader(paths)
     record_reader = RecordReader(paths)
     is_over = threading.Event()
     first_record_steps: list[int] = []
 
     def poll_repeatedly() -> None:
         while not is_over.is_set():
-            live_reader.poll()
             first_record_steps.extend(record.step for record in record_reader.first_records())
 
     def merge() -> None:
@@ -147,14 +143,10 @@ def test_concurrent_joins_lose_no_record_while_readers_poll(paths: RunPaths) -> 
         thread.join()
     is_over.set()
     polling.join()
-    new_reader = MetricsReader(paths)
-    new_reader.poll()
-    live_reader.poll()
+    records, repeated = read_records(paths)
     first_record_steps.extend(record.step for record in record_reader.first_records())
-    assert (new_reader.records, sorted(new_reader.repeated, key=repr)) == (expected[0], sorted(expected[1], key=repr))
-    assert live_reader.records.keys() == expected[0].keys()
+    assert (records, sorted(repeated, key=repr)) == (expected[0], sorted(expected[1], key=repr))
     assert sorted(first_record_steps) == sorted(expected[0]), "a record reader returns each step once"
-    assert len(live_reader.records) + len(live_reader.repeated) == len(expected[0]) + len(expected[1])
 
 
 def test_a_writer_joins_old_segments_and_skips_recent_ones(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +179,7 @@ def test_a_damaged_segment_is_named_and_no_segment_is_joined(paths: RunPaths) ->
     before = list_segments(paths)
     for read in (
         lambda: join_segments(paths, 0, 10**9),
-        lambda: MetricsReader(paths).poll(),
+        lambda: read_records(paths),
         lambda: read_steps(paths),
     ):
         with pytest.raises(ConfigError, match=f"{last} is damaged"):

@@ -21,7 +21,6 @@ from ray_app.cluster.resources import check_object_stores
 from ray_app.driver.parsing import parse
 from ray_app.errors import ConfigError
 from ray_app.submit import server
-from ray_app.submit.on_cluster import check_shared_storage
 from ray_app.submit.options import (
     SUBMISSION_BACKOFF,
     EndedJob,
@@ -34,7 +33,6 @@ from ray_app.submit.preflight import (
     check_absolute_storage,
     check_size,
     check_uploaded_data,
-    compare_versions,
     list_job_files,
 )
 from ray_app.submit.server import JobServer, LostContactError, _Tail
@@ -194,8 +192,6 @@ def test_the_refusal_of_a_large_package_names_its_largest_folders(
 def test_invalid_submit_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which is not a folder"):
         SubmitSection(working_dir=str(tmp_path / "missing")).check()
-    with pytest.raises(ConfigError, match=r"submit\.retries is -1; it must be at least 0"):
-        SubmitSection(retries=-1).check()
 
 
 def test_the_package_of_ray_app_is_complete_despite_excludes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,23 +225,12 @@ def test_the_package_of_ray_app_is_complete_despite_excludes(tmp_path: Path, mon
     ]
 
 
-def test_versions_of_python_and_ray_must_match() -> None:
-    here = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.15.0"}
-    assert [one.level for one in compare_versions(here, here)] == ["ok"]
-    assert [one.level for one in compare_versions(here, here | {"python": "3.11.9"})] == ["ok"]
-    other = compare_versions(here, {"python": "3.12.1", "ray": "2.59.0", "torch": "2.14.0"})
-    assert [one.level for one in other] == ["refused", "refused", "warning"]
-    assert [
-        word in one.text for one, word in zip(other, ("3.11", "2.59.0", "torch 2.15.0 (cluster: 2.14.0)"), strict=True)
-    ] == [True] * 3
-
-
 def test_a_cache_must_fit_into_each_object_store() -> None:
     nodes = [
         {"NodeManagerAddress": name, "Alive": True, "Resources": {"object_store_memory": size}}
         for name, size in (("a", 3e9), ("b", 1e9))
     ]
-    assert "1,000.0 MB" in check_object_stores(10**8, nodes)
+    check_object_stores(10**8, nodes)
     with pytest.raises(ConfigError, match=r"needs 2,000\.0 MB .* b has 1,000\.0 MB\. Set data\.cache to disk"):
         check_object_stores(2 * 10**9, nodes)
 
@@ -257,8 +242,6 @@ def test_a_storage_path_inside_the_job_is_refused(tmp_path: Path) -> None:
     assert "Give an absolute folder that all nodes share" in finding.text
     assert check_absolute_storage(config.replace(run__storage_path=str(tmp_path))) == []
     assert check_absolute_storage(config.replace(run__storage_path="s3://bucket/prefix")) == []
-    with pytest.raises(ConfigError, match="Ray removes that copy"):
-        check_shared_storage("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1/runs", [])
 
 
 class Cluster:

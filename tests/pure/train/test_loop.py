@@ -21,7 +21,7 @@ from ray_app.reduction.base import World
 from ray_app.retry import Retry
 from ray_app.runlog.evaluations import Evaluation, Verdict, put_evaluation
 from ray_app.runlog.history import recoveries
-from ray_app.runlog.journal import MetricsReader, StepRecord, put_event, read_events
+from ray_app.runlog.journal import StepRecord, put_event, read_events, read_records
 from ray_app.storage.files import Location, list_tree
 from ray_app.testing import KilledError, cache_windows
 from ray_app.train.checkpointing import persistence as writer_module
@@ -242,11 +242,10 @@ def test_each_loss_has_its_own_recovery(new_job: Callable[..., Job]) -> None:
 
     train(job, Regrouping(), cache_windows, CPU, Hooks(after_step=lose))
     formed = [event.details["lost_s"] for event in read_events(job.paths, "formed")[1:]]
-    reader = MetricsReader(job.paths)
-    reader.poll()
-    assert reader.records[6].time_s <= formed[1], "the second recovery begins at the time of the first loss"
-    assert formed[0] < reader.records[6].time_s
-    assert len(recoveries(read_events(job.paths), list(reader.records.values()))) == 2
+    records, _ = read_records(job.paths)
+    assert records[6].time_s <= formed[1], "the second recovery begins at the time of the first loss"
+    assert formed[0] < records[6].time_s
+    assert len(recoveries(read_events(job.paths), list(records.values()))) == 2
 
 
 def test_a_worker_that_waits_for_the_storage_enters_the_phase_saving(new_job: Callable[..., Job]) -> None:

@@ -20,7 +20,7 @@ from ray_app.config.config import Config
 from ray_app.drill.faults import HookChain
 from ray_app.driver.run import Faults
 from ray_app.errors import BudgetSpentError, RepeatedFailureError
-from ray_app.runlog.journal import Event, MetricsReader, read_events
+from ray_app.runlog.journal import Event, read_events, read_records
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Hooks, Job
 from tests.support.cluster import record_of
@@ -203,9 +203,8 @@ def test_a_run_survives_the_death_of_its_memory_cache(
 
 
 def _has_stepped(job: Job) -> bool:
-    reader = MetricsReader(job.paths)
-    reader.poll()
-    return bool(reader.records)
+    records, _ = read_records(job.paths)
+    return bool(records)
 
 
 def test_survivors_continue_after_deaths_in_every_phase_of_a_step(

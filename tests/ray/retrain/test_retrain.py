@@ -19,11 +19,11 @@ import pytest
 import ray
 
 from ray_app.cli.retrain import main
-from ray_app.config.config import from_yaml
+from ray_app.config.config import digest_json, from_yaml
 from ray_app.data.dataset import open_dataset, sha256
 from ray_app.models.registry import champion_of
 from ray_app.retrain.gate import select_gate_rows
-from ray_app.retrain.rounds import STAGES, RetrainPaths, digest_json, open_rounds, read_audit_entries
+from ray_app.retrain.rounds import STAGES, RetrainPaths, open_rounds, read_audit_entries
 from ray_app.storage.files import read_json
 from ray_app.track.mlflow_client import connect
 from tests.support.mlflow_server import make_database, mlflow_runs
@@ -43,7 +43,6 @@ ARGUMENTS = [
     "--checkpoint.every_epochs=8",
     "--scaling.max_workers=1",
     "--scaling.logical_workers=1",
-    "--tracking.system_metrics_s=null",
     "--retrain.min_metric=0.2",
     "--retrain.max_recall_drop=1.0",
     "--retrain.start=champion",

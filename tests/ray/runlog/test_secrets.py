@@ -33,9 +33,7 @@ def test_no_output_of_a_run_contains_a_secret(
         "source": "s3://me:canary-of-the-uri@bucket/x?token=canary-parameter",
         "fail_at": 20,
     }
-    config = make_short_config(
-        tracking__enabled=True, tracking__system_metrics_s=1.0, tracking__every_steps=1, scaling__max_workers=1
-    )
+    config = make_short_config(tracking__enabled=True, tracking__every_steps=1, scaling__max_workers=1)
     config = config.replace(task={"class_path": "tests.support.secret_task.SecretTask", "init_args": secrets})
     (tmp_path / "given.yaml").write_text(config.to_yaml())
     assert main(["--config", str(tmp_path / "given.yaml")]) == 1

@@ -17,8 +17,7 @@ from ray_app.config.config import Config
 from ray_app.driver import run as run_module
 from ray_app.driver.run import Faults
 from ray_app.runlog.evaluations import read_evaluations
-from ray_app.runlog.journal import MetricsReader, StepRecord
-from ray_app.runlog.node_metrics import read_samples
+from ray_app.runlog.journal import StepRecord, read_records
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks, Job
@@ -47,9 +46,8 @@ def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records_of(paths: RunPaths) -> dict[int, StepRecord]:
-    reader = MetricsReader(paths)
-    reader.poll()
-    return dict(sorted(reader.records.items()))
+    records, _ = read_records(paths)
+    return dict(sorted(records.items()))
 
 
 def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
@@ -65,15 +63,7 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
     evaluations = read_evaluations(paths)
     evaluation_points = metric_history(uri, run_id, "eval_accuracy") if evaluations else []
     assert evaluation_points == [(e.step, int(e.time_s * 1e3), e.metrics["accuracy"]) for e in evaluations]
-    samples = list(read_samples(paths, "").values())
-    for node in {name for sample in samples for name in sample.nodes}:
-        expected = [
-            (sample.step, int(sample.time_s * 1e3), sample.nodes[node]["memory_gb"])
-            for sample in samples
-            if node in sample.nodes
-        ]
-        assert metric_history(uri, run_id, f"system/{node}/memory_gb") == expected
-    sent = {name for name in run.data.metrics if not name.startswith(("eval_", "system/"))}
+    sent = {name for name in run.data.metrics if not name.startswith("eval_")}
     assert sent - {"imbalance"} == {
         "loss",
         "lr",
@@ -152,7 +142,6 @@ def test_outages_delay_no_step_and_lose_or_double_no_point(
         tracking__enabled=True,
         tracking__uri=server.uri,
         tracking__every_steps=1,
-        tracking__system_metrics_s=0.5,
         train__epochs=3,
         train__max_steps=STEPS,
         data__eval_path=str(digits / "eval"),
@@ -198,7 +187,6 @@ def test_a_run_without_mlflow_is_replayed_later(
     fields = {
         "tracking__enabled": True,
         "tracking__every_steps": 1,
-        "tracking__system_metrics_s": 0.5,
         "run__name": "absent",
     }
     result = run_training(make_short_config(**fields, tracking__uri=absent.uri, tracking__experiment="first"))
@@ -213,9 +201,8 @@ def test_a_run_without_mlflow_is_replayed_later(
     assert "holds no run" in capsys.readouterr().err
 
     paths = RunPaths(tmp_path / "runs" / "absent")
-    points = 30 + len(read_samples(paths, ""))
     assert track(["--replay", command, "--uri", server.uri, "--experiment", "second"]) == 0
-    assert f"Sent {points} points, 0 of them evaluations" in capsys.readouterr().out
+    assert "Sent 30 points, 0 of them evaluations" in capsys.readouterr().out
     run = assert_all_sent(paths, server.uri)
     assert read_json(paths.summary)["mlflow_run_id"] == run.info.run_id
     assert track(["--replay", command]) == 0, "a replay must use the last server"

@@ -21,7 +21,7 @@ from ray_app.drill.memory_faults import Flip
 from ray_app.driver.parsing import load_config
 from ray_app.errors import ConfigError, WrongResultError
 from ray_app.models.export import load_model, write_export
-from ray_app.runlog.journal import MetricsReader, read_events
+from ray_app.runlog.journal import read_events, read_records
 from ray_app.task.base import Task
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
@@ -71,13 +71,12 @@ def test_the_code_of_the_documentation_trains_a_gan(worker_pool: WorkerPool, dat
     assert len([line for line in ON_PAGE["python"].split("class Gan")[1].splitlines() if line.strip()]) <= 35
     job = job_of(tmp_path / "run", data)
     worker_pool.train_to_end(job, 2, cache_windows)
-    reader = MetricsReader(job.paths)
-    reader.poll()
-    turns = [sorted(reader.records[step].metrics) for step in range(1, 7)]
+    records, _ = read_records(job.paths)
+    turns = [sorted(records[step].metrics) for step in range(1, 7)]
     assert turns == [["caught", "critic_loss"]] * 2 + [["generator_loss"]] + [["caught", "critic_loss"]] * 2 + [
         ["generator_loss"]
     ]
-    assert [reader.records[step].lr for step in range(1, 5)] == [0.002, 0.002, 0.001, 0.002]
+    assert [records[step].lr for step in range(1, 5)] == [0.002, 0.002, 0.001, 0.002]
 
 
 @pytest.mark.rest

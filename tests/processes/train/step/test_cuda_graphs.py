@@ -158,23 +158,6 @@ def test_a_worker_that_computes_on_its_cpu_is_refused() -> None:
         make_graph_backend(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"scaling__gpus_per_worker": 0.0}, "scaling.gpus_per_worker is 0"),
-        ({"train__strategy": "fsdp"}, "train.strategy is fsdp"),
-        ({"train__compile": True}, "train.compile is set"),
-        ({"train__reduction": "overlapped"}, "train.reduction is overlapped"),
-        ({"failure__sdc_check_rate": 0.1}, "failure.sdc_check_rate is set"),
-    ],
-)
-def test_settings_that_capture_does_not_support_are_refused(
-    data: Path, tmp_path: Path, fields: dict[str, Any], why: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"train.capture is set, and {why}"):
-        make_job(tmp_path / "run", data, logical_workers=4, batch=12, **(CAPTURE | fields))
-
-
 def make_device_error(code: int, message: str) -> RuntimeError:
     """Returns an error of the device as torch raises it."""
     error = torch.AcceleratorError(message)

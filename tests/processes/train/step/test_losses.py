@@ -18,7 +18,7 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.runlog.journal import MetricsReader
+from ray_app.runlog.journal import read_records
 from ray_app.task.base import Batch
 from ray_app.task.environment import set_up_torch
 from ray_app.task.metrics import combine, score
@@ -351,10 +351,9 @@ def test_reduced_values_are_bit_identical_on_any_workers(
         job_of(tmp_path / "other", data, task=TinyImages(), **STRATEGIES[name]), 2, cache_windows
     )
     assert without.digests == alone.digests, "reduced values changed the parameters"
-    reader = MetricsReader(job.paths)
-    reader.poll()
+    records, _ = read_records(job.paths)
     steps = job.plan.steps_per_epoch
-    for step, record in reader.records.items():
+    for step, record in records.items():
         epoch = job.plan.epoch((step - 1) // steps)
         ids = [epoch.rows_at(v, (step - 1) % steps) for v in range(4)]
         ids = [positions for positions in ids if len(positions)]
@@ -481,11 +480,8 @@ def test_step_records_have_weight_and_metrics_only_for_weighted_losses(
 ) -> None:
     job = job_of(tmp_path / "run", data, train__max_steps=4)
     worker_pool.train_to_end(job, 2, cache_windows)
-    reader = MetricsReader(job.paths)
-    reader.poll()
-    assert all(
-        record.over == record.weight > 0 and 0 <= record.metrics["right"] <= 1 for record in reader.records.values()
-    )
+    records, _ = read_records(job.paths)
+    assert all(record.over == record.weight > 0 and 0 <= record.metrics["right"] <= 1 for record in records.values())
     unweighted = replace(job, run_root=str(tmp_path / "bare"), task=TinyImages().from_settings(vars(job.task)))
     worker_pool.train_to_end(unweighted, 2, cache_windows)
     [segment, *_] = sorted(unweighted.paths.metrics.glob("*.json"))

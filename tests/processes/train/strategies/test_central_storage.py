@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.errors import ConfigError, PeerLostError, PreemptedError
+from ray_app.errors import PeerLostError, PreemptedError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import read_events
@@ -248,11 +248,6 @@ def test_only_one_worker_holds_the_optimizer_state_outside_its_device(
     assert len({digest for o in (first, *others) for digest in (o["evaluated"], o["snapshot"])}) == 1, (
         "the workers evaluate different parameters"
     )
-
-
-def test_cpu_offload_is_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train.cpu_offload is set, but only train.strategy: fsdp"):
-        central_job(tmp_path / "run", data, train__cpu_offload=True)
 
 
 class SometimesUsed(TinyImages):

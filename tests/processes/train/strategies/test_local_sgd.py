@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ray_app.checkpoint.format import params_digest
-from ray_app.errors import ConfigError, PeerLostError
+from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.task.base import Batch
@@ -256,15 +256,6 @@ def test_one_local_step_with_an_outer_optimizer_is_close_to_ddp(
     for name, value in plain.snapshot.model.items():
         if "running" not in name:
             assert torch.allclose(local.snapshot.model[name].float(), value.float(), atol=1e-4), name
-
-
-def test_settings_that_local_sgd_cannot_have_are_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint.every_steps is 7.*multiple of train.local_steps = 3"):
-        local_job(tmp_path / "run", data, checkpoint__every_steps=7)
-    with pytest.raises(ConfigError, match=r"train.local_steps is set, but only train.strategy: local_sgd"):
-        local_job(tmp_path / "run", data, train__strategy="ddp")
-    with pytest.raises(ConfigError, match="fp16"):
-        local_job(tmp_path / "run", data, train__precision="fp16")
 
 
 def test_optimizer_state_that_is_not_averaged_is_sent_from_the_host(data: Path, tmp_path: Path) -> None:

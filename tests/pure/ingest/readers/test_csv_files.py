@@ -72,25 +72,6 @@ def test_ingesting_with_other_csv_options_into_one_folder_is_refused(tmp_path: P
         ingest_and_read(tmp_path, "csv", path, delimiter=";", column_names=["u", "v"])
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"delimiter": ""}, "delimiter is ''; allowed is one ASCII character"),
-        ({"delimiter": ";;"}, "allowed is one ASCII character"),
-        ({"delimiter": '"'}, "but no quote and no line end"),
-        ({"delimiter": "\n"}, "but no quote and no line end"),
-        ({"column_names": []}, "allowed are one or more names, each once"),
-        ({"column_names": ["a", "a"]}, "allowed are one or more names, each once"),
-        ({"source": "jsonl", "delimiter": ";"}, "only csv has it"),
-        ({"source": "numpy", "column_names": ["a"]}, "only csv has it"),
-    ],
-)
-def test_invalid_csv_options_are_refused(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
-    assert expected in ingest_error(
-        tmp_path, **{"source": "csv", "input_path": write_file(tmp_path, "a\n1\n"), **options}
-    )
-
-
 @pytest.mark.parametrize("first", ["0.5,0.25,no", "39,State,13", "1,2,0", "-1;+2;x", "0,0,0", ".5\tx\ty", "1e3|u|v"])
 def test_a_header_line_of_numbers_is_refused(tmp_path: Path, first: str) -> None:
     message = ingest_error(tmp_path, "csv", write_file(tmp_path, f"{first}\n{first}\n"))

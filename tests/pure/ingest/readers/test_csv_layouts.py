@@ -102,23 +102,6 @@ def test_a_header_of_numbers_is_refused_with_both_commands(tmp_path: Path) -> No
     assert "--column_names '[column_1, column_2]' or --column_names '[\"1\", \"2.5\"]'" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"thousands": "x"}, "thousands is 'x'; allowed is"),
-        ({"decimal": ",", "thousands": ","}, "decimal is ',', and so is"),
-        ({"decimal": ",", "delimiter": ","}, "decimal is ',', and so is"),
-        ({"comment": "no"}, "comment is 'no'; allowed is one ASCII character"),
-        ({"skip_lines": -1}, "skip_lines is -1; allowed is 0 or more"),
-        ({"classes": ["a", "a"], "label": "k"}, "allowed are names that are not empty, each once"),
-        ({"classes": ["a"]}, "classes is set and label is not"),
-    ],
-)
-def test_options_that_cannot_be_meant_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ingest_csv(tmp_path, "a,k\n1,a\n", **options)
-
-
 def test_the_command_takes_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.csv").write_bytes("größe;k\n1,5;?\n2;x\n".encode("cp1252"))
     command = ["--source", "csv", "--input", str(tmp_path / "a.csv"), "--out", str(tmp_path / "out")]

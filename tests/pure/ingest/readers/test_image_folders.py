@@ -130,9 +130,6 @@ def test_a_dropped_column_of_a_file_of_labels_is_not_its_label(tmp_path: Path) -
     ("options", "expected"),
     [
         ({"labels": "/absent.csv"}, "no such file"),
-        ({"label": "kind"}, "name the file by labels"),
-        ({"targets": ["a"]}, "name the file by labels"),
-        ({"mask_values": "0=a"}, "needs --masks"),
         ({"masks": "/absent"}, "is no folder"),
     ],
 )

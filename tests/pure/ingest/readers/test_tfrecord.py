@@ -308,8 +308,3 @@ def test_boxes_of_an_image_that_its_orientation_turns_are_refused(tmp_path: Path
     Image.new("RGB", (20, 10)).save(file, "jpeg", exif=exif)
     path = write_tfrecord(tmp_path / "in.tfrecord", object_example(encoded=[file.getvalue()]))
     assert "EXIF orientation" in refusal(tmp_path, path, boxes=True)
-
-
-def test_boxes_with_options_of_columns_are_refused(tmp_path: Path) -> None:
-    path = write_tfrecord(tmp_path / "in.tfrecord", object_example())
-    assert "leave it out" in refusal(tmp_path, path, boxes=True, columns=["image/encoded"])

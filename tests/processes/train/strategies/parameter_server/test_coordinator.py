@@ -24,7 +24,7 @@ from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.driver.finalize import summarize
 from ray_app.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from ray_app.runlog.journal import MetricsReader, read_events
+from ray_app.runlog.journal import read_events, read_records
 from ray_app.task.environment import restore_process_state
 from ray_app.task.image import ImageClassification
 from ray_app.testing import TrainedRun, WorkerPool, cache_windows, read_trained_run, stream_windows
@@ -68,9 +68,8 @@ def train_on_servers(job: Job, workers: int) -> TrainedRun:
 
 def read_consumed_rows(job: Job) -> list[StepRows]:
     """Returns step, rows and row hashes of each recorded step."""
-    reader = MetricsReader(job.paths)
-    reader.poll()
-    return [(step, r.rows, r.row_hash) for step, r in sorted(reader.records.items())]
+    records, _ = read_records(job.paths)
+    return [(step, r.rows, r.row_hash) for step, r in sorted(records.items())]
 
 
 @pytest.fixture(scope="module")
@@ -737,13 +736,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(data: Path, tmp_path: Path) 
         world.run()
 
 
-def test_settings_that_parameter_servers_cannot_have_are_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train.staleness is set, but only train.strategy: parameter_server"):
-        make_server_job(tmp_path / "run", data, train__strategy="ddp", train__servers=1, train__staleness=1)
-    with pytest.raises(ConfigError, match=r"data.on_bad_row is skip with train.strategy parameter_server"):
-        make_server_job(tmp_path / "run", data, data__on_bad_row="skip")
-    with pytest.raises(ConfigError, match="fp16"):
-        make_server_job(tmp_path / "run", data, train__precision="fp16")
+def test_more_servers_than_parts_of_the_model_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.servers is 40, but the model has no more than \d+ parts"):
         ServerWorld(make_server_job(tmp_path / "run", data, train__servers=40), 1)
 

@@ -1,0 +1,65 @@
+"""The combinations of options that an ingest refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ray_app.config.rules import Rule, find_broken_rules
+from ray_app.ingest.options import RULES, IngestOptions
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("mask_values", {"masks": "m", "mask_values": "0=a"}, {"masks": None}),
+    ("label", {"source": "images", "labels": "l.csv", "label": "k"}, {"labels": None}),
+    ("columns", {"source": "images", "labels": "l.csv", "columns": ["k"]}, {"labels": "none"}),
+    ("targets", {"source": "images", "labels": "l.csv", "targets": ["k"]}, {"labels": None}),
+    ("label", {"label": "k"}, {"boxes": True}),
+    ("classes", {"label": "k", "classes": ["a"]}, {"boxes": True}),
+    ("columns", {"columns": ["k"]}, {"boxes": True}),
+    ("ragged", {"ragged": ["k"]}, {"boxes": True}),
+    ("targets", {"targets": ["k"]}, {"boxes": True}),
+    ("ragged", {"ragged": ["k"], "tokenizer": "t.json"}, {"pack": 8}),
+    ("targets", {"targets": ["k"], "tokenizer": "t.json"}, {"pack": 8}),
+    ("text", {"text": "body", "tokenizer": "t.json"}, {"tokenizer": None}),
+    ("end_of_text", {"end_of_text": "<>", "tokenizer": "t.json"}, {"tokenizer": None}),
+    ("pack", {"pack": 8, "tokenizer": "t.json"}, {"tokenizer": None}),
+    ("targets", {"targets": ["a", "b"]}, {"targets": ["a", "a"]}),
+    ("targets", {}, {"targets": []}),
+    ("targets", {"targets": ["a"], "label": "b"}, {"label": "a"}),
+    ("targets", {"targets": ["a"], "drop": ["b"]}, {"drop": ["a"]}),
+    ("targets", {"targets": ["a"], "rename": {"b": "a"}}, {"rename": {"a": "b"}}),
+    *(("delimiter", {"delimiter": "\\t"}, {"delimiter": text}) for text in ("", ";;", '"', "\n")),
+    ("delimiter", {"decimal": ",", "delimiter": ";"}, {"delimiter": ","}),
+    ("thousands", {"decimal": ",", "thousands": "."}, {"decimal": "."}),
+    ("thousands", {"thousands": "'"}, {"thousands": "x"}),
+    ("comment", {"comment": "#"}, {"comment": "no"}),
+    ("date_format", {"date_format": "%d.%m.%Y"}, {"date_format": "%d of %Q"}),
+    ("classes", {"label": "k", "classes": ["a", "b"]}, {"classes": ["a", "a"]}),
+    ("classes", {"label": "k", "classes": ["a", "b"]}, {"label": None}),
+    ("columns", {"columns": ["a"]}, {"columns": []}),
+    ("column_names", {"column_names": ["a"]}, {"column_names": []}),
+    ("column_names", {"column_names": ["a"]}, {"column_names": ["a", "a"]}),
+    ("group", {"group": "a", "label": "k"}, {"label": "a"}),
+    ("split_by", {"split_by": "a"}, {"group": "b"}),
+    ("stratify", {"stratify": True}, {"group": "b"}),
+]
+
+
+def options_of(**values: Any) -> IngestOptions:
+    return IngestOptions(**({"source": "csv"} | values))
+
+
+@pytest.mark.parametrize(("name", "valid", "change"), REFUSED, ids=str)
+def test_a_combination_is_refused_and_the_one_before_is_accepted(
+    name: str, valid: dict[str, Any], change: dict[str, Any]
+) -> None:
+    assert find_broken_rules(options_of(**valid), RULES) == []
+    problems = find_broken_rules(options_of(**valid | change), RULES)
+    assert any(problem.startswith(f"{name} is ") for problem in problems), problems
+    assert all(problem.endswith(".") for problem in problems)
+
+
+def test_each_rule_has_a_combination_that_breaks_it() -> None:
+    all_options = [options_of(**valid | change) for _, valid, change in REFUSED]
+    assert {rule for rule in RULES if any(rule.is_broken(options) for options in all_options)} == set[Rule](RULES)
