@@ -140,11 +140,11 @@ def exit_code(
         0 if the work is done, 2 if it was refused, 75 if it was interrupted, 1 if it failed.
     """
     # These import YAML and NumPy, which `--help` and `--version` do without.
-    from ray_app.process import interrupt_at_sigterm
+    from ray_app.process import interrupt_at_signals
     from ray_app.runlog.redaction import redact
 
     try:
-        with interrupt_at_sigterm():
+        with interrupt_at_signals():
             return work() or 0
     except KeyboardInterrupt:
         message, code = interrupted

@@ -93,6 +93,9 @@ CREATE_TOKEN = PrivateName(
 )
 CHECK_SELECTOR = PrivateName("ray._private.label_utils:validate_label_selector", "label selectors are not checked")
 MATCH_SELECTOR = PrivateName("ray._raylet:node_labels_match_selector", "label selectors cannot be used")
+POPEN = PrivateName(
+    "ray._private.services:ConsolePopen", "signals of a terminal or a scheduler also reach the processes of a cluster"
+)
 DRIVER_NODE = PrivateName("ray._private.worker:_global_node", "the page of the job is not recorded")
 MAX_RESOURCES = PrivateName(
     "ray._private.state:state.get_max_resources_from_cluster_config", "an autoscaler's limits are not known"
@@ -283,6 +286,25 @@ def quiet_cluster_start() -> None:
     """Has Ray log only errors about the token and the processes of a cluster that this process starts."""
     logging.getLogger("ray._private.utils").setLevel(logging.WARNING)
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+
+
+@contextmanager
+def in_own_sessions() -> Iterator[None]:
+    """Starts Ray's processes in sessions of their own within the block.
+
+    A terminal, `timeout`, PBS and LSF send their signals to all processes of a session or group. The driver alone
+    reacts: it needs Ray to end the run with a checkpoint, and Ray's processes end with it.
+    """
+    popen = POPEN.find()
+    if popen is None:
+        yield
+        return
+    services = sys.modules[popen.__module__]
+    vars(services)[popen.__name__] = functools.partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        vars(services)[popen.__name__] = popen
 
 
 def max_resources() -> dict[str, float] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -196,7 +197,13 @@ def check_ranges(config: Config) -> list[str]:
 
 
 _MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def _is_run_name(name: str) -> bool:
+    """Returns whether a name can be that of a folder, of a key in a bucket and of an MLflow run."""
+    # Marks (M) belong to letters, such as vowels in Hindi.
+    allowed = all(char.isalnum() or char in " ._-" or unicodedata.category(char)[0] == "M" for char in name)
+    return allowed and name[:1].isalnum() and not name.endswith((" ", ".")) and len(name.encode()) <= 128
 
 
 def check_config(config: Config) -> None:
@@ -458,10 +465,10 @@ def _check_sharded_parameters(config: Config) -> list[str]:
 def _check_run(config: Config) -> list[str]:
     """Returns the problems of names, early stopping, initial parameters and the model registry."""
     problems = []
-    if config.run.name is not None and not _RUN_NAME.fullmatch(config.run.name):
+    if config.run.name is not None and not _is_run_name(config.run.name):
         problems.append(
-            f"run.name is {config.run.name!r}; use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter"
-            f" or digit."
+            f"run.name is {config.run.name!r}; use 1 to 128 bytes of letters and digits of any language, '.', '_', '-'"
+            " and blanks, from a letter or digit on, and not with a blank or '.' at the end."
         )
     if config.train.ema_decay is not None and config.train.ema_decay >= 1:
         problems.append(f"train.ema_decay is {config.train.ema_decay}; it must be below 1, such as 0.999.")

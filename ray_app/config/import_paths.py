@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import sys
+import sysconfig
 from dataclasses import dataclass, field
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from ray_app.config.sections import ClassSpec
@@ -28,6 +32,33 @@ def load_class(spec: ClassSpec | str) -> Any:
             if cut == 1 or not f"{module}.".startswith(f"{error.name}."):
                 raise
     raise ImportError(f"{path!r} names no module; an import path is such as torch.optim.AdamW")
+
+
+def refuse_hiding_files() -> None:
+    """Raises `ConfigError` for a file of the user with the name of a module that this process has from elsewhere.
+
+    The folders of the user come first in the search path of the other processes of a run, which would import the file
+    in the place of Python's module or of the library.
+    """
+    installed = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    folders = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    for folder in dict.fromkeys(map(Path, filter(None, folders))):
+        if {"site-packages", "dist-packages", "lib-dynload"}.isdisjoint(folder.parts) and str(folder) not in installed:
+            for file in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
+                _refuse_hiding_file(file, file.parent.name if file.name == "__init__.py" else file.stem)
+
+
+def _refuse_hiding_file(file: Path, name: str) -> None:
+    module = sys.modules.get(name)
+    other = getattr(module, "__file__", None)
+    # A built-in or frozen module cannot be hidden, and a namespace package is hidden by any other.
+    is_hidden = other is not None and getattr(getattr(module, "__spec__", None), "origin", None) != "frozen"
+    if is_hidden and Path(str(other)).resolve() != file.resolve():
+        owner = "Python" if name in sys.stdlib_module_names else "a library"
+        raise ConfigError(
+            f"{file} hides the module {name} of {owner} ({other}) from the workers, which search this folder first."
+            " Rename the file, or start in another folder."
+        )
 
 
 TASK_OPTIMIZER = "ray_app.task.whole_batches.OwnOptimizer"

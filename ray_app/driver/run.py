@@ -8,6 +8,7 @@ the main thread is for signals and the console.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -35,6 +36,7 @@ from ray_app.cluster.resources import (
     workers_that_fit,
 )
 from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.variables import replacements
 from ray_app.driver.finalize import RunStatus, newest_commit, report_end, summarize, to_mlflow_status
 from ray_app.driver.model_export import REGISTRABLE, try_to_register
 from ray_app.driver.result import Result
@@ -162,7 +164,7 @@ def open_run(
         # The signal handlers come last, because `ray.init` installs its own.
         with (
             exclusive_process(config, background),
-            set_variables(**dict.fromkeys(SHORT_TIMEOUTS)),
+            set_variables(**dict.fromkeys((*SHORT_TIMEOUTS, *replacements(os.environ)))),
             cluster(config) as is_own_cluster,
             signals,
         ):

@@ -12,13 +12,13 @@ import ray
 
 from ray_app.checkpoint.store import Commit
 from ray_app.cluster.ray_private import ray_job
-from ray_app.config.config import Config
+from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.import_paths import explain_extra, load_class
 from ray_app.driver.finalize import close_orphan, newest_commit
 from ray_app.errors import ConfigError, DataError, EvaluationError
 from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.preflight.changes import fill_defaults
-from ray_app.track.mlflow_client import DataSet
+from ray_app.track.mlflow_client import DataSet, OpenRun
 from ray_app.track.tracker import Tracker, make_run_tags
 from ray_app.train.job import Job
 from ray_app.watch.metrics import NodeSampler, RunMetrics
@@ -51,7 +51,9 @@ def make_tracker(job: Job, console: SafeConsole) -> Tracker | None:
     if submission is not None and has_page:
         tags["ray_app.ray_job"] = submission["page"]
     say = console.print if has_page else None
-    return Tracker(job.paths, fill_defaults(config)[0], tags, config.tracking.every_steps, datasets, say=say)
+    mlflow_run = OpenRun.find(default_tracking_uri(config))
+    config = fill_defaults(config)[0]
+    return Tracker(job.paths, config, tags, config.tracking.every_steps, datasets, say=say, open_run=mlflow_run)
 
 
 def load_observers(config: Config) -> list[Observer]:

@@ -8,7 +8,9 @@ the configuration, the data and the stored run, and compare short trainings; oth
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
+import unicodedata
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -16,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
 
-from ray_app.cluster.resources import resolve_scaling
+from ray_app.cluster.resources import needs_cluster, ray_address, resolve_scaling
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, digest
+from ray_app.config.import_paths import refuse_hiding_files
+from ray_app.config.variables import check_variables, complete_tracking
 from ray_app.data.arrays import spec_of_values
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import sample_ragged_rows, sample_rows
@@ -88,12 +93,20 @@ class Check:
         return result if isinstance(result, CheckResult) else CheckResult(warnings=result or ())
 
 
+def check_environment(context: PreflightContext) -> None:
+    """Refuses environment variables and names of files with which Ray, or a process of the run, cannot start."""
+    starts_cluster = needs_cluster(context.config) and not ray_address(context.config) and not ray.is_initialized()
+    check_variables(os.environ, starts_cluster)
+    refuse_hiding_files()
+
+
 def complete_config(context: PreflightContext) -> list[str]:
     """Completes the configuration by the name of the run, the number of workers and their GPUs."""
     config = context.config
     register_secrets(config.to_dict())
     check_config(config)
-    config = config if config.run.name else config.replace(run__name=inputs.make_run_name())
+    # Two forms of one name look the same: a letter with a mark, or a letter and a mark.
+    config = config.replace(run__name=unicodedata.normalize("NFC", config.run.name or inputs.make_run_name()))
     context.paths = RunPaths(to_location(config.run.storage_path) / str(config.run.name))
     context.before = before = stored_config(context.paths)
     if (resolved := resolve_scaling(config, before)) != config:
@@ -102,12 +115,15 @@ def complete_config(context: PreflightContext) -> list[str]:
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
         check_config(config)
+    tracking, warnings = complete_tracking(config.tracking, before.tracking if before is not None else None)
+    config = replace(config, tracking=tracking)
     context.config, context.initial = config, InitialParameters(config)
     if config.checkpoint.keep_last > 1:
-        return []
+        return warnings
     return [
+        *warnings,
         "checkpoint.keep_last is 1: if that checkpoint is damaged, the run starts from its first step again. Set it"
-        " to 2 to keep an older one."
+        " to 2 to keep an older one.",
     ]
 
 
@@ -373,7 +389,8 @@ def try_export(context: PreflightContext) -> CheckResult:
 
 # fmt: off
 CHECKS = (
-    # The configuration, the data, and the run if it exists.
+    # The environment, the configuration, the data, and the run if it exists.
+    Check("environment", 0.01, "Its variables, and the names of files here, let a run start.", check_environment),
     Check("configuration", 0.01, "Its values go together.", complete_config),
     Check("initial parameters", 0.1, "They can be read.", read_initial_parameters, ("configuration",),
           applies=lambda context: context.config.train.init_from is not None),

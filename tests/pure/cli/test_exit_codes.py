@@ -30,7 +30,7 @@ from ray_app.cli.submit import main as submit
 from ray_app.cli.train import main as train
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError, StorageError
-from ray_app.process import interrupt_at_sigterm
+from ray_app.process import interrupt_at_signals
 from ray_app.runlog.redaction import redact, register_secrets
 from tests.support.paths import ROOT
 from tests.support.run_directory import RunDirectory
@@ -96,7 +96,7 @@ def test_sigterm_interrupts_also_after_ray_has_installed_its_handler(after_ray: 
 
 
 def test_another_system_exit_is_passed_on() -> None:
-    with pytest.raises(SystemExit, match="3"), interrupt_at_sigterm():
+    with pytest.raises(SystemExit, match="3"), interrupt_at_signals():
         sys.exit(3)
 
 
