@@ -2,7 +2,8 @@
 
 The machines are those of the variables of a scheduler: `TF_CONFIG`, the variables of torchrun and Kubeflow, or those of
 MPI, SLURM, PBS, LSF and SageMaker. The first machine starts Ray's head node and trains, the others join its cluster.
-Each keeps a connection to the first one, which sends `ready` once Ray's head node answers and `exit CODE` at the end of the run.
+Each keeps a connection to the first one, which sends `ready` once Ray's head node answers and `exit CODE` at the end
+of the run.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import difflib
 import importlib
+import locale
 import logging
 import os
 import sys
@@ -47,6 +48,10 @@ def run(prog: str = "ray-app", name: str | None = None) -> int:
     The process ends without the shutdown of the interpreter, which takes a second, and can abort the process if a
     thread in C++ waits for the interpreter. By default the first argument of the command line names the subcommand.
     """
+    # Python reads texts in the encoding of the locale, and chooses it at its start.
+    if locale.getencoding().lower() not in ("utf-8", "utf8") and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     # The exit code of a subcommand reports its work, so a closed output must not change it.
     if name is not None or (sys.argv[1:2] and sys.argv[1] in COMMANDS):
         make_standard_streams_safe()

@@ -129,8 +129,8 @@ VARIABLES = (
     ),
     Variable(
         ("LANG", "LC_ALL", "PYTHONUTF8", "PYTHONCOERCECLOCALE"),
-        "refused",
-        "Texts are UTF-8. A process with another encoding is refused.",
+        "replaced",
+        "Texts are UTF-8: a command in another encoding starts itself again with PYTHONUTF8=1, a program is refused.",
     ),
     Variable(("PYTHONHASHSEED",), "used", "Only code of your own that walks through a set of texts depends on it."),
     Variable(("PYTHONOPTIMIZE",), "used", "Python leaves out `assert`, in your code, too."),
@@ -178,7 +178,8 @@ def check_variables(variables: Mapping[str, str], on_this_machine: bool) -> None
     Raises:
         ConfigError: Names the variable, its value and the remedy.
     """
-    if (encoding := locale.getencoding().lower().replace("-", "")) != "utf8" and not sys.flags.utf8_mode:
+    encoding = locale.getencoding()
+    if encoding.lower() not in ("utf-8", "utf8") and not sys.flags.utf8_mode:
         raise ConfigError(f"Texts are read as {encoding} here (LANG, LC_ALL), and a run needs UTF-8: set PYTHONUTF8=1.")
     if not on_this_machine:
         return
