@@ -13,11 +13,13 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,18 @@ def keep_freed_memory() -> None:
     malloc.mallopt(_TRIM_THRESHOLD, 1 << 30)
     # glibc accepts no larger value.
     malloc.mallopt(_MMAP_THRESHOLD, 32 << 20)
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Makes and removes a folder in the nearest parent that exists; returns why that fails, None if it does not."""
+    try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if not existing.is_dir():
+            return f"{existing} is a file"
+        Path(tempfile.mkdtemp(prefix=".ray_app-", dir=existing)).rmdir()
+    except OSError as error:
+        return f"{error.strerror or error} ({error.filename or folder})"
+    return None
 
 
 def log_to_stderr() -> None:

@@ -14,131 +14,71 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import psutil
 
 from ray_app.config.sections import TrackingSection
 from ray_app.errors import ConfigError
+from ray_app.process import why_not_writable
 
 Treatment = Literal["used", "recorded", "replaced", "refused", "without effect"]
 
 
-class Variable(NamedTuple):
-    """What a run does with some environment variables, by names or patterns as in `fnmatch`."""
-
-    names: tuple[str, ...]
-    treatment: Treatment
-    reason: str
-
-
-VARIABLES = (
-    Variable(
-        ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"),
-        "used",
-        "The MLflow run is there, unless the configuration sets `tracking.uri` or `tracking.experiment`. A folder, in"
-        " which MLflow itself writes no more, is refused. An MLflow run that another run has taken becomes the parent.",
-    ),
-    Variable(("MLFLOW_REGISTRY_URI",), "used", "The address of the model registry where it is not that of the runs."),
-    Variable(("MLFLOW_TRACKING_*", "MLFLOW_HTTP_*", "MLFLOW_S3_*"), "used", "MLflow reads user, token and limits."),
-    Variable(("RAY_ADDRESS",), "used", "The cluster to join, unless the configuration sets `run.ray_address`."),
-    Variable(
-        ("RAY_TRAIN_V2_ENABLED",),
-        "replaced",
-        "0 chooses the first version of Ray Train, in which no worker can be replaced; 1 is used, with a warning.",
-    ),
-    Variable(
-        ("RAY_ENABLE_UV_RUN_RUNTIME_ENV",),
-        "replaced",
-        "Under `uv run` Ray uploads the whole working folder and starts each worker by uv. The workers get the search"
-        " path of the driver instead. 1 in the environment keeps Ray's way.",
-    ),
-    Variable(
-        ("RAY_RUNTIME_ENV_HOOK",), "refused", "Ray calls it at the start; one that cannot be imported is refused."
-    ),
-    Variable(("RAY_AUTH_*",), "used", "The token of the cluster, see SECURITY.md."),
-    Variable(("TMPDIR", "RAY_TMPDIR"), "refused", "A folder in which Ray cannot write is refused."),
-    Variable(("RAY_*",), "used", "Ray reads them, such as where it writes logs and when memory is full."),
-    Variable(
-        ("GLOO_SOCKET_IFNAME",),
-        "refused",
-        "The network interface of process groups; by default that of the node's address. One that this machine does not"
-        " have is refused, where all workers are on it.",
-    ),
-    Variable(
-        ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MIN_*", "NCCL_MAX_*"),
-        "recorded",
-        "They choose the order in which NCCL adds, which counts with `train.reduction: overlapped`.",
-    ),
-    Variable(("NCCL_*", "TORCH_NCCL_*"), "used", "NCCL and PyTorch read them; they change no result."),
-    Variable(
-        ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PET_*", "TF_CONFIG", "SLURM_*", "PBS_*",
-         "LSB_*", "OMPI_*", "PMI_*", "SM_*"),
-        "used",
-        "Only `ray-app launch` reads them: they name the machines.",
-    ),
-    Variable(
-        ("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
-        "replaced",
-        "The threads of a worker are `scaling.threads_per_worker`, since the result depends on them.",
-    ),
-    Variable(
-        ("OMP_THREAD_LIMIT", "OMP_DYNAMIC", "MKL_DYNAMIC", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE"),
-        "recorded",
-        "They change how many threads compute, or with which kernels.",
-    ),
-    Variable(
-        ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "ONEDNN_*", "DNNL_*"),
-        "recorded",
-        "They choose the instructions or the precision of the CPU's kernels.",
-    ),
-    Variable(("ATEN_CPU_CAPABILITY",), "used", "PyTorch's instruction set is recorded as `cpu_capability`."),
-    Variable(
-        ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUDNN_*",
-         "CUDNN_*", "TORCH_BLAS_*", "TORCH_LINALG_*", "DISABLE_ADDMM_CUDA_LT", "PYTORCH_TUNABLEOP_*"),
-        "recorded",
-        "They choose the kernels of a GPU or their precision. Without CUBLAS_WORKSPACE_CONFIG a run sets :4096:8; one"
-        " that is not deterministic is refused at the first product of matrices.",
-    ),
-    Variable(
-        ("TORCHINDUCTOR_*CACHE*", "TORCHINDUCTOR_DETERMINISTIC"), "used", "Caches; a run itself sets the second."
-    ),
-    Variable(
-        ("TORCHDYNAMO_*", "TORCHINDUCTOR_*", "TORCH_COMPILE_*", "PYTORCH_JIT"),
-        "recorded",
-        "They change what is compiled, or how.",
-    ),
-    Variable(("CUDA_VISIBLE_DEVICES",), "used", "Ray gives the workers these devices; their names are recorded."),
-    Variable(
-        ("TORCH_*", "PYTORCH_*", "CUDA_*", "KMP_*", "GOMP_*", "OMP_*", "MKL_*"),
-        "used",
-        "They change logs, memory, speed or where threads run, and no result. Where threads are bound to cores"
-        " (OMP_PROC_BIND, KMP_AFFINITY), the workers of one machine share the same cores.",
-    ),
-    Variable(
-        ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
-        "replaced",
-        "Servers of other machines are reached through the proxy, those of this machine never: `no_proxy` is completed"
-        " by localhost. Ray uses no proxy.",
-    ),
-    Variable(
-        ("PYTHONWARNINGS",),
-        "replaced",
-        "`error` turns each deprecation inside of a library into a failure; it is replaced by `default`.",
-    ),
-    Variable(
-        ("LANG", "LC_ALL", "PYTHONUTF8", "PYTHONCOERCECLOCALE"),
-        "replaced",
-        "Texts are UTF-8: a command in another encoding starts itself again with PYTHONUTF8=1, a program is refused.",
-    ),
-    Variable(("PYTHONHASHSEED",), "used", "Only code of your own that walks through a set of texts depends on it."),
-    Variable(("PYTHONOPTIMIZE",), "used", "Python leaves out `assert`, in your code, too."),
-    Variable(("KERAS_BACKEND",), "replaced", "A Keras model trains with PyTorch; see docs/start/keras.md."),
-    Variable(("TOKENIZERS_PARALLELISM",), "used", "Speed and warnings of tokenizers, no result."),
-    Variable(("WANDB_*",), "without effect", "Nothing is sent to Weights & Biases, unless code of your own does it."),
-)  # fmt: skip
-"""The first one with a fitting name or pattern counts."""
+# fmt: off
+VARIABLES: tuple[tuple[str, Treatment, str], ...] = (
+    ("MLFLOW_TRACKING_URI MLFLOW_EXPERIMENT_NAME MLFLOW_EXPERIMENT_ID MLFLOW_RUN_ID", "used",
+     "The run is recorded there, unless the configuration sets `tracking.uri` or `tracking.experiment`. A folder, in"
+     " which MLflow itself writes no more, is refused. An MLflow run that another run has taken becomes the parent."),
+    ("MLFLOW_REGISTRY_URI", "used", "The address of the model registry where it is not that of the runs."),
+    ("MLFLOW_*", "used", "MLflow reads them, such as user, password and token."),
+    ("RAY_ADDRESS", "used", "The cluster to join, unless the configuration sets `run.ray_address`."),
+    ("RAY_TRAIN_V2_ENABLED", "replaced", "1, with a warning: the first version of Ray Train cannot replace a worker."),
+    ("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "replaced",
+     "Under `uv run` Ray uploads the whole working folder and starts each worker by uv. The workers get the driver's"
+     " search path instead; 1 in the environment keeps Ray's way."),
+    ("RAY_RUNTIME_ENV_HOOK", "refused", "Ray calls it at the start; one that cannot be imported is refused."),
+    ("TMPDIR RAY_TMPDIR", "refused", "A folder in which Ray cannot write is refused."),
+    ("RAY_*", "used", "Ray reads them, such as where it writes logs, and the token of the cluster."),
+    ("GLOO_SOCKET_IFNAME", "refused",
+     "The network interface of process groups, by default that of the node's address. One that this machine does not"
+     " have is refused, where all workers are on it."),
+    ("NCCL_ALGO NCCL_PROTO NCCL_NTHREADS NCCL_MIN_* NCCL_MAX_*", "recorded",
+     "They choose the order in which NCCL adds, which counts with `train.reduction: overlapped`."),
+    ("MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK PET_* TF_CONFIG SLURM_* PBS_* LSB_* OMPI_* PMI_* SM_*", "used",
+     "`ray-app launch` reads them: they name the machines."),
+    ("OMP_NUM_THREADS MKL_NUM_THREADS", "replaced",
+     "A worker has `scaling.threads_per_worker` threads, on which the result depends."),
+    ("OMP_THREAD_LIMIT OMP_DYNAMIC MKL_DYNAMIC OPENBLAS_NUM_THREADS OPENBLAS_CORETYPE", "recorded",
+     "They change how many threads compute, or with which kernels."),
+    ("MKL_CBWR MKL_ENABLE_INSTRUCTIONS MKL_DEBUG_CPU_TYPE ONEDNN_* DNNL_*", "recorded",
+     "They choose the instructions or the precision of the CPU's kernels."),
+    ("ATEN_CPU_CAPABILITY", "used", "PyTorch's instruction set is recorded as `cpu_capability`."),
+    ("NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE CUBLAS_WORKSPACE_CONFIG TORCH_CUDNN_* CUDNN_* TORCH_BLAS_*"
+     " TORCH_LINALG_* DISABLE_ADDMM_CUDA_LT PYTORCH_TUNABLEOP_*", "recorded",
+     "They choose a GPU's kernels or their precision. Without CUBLAS_WORKSPACE_CONFIG a run sets :4096:8; a value that"
+     " is not deterministic is refused at the first product of matrices."),
+    ("TORCHINDUCTOR_*CACHE* TORCHINDUCTOR_DETERMINISTIC", "used", "Caches; the run itself sets the second."),
+    ("TORCHDYNAMO_* TORCHINDUCTOR_* TORCH_COMPILE_* PYTORCH_JIT", "recorded", "They change what is compiled, or how."),
+    ("CUDA_VISIBLE_DEVICES", "used", "Ray gives the workers these devices; their names are recorded."),
+    ("TORCH_* PYTORCH_* CUDA_* NCCL_* KMP_* GOMP_* OMP_* MKL_*", "used",
+     "They change logs, memory, speed or where threads run, and no result. Where threads are bound to cores"
+     " (OMP_PROC_BIND, KMP_AFFINITY), the workers of a machine share the same cores."),
+    ("http_proxy https_proxy all_proxy no_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY", "replaced",
+     "Other machines are reached through the proxy, this one never: `no_proxy` is completed by localhost. Ray's own"
+     " connections use no proxy."),
+    ("LANG LC_* PYTHONUTF8 PYTHONCOERCECLOCALE", "replaced",
+     "Texts are UTF-8: a command in another encoding starts itself again with PYTHONUTF8=1, a program is refused."),
+    ("PYTHONHASHSEED", "used", "Only code of yours that walks through a set of texts depends on it."),
+    ("PYTHONOPTIMIZE", "used", "Python leaves out `assert`, in your code, too, and with 2 the texts of `--help`."),
+    ("PYTHONWARNINGS", "used", "A warning that is an error ends a run as any other error of the code that warns."),
+    ("KERAS_BACKEND", "replaced", "A Keras model trains with PyTorch; see docs/start/keras.md."),
+    ("TOKENIZERS_PARALLELISM", "used", "Speed and warnings of tokenizers, no result."),
+    ("WANDB_*", "without effect", "Nothing is sent to Weights & Biases, unless code of yours does it."),
+)
+"""Names or patterns (as in `fnmatch`), what a run does with them, and why; the first row that fits a name counts."""
+# fmt: on
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _UV_HOOK = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
@@ -150,7 +90,7 @@ DEFAULT_EXPERIMENT = "ray_app"
 
 def treatment_of(name: str) -> Treatment | None:
     """Returns what a run does with an environment variable; None if it does not know it."""
-    return next((row.treatment for row in VARIABLES if any(fnmatchcase(name, n) for n in row.names)), None)
+    return next((row[1] for row in VARIABLES if any(fnmatchcase(name, pattern) for pattern in row[0].split())), None)
 
 
 def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
@@ -199,11 +139,10 @@ def check_variables(variables: Mapping[str, str], on_this_machine: bool) -> None
         )
     name = "RAY_TMPDIR" if "RAY_TMPDIR" in variables else "TMPDIR"
     folder = Path(variables.get(name) or "/tmp")
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    if (why := why_not_writable(folder.absolute())) is not None:
         raise ConfigError(
-            f"{name} is {str(folder)!r}, where Ray cannot write: {existing} is no folder, or no folder of yours. Set it"
-            " to a folder with a short path that you may write to, or unset it."
+            f"{name} is {str(folder)!r}, where Ray cannot write: {why}. Set it to a folder with a short path that you"
+            " may write to, or unset it."
         )
 
 
