@@ -91,6 +91,10 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app") -> int:
     elif name == "--version":
         print(f"ray-app {__version__}")
     elif name in COMMANDS:
+        # It imports psutil, which `--help` and `--version` do without.
+        from ray_app.config.variables import bypass_proxies
+
+        os.environ.update(bypass_proxies(os.environ))
         return int(_import_command(name).main(rest, f"{prog} {name}"))
     else:
         print(_refusal(prog, name), file=sys.stderr)

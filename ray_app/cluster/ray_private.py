@@ -105,6 +105,11 @@ LIST_FOLDER = PrivateName(
 )
 PARSE_EXCLUDES = PrivateName("ray._private.runtime_env.packaging:_get_excludes", LIST_FOLDER.without)
 DEFAULT_EXCLUDES = PrivateName("ray._private.ray_constants:get_runtime_env_default_excludes", LIST_FOLDER.without)
+UV_HOOK = PrivateName("ray._private.ray_constants:RAY_ENABLE_UV_RUN_RUNTIME_ENV", "`uv run` uploads the working folder")
+
+# Ray reads the variable when it is imported. Workers get the search path of the driver, without uv.
+if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ and UV_HOOK.find():
+    vars(sys.modules[UV_HOOK.path.partition(":")[0]])["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = False
 
 
 def is_tested() -> bool:

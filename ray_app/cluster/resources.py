@@ -37,7 +37,6 @@ from ray_app.cluster.ray_private import (
 )
 from ray_app.config.config import Config
 from ray_app.config.sections import ScalingSection
-from ray_app.config.variables import replacements
 from ray_app.data.reader import RowSource
 from ray_app.devices import accelerator
 from ray_app.errors import ConfigError
@@ -111,11 +110,10 @@ def cluster(config: Config) -> Iterator[bool]:
     if not ray.is_initialized() and not needs_cluster(config):
         yield True
         return
-    variables = set_variables(
-        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5"),
-        **replacements(os.environ),
+    interval = set_variables(
+        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     )
-    with variables, _shared.connected(partial(_connect, config)) as is_first:
+    with interval, _shared.connected(partial(_connect, config)) as is_first:
         yield is_first and not ray_address(config)
 
 

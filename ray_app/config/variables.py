@@ -80,10 +80,9 @@ VARIABLES: tuple[tuple[str, Treatment, str], ...] = (
 """Names or patterns (as in `fnmatch`), what a run does with them, and why; the first row that fits a name counts."""
 # fmt: on
 
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-_UV_HOOK = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+NO_PROXY = ("no_proxy", "NO_PROXY")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-_NO_PROXY = ("no_proxy", "NO_PROXY")
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _URI, _EXPERIMENT, _EXPERIMENT_ID = "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"
 DEFAULT_EXPERIMENT = "ray_app"
 
@@ -98,14 +97,12 @@ def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: variables[name] for name in sorted(variables) if treatment_of(name) == "recorded"}
 
 
-def replacements(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that a run sets for its time, with their values."""
-    values = {_UV_HOOK: variables.get(_UV_HOOK, "0")}
-    if any(variables.get(name) or variables.get(name.upper()) for name in _PROXIES):
-        hosts = [host for name in _NO_PROXY for host in variables.get(name, "").split(",") if host]
-        if "*" not in hosts:
-            values |= dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys([*hosts, *LOCAL_HOSTS])))
-    return values
+def bypass_proxies(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables with which servers of this machine are reached without a proxy; none without a proxy."""
+    hosts = [host for name in NO_PROXY for host in variables.get(name, "").split(",") if host]
+    if "*" in hosts or not any(variables.get(name) or variables.get(name.upper()) for name in _PROXIES):
+        return {}
+    return dict.fromkeys(NO_PROXY, ",".join(dict.fromkeys([*hosts, *_LOCAL_HOSTS])))
 
 
 def check_variables(variables: Mapping[str, str], on_this_machine: bool) -> None:
@@ -200,8 +197,6 @@ def complete_tracking(section: TrackingSection, stored: TrackingSection | None) 
         if value and os.environ.get(name, value) != value
     ]
     uri = tracking_uri(section) or (stored.uri if stored is not None else None)
-    # A password stays in the environment.
-    uri = section.uri if uri and urlsplit(uri).password else uri
     experiment = section.experiment or os.environ.get(_EXPERIMENT)
     if not experiment and not os.environ.get(_EXPERIMENT_ID):
         experiment = (stored.experiment if stored is not None else None) or DEFAULT_EXPERIMENT

@@ -12,7 +12,7 @@ import ray
 
 from ray_app.checkpoint.store import Commit
 from ray_app.cluster.ray_private import ray_job
-from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.config import Config
 from ray_app.config.import_paths import explain_extra, load_class
 from ray_app.driver.finalize import close_orphan, newest_commit
 from ray_app.errors import ConfigError, DataError, EvaluationError
@@ -34,7 +34,7 @@ _POLL_S = 0.25
 """Seconds between two looks at the evaluator, and for which it has to answer."""
 
 
-def make_tracker(job: Job, console: SafeConsole) -> Tracker | None:
+def make_tracker(job: Job, console: SafeConsole, open_run: OpenRun) -> Tracker | None:
     """Returns the tracker of a run, which the caller starts; None if the run is not tracked.
 
     On a cluster with a dashboard it prints which MLflow run it is.
@@ -51,9 +51,8 @@ def make_tracker(job: Job, console: SafeConsole) -> Tracker | None:
     if submission is not None and has_page:
         tags["ray_app.ray_job"] = submission["page"]
     say = console.print if has_page else None
-    mlflow_run = OpenRun.find(default_tracking_uri(config))
     config = fill_defaults(config)[0]
-    return Tracker(job.paths, config, tags, config.tracking.every_steps, datasets, say=say, open_run=mlflow_run)
+    return Tracker(job.paths, config, tags, config.tracking.every_steps, datasets, say=say, open_run=open_run)
 
 
 def load_observers(config: Config) -> list[Observer]:

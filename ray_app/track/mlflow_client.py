@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.config.import_paths import require
-from ray_app.config.variables import DEFAULT_EXPERIMENT, absolute_uri, replacements
+from ray_app.config.variables import DEFAULT_EXPERIMENT, absolute_uri, bypass_proxies
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import Evaluation, evaluator_names, read_scores
 from ray_app.runlog.history import means
@@ -285,12 +285,11 @@ class OpenRun:
 
     @classmethod
     def find(cls, uri: str) -> OpenRun:
-        """Returns what is set and open in this process, in any thread of it, at an address of MLflow."""
+        """Returns what is set in this process and open in this thread at an address of MLflow, which is not asked."""
         mlflow: Any = sys.modules.get("mlflow")
-        is_here = hasattr(mlflow, "last_active_run") and absolute_uri(mlflow.get_tracking_uri()) == uri
-        run = mlflow.last_active_run() if is_here else None
-        is_open = run is not None and run.info.status == "RUNNING"
-        return cls(os.environ.get("MLFLOW_RUN_ID") or None, str(run.info.run_id) if is_open else None)
+        run = getattr(mlflow, "active_run", lambda: None)()
+        is_here = run is not None and absolute_uri(mlflow.get_tracking_uri()) == uri
+        return cls(os.environ.get("MLFLOW_RUN_ID") or None, str(run.info.run_id) if is_here else None)
 
 
 class MlflowRun:
@@ -461,7 +460,7 @@ def connect(uri: str) -> Any:
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ.update(replacements(os.environ))
+    os.environ.update(bypass_proxies(os.environ))
     require("mlflow", "MLflow's record or registry")
     from mlflow.tracking import MlflowClient
 

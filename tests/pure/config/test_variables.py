@@ -13,10 +13,10 @@ from ray_app.config.sections import TrackingSection
 from ray_app.config.variables import (
     DEFAULT_EXPERIMENT,
     VARIABLES,
+    bypass_proxies,
     check_variables,
     complete_tracking,
     recorded_variables,
-    replacements,
     tracking_of_job,
     treatment_of,
 )
@@ -54,9 +54,8 @@ def test_the_bits_that_depend_on_a_variable_are_recorded() -> None:
     ],
 )
 def test_servers_of_this_machine_are_reached_without_the_proxy(variables: dict[str, str], no_proxy: str | None) -> None:
-    values = replacements(variables)
+    values = bypass_proxies(variables)
     assert (values.get("no_proxy"), values.get("NO_PROXY")) == (no_proxy, no_proxy)
-    assert replacements({"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "1"})["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,6 @@ def tracked(uri: str | None = None, experiment: str | None = None) -> TrackingSe
         (tracked(), None, {"MLFLOW_EXPERIMENT_ID": "3"}, tracked()),
         (tracked(), tracked(SERVER, "mine"), {}, tracked(SERVER, "mine")),
         (tracked(), tracked("http://old", "old"), {"MLFLOW_TRACKING_URI": SERVER}, tracked(SERVER, "old")),
-        (tracked(), None, {"MLFLOW_TRACKING_URI": "http://me:pw@host"}, tracked(None, DEFAULT_EXPERIMENT)),
     ],
 )
 def test_what_the_configuration_leaves_out_is_that_of_mlflow_or_of_the_last_start(
@@ -123,6 +121,9 @@ def test_the_configuration_has_precedence_and_says_so(monkeypatch: pytest.Monkey
     )
     assert tracking_of_job(section) == section
     assert tracking_of_job(tracked()) == tracked("http://other", "other")
+    # The command of a job is public.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:password@other")
+    assert tracking_of_job(tracked()) == tracked(None, "other")
 
 
 def test_a_relative_file_and_the_open_run_of_a_program_are_the_address(
