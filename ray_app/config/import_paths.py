@@ -35,30 +35,34 @@ def load_class(spec: ClassSpec | str) -> Any:
 
 
 def refuse_hiding_files() -> None:
-    """Raises `ConfigError` for a file of the user with the name of a module that this process has from elsewhere.
+    """Raises `ConfigError` for a file of the user with the name of a module of Python or of a library that is in use.
 
     The folders of the user come first in the search path of the other processes of a run, which would import the file
-    in the place of Python's module or of the library.
+    in the place of the module.
     """
-    installed = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-    folders = [str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    package = str(Path(__file__).resolve().parents[2])
+    folders = [package, str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    files: dict[str, Path] = {}
     for folder in dict.fromkeys(map(Path, filter(None, folders))):
-        if {"site-packages", "dist-packages", "lib-dynload"}.isdisjoint(folder.parts) and str(folder) not in installed:
-            for file in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
-                _refuse_hiding_file(file, file.parent.name if file.name == "__init__.py" else file.stem)
+        if not _is_installed(folder / "a.py"):
+            for file in (*folder.glob("*/__init__.py"), *folder.glob("*.py")):
+                files.setdefault(file.parent.name if file.name == "__init__.py" else file.stem, file)
+    for name, file in files.items():
+        module = sys.modules.get(name)
+        hidden = Path(getattr(module, "__file__", None) or file)
+        # Frozen modules are found first.
+        is_frozen = getattr(getattr(module, "__spec__", None), "origin", None) == "frozen"
+        if _is_installed(hidden) and not is_frozen and hidden.resolve() != file.resolve():
+            raise ConfigError(
+                f"{file} hides the module {name} ({hidden}) from the workers, which search this folder first. Rename"
+                " the file, or start in another folder."
+            )
 
 
-def _refuse_hiding_file(file: Path, name: str) -> None:
-    module = sys.modules.get(name)
-    other = getattr(module, "__file__", None)
-    # A built-in or frozen module cannot be hidden, and a namespace package is hidden by any other.
-    is_hidden = other is not None and getattr(getattr(module, "__spec__", None), "origin", None) != "frozen"
-    if is_hidden and Path(str(other)).resolve() != file.resolve():
-        owner = "Python" if name in sys.stdlib_module_names else "a library"
-        raise ConfigError(
-            f"{file} hides the module {name} of {owner} ({other}) from the workers, which search this folder first."
-            " Rename the file, or start in another folder."
-        )
+def _is_installed(file: Path) -> bool:
+    """Returns whether a file belongs to Python or to an installed library."""
+    libraries = {"site-packages", "dist-packages", "lib-dynload"}
+    return not libraries.isdisjoint(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 TASK_OPTIMIZER = "ray_app.task.whole_batches.OwnOptimizer"

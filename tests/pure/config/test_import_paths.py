@@ -36,7 +36,7 @@ def test_a_file_that_hides_a_module_from_the_workers_is_refused(
     with pytest.raises(ConfigError) as refused:
         refuse_hiding_files()
     module = name.partition(".")[0].partition("/")[0]
-    assert str(refused.value).startswith(f"{tmp_path / name} hides the module {module} of ")
+    assert str(refused.value).startswith(f"{tmp_path / name} hides the module {module} (")
     return None
 
 
