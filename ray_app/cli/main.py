@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from ray_app.errors import is_refusal, unwrap_app_error
-from ray_app.process import make_standard_streams_safe, without_gc
+from ray_app.process import interrupt_at_signals, make_standard_streams_safe, without_gc
 from ray_app.version import __version__
 
 COMMANDS = {
@@ -58,7 +58,13 @@ def run(prog: str = "ray-app", name: str | None = None) -> int:
     codes: list[int] = []
     # The first registered function is called last.
     atexit.register(lambda: _exit_process(*codes))
-    codes.append(main(prog=prog) if name is None else _import_command(name).main(prog=prog))
+    try:
+        # A command takes seconds to import.
+        with interrupt_at_signals():
+            codes.append(main(prog=prog) if name is None else _import_command(name).main(prog=prog))
+    except KeyboardInterrupt:
+        print("Interrupted; it can be started again.", file=sys.stderr)
+        codes.append(75)
     return codes[0]
 
 
@@ -148,8 +154,7 @@ def exit_code(
     Returns:
         0 if the work is done, 2 if it was refused, 75 if it was interrupted, 1 if it failed.
     """
-    # These import YAML and NumPy, which `--help` and `--version` do without.
-    from ray_app.process import interrupt_at_signals
+    # It imports YAML and NumPy, which `--help` and `--version` do without.
     from ray_app.runlog.redaction import redact
 
     try:
