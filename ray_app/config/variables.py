@@ -154,11 +154,17 @@ def tracking_uri(section: TrackingSection) -> str | None:
     """Returns the configured address of MLflow, or that of the environment, or of the program's open MLflow run."""
     if section.uri:
         return section.uri
+    if (open_run := find_open_run()) is not None:
+        return open_run[0]
+    return absolute_uri(os.environ[_URI]) if os.environ.get(_URI) else None
+
+
+def find_open_run() -> tuple[str, Any] | None:
+    """Returns address and information of the MLflow run that this thread has open (`mlflow.start_run`), if any."""
     mlflow: Any = sys.modules.get("mlflow")
     # Another thread may be importing it.
-    has_open_run = getattr(mlflow, "active_run", lambda: None)() is not None
-    uri = mlflow.get_tracking_uri() if has_open_run else os.environ.get(_URI)
-    return absolute_uri(uri) if uri else None
+    run = getattr(mlflow, "active_run", lambda: None)()
+    return (absolute_uri(mlflow.get_tracking_uri()), run.info) if run is not None else None
 
 
 def tracking_of_job(section: TrackingSection) -> TrackingSection:
@@ -198,6 +204,6 @@ def complete_tracking(section: TrackingSection, stored: TrackingSection | None) 
     ]
     uri = tracking_uri(section) or (stored.uri if stored is not None else None)
     experiment = section.experiment or os.environ.get(_EXPERIMENT)
-    if not experiment and not os.environ.get(_EXPERIMENT_ID):
+    if not experiment and not os.environ.get(_EXPERIMENT_ID) and find_open_run() is None:
         experiment = (stored.experiment if stored is not None else None) or DEFAULT_EXPERIMENT
     return replace(section, uri=uri, experiment=experiment), lines

@@ -17,7 +17,6 @@ import os
 import posixpath
 import re
 import statistics
-import sys
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.config.import_paths import require
-from ray_app.config.variables import DEFAULT_EXPERIMENT, absolute_uri, bypass_proxies
+from ray_app.config.variables import DEFAULT_EXPERIMENT, bypass_proxies, find_open_run
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import Evaluation, evaluator_names, read_scores
 from ray_app.runlog.history import means
@@ -278,18 +277,21 @@ class OpenRun:
     Args:
         run_id: `MLFLOW_RUN_ID`, which becomes the run's own unless another run has it; None if it is not set.
         parent_id: Id of the MLflow run that the program has open (`mlflow.start_run`), which becomes its parent.
+        experiment_id: `MLFLOW_EXPERIMENT_ID`, or the experiment of the parent.
     """
 
     run_id: str | None = None
     parent_id: str | None = None
+    experiment_id: str | None = None
 
     @classmethod
     def find(cls, uri: str) -> OpenRun:
         """Returns what is set in this process and open in this thread at an address of MLflow, which is not asked."""
-        mlflow: Any = sys.modules.get("mlflow")
-        run = getattr(mlflow, "active_run", lambda: None)()
-        is_here = run is not None and absolute_uri(mlflow.get_tracking_uri()) == uri
-        return cls(os.environ.get("MLFLOW_RUN_ID") or None, str(run.info.run_id) if is_here else None)
+        address, parent = find_open_run() or ("", None)
+        run_id, experiment_id = (os.environ.get(name) or None for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"))
+        if parent is None or address != uri:
+            return cls(run_id, None, experiment_id)
+        return cls(run_id, parent.run_id, experiment_id or parent.experiment_id)
 
 
 class MlflowRun:
@@ -298,8 +300,7 @@ class MlflowRun:
     The class is not thread-safe, and each method may block as long as MLflow does.
 
     Args:
-        experiment: Name of the experiment, which is created if it does not exist; None: that of
-            `MLFLOW_EXPERIMENT_ID`.
+        experiment: Name of the experiment, which is created if it does not exist; None: that of `open_run`.
         artifacts: Folder for the artifacts if MLflow has no server; None: MLflow chooses.
         open_run: The MLflow run in which a new one is recorded.
     """
@@ -436,13 +437,14 @@ class MlflowRun:
             return False
 
     def _experiment_id(self) -> str:
-        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") if self.experiment is None else None
-        name = self.experiment or DEFAULT_EXPERIMENT
-        find = self._client.get_experiment_by_name
-        experiment = self._client.get_experiment(experiment_id) if experiment_id else find(name)
+        if self.experiment is None and self._open_run.experiment_id is not None:
+            experiment = self._client.get_experiment(self._open_run.experiment_id)
+        else:
+            self.experiment = self.experiment or DEFAULT_EXPERIMENT
+            experiment = self._client.get_experiment_by_name(self.experiment)
         if experiment is None:
             artifacts = None if self._artifacts is None or self._uri.startswith("http") else self._artifacts.as_uri()
-            return str(self._client.create_experiment(name, artifacts))
+            return str(self._client.create_experiment(self.experiment, artifacts))
         self.experiment = experiment.name
         if experiment.lifecycle_stage != "active":
             raise ConfigError(

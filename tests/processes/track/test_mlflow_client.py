@@ -101,7 +101,12 @@ def test_a_run_takes_the_mlflow_run_of_the_environment_or_becomes_its_child(
     others = [RecordedRun(tmp_path / name, store) for name in ("second", "third", "fourth")]
     run_ids = []
     for recorded, open_run in zip(
-        (run, *others), (OpenRun.find(store), OpenRun(mine), OpenRun("gone", open_one), OpenRun()), strict=True
+        (run, *others),
+        (
+            OpenRun.find(store),
+            *(OpenRun(*ids, experiment_id) for ids in ((mine, None), ("gone", open_one), (None, None))),
+        ),
+        strict=True,
     ):
         tracker = Tracker(recorded.paths, recorded.config, {}, open_run=open_run)
         tracker.start()

@@ -132,6 +132,6 @@ def test_a_relative_file_and_the_open_run_of_a_program_are_the_address(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
     assert complete_tracking(tracked(), None)[0].uri == f"sqlite:///{tmp_path}/mine.db"
-    program: Any = SimpleNamespace(active_run=object, get_tracking_uri=lambda: SERVER)
+    program: Any = SimpleNamespace(active_run=lambda: SimpleNamespace(info=None), get_tracking_uri=lambda: SERVER)
     monkeypatch.setitem(sys.modules, "mlflow", program)
-    assert complete_tracking(tracked(), None)[0].uri == SERVER
+    assert complete_tracking(tracked(), None)[0] == tracked(SERVER)
