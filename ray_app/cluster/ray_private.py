@@ -23,6 +23,7 @@ import logging
 import math
 import os
 import pkgutil
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,7 +49,7 @@ NODE_ID_LABEL = "ray.io/node-id"
 """The label of a node with its id."""
 TESTED_RAY = (2, 56), (2, 60)
 """The oldest and the newest minor version of Ray with which recovery in place has been tested, see docs/versions.md."""
-_AUTH_MODE = "RAY_AUTH_MODE"
+_AUTH_MODE, _AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 _RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The environment variable that is set in Ray jobs."""
 _SINGLE_NODE_PREFIX = "node_"
@@ -127,10 +128,16 @@ def require_token() -> None:
     if os.environ.setdefault(_AUTH_MODE, "token").lower() == "token":
         if read_auth_mode := READ_AUTH_MODE.find():
             read_auth_mode("")
-        if create_token := CREATE_TOKEN.find():
-            create_token(create_token_if_missing=True)
+        try:
+            if create_token := CREATE_TOKEN.find():
+                create_token(create_token_if_missing=True)
+        except (OSError, RuntimeError):
+            # The home folder does not exist or cannot be written to, so only this cluster has the token.
+            os.environ[_AUTH_TOKEN] = secrets.token_hex(32)
+            if token_loader := TOKEN_LOADER.find():
+                token_loader.instance().reset_cache()
         # The token may be in another place, or the file may belong to another user.
-        with suppress(OSError):
+        with suppress(OSError, RuntimeError):
             (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
@@ -141,7 +148,7 @@ def restore_auth_mode() -> Iterator[None]:
     With the old value every actor on a cluster of the other mode died before it ran.
     """
     try:
-        with set_variables(**{_AUTH_MODE: None}):
+        with set_variables(**{_AUTH_MODE: None, _AUTH_TOKEN: None}):
             yield
     finally:
         if read_auth_mode := READ_AUTH_MODE.find():
