@@ -83,10 +83,10 @@ def read_machines(variables: Mapping[str, str]) -> Machines:
     if "SLURM_JOB_ID" in variables:
         return _from_slurm(variables)
     if hosts := _scheduler_hosts(variables):
-        own = variables.get("SM_CURRENT_HOST") or socket.gethostname()
-        ranks = [rank for rank, host in enumerate(hosts) if host.partition(".")[0] == own.partition(".")[0]]
+        name = variables.get("SM_CURRENT_HOST") or socket.gethostname()
+        ranks = [rank for rank, host in enumerate(hosts) if host.partition(".")[0] == name.partition(".")[0]]
         if not ranks:
-            raise ConfigError(f"The job has the machines {', '.join(hosts)}, and this one, {own}, is none of them.")
+            raise ConfigError(f"The job has the machines {', '.join(hosts)}, and this one, {name}, is none of them.")
         return Machines(hosts[0], _job_port(variables), ranks[0], len(hosts))
     raise ConfigError(
         "No variables say which machines there are: TF_CONFIG; MASTER_ADDR, RANK and WORLD_SIZE (torchrun, PyTorchJob);"

@@ -83,7 +83,8 @@ VARIABLES: tuple[tuple[str, Treatment, str], ...] = (
 NO_PROXY = ("no_proxy", "NO_PROXY")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-_URI, _EXPERIMENT, _EXPERIMENT_ID = "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"
+_URI = "MLFLOW_TRACKING_URI"
+_EXPERIMENT, _EXPERIMENT_ID = "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"
 DEFAULT_EXPERIMENT = "ray_app"
 
 

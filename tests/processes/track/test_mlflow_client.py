@@ -94,17 +94,17 @@ def test_a_run_takes_the_mlflow_run_of_the_environment_or_becomes_its_child(
     run: RecordedRun, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = connect(store)
-    experiment_id = client.create_experiment(f"mine-{tmp_path.name}")
-    mine, open_one = (client.create_run(experiment_id).info.run_id for _ in range(2))
+    experiment_id = client.create_experiment(f"env-{tmp_path.name}")
+    env_id, open_id = (client.create_run(experiment_id).info.run_id for _ in range(2))
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
-    monkeypatch.setenv("MLFLOW_RUN_ID", mine)
+    monkeypatch.setenv("MLFLOW_RUN_ID", env_id)
     others = [RecordedRun(tmp_path / name, store) for name in ("second", "third", "fourth")]
     run_ids = []
     for recorded, open_run in zip(
         (run, *others),
         (
             OpenRun.find(store),
-            *(OpenRun(*ids, experiment_id) for ids in ((mine, None), ("gone", open_one), (None, None))),
+            *(OpenRun(*ids, experiment_id) for ids in ((env_id, None), ("gone", open_id), (None, None))),
         ),
         strict=True,
     ):
@@ -112,14 +112,14 @@ def test_a_run_takes_the_mlflow_run_of_the_environment_or_becomes_its_child(
         tracker.start()
         assert tracker.close("FINISHED", 20)
         run_ids.append(tracker.run_id)
-    assert run_ids[0] == mine
-    found = [client.get_run(run_id) for run_id in run_ids]
-    assert [one.data.tags.get("mlflow.parentRunId") for one in found] == [None, mine, open_one, None]
-    assert {one.info.experiment_id for one in found} == {experiment_id}
+    assert run_ids[0] == env_id
+    mlflow_runs = [client.get_run(run_id) for run_id in run_ids]
+    assert [one.data.tags.get("mlflow.parentRunId") for one in mlflow_runs] == [None, env_id, open_id, None]
+    assert {one.info.experiment_id for one in mlflow_runs} == {experiment_id}
     # The next driver has another environment.
     again = run.tracker()
     assert again.close("FINISHED", 20)
-    assert again.run_id == mine
+    assert again.run_id == env_id
 
 
 def assert_described(run: RecordedRun) -> None:
