@@ -29,6 +29,7 @@ from pathlib import Path
 
 from ray_app.cli import train
 from ray_app.cli.main import exit_code
+from ray_app.config.variables import without_errors
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, RayAppError
 
@@ -298,7 +299,8 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
     ]
     with tempfile.TemporaryFile("w+") as output:
         # In a session of its own, so that Ctrl-C and the signals of a scheduler reach the command alone.
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        environment = os.environ | without_errors(os.environ)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
 
         def check() -> None:
             if process.poll() is not None:

@@ -37,6 +37,7 @@ from ray_app.cluster.ray_private import (
 )
 from ray_app.config.config import Config
 from ray_app.config.sections import ScalingSection
+from ray_app.config.variables import without_errors
 from ray_app.data.reader import RowSource
 from ray_app.devices import accelerator
 from ray_app.errors import ConfigError
@@ -154,7 +155,8 @@ def _start(config: Config) -> None:
     require_token()
     num_cpus = wanted_cpus(config, config.scaling.worker_limit + config.scaling.standby_workers)
     # The search path is passed as a variable, because Ray starts no processes in advance for a `runtime_env`.
-    with set_variables(PYTHONPATH=os.pathsep.join(search_path())), in_own_sessions(), defer_interrupts():
+    variables = {"PYTHONPATH": os.pathsep.join(search_path())} | without_errors(os.environ)
+    with set_variables(**variables), in_own_sessions(), defer_interrupts():
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),

@@ -72,7 +72,7 @@ VARIABLES: tuple[tuple[str, Treatment, str], ...] = (
      "Texts are UTF-8: a command in another encoding starts itself again with PYTHONUTF8=1, a program is refused."),
     ("PYTHONHASHSEED", "used", "Only code of yours that walks through a set of texts depends on it."),
     ("PYTHONOPTIMIZE", "used", "Python leaves out `assert`, in your code, too, and with 2 the texts of `--help`."),
-    ("PYTHONWARNINGS", "used", "A warning that is an error ends a run as any other error of the code that warns."),
+    ("PYTHONWARNINGS", "replaced", "`error` ends processes of Ray at their start: they and the workers get it without."),
     ("KERAS_BACKEND", "replaced", "A Keras model trains with PyTorch; see docs/start/keras.md."),
     ("TOKENIZERS_PARALLELISM", "used", "Speed and warnings of tokenizers, no result."),
     ("WANDB_*", "without effect", "Nothing is sent to Weights & Biases, unless code of yours does it."),
@@ -104,6 +104,13 @@ def bypass_proxies(variables: Mapping[str, str]) -> dict[str, str]:
     if "*" in hosts or not any(variables.get(name) or variables.get(name.upper()) for name in _PROXIES):
         return {}
     return dict.fromkeys(NO_PROXY, ",".join(dict.fromkeys([*hosts, *_LOCAL_HOSTS])))
+
+
+def without_errors(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns `PYTHONWARNINGS` for processes of Ray, without the filters that make errors of warnings of libraries."""
+    filters = variables.get("PYTHONWARNINGS", "").split(",")
+    kept = [one for one in filters if not one.strip().startswith("error")]
+    return {"PYTHONWARNINGS": ",".join(kept) or "default"} if kept != filters else {}
 
 
 def check_variables(variables: Mapping[str, str], on_this_machine: bool) -> None:

@@ -19,6 +19,7 @@ from ray_app.config.variables import (
     recorded_variables,
     tracking_of_job,
     treatment_of,
+    without_errors,
 )
 from ray_app.errors import ConfigError
 from tests.support.paths import ROOT
@@ -73,6 +74,19 @@ def test_variables_with_which_ray_cannot_start_are_refused(variables: dict[str, 
     with pytest.raises(ConfigError) as refused:
         check_variables(variables, on_this_machine=True)
     assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ("", {}),
+        ("ignore::UserWarning", {}),
+        ("error", {"PYTHONWARNINGS": "default"}),
+        ("ignore,error::DeprecationWarning", {"PYTHONWARNINGS": "ignore"}),
+    ],
+)
+def test_processes_of_ray_do_not_end_by_a_warning(filters: str, expected: dict[str, str]) -> None:
+    assert without_errors({"PYTHONWARNINGS": filters}) == expected
 
 
 def test_another_encoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
