@@ -72,7 +72,7 @@ VARIABLES: tuple[tuple[str, Treatment, str], ...] = (
      "Texts are UTF-8: a command in another encoding starts itself again with PYTHONUTF8=1, a program is refused."),
     ("PYTHONHASHSEED", "used", "Only code of yours that walks through a set of texts depends on it."),
     ("PYTHONOPTIMIZE", "used", "Python leaves out `assert`, in your code, too, and with 2 the texts of `--help`."),
-    ("PYTHONWARNINGS", "replaced", "`error` ends processes of Ray at their start: they and the workers get it without."),
+    ("PYTHONWARNINGS", "replaced", "`error` ends processes of Ray at their start: they get it without."),
     ("KERAS_BACKEND", "replaced", "A Keras model trains with PyTorch; see docs/start/keras.md."),
     ("TOKENIZERS_PARALLELISM", "used", "Speed and warnings of tokenizers, no result."),
     ("WANDB_*", "without effect", "Nothing is sent to Weights & Biases, unless code of yours does it."),
