@@ -188,7 +188,17 @@ def absolute_uri(uri: str) -> str:
     return f"sqlite:///{Path(file).absolute()}" if file != uri and file[:1] not in ("", "/", ":") else uri
 
 
-def complete_tracking(section: TrackingSection, stored: TrackingSection | None) -> tuple[TrackingSection, list[str]]:
+def describe_overridden(fields: Mapping[str, Any], variables: Mapping[str, str]) -> list[str]:
+    """Returns a line for each variable whose value the configuration overrides; `fields` are by dotted names."""
+    pairs = (("run.ray_address", "RAY_ADDRESS"), ("tracking.uri", _URI), ("tracking.experiment", _EXPERIMENT))
+    return [
+        f"{field} is {fields[field]}, so {name} ({variables[name]}) is not used."
+        for field, name in pairs
+        if fields[field] and variables.get(name, fields[field]) != fields[field]
+    ]
+
+
+def complete_tracking(section: TrackingSection, stored: TrackingSection | None) -> TrackingSection:
     """Fills in address and experiment of MLflow from the environment, then from the last start of the run.
 
     So every process that continues the run's record finds its MLflow run, also with another environment.
@@ -196,22 +206,11 @@ def complete_tracking(section: TrackingSection, stored: TrackingSection | None) 
     Args:
         section: The configured section.
         stored: The section of the last start; None for a new run.
-
-    Returns:
-        The section, and a line for each variable that the configuration overrides.
     """
     if not section.enabled:
-        return section, []
-    lines = [
-        f"{field} is {value}, so {name} ({os.environ[name]}) is not used."
-        for field, value, name in (
-            ("tracking.uri", section.uri, _URI),
-            ("tracking.experiment", section.experiment, _EXPERIMENT),
-        )
-        if value and os.environ.get(name, value) != value
-    ]
+        return section
     uri = tracking_uri(section) or (stored.uri if stored is not None else None)
     experiment = section.experiment or os.environ.get(_EXPERIMENT)
     if not experiment and not os.environ.get(_EXPERIMENT_ID) and find_open_run() is None:
         experiment = (stored.experiment if stored is not None else None) or DEFAULT_EXPERIMENT
-    return replace(section, uri=uri, experiment=experiment), lines
+    return replace(section, uri=uri, experiment=experiment)

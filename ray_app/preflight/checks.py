@@ -22,9 +22,9 @@ import ray
 
 from ray_app.cluster.resources import needs_cluster, ray_address, resolve_scaling
 from ray_app.config.checks import check_config
-from ray_app.config.config import Config, digest
+from ray_app.config.config import Config, digest, flatten
 from ray_app.config.import_paths import refuse_hiding_files
-from ray_app.config.variables import check_variables, complete_tracking
+from ray_app.config.variables import check_variables, complete_tracking, describe_overridden
 from ray_app.data.arrays import spec_of_values
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import sample_ragged_rows, sample_rows
@@ -37,7 +37,7 @@ from ray_app.preflight.model_checks import check_picklable, check_shardable
 from ray_app.preflight.sandbox import Sandbox
 from ray_app.preflight.short_trainings import MIDDLE, STEPS, WORKERS, ShortTrainings, TrainingResult, make_short_job
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import register_secrets
+from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.runlog.stored_config import read_manifest, stored_config
 from ray_app.storage.files import read_json, to_location
 from ray_app.task.base import Task
@@ -93,11 +93,15 @@ class Check:
         return result if isinstance(result, CheckResult) else CheckResult(warnings=result or ())
 
 
-def check_environment(context: PreflightContext) -> None:
-    """Refuses environment variables and names of files with which Ray, or a process of the run, cannot start."""
+def check_environment(context: PreflightContext) -> list[str]:
+    """Refuses environment variables and names of files with which Ray, or a process of the run, cannot start.
+
+    It returns a warning for each variable that the configuration overrides.
+    """
     starts_cluster = needs_cluster(context.config) and not ray_address(context.config) and not ray.is_initialized()
     check_variables(os.environ, starts_cluster)
     refuse_hiding_files()
+    return list(map(redact, describe_overridden(flatten(context.config.to_dict()), os.environ)))
 
 
 def complete_config(context: PreflightContext) -> list[str]:
@@ -115,13 +119,11 @@ def complete_config(context: PreflightContext) -> list[str]:
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
         check_config(config)
-    tracking, warnings = complete_tracking(config.tracking, before.tracking if before is not None else None)
-    config = replace(config, tracking=tracking)
+    config = replace(config, tracking=complete_tracking(config.tracking, before.tracking if before else None))
     context.config, context.initial = config, InitialParameters(config)
     if config.checkpoint.keep_last > 1:
-        return warnings
+        return []
     return [
-        *warnings,
         "checkpoint.keep_last is 1: if that checkpoint is damaged, the run starts from its first step again. Set it"
         " to 2 to keep an older one.",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from ray_app.config.variables import (
     bypass_proxies,
     check_variables,
     complete_tracking,
+    describe_overridden,
     recorded_variables,
     tracking_of_job,
     treatment_of,
@@ -119,20 +121,18 @@ def test_what_the_configuration_leaves_out_is_that_of_mlflow_or_of_the_last_star
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert complete_tracking(section, stored) == (expected, [])
+    assert complete_tracking(section, stored) == expected
 
 
 def test_the_configuration_has_precedence_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "other")
     section = tracked(SERVER, "mine")
-    assert complete_tracking(section, None) == (
-        section,
-        [
-            f"tracking.uri is {SERVER}, so MLFLOW_TRACKING_URI (http://other) is not used.",
-            "tracking.experiment is mine, so MLFLOW_EXPERIMENT_NAME (other) is not used.",
-        ],
-    )
+    assert complete_tracking(section, None) == section
+    fields = {"run.ray_address": "auto", "tracking.uri": SERVER, "tracking.experiment": None}
+    assert describe_overridden(fields, {**os.environ, "RAY_ADDRESS": "auto"}) == [
+        f"tracking.uri is {SERVER}, so MLFLOW_TRACKING_URI (http://other) is not used."
+    ]
     assert tracking_of_job(section) == section
     assert tracking_of_job(tracked()) == tracked("http://other", "other")
     # The command of a job is public.
@@ -145,7 +145,7 @@ def test_a_relative_file_and_the_open_run_of_a_program_are_the_address(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
-    assert complete_tracking(tracked(), None)[0].uri == f"sqlite:///{tmp_path}/mine.db"
+    assert complete_tracking(tracked(), None).uri == f"sqlite:///{tmp_path}/mine.db"
     program: Any = SimpleNamespace(active_run=lambda: SimpleNamespace(info=None), get_tracking_uri=lambda: SERVER)
     monkeypatch.setitem(sys.modules, "mlflow", program)
-    assert complete_tracking(tracked(), None)[0] == tracked(SERVER)
+    assert complete_tracking(tracked(), None) == tracked(SERVER)
