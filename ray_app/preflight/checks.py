@@ -391,9 +391,10 @@ def try_export(context: PreflightContext) -> CheckResult:
 
 # fmt: off
 CHECKS = (
-    # The environment, the configuration, the data, and the run if it exists.
-    Check("environment", 0.01, "Its variables, and the names of files here, let a run start.", check_environment),
+    # The configuration, the environment, the data, and the run if it exists.
     Check("configuration", 0.01, "Its values go together.", complete_config),
+    Check("environment", 0.01, "Its variables, and the names of files here, let a run start.", check_environment,
+          ("configuration",)),
     Check("initial parameters", 0.1, "They can be read.", read_initial_parameters, ("configuration",),
           applies=lambda context: context.config.train.init_from is not None),
     Check("data", 0.1, "It can be read.", open_training_data, ("configuration",)),

@@ -135,6 +135,8 @@ def test_the_configuration_has_precedence_and_says_so(monkeypatch: pytest.Monkey
     ]
     assert tracking_of_job(section) == section
     assert tracking_of_job(tracked()) == tracked("http://other", "other")
+    relative = {"MLFLOW_TRACKING_URI": "sqlite:///x.db"}
+    assert not describe_overridden(fields | {"tracking.uri": f"sqlite:///{Path.cwd()}/x.db"}, relative)
     # The command of a job is public.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:password@other")
     assert tracking_of_job(tracked()) == tracked(None, "other")
