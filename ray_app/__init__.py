@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_app.version import __version__
@@ -95,4 +97,17 @@ def __getattr__(name: str) -> Any:
 
     if name not in _MODULES:
         raise AttributeError(f"module 'ray_app' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ray_app.{_MODULES[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"ray_app.{_MODULES[name]}"), name)
+    except (ImportError, AttributeError) as error:
+        import importlib.metadata
+
+        # The folder of the program is searched first.
+        program = Path(getattr(sys.modules["__main__"], "__file__", None) or "notebook").absolute()
+        taken = sys.stdlib_module_names | importlib.metadata.packages_distributions().keys()
+        for file in sorted(program.parent.glob("*.py")):
+            if file.stem in taken and getattr(sys.modules.get(file.stem), "__file__", None) == str(file):
+                raise ImportError(
+                    f"{file} is imported in the place of a library or of Python's module: rename it."
+                ) from error
+        raise

@@ -13,11 +13,13 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,18 @@ def keep_freed_memory() -> None:
     malloc.mallopt(_MMAP_THRESHOLD, 32 << 20)
 
 
+def why_not_writable(folder: Path) -> str | None:
+    """Makes and removes a folder in the nearest parent that exists; returns why that fails, None if it does not."""
+    try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if not existing.is_dir():
+            return f"{existing} is a file"
+        Path(tempfile.mkdtemp(prefix=".ray_app-", dir=existing)).rmdir()
+    except OSError as error:
+        return f"{error.strerror or error} ({error.filename or folder})"
+    return None
+
+
 def log_to_stderr() -> None:
     """Writes log lines from INFO on to standard error, in all processes but the driver, which has its console."""
     application_logger = logging.getLogger("ray_app")
@@ -64,20 +78,53 @@ def log_to_stderr() -> None:
     application_logger.setLevel(logging.INFO)
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""The signals that ask a process to end soon.
+
+Terminals send INT and HUP, schedulers TERM, and before a limit USR1, USR2 or XCPU (SLURM, LSF, SGE, PBS).
+"""
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """Returns the signals that stop this process: none outside of the main thread, where Python allows no handlers.
+
+    One that is ignored stays ignored (`nohup`, background jobs of scripts). One of a scheduler for which the program
+    has a handler of its own, such as by `faulthandler.register`, keeps it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    caught = 0
+    with suppress(OSError), open("/proc/self/status") as status:
+        caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
+
+    def is_free(number: signal.Signals) -> bool:
+        handler = signal.getsignal(number)
+        if number in (signal.SIGINT, signal.SIGTERM) or getattr(handler, "__module__", None) == __name__:
+            return handler is not signal.SIG_IGN
+        # Python does not know a handler that a library in C has installed.
+        return handler is signal.SIG_DFL and not caught >> (number - 1) & 1
+
+    return list(filter(is_free, STOP_SIGNALS))
+
+
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Defers an interrupt (SIGINT) to the end of the block; other threads than the main one receive none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    interrupts: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    """Defers signals that ask this process to stop to the end of the block."""
+    received: list[int] = []
+
+    def record(number: int, _: Any) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, record) for number in _stop_signals()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if interrupts:
-            signal.raise_signal(signal.SIGINT)
+        for number, handler in before.items():
+            # `ray.init` may have installed its own.
+            if signal.getsignal(number) is record:
+                signal.signal(number, handler)
+        for interrupt in dict.fromkeys(received):
+            signal.raise_signal(interrupt)
 
 
 @contextmanager
@@ -94,25 +141,37 @@ def restore_handler(number: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def stop_at_signals(interrupted: threading.Event) -> Iterator[None]:
-    """Turns SIGINT and SIGTERM into a stop at the next step boundary; a second SIGINT raises `KeyboardInterrupt`.
+    """Turns `STOP_SIGNALS` into a stop at the next step boundary; a second SIGINT raises `KeyboardInterrupt`.
 
-    The context is entered after `ray.init`, which installs its own handler, and left when the run is closed. So a
-    claimed run records how it ended.
+    A second signal of a scheduler, which warns before it ends a job, changes nothing. The context is entered after
+    `ray.init`, which installs its own handler, and left when the run is closed. So a claimed run records how it ended.
     """
+    received: list[int] = []
 
     def stop(number: int, _: Any) -> None:
-        if interrupted.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        received.append(number)
         interrupted.set()
+        if received.count(signal.SIGINT) > 1:
+            raise KeyboardInterrupt
 
-    with _handled((signal.SIGINT, signal.SIGTERM), stop):
+    with _handled(_stop_signals(), stop):
         yield
 
 
 @contextmanager
-def interrupt_at_sigterm() -> Iterator[None]:
-    """Makes SIGTERM raise `KeyboardInterrupt` within the block, as SIGINT does, also after `ray.init`."""
-    with _handled((signal.SIGTERM,), signal.default_int_handler):
+def interrupt_at_signals() -> Iterator[None]:
+    """Makes the first of `STOP_SIGNALS` raise `KeyboardInterrupt` within the block, also after `ray.init`.
+
+    Further ones do not disturb what ends then, except SIGINT.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: Any) -> None:
+        received.append(number)
+        if number == signal.SIGINT or len(received) == 1:
+            raise KeyboardInterrupt(number)
+
+    with _handled(_stop_signals(), interrupt):
         try:
             yield
         except SystemExit as error:
@@ -122,11 +181,8 @@ def interrupt_at_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _handled(numbers: tuple[signal.Signals, ...], handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """Installs a handler for some signals; does nothing outside of the main thread, where Python allows none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _handled(numbers: Iterable[signal.Signals], handler: Callable[[int, Any], Any]) -> Iterator[None]:
+    """Installs a handler for some signals, and restores those before at the end."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -1,8 +1,9 @@
 """The command `ray-app launch`: called on every machine, it makes a Ray cluster of them and trains on it.
 
 The machines are those of the variables of a scheduler: `TF_CONFIG`, the variables of torchrun and Kubeflow, or those of
-SLURM. The first machine starts Ray's head node and trains, the others join its cluster. Each keeps a connection to the
-first one, which sends `ready` once Ray's head node answers and `exit CODE` at the end of the run.
+MPI, SLURM, PBS, LSF and SageMaker. The first machine starts Ray's head node and trains, the others join its cluster.
+Each keeps a connection to the first one, which sends `ready` once Ray's head node answers and `exit CODE` at the end
+of the run.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from ray_app.cli import train
 from ray_app.cli.main import exit_code
+from ray_app.config.variables import without_errors
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, RayAppError
 
@@ -39,6 +42,7 @@ _STOP_S = 25.0
 SLURM kills a job 30 s after it.
 """
 _POLL_S = 0.5
+_MASTER = "MASTER_ADDR"
 _TASK_TYPES = ("chief", "master", "worker", "ps", "evaluator")
 """The types of tasks of `TF_CONFIG`, in the order in which their machines are numbered."""
 
@@ -70,13 +74,75 @@ def read_machines(variables: Mapping[str, str]) -> Machines:
         return _from_tf_config(variables["TF_CONFIG"])
     if {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= variables.keys():
         return _from_torch(variables)
+    if {"PET_MASTER_ADDR", "PET_NODE_RANK", "PET_NNODES"} <= variables.keys():
+        rank, size = _number(variables, "PET_NODE_RANK"), _number(variables, "PET_NNODES")
+        return Machines(variables["PET_MASTER_ADDR"], _number(variables, "PET_MASTER_PORT", "29400"), rank, size)
+    for names in _MPI:
+        # srun sets the variables of PMI, too.
+        if names[0] in variables and not (names[0].startswith("PMI") and "SLURM_JOB_ID" in variables):
+            return _from_mpi(variables, names)
     if "SLURM_JOB_ID" in variables:
         return _from_slurm(variables)
+    if hosts := _scheduler_hosts(variables):
+        name = variables.get("SM_CURRENT_HOST") or socket.gethostname()
+        ranks = [rank for rank, host in enumerate(hosts) if host.partition(".")[0] == name.partition(".")[0]]
+        if not ranks:
+            raise ConfigError(f"The job has the machines {', '.join(hosts)}, and this one, {name}, is none of them.")
+        return Machines(hosts[0], _job_port(variables), ranks[0], len(hosts))
     raise ConfigError(
-        "No variables say which machines there are: TF_CONFIG, or MASTER_ADDR, RANK and WORLD_SIZE (torchrun,"
-        " Kubeflow), or those of SLURM in a call by srun. On one machine, or in a running Ray cluster, use ray-app"
-        " train."
+        "No variables say which machines there are: TF_CONFIG; MASTER_ADDR, RANK and WORLD_SIZE (torchrun, PyTorchJob);"
+        " PET_MASTER_ADDR, PET_NODE_RANK and PET_NNODES (TrainJob); those of mpirun, of SLURM in a call by srun, of PBS"
+        " or LSF, or of SageMaker. On one machine, or in a running Ray cluster, use ray-app train."
     )
+
+
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+"""The variables of Open MPI, and of MPICH and Intel MPI: rank, number of processes, and those on this machine."""
+
+
+def _from_mpi(variables: Mapping[str, str], names: tuple[str, str, str]) -> Machines:
+    rank, size, local = names
+    if variables.get(local, "1") != "1":
+        raise ConfigError(
+            f"Several processes are on this machine ({local}). Start one ray-app launch on each, as by mpirun --map-by"
+            " ppr:1:node or -ppn 1; it uses all CPUs and GPUs there."
+        )
+    if not (hosts := [variables[_MASTER]] if _MASTER in variables else _scheduler_hosts(variables)):
+        raise ConfigError(
+            f"mpirun numbers the processes ({rank}), and nothing names the first machine. Set {_MASTER} to its name, as"
+            f" by mpirun -x {_MASTER}=HOST (Open MPI) or -genv {_MASTER} HOST (MPICH, Intel MPI)."
+        )
+    return Machines(hosts[0], _job_port(variables), _number(variables, rank), _number(variables, size))
+
+
+def _scheduler_hosts(variables: Mapping[str, str]) -> list[str]:
+    """Returns the machines of a job of SageMaker, SLURM, PBS or LSF, each once; an empty list without one."""
+    if "SM_HOSTS" in variables:
+        return [str(host) for host in json.loads(variables["SM_HOSTS"])]
+    if "SLURM_JOB_NODELIST" in variables:
+        return expand_hosts(variables["SLURM_JOB_NODELIST"])
+    if (file := variables.get("PBS_NODEFILE")) is not None:
+        try:
+            return list(dict.fromkeys(Path(file).read_text().split()))
+        except OSError as error:
+            raise ConfigError(f"PBS_NODEFILE is {file!r}, which cannot be read: {error.strerror}.") from error
+    # Each name is followed by a number of slots.
+    pairs = variables.get("LSB_MCPU_HOSTS", "").split()[::2]
+    return list(dict.fromkeys(pairs or variables.get("LSB_HOSTS", "").split()))
+
+
+def _job_port(variables: Mapping[str, str]) -> int:
+    """Returns a port for a job: `MASTER_PORT`, or one that follows from its number, such as `123[4].server` of PBS.
+
+    Jobs that share a machine have other ports, below those that the system gives to connections.
+    """
+    numbers = (variables.get(name) for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
+    job = re.match(r"\d+", next(filter(None, numbers), ""))
+    port = 20_000 + 2 * (int(job[0]) % 6000) if job is not None else 29_500
+    return _number(variables, "MASTER_PORT", str(port))
 
 
 def _from_tf_config(text: str) -> Machines:
@@ -129,8 +195,7 @@ def _from_slurm(variables: Mapping[str, str]) -> Machines:
             f"srun starts {tasks} tasks on {size} nodes. Start one ray-app launch on each (srun --ntasks-per-node=1);"
             " it uses all CPUs and GPUs of the job there."
         )
-    # Jobs that share a node have other ports, below those that the system gives to connections.
-    return Machines(hosts[0], 20_000 + 2 * (_number(variables, "SLURM_JOB_ID") % 6000), rank, size)
+    return Machines(hosts[0], _job_port(variables), rank, size)
 
 
 def _number(variables: Mapping[str, str], name: str, default: str = "") -> int:
@@ -218,8 +283,10 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
     Yields:
         A function that raises `RayAppError` if these processes have ended.
     """
-    # SLURM may give a job some of the CPUs of a node, and Ray counts all.
-    cpus = [f"--num-cpus={count}"] if (count := os.environ.get("SLURM_CPUS_ON_NODE")) else []
+    # A scheduler may give a job some of the CPUs of a node, and Ray counts all.
+    bound = len(os.sched_getaffinity(0))
+    count = os.environ.get("SLURM_CPUS_ON_NODE") or (bound if bound < (os.cpu_count() or 1) else None)
+    cpus = [f"--num-cpus={count}"] if count else []
     command = [
         sys.executable,
         "-m",
@@ -232,7 +299,8 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
     ]
     with tempfile.TemporaryFile("w+") as output:
         # In a session of its own, so that Ctrl-C and the signals of a scheduler reach the command alone.
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        environment = os.environ | without_errors(os.environ)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
 
         def check() -> None:
             if process.poll() is not None:
@@ -314,7 +382,8 @@ def _follow(machines: Machines) -> int:
 def _wait_for_end(connection: socket.socket, check: Callable[[], None]) -> None:
     """Waits for the end of the run, after a first SIGTERM or Ctrl-C for at most 25 s.
 
-    A scheduler sends the signal to all machines, and the first one then ends the run with a checkpoint.
+    A scheduler sends the signal to all machines, and the first one then ends the run with a checkpoint. It may take
+    longer after a warning, such as SIGUSR1.
     """
     stop_s = math.inf
     while True:
@@ -322,9 +391,11 @@ def _wait_for_end(connection: socket.socket, check: Callable[[], None]) -> None:
             if select.select([connection], [], [], _POLL_S)[0]:
                 return
             check()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if stop_s < math.inf:
                 raise
+            if {*interrupt.args}.isdisjoint((signal.SIGINT, signal.SIGTERM)):
+                continue
             stop_s = time.monotonic() + _STOP_S
         if time.monotonic() > stop_s:
             raise KeyboardInterrupt

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import difflib
 import importlib
+import locale
 import logging
 import os
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from ray_app.errors import is_refusal, unwrap_app_error
-from ray_app.process import make_standard_streams_safe, without_gc
+from ray_app.process import interrupt_at_signals, make_standard_streams_safe, without_gc
 from ray_app.version import __version__
 
 COMMANDS = {
@@ -47,13 +48,23 @@ def run(prog: str = "ray-app", name: str | None = None) -> int:
     The process ends without the shutdown of the interpreter, which takes a second, and can abort the process if a
     thread in C++ waits for the interpreter. By default the first argument of the command line names the subcommand.
     """
+    # Python reads texts in the encoding of the locale, and chooses it at its start.
+    if locale.getencoding().lower() not in ("utf-8", "utf8") and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     # The exit code of a subcommand reports its work, so a closed output must not change it.
     if name is not None or (sys.argv[1:2] and sys.argv[1] in COMMANDS):
         make_standard_streams_safe()
     codes: list[int] = []
     # The first registered function is called last.
     atexit.register(lambda: _exit_process(*codes))
-    codes.append(main(prog=prog) if name is None else _import_command(name).main(prog=prog))
+    try:
+        # A command takes seconds to import.
+        with interrupt_at_signals():
+            codes.append(main(prog=prog) if name is None else _import_command(name).main(prog=prog))
+    except KeyboardInterrupt:
+        print("Interrupted; it can be started again.", file=sys.stderr)
+        codes.append(75)
     return codes[0]
 
 
@@ -86,6 +97,10 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app") -> int:
     elif name == "--version":
         print(f"ray-app {__version__}")
     elif name in COMMANDS:
+        # It imports psutil, which `--help` and `--version` do without.
+        from ray_app.config.variables import bypass_proxies
+
+        os.environ.update(bypass_proxies(os.environ))
         return int(_import_command(name).main(rest, f"{prog} {name}"))
     else:
         print(_refusal(prog, name), file=sys.stderr)
@@ -139,12 +154,11 @@ def exit_code(
     Returns:
         0 if the work is done, 2 if it was refused, 75 if it was interrupted, 1 if it failed.
     """
-    # These import YAML and NumPy, which `--help` and `--version` do without.
-    from ray_app.process import interrupt_at_sigterm
+    # It imports YAML and NumPy, which `--help` and `--version` do without.
     from ray_app.runlog.redaction import redact
 
     try:
-        with interrupt_at_sigterm():
+        with interrupt_at_signals():
             return work() or 0
     except KeyboardInterrupt:
         message, code = interrupted

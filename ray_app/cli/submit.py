@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
 from ray_app.config.config import Config
+from ray_app.config.variables import tracking_of_job
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, DataError, is_refusal
 from ray_app.preflight.inputs import make_run_name
@@ -118,6 +119,8 @@ def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
     section: SubmitSection = sections["submit"]
     section.check()
     config = config if config.run.name else config.replace(run__name=make_run_name())
+    # The job has the environment of the cluster.
+    config = replace(config, tracking=tracking_of_job(config.tracking))
     result = preflight(config, section)
     print_findings(console, result.findings)
     if has_refusal(result.findings):

@@ -10,7 +10,7 @@ from rich.console import Console
 from ray_app.driver.parsing import parse
 from ray_app.driver.run import open_run
 from ray_app.errors import is_refusal
-from ray_app.process import interrupt_at_sigterm
+from ray_app.process import interrupt_at_signals
 from ray_app.runlog.redaction import redact
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int
     """
     console, started = Console(), False
     try:
-        with interrupt_at_sigterm():
+        with interrupt_at_signals():
             config = parse(arguments, prog)
             with open_run(config, console, since_s=psutil.Process().create_time()) as run:
                 started = True

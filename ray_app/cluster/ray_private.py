@@ -23,6 +23,7 @@ import logging
 import math
 import os
 import pkgutil
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,7 +49,7 @@ NODE_ID_LABEL = "ray.io/node-id"
 """The label of a node with its id."""
 TESTED_RAY = (2, 56), (2, 60)
 """The oldest and the newest minor version of Ray with which recovery in place has been tested, see docs/versions.md."""
-_AUTH_MODE = "RAY_AUTH_MODE"
+_AUTH_MODE, _AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 _RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The environment variable that is set in Ray jobs."""
 _SINGLE_NODE_PREFIX = "node_"
@@ -93,6 +94,9 @@ CREATE_TOKEN = PrivateName(
 )
 CHECK_SELECTOR = PrivateName("ray._private.label_utils:validate_label_selector", "label selectors are not checked")
 MATCH_SELECTOR = PrivateName("ray._raylet:node_labels_match_selector", "label selectors cannot be used")
+POPEN = PrivateName(
+    "ray._private.services:ConsolePopen", "signals of a terminal or a scheduler also reach the processes of a cluster"
+)
 DRIVER_NODE = PrivateName("ray._private.worker:_global_node", "the page of the job is not recorded")
 MAX_RESOURCES = PrivateName(
     "ray._private.state:state.get_max_resources_from_cluster_config", "an autoscaler's limits are not known"
@@ -102,6 +106,11 @@ LIST_FOLDER = PrivateName(
 )
 PARSE_EXCLUDES = PrivateName("ray._private.runtime_env.packaging:_get_excludes", LIST_FOLDER.without)
 DEFAULT_EXCLUDES = PrivateName("ray._private.ray_constants:get_runtime_env_default_excludes", LIST_FOLDER.without)
+UV_HOOK = PrivateName("ray._private.ray_constants:RAY_ENABLE_UV_RUN_RUNTIME_ENV", "`uv run` uploads the working folder")
+
+# Ray reads the variable when it is imported. Workers get the search path of the driver, without uv.
+if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ and UV_HOOK.find():
+    vars(sys.modules[UV_HOOK.path.partition(":")[0]])["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = False
 
 
 def is_tested() -> bool:
@@ -119,10 +128,16 @@ def require_token() -> None:
     if os.environ.setdefault(_AUTH_MODE, "token").lower() == "token":
         if read_auth_mode := READ_AUTH_MODE.find():
             read_auth_mode("")
-        if create_token := CREATE_TOKEN.find():
-            create_token(create_token_if_missing=True)
+        try:
+            if create_token := CREATE_TOKEN.find():
+                create_token(create_token_if_missing=True)
+        except (OSError, RuntimeError):
+            # The home folder does not exist or cannot be written to, so only this cluster has the token.
+            os.environ[_AUTH_TOKEN] = secrets.token_hex(32)
+            if token_loader := TOKEN_LOADER.find():
+                token_loader.instance().reset_cache()
         # The token may be in another place, or the file may belong to another user.
-        with suppress(OSError):
+        with suppress(OSError, RuntimeError):
             (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
@@ -133,7 +148,7 @@ def restore_auth_mode() -> Iterator[None]:
     With the old value every actor on a cluster of the other mode died before it ran.
     """
     try:
-        with set_variables(**{_AUTH_MODE: None}):
+        with set_variables(**{_AUTH_MODE: None, _AUTH_TOKEN: None}):
             yield
     finally:
         if read_auth_mode := READ_AUTH_MODE.find():
@@ -283,6 +298,25 @@ def quiet_cluster_start() -> None:
     """Has Ray log only errors about the token and the processes of a cluster that this process starts."""
     logging.getLogger("ray._private.utils").setLevel(logging.WARNING)
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+
+
+@contextmanager
+def in_own_sessions() -> Iterator[None]:
+    """Starts Ray's processes in sessions of their own within the block.
+
+    A terminal, `timeout`, PBS and LSF send their signals to all processes of a session or group. The driver alone
+    reacts: it needs Ray to end the run with a checkpoint, and Ray's processes end with it.
+    """
+    popen = POPEN.find()
+    if popen is None:
+        yield
+        return
+    services = sys.modules[popen.__module__]
+    vars(services)[popen.__name__] = functools.partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        vars(services)[popen.__name__] = popen
 
 
 def max_resources() -> dict[str, float] | None:

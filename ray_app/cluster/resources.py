@@ -25,6 +25,7 @@ from ray.util.client import ray as client
 
 from ray_app.cluster.ray_private import (
     Node,
+    in_own_sessions,
     job_config,
     known_labels,
     max_resources,
@@ -36,6 +37,7 @@ from ray_app.cluster.ray_private import (
 )
 from ray_app.config.config import Config
 from ray_app.config.sections import ScalingSection
+from ray_app.config.variables import without_errors
 from ray_app.data.reader import RowSource
 from ray_app.devices import accelerator
 from ray_app.errors import ConfigError
@@ -100,7 +102,7 @@ def cluster(config: Config) -> Iterator[bool]:
     Raises:
         ConfigError: The connection is, or would be, one of Ray Client.
     """
-    if client.is_connected() or (_address(config) or "").startswith("ray://"):
+    if client.is_connected() or (ray_address(config) or "").startswith("ray://"):
         raise ConfigError(
             "A run cannot go through Ray Client (an address ray://...): its driver is a part of the cluster. Start it"
             " on a node of the cluster, for instance by ray-app submit, or in Jupyter on the head node, with the"
@@ -113,7 +115,7 @@ def cluster(config: Config) -> Iterator[bool]:
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     )
     with interval, _shared.connected(partial(_connect, config)) as is_first:
-        yield is_first and not _address(config)
+        yield is_first and not ray_address(config)
 
 
 @contextmanager
@@ -135,13 +137,13 @@ def reconnect(config: Config) -> None:
 
 
 def _connect(config: Config) -> None:
-    if (address := _address(config)) is not None:
+    if (address := ray_address(config)) is not None:
         ray.init(address=address, job_config=job_config(), logging_level=logging.WARNING)
     else:
         _start(config)
 
 
-def _address(config: Config) -> str | None:
+def ray_address(config: Config) -> str | None:
     """Returns the address of the cluster to join; None if there is none."""
     return config.run.ray_address or os.environ.get("RAY_ADDRESS")
 
@@ -153,7 +155,8 @@ def _start(config: Config) -> None:
     require_token()
     num_cpus = wanted_cpus(config, config.scaling.worker_limit + config.scaling.standby_workers)
     # The search path is passed as a variable, because Ray starts no processes in advance for a `runtime_env`.
-    with set_variables(PYTHONPATH=os.pathsep.join(search_path())), defer_interrupts():
+    variables = {"PYTHONPATH": os.pathsep.join(search_path())} | without_errors(os.environ)
+    with set_variables(**variables), in_own_sessions(), defer_interrupts():
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
@@ -422,7 +425,7 @@ def resolve_scaling(config: Config, before: Config | None = None) -> Config:
     names = [name for name, word in words.items() if getattr(config.scaling, name) == word]
     if before is not None:
         return config.replace(**{f"scaling__{name}": getattr(before.scaling, name) for name in names})
-    joins_cluster = ray.is_initialized() or _address(config) is not None
+    joins_cluster = ray.is_initialized() or ray_address(config) is not None
     # A run without workers knows its GPUs without a cluster.
     if names and joins_cluster and (config.train.strategy_traits.has_workers or config.scaling.max_workers == "all"):
         with cluster(config):

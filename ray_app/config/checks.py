@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -98,7 +99,15 @@ def _numbers_in(value: Any) -> Iterator[float]:
 
 
 _MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def _is_run_name(name: str) -> bool:
+    """Returns whether a name can be that of a folder, of a key in a bucket and of an MLflow run."""
+    # Marks (M) belong to letters, such as vowels in Hindi.
+    allowed = all(char.isalnum() or char in " ._-" or unicodedata.category(char)[0] == "M" for char in name)
+    return allowed and name[:1].isalnum() and not name.endswith((" ", ".")) and len(name.encode()) <= 128
+
+
 _NO_CAPTURE: tuple[tuple[Callable[[Config], object], str], ...] = (
     (lambda c: c.scaling.tpus_per_worker, "scaling.tpus_per_worker is set: TPUs have no CUDA graphs"),
     (lambda c: c.scaling.gpus_per_worker == 0, "scaling.gpus_per_worker is 0: CPUs have no CUDA graphs"),
@@ -306,8 +315,9 @@ _REDUCTION_RULES = (
 _OTHER_RULES = (
     Rule(
         "run.name",
-        lambda c: not _RUN_NAME.fullmatch(c.run.name),
-        "; use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter or digit.",
+        lambda c: not _is_run_name(c.run.name),
+        "; use 1 to 128 bytes of letters and digits of any language, '.', '_', '-' and blanks, from a letter or digit"
+        " on, and not with a blank or '.' at the end.",
     ),
     Rule(
         "train.profile_steps",

@@ -31,6 +31,7 @@ from ray_app.config.sections import (
     result_field,
 )
 from ray_app.config.strategies import strategy_with_workers
+from ray_app.config.variables import tracking_uri
 from ray_app.errors import ConfigError, RunExistsError
 
 _SQLITE = "sqlite:///"
@@ -265,10 +266,12 @@ def check_same_config(
 
 def default_tracking_uri(config: Config) -> str:
     """Returns the MLflow tracking URI of a run; raises `ConfigError` if it would be a SQLite file on S3."""
-    if not config.tracking.uri and "://" in config.run.storage_path:
+    if uri := tracking_uri(config.tracking):
+        return uri
+    if "://" in config.run.storage_path:
         raise ConfigError(
             f"run.storage_path is {config.run.storage_path!r}, where MLflow's SQLite file cannot be, and tracking.uri"
             " is not set. Set tracking.uri to an MLflow server (http://host:5000) or to a file of this machine"
             " (sqlite:////folder/mlflow.db), or set tracking.enabled to false."
         )
-    return config.tracking.uri or f"sqlite:///{Path(config.run.storage_path).expanduser().resolve() / 'mlflow.db'}"
+    return f"sqlite:///{Path(config.run.storage_path).expanduser().resolve() / 'mlflow.db'}"

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from ray_app.config.sections import ClassSpec
@@ -45,6 +49,37 @@ def explain_constructor(field: str, class_path: str, arguments: Iterable[str]) -
         raise ConfigError(
             f"{field} {class_path} cannot be made with {sorted(arguments)}: {reason.rstrip('.')}."
         ) from error
+
+
+def refuse_hiding_files() -> None:
+    """Raises `ConfigError` for a file of the user with the name of a module of Python or of a library that is in use.
+
+    The folders of the user come first in the search path of the other processes of a run, which would import the file
+    in the place of the module.
+    """
+    package = str(Path(__file__).resolve().parents[2])
+    folders = [package, str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    files: dict[str, Path] = {}
+    for folder in dict.fromkeys(map(Path, filter(None, folders))):
+        if not _is_installed(folder / "a.py"):
+            for file in (*folder.glob("*/__init__.py"), *folder.glob("*.py")):
+                files.setdefault(file.parent.name if file.name == "__init__.py" else file.stem, file)
+    for name, file in files.items():
+        module = sys.modules.get(name)
+        hidden = Path(getattr(module, "__file__", None) or file)
+        # Frozen modules are found first.
+        is_frozen = getattr(getattr(module, "__spec__", None), "origin", None) == "frozen"
+        if _is_installed(hidden) and not is_frozen and hidden.resolve() != file.resolve():
+            raise ConfigError(
+                f"{file} hides the module {name} ({hidden}) from the workers, which search this folder first. Rename"
+                " the file, or start in another folder."
+            )
+
+
+def _is_installed(file: Path) -> bool:
+    """Returns whether a file belongs to Python or to an installed library."""
+    libraries = {"site-packages", "dist-packages", "lib-dynload"}
+    return not libraries.isdisjoint(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 TASK_OPTIMIZER = "ray_app.task.whole_batches.OwnOptimizer"

@@ -308,9 +308,10 @@ class TrackingSection:
 
     Args:
         enabled: Whether the run is recorded in MLflow.
-        uri: MLflow tracking URI. Default: the SQLite file `mlflow.db` in `run.storage_path`, which must then be a
-            folder.
-        experiment: Name of the MLflow experiment.
+        uri: MLflow tracking URI. Default: `MLFLOW_TRACKING_URI` of the environment, the address of the run's last
+            start, or the SQLite file `mlflow.db` in `run.storage_path`, which must then be a folder.
+        experiment: Name of the MLflow experiment. Default: `MLFLOW_EXPERIMENT_NAME` or `MLFLOW_EXPERIMENT_ID` of the
+            environment, the experiment of the run's last start, or `ray_app`.
         every_steps: Optimizer steps that are combined into one point of each metric. The run's own record has every
             step.
         registered_model: Name in MLflow's model registry under which the best checkpoint of a finished run becomes a
@@ -321,7 +322,7 @@ class TrackingSection:
 
     enabled: bool = True
     uri: str | None = None
-    experiment: str = "ray_app"
+    experiment: str | None = None
     every_steps: PositiveInt = 10
     registered_model: str | None = None
     tensorboard: bool = False

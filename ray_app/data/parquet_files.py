@@ -273,7 +273,9 @@ class _FooterChecker:
             # The child imports pyarrow from where this process does: also from the user's packages or PYTHONPATH.
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+            )
         return self._process
 
 

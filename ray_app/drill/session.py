@@ -47,6 +47,7 @@ from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe, run_training
 from ray_app.errors import ConfigError, unwrap_app_error
 from ray_app.preflight.prepare import prepare
+from ray_app.process import STOP_SIGNALS
 from ray_app.retry import Retry
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, put_atomic, put_json, to_location
@@ -296,7 +297,7 @@ class Drill:
 
 
 class _InterruptFlag:
-    """Records SIGINT and SIGTERM: a run may finish although the user wanted to end it, and the drill must then end."""
+    """Records `STOP_SIGNALS`: a run may finish although the user wanted to end it, and the drill must then end."""
 
     def __init__(self) -> None:
         self.is_set = self._is_installed = False
@@ -306,8 +307,9 @@ class _InterruptFlag:
         if self._is_installed or threading.current_thread() is not threading.main_thread():
             return
         self._is_installed = True
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._make_handler(signal.getsignal(number)))
+        for number in STOP_SIGNALS:
+            if callable(handler := signal.getsignal(number)):
+                signal.signal(number, self._make_handler(handler))
 
     def _make_handler(self, previous_handler: Any) -> Callable[[int, Any], None]:
         def handler(number: int, frame: Any) -> None:

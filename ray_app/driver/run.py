@@ -35,6 +35,7 @@ from ray_app.cluster.resources import (
     workers_that_fit,
 )
 from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.variables import NO_PROXY
 from ray_app.driver.finalize import RunStatus, newest_commit, report_end, summarize, to_mlflow_status
 from ray_app.driver.model_export import REGISTRABLE, try_to_register
 from ray_app.driver.result import Result
@@ -49,7 +50,7 @@ from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import Lease, acquire_lease
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s
-from ray_app.track.mlflow_client import SHORT_TIMEOUTS
+from ray_app.track.mlflow_client import SHORT_TIMEOUTS, OpenRun
 from ray_app.track.tracker import EventFileWriter, Tracker, check_available
 from ray_app.train.checkpointing.step_log import record_fallback
 from ray_app.train.job import Hooks, Job
@@ -162,7 +163,7 @@ def open_run(
         # The signal handlers come last, because `ray.init` installs its own.
         with (
             exclusive_process(config, background),
-            set_variables(**dict.fromkeys(SHORT_TIMEOUTS)),
+            set_variables(**dict.fromkeys((*SHORT_TIMEOUTS, *NO_PROXY))),
             cluster(config) as is_own_cluster,
             signals,
         ):
@@ -225,6 +226,9 @@ class Run:
         self._error: BaseException | None = None
         self._lease = lease
         lease.on_lost(self._interrupted.set)
+        # A program opens an MLflow run in its own thread.
+        is_tracked = self._config.tracking.enabled
+        self._open_run = OpenRun.find(default_tracking_uri(self._config)) if is_tracked else OpenRun()
 
     def stop(self) -> None:
         """Asks the run to end after the present step, with a checkpoint; from any thread."""
@@ -243,7 +247,7 @@ class Run:
             "ray_job": ray_job(),
         }
         put_event(job.paths, "started", job.fence, **facts)
-        tracker = make_tracker(job, self._console)
+        tracker = make_tracker(job, self._console, self._open_run)
         board = EventFileWriter(job.paths, job.config) if job.config.tracking.tensorboard else None
         observers = Observers(job, load_observers(job.config))
         recorders = [recorder for recorder in (tracker, board) if recorder is not None]

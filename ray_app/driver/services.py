@@ -17,7 +17,7 @@ from ray_app.driver.finalize import close_orphan
 from ray_app.errors import ConfigError, DataError, EvaluationError
 from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.preflight.changes import fill_defaults
-from ray_app.track.mlflow_client import DataSet
+from ray_app.track.mlflow_client import DataSet, OpenRun
 from ray_app.track.tracker import Tracker, make_run_tags
 from ray_app.train.job import Job
 from ray_app.watch.metrics import RunMetrics
@@ -33,7 +33,7 @@ _POLL_S = 0.25
 """Seconds between two looks at the evaluator, and for which it has to answer."""
 
 
-def make_tracker(job: Job, console: SafeConsole) -> Tracker | None:
+def make_tracker(job: Job, console: SafeConsole, open_run: OpenRun) -> Tracker | None:
     """Returns the tracker of a run, which the caller starts; None if the run is not tracked.
 
     On a cluster with a dashboard it prints which MLflow run it is.
@@ -50,7 +50,8 @@ def make_tracker(job: Job, console: SafeConsole) -> Tracker | None:
     if submission is not None and has_page:
         tags["ray_app.ray_job"] = submission["page"]
     say = console.print if has_page else None
-    return Tracker(job.paths, fill_defaults(config)[0], tags, config.tracking.every_steps, datasets, say=say)
+    config = fill_defaults(config)[0]
+    return Tracker(job.paths, config, tags, config.tracking.every_steps, datasets, say=say, open_run=open_run)
 
 
 def load_observers(config: Config) -> list[Observer]:

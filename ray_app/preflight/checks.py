@@ -8,7 +8,9 @@ the configuration, the data and the stored run, and compare short trainings; oth
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
+import unicodedata
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -16,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
 
-from ray_app.cluster.resources import resolve_scaling
+from ray_app.cluster.resources import needs_cluster, ray_address, resolve_scaling
 from ray_app.config.checks import check_config
-from ray_app.config.config import Config, digest, with_absolute_paths
+from ray_app.config.config import Config, digest, flatten, with_absolute_paths
+from ray_app.config.import_paths import refuse_hiding_files
+from ray_app.config.variables import check_variables, complete_tracking, describe_overridden
 from ray_app.data.arrays import spec_of_values
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import sample_ragged_rows, sample_rows
@@ -42,7 +47,7 @@ from ray_app.preflight.model_checks import check_picklable, check_shardable
 from ray_app.preflight.sandbox import Sandbox
 from ray_app.preflight.short_trainings import MIDDLE, STEPS, WORKERS, ShortTrainings, TrainingResult, make_short_job
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import register_secrets
+from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.runlog.stored_config import read_manifest, stored_config
 from ray_app.storage.files import read_json, to_location
 from ray_app.task.base import Task
@@ -98,13 +103,25 @@ class Check:
         return result if isinstance(result, CheckResult) else CheckResult(warnings=result or ())
 
 
+def check_environment(context: PreflightContext) -> list[str]:
+    """Refuses environment variables and names of files with which Ray, or a process of the run, cannot start.
+
+    It returns a warning for each variable that the configuration overrides.
+    """
+    starts_cluster = needs_cluster(context.config) and not ray_address(context.config) and not ray.is_initialized()
+    check_variables(os.environ, starts_cluster)
+    refuse_hiding_files()
+    return list(map(redact, describe_overridden(flatten(context.config.to_dict()), os.environ)))
+
+
 def complete_config(context: PreflightContext) -> list[str]:
     """Completes the configuration by the name of the run, the number of workers and their GPUs."""
     config = context.config
     register_secrets(config.to_dict())
     check_config(config)
     config = with_absolute_paths(config)
-    config = config if config.run.name else config.replace(run__name=inputs.make_run_name())
+    # Two forms of one name look the same: a letter with a mark, or a letter and a mark.
+    config = config.replace(run__name=unicodedata.normalize("NFC", config.run.name or inputs.make_run_name()))
     context.paths = RunPaths(to_location(config.run.storage_path) / str(config.run.name))
     context.before = before = stored_config(context.paths)
     if (resolved := resolve_scaling(config, before)) != config:
@@ -113,12 +130,13 @@ def complete_config(context: PreflightContext) -> list[str]:
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
         check_config(config)
+    config = replace(config, tracking=complete_tracking(config.tracking, before.tracking if before else None))
     context.config, context.initial = config, InitialParameters(config)
     if config.checkpoint.keep_last > 1:
         return []
     return [
         "checkpoint.keep_last is 1: if that checkpoint is damaged, the run starts from its first step again. Set it"
-        " to 2 to keep an older one."
+        " to 2 to keep an older one.",
     ]
 
 
@@ -385,8 +403,10 @@ def try_export(context: PreflightContext) -> CheckResult:
 
 # fmt: off
 CHECKS = (
-    # The configuration, the data, and the run if it exists.
+    # The configuration, the environment, the data, and the run if it exists.
     Check("configuration", 0.01, "Its values go together.", complete_config),
+    Check("environment", 0.01, "Its variables, and the names of files here, let a run start.", check_environment,
+          ("configuration",)),
     Check("initial parameters", 0.1, "They can be read.", read_initial_parameters, ("configuration",),
           applies=lambda context: context.config.train.init_from is not None),
     Check("data", 0.1, "It can be read.", open_training_data, ("configuration",)),

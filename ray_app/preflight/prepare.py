@@ -7,7 +7,6 @@ run, or updates the stored configuration of an existing one. `ray-app check` pri
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -33,6 +32,7 @@ from ray_app.preflight.changes import (
 )
 from ray_app.preflight.checks import CHECKS, Check
 from ray_app.preflight.context import PreflightContext
+from ray_app.process import why_not_writable
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, redact_value, register_secrets
@@ -206,14 +206,8 @@ def check_storage(config: Config) -> None:
     folder = to_location(config.run.storage_path)
     if not isinstance(folder, Path):
         return
-    try:
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        if existing.is_dir():
-            Path(tempfile.mkdtemp(prefix=".ray_app-", dir=existing)).rmdir()
-            return
-        why = f"{existing} is a file"
-    except OSError as error:
-        why = f"{error.strerror or error} ({error.filename or folder})"
+    if (why := why_not_writable(folder)) is None:
+        return
     raise ConfigError(
         f"run.storage_path is {config.run.storage_path!r}, where no run can be stored: {why}. Give a folder that you"
         " may write to, which all nodes see under the same path, or a prefix in a bucket."

@@ -115,7 +115,8 @@ class JobServer:
             ConfigError: The cluster refuses the job.
             LostContactError: The cluster did not answer for too long.
         """
-        sent_ids: list[str] = []
+        # The id is a part of addresses and of names of files.
+        name, sent_ids = re.sub(r"[^A-Za-z0-9._-]", "-", name), list[str]()
 
         def request() -> str:
             sent_ids.append(sent_ids[0] if sent_ids else self._free_id(name))

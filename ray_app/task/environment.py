@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ray_app.config.config import Config
+from ray_app.config.variables import recorded_variables
 from ray_app.devices import DETERMINISTIC_VARIABLES, accelerator, kind_of, query
 from ray_app.errors import ConfigError
 from ray_app.process import set_variables
@@ -100,6 +101,11 @@ def describe(device: torch.device) -> dict[str, str]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         **kind.versions(),
+        **{
+            name: value
+            for name, value in recorded_variables(os.environ).items()
+            if value != DETERMINISTIC_VARIABLES.get(name)
+        },
     }
 
 

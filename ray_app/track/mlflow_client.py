@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.config.import_paths import require
+from ray_app.config.variables import DEFAULT_EXPERIMENT, bypass_proxies, find_open_run
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import Evaluation, evaluator_names, read_scores
 from ray_app.runlog.history import means
@@ -249,19 +250,44 @@ class DataSet:
     rows: int
 
 
+@dataclass(frozen=True)
+class OpenRun:
+    """The MLflow run in which a new run is recorded, as MLflow's environment or the calling program names it.
+
+    Args:
+        run_id: `MLFLOW_RUN_ID`, which becomes the run's own unless another run has it; None if it is not set.
+        parent_id: Id of the MLflow run that the program has open (`mlflow.start_run`), which becomes its parent.
+        experiment_id: `MLFLOW_EXPERIMENT_ID`, or the experiment of the parent.
+    """
+
+    run_id: str | None = None
+    parent_id: str | None = None
+    experiment_id: str | None = None
+
+    @classmethod
+    def find(cls, uri: str) -> OpenRun:
+        """Returns what is set in this process and open in this thread at an address of MLflow, which is not asked."""
+        address, parent = find_open_run() or ("", None)
+        run_id, experiment_id = (os.environ.get(name) or None for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"))
+        if parent is None or address != uri:
+            return cls(run_id, None, experiment_id)
+        return cls(run_id, parent.run_id, experiment_id or parent.experiment_id)
+
+
 class MlflowRun:
     """One MLflow run, which every process with its id can continue.
 
     The class is not thread-safe, and each method may block as long as MLflow does.
 
     Args:
-        experiment: Name of the experiment, which is created if it does not exist.
+        experiment: Name of the experiment, which is created if it does not exist; None: that of `open_run`.
         artifacts: Folder for the artifacts if MLflow has no server; None: MLflow chooses.
+        open_run: The MLflow run in which a new one is recorded.
     """
 
-    def __init__(self, uri: str, experiment: str, artifacts: Path | None) -> None:
+    def __init__(self, uri: str, experiment: str | None, artifacts: Path | None, open_run: OpenRun = OpenRun()) -> None:
         self._uri = uri
-        self._experiment = experiment
+        self.experiment, self._open_run = experiment, open_run
         self._artifacts = artifacts
         self._client: Any = None
         self.run_id = ""
@@ -285,10 +311,33 @@ class MlflowRun:
             query = f"tags.`{_UUID_TAG}` = '{run_uuid}'"
             runs = client.search_runs([experiment_id], filter_string=query, max_results=1)
             tags = {_UUID_TAG: run_uuid, _ROOT_TAG: redact(str(root))}
-            fields = {"start_time": start_ms, "tags": tags, "run_name": root.name}
-            run_id = str((runs[0] if runs else client.create_run(experiment_id, **fields)).info.run_id)
+            if runs:
+                run_id = str(runs[0].info.run_id)
+            elif (run_id := self._take_open_run(tags)) is None:
+                fields = {"start_time": start_ms, "tags": tags, "run_name": root.name}
+                run_id = str(client.create_run(experiment_id, **fields).info.run_id)
         self.run_id = run_id
         return run_id
+
+    def _take_open_run(self, tags: dict[str, str]) -> str | None:
+        """Makes the MLflow run of `MLFLOW_RUN_ID` the run's own, and returns its id.
+
+        If there is none, or another run has it, the result is None, and the tags get the parent.
+        """
+        from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+
+        parent_id, run_id = self._open_run.parent_id, self._open_run.run_id
+        if run_id is not None and not self._is_active(run_id):
+            logger.warning("MLFLOW_RUN_ID is %s, which MLflow at %s does not have.", run_id, redact(self._uri))
+        elif run_id is not None:
+            if _UUID_TAG not in self._client.get_run(run_id).data.tags:
+                for name, value in tags.items():
+                    self._client.set_tag(run_id, name, value)
+                return run_id
+            parent_id = run_id
+        if parent_id is not None:
+            tags[MLFLOW_PARENT_RUN_ID] = parent_id
+        return None
 
     def describe(
         self, params: dict[str, Any], tags: dict[str, str], datasets: Sequence[DataSet], is_over: bool
@@ -368,13 +417,18 @@ class MlflowRun:
             return False
 
     def _experiment_id(self) -> str:
-        experiment = self._client.get_experiment_by_name(self._experiment)
+        if self.experiment is None and self._open_run.experiment_id is not None:
+            experiment = self._client.get_experiment(self._open_run.experiment_id)
+        else:
+            self.experiment = self.experiment or DEFAULT_EXPERIMENT
+            experiment = self._client.get_experiment_by_name(self.experiment)
         if experiment is None:
             artifacts = None if self._artifacts is None or self._uri.startswith("http") else self._artifacts.as_uri()
-            return str(self._client.create_experiment(self._experiment, artifacts))
+            return str(self._client.create_experiment(self.experiment, artifacts))
+        self.experiment = experiment.name
         if experiment.lifecycle_stage != "active":
             raise ConfigError(
-                f"The MLflow experiment {self._experiment!r} is deleted. Restore it (mlflow experiments restore"
+                f"The MLflow experiment {experiment.name!r} is deleted. Restore it (mlflow experiments restore"
                 f" --experiment-id"
                 f" {experiment.experiment_id}) or start again with another tracking.experiment."
             )
@@ -388,6 +442,7 @@ def connect(uri: str) -> Any:
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ.update(bypass_proxies(os.environ))
     require("mlflow", "MLflow's record or registry")
     from mlflow.tracking import MlflowClient
 
@@ -395,7 +450,7 @@ def connect(uri: str) -> Any:
         logging.getLogger(logger_name).setLevel(logging.WARNING)
     if uri.startswith("sqlite"):
         Path(sqlite_file(uri)).parent.mkdir(parents=True, exist_ok=True)
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    return MlflowClient(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
 
 
 def sqlite_file(uri: str) -> str:

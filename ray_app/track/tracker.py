@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import platform
 import shlex
 import subprocess
@@ -41,6 +42,7 @@ from ray_app.track.mlflow_client import (
     Backlog,
     DataSet,
     MlflowRun,
+    OpenRun,
     Point,
     SentState,
     TrackingState,
@@ -81,6 +83,7 @@ class Tracker:
         every_steps: Number of steps that are combined into one point.
         is_over: Whether the run has ended and only points that MLflow lacks are sent: parameters and tags stay.
         say: Called once with a message that names the MLflow run.
+        open_run: The MLflow run in which a new one is recorded.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Tracker:
         datasets: Sequence[DataSet] = (),
         is_over: bool = False,
         say: Callable[[str], None] | None = None,
+        open_run: OpenRun = OpenRun(),
     ) -> None:
         self._paths = paths
         self._config = config
@@ -99,7 +103,7 @@ class Tracker:
         self._datasets = datasets
         self._is_over = is_over
         self.uri, self._on_connect = default_tracking_uri(config), say
-        self._mlflow = MlflowRun(self.uri, config.tracking.experiment, _artifact_folder(paths, self.uri))
+        self._mlflow = MlflowRun(self.uri, config.tracking.experiment, _artifact_folder(paths, self.uri), open_run)
         self._backlog = Backlog(paths, every_steps)
         self._cursor: TrackingState | None = None
         self._connected = self._is_complete = False
@@ -212,7 +216,7 @@ class Tracker:
         self._connected = True
         if self._on_connect is not None:
             self._on_connect(
-                redact(f"MLflow run {run_id} of the experiment {self._config.tracking.experiment}: {self._mlflow.page}")
+                redact(f"MLflow run {run_id} of the experiment {self._mlflow.experiment}: {self._mlflow.page}")
             )
             self._on_connect = None
 
@@ -260,13 +264,18 @@ def check_available(config: Config) -> None:
     require("mlflow", "tracking.enabled: true", "set tracking.enabled to false")
     uri = default_tracking_uri(config)
     scheme, host = urlsplit(uri).scheme.partition("+")[0], urlsplit(uri).hostname
-    subject = f"tracking.uri is {redact(uri)!r}"
+    name = "tracking.uri" if config.tracking.uri or not os.environ.get("MLFLOW_TRACKING_URI") else "MLFLOW_TRACKING_URI"
+    subject = f"{name} is {redact(uri)!r}"
     valid = (
         "it must be an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db,"
         " postgresql, mysql, mssql)."
     )
     if scheme not in ("http", "https", *_DATABASES):
-        raise ConfigError(f"{subject}; {valid} Without it a SQLite file in run.storage_path is used.")
+        raise ConfigError(
+            f"{subject}; {valid} (In a folder, where MLflow itself writes no more, a point that is sent twice would be"
+            " there twice.) Without it a SQLite file in run.storage_path is used. tracking.uri has precedence over"
+            " MLFLOW_TRACKING_URI, and tracking.enabled: false records nothing in MLflow."
+        )
     if (scheme == "sqlite" and not sqlite_file(uri)) or (scheme.startswith("http") and not host):
         raise ConfigError(f"{subject}, which names no {'file' if scheme == 'sqlite' else 'host'}; {valid}")
     if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:

@@ -127,3 +127,13 @@ def test_an_optimizer_without_the_compiler_is_bit_identical() -> None:
         True,
         [False, False],
     )
+
+
+@pytest.mark.parametrize("text", ["ray_app.run_training", "if __name__ == '__main__':\n    ray_app.run_training"])
+def test_a_program_with_the_name_of_a_library_is_named(tmp_path: Path, text: str) -> None:
+    program = tmp_path / "torch.py"
+    program.write_text(f"import ray_app\n{text}\n")
+    command = [sys.executable, str(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_PROCESS_S, check=False)
+    assert ended.returncode == 1
+    assert f"ImportError: {program} is imported in the place of a library" in ended.stderr

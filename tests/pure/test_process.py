@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
+import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 
-from ray_app.process import set_variables
+from ray_app.process import (
+    STOP_SIGNALS,
+    defer_interrupts,
+    interrupt_at_signals,
+    set_variables,
+    stop_at_signals,
+)
 
 NAME = "RAY_APP_TEST_VARIABLE"
 
@@ -39,6 +49,60 @@ def test_the_inner_context_restores_the_value_of_the_outer_one(monkeypatch: pyte
             os.environ[NAME] = "somebody's"
         assert os.environ[NAME] == "outer"
     assert NAME not in os.environ
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_of_a_scheduler_stops_once_and_its_handler_is_restored(number: signal.Signals) -> None:
+    before, interrupted = signal.getsignal(number), threading.Event()
+    with stop_at_signals(interrupted):
+        os.kill(os.getpid(), number)
+        assert interrupted.is_set()
+        # A scheduler may send another one before it kills, such as LSF after its warning.
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored(number: signal.Signals) -> None:
+    before, interrupted = signal.signal(number, signal.SIG_IGN), threading.Event()
+    try:
+        with stop_at_signals(interrupted), interrupt_at_signals(), defer_interrupts():
+            os.kill(os.getpid(), number)
+            assert signal.getsignal(number) is signal.SIG_IGN
+        assert not interrupted.is_set()
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("in_c", [False, True])
+def test_a_handler_of_the_program_for_a_signal_of_a_scheduler_stays(in_c: bool, tmp_path: Path) -> None:
+    calls, interrupted = list[int](), threading.Event()
+    with (tmp_path / "stacks").open("w") as stacks:
+        if in_c:
+            faulthandler.register(signal.SIGUSR1, file=stacks)
+        else:
+            signal.signal(signal.SIGUSR1, lambda number, _: calls.append(number))
+        try:
+            with stop_at_signals(interrupted):
+                os.kill(os.getpid(), signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1) if in_c else signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert not interrupted.is_set()
+    assert calls or "most recent call first" in (tmp_path / "stacks").read_text()
+
+
+def test_deferred_signals_come_once_at_the_end_of_the_block() -> None:
+    received = list[int]()
+    with ExitStack() as stack:
+        for number in (signal.SIGHUP, signal.SIGUSR2):
+            stack.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
+        with suppress(KeyboardInterrupt), interrupt_at_signals(), defer_interrupts():
+            for number in (signal.SIGHUP, signal.SIGUSR2, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+            received.append(0)
+            # The signals come when the block has ended.
+            stack.callback(received.append, 1)
+    assert received == [0, 1]
 
 
 RETAINED_MB = """

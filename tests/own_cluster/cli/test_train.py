@@ -122,7 +122,9 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
             command.process.wait()
 
 
-def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes(
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_stops_with_a_checkpoint_and_the_same_command_resumes(
+    number: signal.Signals,
     make_arguments: Callable[..., list[str]],
     run_command: Callable[[Sequence[str]], CommandResult],
     start: Callable[[list[str]], Started],
@@ -141,8 +143,8 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_resumes(
 
     first = start(arguments)
     first.wait_until((gate / "reached").exists)
-    # A terminal sends Ctrl-C to the whole process group.
-    os.killpg(first.process.pid, signal.SIGINT)
+    # A terminal sends Ctrl-C to the whole process group, PBS its signals to the whole session.
+    os.killpg(first.process.pid, number)
     first.wait_until(lambda: "Stopping after this step" in first.out.read_text())
     (gate / "open").touch()
     assert first.end() == 75, first.err.read_text()

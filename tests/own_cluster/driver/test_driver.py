@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.variables import DEFAULT_EXPERIMENT
 from ray_app.driver.finalize import close_orphan
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
@@ -84,7 +85,7 @@ def test_the_same_command_resumes_after_driver_and_head_were_killed(
     assert summary["restarts"] == {"failures": 0, "preemptions": 0, "storage": 0, "resizes": 0, "driver": 1}
     assert summary["redone_steps"] <= 20 - 16
     client = MlflowClient(default_tracking_uri(config))
-    [experiment] = [e for e in client.search_experiments() if e.name == config.tracking.experiment]
+    [experiment] = [e for e in client.search_experiments() if e.name == DEFAULT_EXPERIMENT]
     runs = client.search_runs([experiment.experiment_id])
     assert sorted(r.info.run_id for r in runs) == sorted([summary["mlflow_run_id"], alone["mlflow_run_id"]])
     assert {r.info.status for r in runs} == {"FINISHED"}

@@ -178,3 +178,13 @@ def test_printed_commands_quote_paths_with_spaces(tmp_path: Path, caplog: pytest
     (command,) = re.findall(r"ray-app report .*(?= tries again)", caplog.text)
     assert shlex.split(command) == ["ray-app", "report", "--run", str(run)]
     assert shlex.split(_find_mlflow_page(uri))[-2:] == ["--backend-store-uri", uri]
+
+
+def test_a_command_in_another_encoding_starts_itself_again_in_utf_8() -> None:
+    code = (
+        "import sys; from ray_app.cli.main import run; sys.argv[1:] = ['--version']; run(); print(sys.flags.utf8_mode)"
+    )
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, env=os.environ | locale, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split()[-1] == "1"

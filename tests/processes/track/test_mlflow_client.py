@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 
 from ray_app.config.config import Config, default_tracking_uri, digest
+from ray_app.config.variables import DEFAULT_EXPERIMENT
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import evaluated_steps, evaluator_names, read_evaluations
 from ray_app.runlog.journal import Event, put_event
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import put_json, read_json
-from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, DataSet, SentState
+from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, DataSet, OpenRun, SentState, connect
 from ray_app.track.tracker import Tracker, check_available, make_run_tags
 from tests.support.mlflow_server import MlflowServer, make_database
 from tests.support.recorded_run import BASE_S, EVERY, History, RecordedRun
@@ -39,7 +40,7 @@ def client_of(run: RecordedRun) -> Any:
 
 def only_mlflow_run(run: RecordedRun) -> Any:
     client = client_of(run)
-    experiment = client.get_experiment_by_name(run.config.tracking.experiment)
+    experiment = client.get_experiment_by_name(DEFAULT_EXPERIMENT)
     (mlflow_run,) = [r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name == run.paths.name]
     return mlflow_run
 
@@ -86,6 +87,38 @@ def test_a_run_is_tracked_from_start_to_end(run: RecordedRun) -> None:
     assert tracker.close("FINISHED", 20)
     assert_tracked(run, 57, "FINISHED")
     assert_described(run)
+
+
+def test_a_run_takes_the_mlflow_run_of_the_environment_or_becomes_its_child(
+    run: RecordedRun, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect(store)
+    experiment_id = client.create_experiment(f"env-{tmp_path.name}")
+    env_id, open_id = (client.create_run(experiment_id).info.run_id for _ in range(2))
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment_id)
+    monkeypatch.setenv("MLFLOW_RUN_ID", env_id)
+    others = [RecordedRun(tmp_path / name, store) for name in ("second", "third", "fourth")]
+    run_ids = []
+    for recorded, open_run in zip(
+        (run, *others),
+        (
+            OpenRun.find(store),
+            *(OpenRun(*ids, experiment_id) for ids in ((env_id, None), ("gone", open_id), (None, None))),
+        ),
+        strict=True,
+    ):
+        tracker = Tracker(recorded.paths, recorded.config, {}, open_run=open_run)
+        tracker.start()
+        assert tracker.close("FINISHED", 20)
+        run_ids.append(tracker.run_id)
+    assert run_ids[0] == env_id
+    mlflow_runs = [client.get_run(run_id) for run_id in run_ids]
+    assert [one.data.tags.get("mlflow.parentRunId") for one in mlflow_runs] == [None, env_id, open_id, None]
+    assert {one.info.experiment_id for one in mlflow_runs} == {experiment_id}
+    # The next driver has another environment.
+    again = run.tracker()
+    assert again.close("FINISHED", 20)
+    assert again.run_id == env_id
 
 
 def assert_described(run: RecordedRun) -> None:

@@ -30,7 +30,7 @@ from ray_app.cli.submit import main as submit
 from ray_app.cli.train import main as train
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError, StorageError
-from ray_app.process import interrupt_at_sigterm
+from ray_app.process import STOP_SIGNALS, interrupt_at_signals
 from ray_app.runlog.redaction import redact, register_secrets
 from tests.support.paths import ROOT
 from tests.support.run_directory import RunDirectory
@@ -80,6 +80,22 @@ def test_the_result_of_the_work_decides_the_exit_code(
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_interrupts_the_work_and_another_one_does_not_disturb_its_end(number: signal.Signals) -> None:
+    ended = []
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), number)
+            signal.pause()
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+            ended.append(number)
+
+    assert exit_code(work, "It failed") == 75
+    assert ended == [number]
+
+
 @pytest.mark.parametrize("after_ray", [False, True])
 def test_sigterm_interrupts_also_after_ray_has_installed_its_handler(after_ray: bool) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -96,7 +112,7 @@ def test_sigterm_interrupts_also_after_ray_has_installed_its_handler(after_ray: 
 
 
 def test_another_system_exit_is_passed_on() -> None:
-    with pytest.raises(SystemExit, match="3"), interrupt_at_sigterm():
+    with pytest.raises(SystemExit, match="3"), interrupt_at_signals():
         sys.exit(3)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,9 @@ def tf_config(kind: str = "worker", index: Any = 1, **cluster: list[str]) -> dic
 
 TORCH = {"MASTER_ADDR": "a", "MASTER_PORT": "29400", "RANK": "1", "WORLD_SIZE": "4"}
 SLURM = {"SLURM_JOB_ID": "6001", "SLURM_JOB_NODELIST": "n[1-3]"}
+PET = {"PET_MASTER_ADDR": "a", "PET_NODE_RANK": "1", "PET_NNODES": "2"}
+OMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+HOST = socket.gethostname()
 STEP = SLURM | {"SLURM_STEP_NODELIST": "n[2-3]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
 
 
@@ -32,6 +37,15 @@ STEP = SLURM | {"SLURM_STEP_NODELIST": "n[2-3]", "SLURM_STEP_NUM_TASKS": "2", "S
         (STEP, Machines("n2", 20_002, 1, 2)),
         (STEP | TORCH, Machines("a", 29400, 1, 4)),
         (SLURM | {"SLURM_JOB_NODELIST": "n7"}, Machines("n7", 20_002, 0, 1)),
+        (PET, Machines("a", 29_400, 1, 2)),
+        (PET | {"PET_MASTER_PORT": "7", "PET_NPROC_PER_NODE": "8"}, Machines("a", 7, 1, 2)),
+        (OMPI | {"MASTER_ADDR": "a"}, Machines("a", 29_500, 1, 2)),
+        (OMPI | {"LSB_MCPU_HOSTS": "n1 4 n2 4", "LSB_JOBID": "6001"}, Machines("n1", 20_002, 1, 2)),
+        (OMPI | SLURM, Machines("n1", 20_002, 1, 2)),
+        (STEP | {"PMI_RANK": "0", "PMI_SIZE": "9"}, Machines("n2", 20_002, 1, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5"}, Machines("a", 5, 1, 2)),
+        ({"LSB_HOSTS": f"n1 n1 {HOST}.x {HOST}.x", "LSB_JOBID": "6001"}, Machines("n1", 20_002, 1, 2)),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}, Machines("algo-1", 29_500, 1, 2)),
     ],
 )
 def test_the_machines_are_those_of_the_scheduler(variables: dict[str, str], machines: Machines) -> None:
@@ -49,6 +63,14 @@ def test_the_machines_are_those_of_the_scheduler(variables: dict[str, str], mach
         (tf_config(worker=["a:1", "a:2"]), "TF_CONFIG names a machine several times: a, a"),
         (TORCH | {"LOCAL_WORLD_SIZE": "2"}, "--nproc-per-node=1"),
         (TORCH | {"RANK": "first"}, "RANK is 'first'; it must be a number"),
+        (PET | {"PET_NNODES": "1:2"}, "PET_NNODES is '1:2'; it must be a number"),
+        (OMPI, "Set MASTER_ADDR to its name, as by mpirun -x MASTER_ADDR=HOST"),
+        (
+            OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            "Several processes are on this machine (OMPI_COMM_WORLD_LOCAL_SIZE)",
+        ),
+        ({"LSB_HOSTS": "n1 n2"}, f"The job has the machines n1, n2, and this one, {HOST}, is none of them"),
+        ({"PBS_NODEFILE": "/nowhere"}, "PBS_NODEFILE is '/nowhere', which cannot be read"),
         (SLURM, "The job has 3 nodes, and this is its batch script"),
         (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "srun starts 4 tasks on 2 nodes"),
         (SLURM | {"SLURM_JOB_NODELIST": ""}, "which names no nodes"),
@@ -58,6 +80,12 @@ def test_the_machines_are_those_of_the_scheduler(variables: dict[str, str], mach
 def test_variables_without_machines_are_refused(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_machines(variables)
+
+
+def test_the_machines_of_pbs_are_those_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text(f"n1\nn1\n{HOST}\n")
+    variables = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "6001[2].server"}
+    assert read_machines(variables) == Machines("n1", 20_002, 1, 2)
 
 
 @pytest.mark.parametrize(

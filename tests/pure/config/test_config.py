@@ -77,16 +77,35 @@ def test_the_error_of_a_batch_size_names_the_nearest_valid_sizes(batch: int, log
 
 @pytest.mark.parametrize(
     "name",
-    ["../other", "..", "a/b", "/tmp/x", "", ".hidden", "-x", "a b", "a\n", "a\\b", "ü", "a" * 129, "~root", "a\x00"],
+    [
+        "../other",
+        "..",
+        "a/b",
+        "/tmp/x",
+        "",
+        ".hidden",
+        "-x",
+        " a",
+        "a ",
+        "a.",
+        "a\n",
+        "a\\b",
+        "a\u00a0b",
+        "ü" * 65,
+        "~root",
+        "a\x00",
+    ],
 )
 def test_a_run_name_that_is_not_a_plain_directory_name_is_refused(name: str) -> None:
     [message] = problems(run__name=name)
     words = name if name.isidentifier() else repr(name)
-    allowed = "use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter or digit."
-    assert message == f"run.name is {words}; {allowed}"
+    assert message == (
+        f"run.name is {words}; use 1 to 128 bytes of letters and digits of any language, '.', '_', '-' and blanks,"
+        " from a letter or digit on, and not with a blank or '.' at the end."
+    )
 
 
-@pytest.mark.parametrize("name", ["a", "digits-2024.01_b", "0", "a" * 128, "a..b", None])
+@pytest.mark.parametrize("name", ["a", "digits-2024.01_b", "0", "a" * 128, "a..b", "Größe 1", "हिन्दी", "模型", None])
 def test_valid_run_names_are_accepted(name: str | None) -> None:
     assert problems(run__name=name) == []
 

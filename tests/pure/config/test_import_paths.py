@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_app.config.import_paths import load_class
+from ray_app.config.import_paths import load_class, refuse_hiding_files
 from ray_app.config.sections import ClassSpec
+from ray_app.errors import ConfigError
 
 
 def test_import_paths_load_classes_functions_and_attributes_of_classes() -> None:
@@ -17,6 +18,26 @@ def test_import_paths_load_classes_functions_and_attributes_of_classes() -> None
     # A function of the same name hides this module.
     assert load_class("torchvision.models.googlenet.GoogLeNet").__name__ == "GoogLeNet"
     assert load_class("datetime.datetime.fromisoformat")("2026-11-23").day == 23
+
+
+@pytest.mark.parametrize(("name", "is_hiding"), [("queue.py", True), ("torch/__init__.py", True), ("train.py", False)])
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_file_that_hides_a_module_from_the_workers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_hiding: bool, by_variable: bool
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "task.py").write_text("")
+    (tmp_path / name).write_text("")
+    # A built-in module cannot be hidden.
+    (tmp_path / "time.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path)) if by_variable else monkeypatch.chdir(tmp_path)
+    if not is_hiding:
+        return refuse_hiding_files()
+    with pytest.raises(ConfigError) as refused:
+        refuse_hiding_files()
+    module = name.partition(".")[0].partition("/")[0]
+    assert str(refused.value).startswith(f"{tmp_path / name} hides the module {module} (")
+    return None
 
 
 def test_the_error_of_an_import_path_is_the_original_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

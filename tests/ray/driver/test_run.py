@@ -15,6 +15,7 @@ import ray
 from ray_app import run_training
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.variables import DEFAULT_EXPERIMENT
 from ray_app.data.disk_cache import SUMS
 from ray_app.driver.run import Faults
 from ray_app.errors import BudgetSpentError, ConfigError, RunExistsError
@@ -35,7 +36,7 @@ def assert_tracked_once(config: Config, summary: dict[str, Any], steps: int) -> 
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(default_tracking_uri(config))
-    [experiment] = [e for e in client.search_experiments() if e.name == config.tracking.experiment]
+    [experiment] = [e for e in client.search_experiments() if e.name == DEFAULT_EXPERIMENT]
     [run] = client.search_runs([experiment.experiment_id])
     assert (run.info.run_id, run.info.status) == (summary["mlflow_run_id"], "FINISHED")
     points = client.get_metric_history(run.info.run_id, "loss")

@@ -1,0 +1,216 @@
+"""The environment variables of other tools on which a run depends: what it does with each (`VARIABLES`), and MLflow's.
+
+A configuration has precedence over a variable, and a line says so. A variable on which the bits of a result depend is
+a part of the environment that checkpoints record. docs/environment.md has the same table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import locale
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import psutil
+
+from ray_app.config.sections import TrackingSection
+from ray_app.errors import ConfigError
+from ray_app.process import why_not_writable
+
+Treatment = Literal["used", "recorded", "replaced", "refused", "without effect"]
+
+
+# fmt: off
+VARIABLES: tuple[tuple[str, Treatment, str], ...] = (
+    ("MLFLOW_TRACKING_URI MLFLOW_EXPERIMENT_NAME MLFLOW_EXPERIMENT_ID MLFLOW_RUN_ID", "used",
+     "The run is recorded there, unless the configuration sets `tracking.uri` or `tracking.experiment`. A folder, in"
+     " which MLflow itself writes no more, is refused. An MLflow run that another run has taken becomes the parent."),
+    ("MLFLOW_REGISTRY_URI", "used", "The address of the model registry where it is not that of the runs."),
+    ("MLFLOW_*", "used", "MLflow reads them, such as user, password and token."),
+    ("RAY_ADDRESS", "used", "The cluster to join, unless the configuration sets `run.ray_address`."),
+    ("RAY_TRAIN_V2_ENABLED", "replaced", "1, with a warning: the first version of Ray Train cannot replace a worker."),
+    ("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "replaced",
+     "Under `uv run` Ray uploads the whole working folder and starts each worker by uv. The workers get the driver's"
+     " search path instead; 1 in the environment keeps Ray's way."),
+    ("RAY_RUNTIME_ENV_HOOK", "refused", "Ray calls it at the start; one that cannot be imported is refused."),
+    ("TMPDIR RAY_TMPDIR", "refused", "A folder in which Ray cannot write is refused."),
+    ("RAY_*", "used", "Ray reads them, such as where it writes logs, and the token of the cluster."),
+    ("GLOO_SOCKET_IFNAME", "refused",
+     "The network interface of process groups, by default that of the node's address. One that this machine does not"
+     " have is refused, where all workers are on it."),
+    ("NCCL_ALGO NCCL_PROTO NCCL_NTHREADS NCCL_MIN_* NCCL_MAX_*", "recorded",
+     "They choose the order in which NCCL adds, which counts with `train.reduction: overlapped`."),
+    ("MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK PET_* TF_CONFIG SLURM_* PBS_* LSB_* OMPI_* PMI_* SM_*", "used",
+     "`ray-app launch` reads them: they name the machines."),
+    ("OMP_NUM_THREADS MKL_NUM_THREADS", "replaced",
+     "A worker has `scaling.threads_per_worker` threads, on which the result depends."),
+    ("OMP_THREAD_LIMIT OMP_DYNAMIC MKL_DYNAMIC OPENBLAS_NUM_THREADS OPENBLAS_CORETYPE", "recorded",
+     "They change how many threads compute, or with which kernels."),
+    ("MKL_CBWR MKL_ENABLE_INSTRUCTIONS MKL_DEBUG_CPU_TYPE ONEDNN_* DNNL_*", "recorded",
+     "They choose the instructions or the precision of the CPU's kernels."),
+    ("ATEN_CPU_CAPABILITY", "used", "PyTorch's instruction set is recorded as `cpu_capability`."),
+    ("NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE CUBLAS_WORKSPACE_CONFIG TORCH_CUDNN_* CUDNN_* TORCH_BLAS_*"
+     " TORCH_LINALG_* DISABLE_ADDMM_CUDA_LT PYTORCH_TUNABLEOP_*", "recorded",
+     "They choose a GPU's kernels or their precision. Without CUBLAS_WORKSPACE_CONFIG a run sets :4096:8; a value that"
+     " is not deterministic is refused at the first product of matrices."),
+    ("TORCHINDUCTOR_*CACHE* TORCHINDUCTOR_DETERMINISTIC", "used", "Caches; the run itself sets the second."),
+    ("TORCHDYNAMO_* TORCHINDUCTOR_* TORCH_COMPILE_* PYTORCH_JIT", "recorded", "They change what is compiled, or how."),
+    ("CUDA_VISIBLE_DEVICES", "used", "Ray gives the workers these devices; their names are recorded."),
+    ("TORCH_* PYTORCH_* CUDA_* NCCL_* KMP_* GOMP_* OMP_* MKL_*", "used",
+     "They change logs, memory, speed or where threads run, and no result. Where threads are bound to cores"
+     " (OMP_PROC_BIND, KMP_AFFINITY), the workers of a machine share the same cores."),
+    ("http_proxy https_proxy all_proxy no_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY", "replaced",
+     "Other machines are reached through the proxy, this one never: `no_proxy` is completed by localhost. Ray's own"
+     " connections use no proxy."),
+    ("LANG LC_* PYTHONUTF8 PYTHONCOERCECLOCALE", "replaced",
+     "Texts are UTF-8: a command in another encoding starts itself again with PYTHONUTF8=1, a program is refused."),
+    ("PYTHONHASHSEED", "used", "Only code of yours that walks through a set of texts depends on it."),
+    ("PYTHONOPTIMIZE", "used", "Python leaves out `assert`, in your code, too, and with 2 the texts of `--help`."),
+    ("PYTHONWARNINGS", "replaced", "`error` ends processes of Ray at their start: they get it without."),
+    ("KERAS_BACKEND", "replaced", "A Keras model trains with PyTorch; see docs/start/keras.md."),
+    ("TOKENIZERS_PARALLELISM", "used", "Speed and warnings of tokenizers, no result."),
+    ("WANDB_*", "without effect", "Nothing is sent to Weights & Biases, unless code of yours does it."),
+)
+"""Names or patterns (as in `fnmatch`), what a run does with them, and why; the first row that fits a name counts."""
+# fmt: on
+
+NO_PROXY = ("no_proxy", "NO_PROXY")
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+_URI = "MLFLOW_TRACKING_URI"
+_EXPERIMENT, _EXPERIMENT_ID = "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"
+DEFAULT_EXPERIMENT = "ray_app"
+
+
+def treatment_of(name: str) -> Treatment | None:
+    """Returns what a run does with an environment variable; None if it does not know it."""
+    return next((row[1] for row in VARIABLES if any(fnmatchcase(name, pattern) for pattern in row[0].split())), None)
+
+
+def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that are set and on which the bits of a result depend."""
+    return {name: variables[name] for name in sorted(variables) if treatment_of(name) == "recorded"}
+
+
+def bypass_proxies(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables with which servers of this machine are reached without a proxy; none without a proxy."""
+    hosts = [host for name in NO_PROXY for host in variables.get(name, "").split(",") if host]
+    if "*" in hosts or not any(variables.get(name) or variables.get(name.upper()) for name in _PROXIES):
+        return {}
+    return dict.fromkeys(NO_PROXY, ",".join(dict.fromkeys([*hosts, *_LOCAL_HOSTS])))
+
+
+def without_errors(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns `PYTHONWARNINGS` for processes of Ray, without the filters that make errors of warnings of libraries."""
+    filters = variables.get("PYTHONWARNINGS", "").split(",")
+    kept = [one for one in filters if not one.strip().startswith("error")]
+    return {"PYTHONWARNINGS": ",".join(kept) or "default"} if kept != filters else {}
+
+
+def check_variables(variables: Mapping[str, str], on_this_machine: bool) -> None:
+    """Refuses variables with which a run cannot start.
+
+    Args:
+        variables: The environment.
+        on_this_machine: Whether Ray is started here, so that all workers have this environment.
+
+    Raises:
+        ConfigError: Names the variable, its value and the remedy.
+    """
+    encoding = locale.getencoding()
+    if encoding.lower() not in ("utf-8", "utf8") and not sys.flags.utf8_mode:
+        raise ConfigError(f"Texts are read as {encoding} here (LANG, LC_ALL), and a run needs UTF-8: set PYTHONUTF8=1.")
+    if not on_this_machine:
+        return
+    interfaces = psutil.net_if_addrs()
+    # gloo takes several, separated by commas.
+    for name in filter(None, variables.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in interfaces:
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME names {name!r}, and this machine has {', '.join(interfaces)}. Unset it: by default"
+                " process groups use the interface of the node's address."
+            )
+    hook = variables.get("RAY_RUNTIME_ENV_HOOK", "")
+    if hook and not _has_module(hook.partition(".")[0]):
+        raise ConfigError(
+            f"RAY_RUNTIME_ENV_HOOK is {hook!r}, which Ray calls at the start and which cannot be imported here. Unset"
+            " it, or install its package."
+        )
+    name = "RAY_TMPDIR" if "RAY_TMPDIR" in variables else "TMPDIR"
+    folder = Path(variables.get(name) or "/tmp")
+    if (why := why_not_writable(folder.absolute())) is not None:
+        raise ConfigError(
+            f"{name} is {str(folder)!r}, where Ray cannot write: {why}. Set it to a folder with a short path that you"
+            " may write to, or unset it."
+        )
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:
+        return name in sys.modules
+
+
+def tracking_uri(section: TrackingSection) -> str | None:
+    """Returns the configured address of MLflow, or that of the environment, or of the program's open MLflow run."""
+    if section.uri:
+        return section.uri
+    if (open_run := find_open_run()) is not None:
+        return open_run[0]
+    return absolute_uri(os.environ[_URI]) if os.environ.get(_URI) else None
+
+
+def find_open_run() -> tuple[str, Any] | None:
+    """Returns address and information of the MLflow run that this thread has open (`mlflow.start_run`), if any."""
+    mlflow: Any = sys.modules.get("mlflow")
+    # Another thread may be importing it.
+    run = getattr(mlflow, "active_run", lambda: None)()
+    return (absolute_uri(mlflow.get_tracking_uri()), run.info) if run is not None else None
+
+
+def tracking_of_job(section: TrackingSection) -> TrackingSection:
+    """Returns the section with the server and the experiment of this environment, for a job on other machines."""
+    server = os.environ.get(_URI) or ""
+    uri = section.uri or (server if server.startswith("http") and not urlsplit(server).password else None)
+    return replace(section, uri=uri, experiment=section.experiment or os.environ.get(_EXPERIMENT))
+
+
+def absolute_uri(uri: str) -> str:
+    """Returns an address of MLflow with the whole path of a SQLite file, since the next start may be elsewhere."""
+    file = uri.removeprefix("sqlite:///")
+    return f"sqlite:///{Path(file).absolute()}" if file != uri and file[:1] not in ("", "/", ":") else uri
+
+
+def describe_overridden(fields: Mapping[str, Any], variables: Mapping[str, str]) -> list[str]:
+    """Returns a line for each variable whose value the configuration overrides; `fields` are by dotted names."""
+    pairs = (("run.ray_address", "RAY_ADDRESS"), ("tracking.uri", _URI), ("tracking.experiment", _EXPERIMENT))
+    return [
+        f"{field} is {fields[field]}, so {name} ({variables[name]}) is not used."
+        for field, name in pairs
+        if fields[field] and absolute_uri(variables.get(name, fields[field])) != absolute_uri(fields[field])
+    ]
+
+
+def complete_tracking(section: TrackingSection, stored: TrackingSection | None) -> TrackingSection:
+    """Fills in address and experiment of MLflow from the environment, then from the last start of the run.
+
+    So every process that continues the run's record finds its MLflow run, also with another environment.
+
+    Args:
+        section: The configured section.
+        stored: The section of the last start; None for a new run.
+    """
+    if not section.enabled:
+        return section
+    uri = tracking_uri(section) or (stored.uri if stored is not None else None)
+    experiment = section.experiment or os.environ.get(_EXPERIMENT)
+    if not experiment and not os.environ.get(_EXPERIMENT_ID) and find_open_run() is None:
+        experiment = (stored.experiment if stored is not None else None) or DEFAULT_EXPERIMENT
+    return replace(section, uri=uri, experiment=experiment)
