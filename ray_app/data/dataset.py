@@ -24,14 +24,15 @@ import pyarrow as pa
 
 from ray_app.data.arrays import (
     is_bytes,
-    is_exact_decimal,
     is_number,
     is_numbers,
+    is_read_as_float,
     is_text,
     spec_of_field,
     spec_of_list_type,
 )
 from ray_app.data.parquet_files import DataFile, Footers, Range, load_footers, read_footers
+from ray_app.data.plain_columns import plain_schema
 from ray_app.data.reader import table_to_rows
 from ray_app.errors import DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, parse_partition_value, parse_partitions
@@ -210,7 +211,7 @@ def _check_finished(path: str, root: Location) -> None:
 
 
 def _facts(path: str, root: Location, footers: Footers, manifest: Manifest) -> DataFacts:
-    columns = {field.name: _column_facts(field, footers.range_of(field)) for field in footers.schema}
+    columns = {field.name: _column_facts(field, footers.range_of(field)) for field in plain_schema(footers.schema)}
     columns |= {name: facts for name, facts in _partition_facts(manifest).items() if name not in columns}
     described = read_description(root) or {}
     classes = described.get("classes")
@@ -286,7 +287,7 @@ def _column_facts(field: pa.Field, values: Range) -> ColumnFacts:
     spec = spec_of_field(field) or spec_of_list_type(field.type)
     if spec is not None:
         return ColumnFacts("array" if spec.padding is None else "list", spec.dtype, spec.shape, values.min, values.max)
-    kind = pa.float64() if is_exact_decimal(field.type) else field.type
+    kind = pa.float64() if is_read_as_float(field.type) else field.type
     if is_number(kind):
         dtype = str(kind.to_pandas_dtype().__name__)
         is_float = pa.types.is_floating(kind)
