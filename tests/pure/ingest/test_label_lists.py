@@ -12,7 +12,7 @@ import pytest
 
 from ray_app import ingest_files, ingest_table
 from ray_app.errors import DataError
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import base, converter
 from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns
 
 TAGS = [["y", "x"], [], ["2020-01-01"], ["x", "x"]]
@@ -48,7 +48,7 @@ def test_other_lists_than_of_classes_are_refused_or_left_out(tmp_path: Path, sou
     rows = ingest_and_read(tmp_path, source, path, label="tags", classes=["y", "x"], on_bad_row="skip")
     assert (rows["a"], rows["target"].tolist()) == ([0], [[0, 1]])
     refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
-    assert [row["reason"] for row in refused] == [base.NOT_IN_CLASSES] * 3
+    assert [row["reason"] for row in refused] == [converter.NOT_IN_CLASSES] * 3
 
 
 def test_rows_of_many_classes_are_stored_in_several_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_lists_of_class_labels_have_the_names_of_hugging_face(tmp_path: Path) ->
     assert rows["target"].tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
     wrong = pa.table({"labels": pa.array([[0], [3]], pa.list_(pa.int8()))}).replace_schema_metadata(metadata)
     pq.write_table(wrong, tmp_path / "wrong.parquet")
-    with pytest.raises(DataError, match=base.NOT_IN_CLASSES):
+    with pytest.raises(DataError, match=converter.NOT_IN_CLASSES):
         ingest_files(str(tmp_path / "second"), "hf", str(tmp_path / "wrong.parquet"), label="labels")
 
 

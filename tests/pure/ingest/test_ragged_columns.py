@@ -21,7 +21,7 @@ from ray_app.data.reader import table_to_rows as as_read
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
-from ray_app.ingest.readers.base import ANY, first_shape, ragged_shape
+from ray_app.ingest.readers.converter import ANY, first_shape, ragged_shape
 from ray_app.ingest.shards import row_bytes
 from ray_app.preflight.prepare import prepare
 from ray_app.task.ragged import Ragged, concat_fields
