@@ -86,6 +86,16 @@ def spec_of_field(field: pa.Field) -> ArraySpec | None:
     return ArraySpec(stored["dtype"], tuple(stored["shape"]), (padding[0], padding[1]) if padding else None)
 
 
+IDS = b"ray_app.ids"
+"""Key in the metadata of a column of numbers of ids: their count and digest, as JSON; see `ray_app.ingest.ids`."""
+
+
+def digest_of_ids(field: pa.Field) -> str:
+    """Returns the digest of the ids that the numbers of a column stand for, "" for numbers that are no ids."""
+    raw = (field.metadata or {}).get(IDS)
+    return "" if raw is None else str(json.loads(raw)["digest"])
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Returns whether values are text, in any of Arrow's layouts, also as a dictionary (categories of pandas)."""
     if pa.types.is_dictionary(kind):

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.arrays import (
+    digest_of_ids,
     is_bytes,
     is_number,
     is_numbers,
@@ -292,7 +293,14 @@ def _column_facts(field: pa.Field, values: Range) -> ColumnFacts:
         dtype = str(kind.to_pandas_dtype().__name__)
         is_float = pa.types.is_floating(kind)
         return ColumnFacts(
-            "number" if is_float else "integer", dtype, (), values.min, values.max, values.nulls, values.group_span
+            "number" if is_float else "integer",
+            dtype,
+            (),
+            values.min,
+            values.max,
+            values.nulls,
+            values.group_span,
+            digest_of_ids(field),
         )
     if is_bytes(kind):
         return ColumnFacts("bytes")

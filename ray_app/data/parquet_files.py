@@ -34,7 +34,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ray_app.data.arrays import is_number, is_numbers, spec_of_field
+from ray_app.data.arrays import digest_of_ids, is_number, is_numbers, spec_of_field
 from ray_app.data.plain_columns import is_plain, plain_schema, to_plain
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.manifest import Manifest, PartitionType, PartitionValue, parse_partition_value, parse_partitions
@@ -442,6 +442,11 @@ class _SharedColumns:
             raise DataError(
                 f"{file} has other columns than {self._example}; a data set has one schema. Move the files apart or"
                 f" ingest again."
+            )
+        if [*map(digest_of_ids, schema())] != [*map(digest_of_ids, self.schema)]:
+            raise DataError(
+                f"{file} has numbers of other ids than {self._example}. Ingest its source again with ids_of, which"
+                " names the data set whose numbers count."
             )
         index_of = {path: i for i, (path, _) in enumerate(layout[1])}
         indices = [index_of.get(name) for name in self.leaves]

@@ -46,7 +46,7 @@ def to_plain(table: pa.Table, objects: Collection[str] = ()) -> pa.Table:
         return table
     fields, columns = list[pa.Field](), list[pa.ChunkedArray]()
     for field, column in zip(table.schema, table.columns, strict=True):
-        stays = _is_plain(field) or (field.name in objects and pa.types.is_struct(field.type))
+        stays = _is_plain(field) or (field.name in objects and _is_object(field))
         for plain_field, plain_column in [(field, column)] if stays else _plain_columns(field, column):
             fields.append(plain_field)
             columns.append(plain_column)
@@ -69,6 +69,11 @@ def _is_plain(field: pa.Field) -> bool:
     is_encoded = spec_of_field(field) is not None
     has_plain_type = not pa.types.is_struct(field.type) and _plain_type(field.type) == field.type
     return is_encoded or (has_plain_type and _extension(field)[0] is None)
+
+
+def _is_object(field: pa.Field) -> bool:
+    is_struct = pa.types.is_struct(field.type) and not is_image(field.type)
+    return bool(is_struct) and _extension(field)[0] is None
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:

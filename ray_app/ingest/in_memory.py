@@ -37,8 +37,9 @@ def ingest_arrays(
             and possibly `test`.
         eval_fraction: See `IngestOptions.eval_fraction`.
         seed: See `IngestOptions.seed`.
-        **arrays: Arrays of shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the
-            column `label` (integers) or `target`, others keep their names. With `x_train`, `y_train`, `x_test`,
+        **arrays: Arrays of shape (rows, ...): `x` becomes the column `features` (up to two axes) or `image`; with three
+            axes it stays `x`, as windows of series do, unless it holds bytes or is square. `y` becomes the column
+            `label` (integers) or `target`, others keep their names. With `x_train`, `y_train`, `x_test`,
             `y_test` the data sets are `train`, `eval` and `test`.
 
     Raises:

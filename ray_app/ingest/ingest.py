@@ -34,6 +34,7 @@ from ray_app.data.parquet_files import read_footers
 from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
+from ray_app.ingest.ids import describe_ids, digest_ids, load_ids, make_id_notes
 from ray_app.ingest.options import FormatTraits, IngestOptions, Source
 from ray_app.ingest.output_folder import side_folder
 from ray_app.ingest.readers import base, csv_files
@@ -281,7 +282,11 @@ def _preview_part(
             "shards": [],
             "skipped_files": len(part.skipped_files),
             "refused": len(refusals.rows) if side == sides[0] else 0,
-            "notes": [*part.notes, *make_notes([texts.description()], _notation(options))],
+            "notes": [
+                *part.notes,
+                *make_notes([texts.description()], _notation(options)),
+                *make_id_notes(describe_ids(tasks[0].ids, options) if tasks else {}),
+            ],
             "is_sample": True,
         }
         for side in sides
@@ -355,6 +360,8 @@ def _made_from(options: IngestOptions, reader: base.SourceReader) -> dict[str, A
         chosen["eval_fraction"] = reader.held_out(["train"])
     if options.tokenizer:
         chosen["tokenizer"] = Texts(options).digest
+    if options.ids_of:
+        chosen["ids_of"] = {name: digest_ids(values) for name, values in load_ids(options).items()}
     sha = hashlib.sha256()
     for file in reader.files():
         line = f"{_relative_name(file.location, options)}\0{file.size}\0{file.changed_ns}\n"
@@ -379,7 +386,9 @@ def _write_all(
     run: base.Run,
 ) -> None:
     """Writes the shards of all parts, then each `dataset.json`."""
-    records, text_columns = _write_input_splits(parts, sides, options, folder, run)
+    tasks = make_tasks(parts, sides, options, folder, run)
+    ids = describe_ids(tasks[0].ids, options) if tasks else {}
+    records, text_columns = _write_input_splits(parts, sides, options, tasks, run)
     part_of = {side: part for part in parts for side in sides[part.name]}
     refused = {side: [row for record in records[side] for row in record["refused"]] for side in records}
     for side, part in part_of.items():
@@ -396,7 +405,7 @@ def _write_all(
     runs = {side: records[side] for side, part in part_of.items() if not part.keeps_order}
     shuffled = _shuffle(runs, options, folder, run)
     for side, part in part_of.items():
-        notes = make_notes(text_columns[part.name], _notation(options))
+        notes = [*make_notes(text_columns[part.name], _notation(options)), *make_id_notes(ids)]
         facts = merge_descriptions(part, shuffled.get(side, records[side]), len(refused[side]), notes)
         facts["index_columns"] = _index_columns(part, options, facts["columns"])
         if options.pack:
@@ -405,7 +414,7 @@ def _write_all(
         if refused[side] or part.skipped_files:
             put_atomic(target / "refused.jsonl", format_refused([*refused[side], *part.skipped_files]))
         description = {"format_version": FORMAT_VERSION, "source": options.source, **facts}
-        description |= {"parts": sorted(part_of), "made_from": made_from}
+        description |= {"parts": sorted(part_of), "made_from": made_from, **({"ids": ids} if ids else {})}
         shards = {shard["path"] for shard in facts["shards"]}
         files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
         read_footers(target, files_written, trusted=True).put(target)
@@ -424,10 +433,13 @@ def _index_columns(part: base.Part, options: IngestOptions, columns: Collection[
 
 
 def _write_input_splits(
-    parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
+    parts: list[base.Part],
+    sides: dict[str, tuple[str, ...]],
+    options: IngestOptions,
+    tasks: Sequence[InputSplitTask],
+    run: base.Run,
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Counts]]]]:
     """Runs the tasks of all input splits; returns the records of each side and text counts of each part, in order."""
-    tasks = make_tasks(parts, sides, options, folder, run)
     records: dict[str, list[dict[str, Any]]] = {side: [] for part in parts for side in sides[part.name]}
     text_columns: dict[str, list[dict[str, Counts]]] = {part.name: [] for part in parts}
     refused = 0

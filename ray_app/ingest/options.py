@@ -108,6 +108,11 @@ class IngestOptions:
             of text, too.
         comment: For csv: the character at the beginning of lines that are left out.
         skip_lines: For csv: number of lines before the header line, which are left out.
+        ids: Columns of ids of users, products and the like, of text or integers, by their names before rename. Each
+            value becomes a number from 0, in the sorted order of the values of all data sets. The source is read once
+            more, and each different value is in memory.
+        ids_of: With ids: a folder that was ingested with these ids, whose numbers count. A row with another value
+            cannot be used.
         drop: Columns to leave out. They have their names in the source, or in the data set if the source has none.
         classes: For csv, jsonl, hf, tfrecord and webdataset: all classes of the label, in the order in which they are
             numbered from 0. A class of numbers is written as the number, such as -1. Default: texts in sorted order;
@@ -175,6 +180,8 @@ class IngestOptions:
     null: str | list[str] | None = None
     comment: str | None = None
     skip_lines: int = 0
+    ids: list[str] | None = None
+    ids_of: str | None = None
     drop: list[str] | None = None
     classes: list[str] | None = None
     columns: list[str] | None = None
@@ -313,9 +320,14 @@ def _check_targets(options: IngestOptions) -> None:
     for name in ("label", "classes", "columns", "ragged", "targets") if options.boxes else ():
         if value := getattr(options, name):
             raise ConfigError(f"{name} is {value!r}: with boxes the columns are image, boxes and labels; leave it out.")
-    for name in ("ragged", "targets") if options.pack is not None else ():
+    for name in ("ragged", "targets", "ids") if options.pack is not None else ():
         if value := getattr(options, name):
             raise ConfigError(f"{name} is {value!r}: with pack there are no columns but the tokens; leave {name} out.")
+    if options.ids_of and not options.ids:
+        raise ConfigError(f"ids_of is {options.ids_of!r}, which needs ids; name the columns of ids, too.")
+    taken = {"label", options.label, *(options.targets or ()), *(options.drop or ())}
+    if repeated := [name for name in options.ids or () if name in taken]:
+        raise ConfigError(f"ids names {repeated[0]!r}, which is the label, a target, or left out; name other columns.")
     targets = options.targets
     if targets is not None and (not targets or len(set(targets)) < len(targets)):
         raise ConfigError(f"targets is {targets}; allowed are one or more names, each once.")

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 from ray_app.config.import_paths import require
 from ray_app.data.arrays import fixed_array, is_text, spec_of_field, to_column
 from ray_app.errors import ConfigError, DataError, remove_addresses
+from ray_app.ingest.ids import IdNumbers, Ids, distinct_ids, load_ids, merge_ids
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
 from ray_app.ingest.readers import base
@@ -64,6 +65,7 @@ class InputSplitTask:
         keeps_order: Whether its rows keep their order; otherwise they are shuffled with those of the other input
             splits.
         first_eval_time: With `split_by`, the least value of the rows that go to `eval`.
+        ids: The values of the columns of ids, in the order of their numbers.
     """
 
     part: str
@@ -74,6 +76,7 @@ class InputSplitTask:
     folder: Location
     keeps_order: bool
     first_eval_time: int | float | None = None
+    ids: Ids = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"input split {self.number} of {self.part or 'the source'}, {self.input_split.tables}"
@@ -106,17 +109,32 @@ def make_tasks(
     folder: Location,
     run: base.Run,
 ) -> list[InputSplitTask]:
-    """Returns the tasks of all input splits; with `split_by` this reads the column once."""
+    """Returns the tasks of all input splits; with `ids`, and with `split_by`, this reads these columns once."""
     tasks = [
         InputSplitTask(part.name, number, input_split, sides[part.name], options, folder, part.keeps_order)
         for part in parts
         for number, input_split in enumerate(part.input_splits)
     ]
+    if options.ids:
+        ids = load_ids(options) if options.ids_of else _learn_ids(tasks, options, run)
+        tasks = [replace(task, ids=ids) for task in tasks]
     if not options.split_by:
         return tasks
     with closing(run(count_times, [task for task in tasks if len(task.sides) > 1])) as results:
         first_eval_time = find_first_eval_time(list(results), options)
     return [replace(task, first_eval_time=first_eval_time) for task in tasks]
+
+
+def _learn_ids(tasks: Sequence[InputSplitTask], options: IngestOptions, run: base.Run) -> Ids:
+    with closing(run(find_ids, tasks)) as results:
+        return merge_ids(options, list(results))
+
+
+def find_ids(task: InputSplitTask) -> Ids:
+    """Returns the different values of the columns of ids in an input split."""
+    refusals = Refusals(task.options)
+    tables = task.input_split.tables(refusals)
+    return merge_ids(task.options, [distinct_ids(table, task.options) for table in tables])
 
 
 class Refusals:
@@ -185,8 +203,9 @@ def write_input_split(task: InputSplitTask) -> Record:
 def read_input_split(task: InputSplitTask, refuse: base.Refuse) -> Iterator[pa.Table]:
     """Yields the rows of an input split as they are stored; see `write_input_split` for the errors."""
     texts = Texts(task.options) if task.options.tokenizer else None
+    ids = IdNumbers(task.ids, task.options)
     for table in task.input_split.tables(refuse):
-        kept = _drop_columns(table, task.options.drop or [])
+        kept = _drop_columns(ids.number(table, refuse), task.options.drop or [])
         stacked = _stack_targets(kept, task.options.targets, refuse) if task.options.targets else kept
         base.ROWS_READ.add(table.num_rows)
         usable = _rename_and_check(stacked, task.options.rename, refuse)

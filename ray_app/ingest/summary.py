@@ -212,7 +212,6 @@ _USES_OF_TYPES = {
     **dict.fromkeys(("text", "string"), "text or category"),
     **dict.fromkeys(("list", "large_list"), "tokens or other lists"),
     **dict.fromkeys(("timestamp", "date32", "date64"), "date or time"),
-    **dict.fromkeys(("time32", "time64", "duration"), f"not usable: {CONVERT}"),
 }
 """What they take a column of this type for; all others are features."""
 

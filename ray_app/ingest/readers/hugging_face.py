@@ -20,7 +20,7 @@ from ray_app.data.arrays import is_text
 from ray_app.data.dataset import index_columns
 from ray_app.data.plain_columns import is_image, plain_schema, to_plain
 from ray_app.errors import DataError
-from ray_app.ingest.options import FormatTraits
+from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.converter import (
     Form,
@@ -116,13 +116,24 @@ class HuggingFace(base.SourceReader):
         stored = _schema(file)
         schema = plain_schema(stored)
         _refuse_repeated(file, schema.names)
+        reader = replace(self, options=_name_fields(self.options, schema.names))
         label = self.options.label or self.default_label(schema.names)
         feature = _features(file, stored).get(label or "", {})
         # A list of classes (multi-label) has its names in the feature of its items.
         names = feature.get("names") or (feature.get("feature") or {}).get("names")
         images = frozenset(column.name for column in stored if is_image(column.type))
         find_shapes = partial(_shapes, files, self.options.ragged or [])
-        return make_form(self, file, schema, label, "column", find_shapes, names, images)
+        return make_form(reader, file, schema, label, "column", find_shapes, names, images)
+
+
+def _name_fields(options: IngestOptions, names: list[str]) -> IngestOptions:
+    """Returns the options with the fields of a column of objects, `a.b`, in place of its name `a`."""
+
+    def expand(chosen: list[str] | None) -> list[str] | None:
+        fields = {name: [field for field in names if field.startswith(f"{name}.")] for name in chosen or ()}
+        return chosen and [field for name in chosen for field in ([name] if name in names else fields[name] or [name])]
+
+    return replace(options, columns=expand(options.columns), drop=expand(options.drop))
 
 
 def _list_saved_files(folder: Location) -> list[File]:
