@@ -38,7 +38,8 @@ def test_all_data_sets_have_the_same_numbers_and_name_their_count(tmp_path: Path
         assert part.notes == summary.parts[side].notes
         assert "the 7 ids in 'who' are numbered from 0 to 6: an embedding of them has num_embeddings=7" in part.notes[0]
         digests.add(open_dataset(part.path).facts.columns["who"].ids)
-    assert len(digests) == 1 != "" in digests
+    assert len(digests) == 1
+    assert "" not in digests
 
 
 def test_later_data_is_numbered_as_an_earlier_data_set(tmp_path: Path) -> None:
