@@ -27,6 +27,7 @@ from ray_app.ingest.in_memory import ingest_arrays
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.task.tabular import TabularClassification
 from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns, write_tar
+from tests.support.ingest_rows import write_rows
 
 SUFFIXES = ("arrow", "parquet")
 
@@ -568,11 +569,7 @@ def test_invalid_pandas_metadata_names_no_index(tmp_path: Path, pandas: bytes) -
 @pytest.mark.parametrize("classes", [None, ["false", "true"]])
 @pytest.mark.parametrize("source", ["jsonl", "hf"])
 def test_labels_of_booleans_have_class_names(tmp_path: Path, source: Any, classes: list[str] | None) -> None:
-    values = [True, False, True, None]
-    if source == "jsonl":
-        path = write_jsonl(tmp_path, *(json.dumps({"y": value, "x": 1}) for value in values))
-    else:
-        pq.write_table(pa.table({"y": pa.array(values), "x": [1] * 4}), path := tmp_path / "f.parquet")
+    path = write_rows(tmp_path, source, [{"y": value, "x": 1} for value in (True, False, True, None)])
     options = IngestOptions(source, str(tmp_path / "out"), str(path), label="y", classes=classes, on_bad_row="skip")
     (part,) = ingest(options).parts.values()
     assert (part.class_counts, part.refused) == ({"false": 1, "true": 2}, 1)
@@ -590,10 +587,7 @@ def test_labels_of_booleans_have_class_names(tmp_path: Path, source: Any, classe
 def test_class_names_that_a_label_cannot_have_are_refused(
     tmp_path: Path, source: Any, values: list[Any], expected: str
 ) -> None:
-    if source == "jsonl":
-        path = write_jsonl(tmp_path, *(json.dumps({"y": value}) for value in values))
-    else:
-        pq.write_table(pa.table({"y": values}), path := tmp_path / "f.parquet")
+    path = write_rows(tmp_path, source, [{"y": value} for value in values])
     assert expected in ingest_error(tmp_path, source, path, label="y", classes=["a", "b"])
 
 
