@@ -64,8 +64,7 @@ class Form:
     @property
     def has_text_label(self) -> bool:
         """Whether the classes are learned from the values of the label, or from those in its lists."""
-        kind = pa.null() if self.label is None else self.schema.field(self.label).type
-        return is_text(kind) or is_text_list(kind)
+        return self.label is not None and is_label_text(self.schema.field(self.label).type)
 
     @property
     def has_label_lists(self) -> bool:
@@ -416,6 +415,11 @@ def to_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
 def is_text_list(kind: pa.DataType) -> bool:
     """Returns whether values are lists of text, which as the label name all classes of a row."""
     return is_list(kind) and is_text(kind.value_type)
+
+
+def is_label_text(kind: pa.DataType) -> bool:
+    """Returns whether the classes of a label of this type have the names that are its values, or in its lists."""
+    return is_text(kind) or is_text_list(kind)
 
 
 def label_texts(column: pa.Array | pa.ChunkedArray) -> set[str]:

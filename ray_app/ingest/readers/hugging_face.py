@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from ray_app.data.arrays import is_text
 from ray_app.data.dataset import index_columns
 from ray_app.data.plain_columns import is_image, plain_schema, to_plain
 from ray_app.errors import DataError
@@ -26,7 +25,7 @@ from ray_app.ingest.readers.converter import (
     Form,
     Shape,
     first_shape,
-    is_text_list,
+    is_label_text,
     label_texts,
     learn_classes,
     make_form,
@@ -258,7 +257,7 @@ def _label_values(label: str, files: list[File]) -> set[str]:
         for table in _read(file, [label], _LABEL_ROWS):
             # A file without the column is refused when its rows are read.
             column = table[label] if label in table.column_names else pa.chunked_array([pa.nulls(0)])
-            if is_text(column.type) or is_text_list(column.type):
+            if is_label_text(column.type):
                 values |= label_texts(column)
     return values
 

@@ -28,7 +28,7 @@ from ray_app.ingest.readers.converter import (
     Form,
     Shape,
     first_shape,
-    is_text_list,
+    is_label_text,
     label_texts,
     make_form,
     ragged_shape,
@@ -124,11 +124,6 @@ class _Facts:
     """For each key the file and line of its first value that is not null, and its type."""
 
 
-def _is_label_text(kind: pa.DataType) -> bool:
-    """Returns whether the classes of a label of this type have the names that are its values, or in its lists."""
-    return pa.types.is_string(kind) or is_text_list(kind)
-
-
 def _learn(options: IngestOptions, files: list[File]) -> _Facts:
     label, ragged = options.label, options.ragged or []
     keep = None if options.kept_columns is None else {*options.kept_columns, *([label] if label else [])}
@@ -149,7 +144,7 @@ def _learn(options: IngestOptions, files: list[File]) -> _Facts:
             shape_of = ragged_shape if name in ragged else first_shape
             if is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := shape_of(table[name])):
                 facts.shapes[name] = shape
-        if label in table.column_names and _is_label_text(schema.field(label).type):
+        if label in table.column_names and is_label_text(schema.field(label).type):
             # Parsed again as text, so that each label is as it was written and not a time.
             if table.schema.field(label).type != schema.field(label).type:
                 table, _ = _parse_block(block, pa.schema([schema.field(label)]), None)

@@ -19,6 +19,7 @@ from ray_app import ingest_table
 from ray_app.data.dataset import open_dataset
 from ray_app.data.reader import table_to_rows
 from ray_app.errors import DataError
+from ray_app.ingest.ingest import describe
 from ray_app.task.ragged import Ragged
 
 TENSORS = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
@@ -120,6 +121,7 @@ def test_columns_of_other_tools_are_trained_on_as_they_are_and_ingested(tmp_path
     table = write(tmp_path / "in", column)
     assert open_dataset(str(tmp_path / "in")).facts.columns["c"].kind == column.kind
     assert rows_as_trained_on(tmp_path / "in") == expected
+    assert describe(str(tmp_path / "in")).parts[""].columns["c"]["unusable"] is None
     ragged = ["c"] if column.kind == "list" else None
     ingest_table(str(tmp_path / "out"), table, ragged=ragged, check=False)
     facts = open_dataset(str(tmp_path / "out")).facts.columns["c"]
