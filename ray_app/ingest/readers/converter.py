@@ -228,7 +228,8 @@ def make_form(
             f"{where}: label {noun} {label!r} has the classes {base.format_items(names)}, and classes is"
             f" {options.classes}. Leave classes out."
         )
-    form = Form(kept, shapes, label, tuple(names) if names else None, bool(options.classes) and not names, images)
+    has_named_numbers = bool(options.classes) and not names
+    form = Form(kept, shapes, label, tuple(names) if names else None, has_named_numbers, images, options.check)
     if form.has_label_lists and "target" in set(kept.names) - {label}:
         raise DataError(
             f"{where}: the lists of {label!r} become the column 'target', and there is another column 'target'. Leave"
@@ -236,8 +237,8 @@ def make_form(
         )
     if label and not names and not form.has_text_label:
         classes = reader.classes_of_type(f"{where}: label {noun} {label!r}", kept.field(label).type)
-        form = replace(form, classes=classes)
-    return replace(form, check=options.check)
+        return replace(form, classes=classes)
+    return form
 
 
 def _explain_unusable(kind: pa.DataType, is_label: bool, has_class_names: bool) -> str | None:
@@ -269,6 +270,7 @@ def learn_classes(
     learn: Callable[[list[File]], set[str]],
     noun: str,
     forms: Mapping[str, Any],
+    splits: Mapping[str, list[File]],
 ) -> tuple[str, ...] | None:
     """Returns the classes of a label of text, which are the same in all splits; None if the label is no text.
 
@@ -276,6 +278,7 @@ def learn_classes(
         learn: Returns the distinct labels in some files, with "" for a row without one.
         noun: What the source calls the label, for messages.
         forms: The form of each split.
+        splits: The files of each split.
     """
     with_text = [split for split, form in forms.items() if form.has_text_label]
     if not with_text:
@@ -285,7 +288,8 @@ def learn_classes(
         raise DataError(
             f"{reader.pattern}: the label {label!r} is text in {with_text}, but not in {others}. Write it in one type."
         )
-    labels = set[str]().union(*run(learn, base.group_files(reader.files(), reader.options.split_bytes)))
+    groups = [group for files in splits.values() for group in base.group_files(files, reader.options.split_bytes)]
+    labels = set[str]().union(*run(learn, groups))
     return reader.order_classes(f"{reader.pattern}: {noun} {label!r}", labels)
 
 

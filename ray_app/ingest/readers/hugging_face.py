@@ -106,7 +106,7 @@ class HuggingFace(base.SourceReader):
         """Returns the form of each split; a label of text takes a pass over its column to find the classes."""
         forms = {split: self._form(files) for split, files in self._splits.items()}
         learn = partial(_label_values, next(iter(forms.values())).label or "")
-        classes = learn_classes(self, run, learn, "label column", forms)
+        classes = learn_classes(self, run, learn, "label column", forms, self._splits)
         return {split: form if classes is None else replace(form, classes=classes) for split, form in forms.items()}
 
     def _form(self, files: list[File]) -> Form:

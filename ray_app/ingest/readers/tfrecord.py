@@ -70,7 +70,7 @@ class TFRecord(base.SourceReader):
             return self._parts_with_boxes(run)
         forms = {split: self._form(files) for split, files in self._splits.items()}
         learn = partial(_label_texts, next(iter(forms.values())).label or "")
-        classes = learn_classes(self, run, learn, "label", forms)
+        classes = learn_classes(self, run, learn, "label", forms, self._splits)
         if classes is None and self.options.classes:
             classes = tuple(self.options.classes)
         forms = {split: replace(form, classes=classes) for split, form in forms.items()}

@@ -868,6 +868,11 @@ def test_changed_class_names_count_as_a_changed_source(tmp_path: Path, source: A
         ingest(options)
 
 
+def test_a_text_label_of_a_saved_data_set_becomes_classes(tmp_path: Path) -> None:
+    folder = write_saved_dataset(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": ["v", "u", "v"]}), {})
+    assert ingest_and_read(tmp_path, "hf", folder, label="y")["label"] == [1, 0, 1]
+
+
 @pytest.mark.parametrize("end", [400, 2_000_000_000, 2])
 def test_an_arrow_stream_that_points_outside_itself_is_refused(tmp_path: Path, end: int) -> None:
     """Without the check, rows would contain bytes of this process's memory, or crash it."""
