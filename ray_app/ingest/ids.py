@@ -78,7 +78,12 @@ class IdNumbers:
     def number(self, table: pa.Table, refuse: base.Refuse) -> pa.Table:
         """Returns the table with numbers; refuses rows without an id, or with one that has no number."""
         for name, values in self._ids.items():
-            numbers = pc.index_in(_values(name, table[name]).cast(values.type), values)
+            column = _values(name, table[name])
+            if column.type != values.type:
+                raise DataError(
+                    f"ids names {name!r}, which holds {column.type}; the ids are {values.type}. Convert it."
+                )
+            numbers = pc.index_in(column, values)
             if numbers.null_count:
                 expected = f"one of the {len(values):,} ids of {self._of}" if self._of else "an id"
                 bad = table.filter(numbers.is_null()).select(["row_id", name]).to_pydict()
