@@ -120,7 +120,9 @@ def _plain_columns(field: pa.Field, column: pa.ChunkedArray) -> Iterator[tuple[p
     elif extension == "arrow.bool8":
         column = column.cast(pa.bool_())
     elif is_image(column.type):
-        column = pc.struct_field(column, "bytes")
+        images = pc.struct_field(column, "bytes")
+        # Where all images are paths, their bytes have no type.
+        column = images.cast(pa.binary()) if pa.types.is_null(images.type) else images
     elif pa.types.is_struct(column.type):
         stored = pa.field(field.name, column.type)
         for inner, values in zip(stored.flatten(), column.flatten(), strict=True):
