@@ -62,7 +62,7 @@ def write_csv(folder: Path) -> Path:
         ([datetime.timedelta(1)], {}),
         (["x" * 201, "y"], {"values": None, "examples": ["x" * 200, "y"]}),
         ([None, None], {}),
-        ([{"a": 1}], {}),
+        ([[{"a": 1}]], {"lengths": [1, 1]}),
     ],
 )
 def test_the_statistics_of_a_column(values: list[Any], expected: dict[str, Any]) -> None:
