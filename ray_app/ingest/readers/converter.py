@@ -99,7 +99,7 @@ class Form:
         good = np.ones(len(ids), np.bool_)
         good[list(faults)] = False
         kept = {name: column.filter(pa.array(good)) for name, column in columns.items()}
-        kept_ids = [ids[i] for i in np.flatnonzero(good)]
+        kept_ids = [ids[i] for i in np.flatnonzero(good).tolist()]
         # The arrays of lists of classes are as wide as there are classes.
         step = base.BLOCK_BYTES // (4 * len(self.classes or ()) + 1) if self.has_label_lists else len(kept_ids)
         for start in range(0, max(len(kept_ids), 1), max(1, step)):
