@@ -24,7 +24,7 @@ from ray_app.ingest.ingest import READERS, ingest, preview, run_in_threads, run_
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.shuffle import write_bucket
-from ray_app.ingest.splits import InputSplitTask, count_times, write_input_split
+from ray_app.ingest.splits import InputSplitTask, count_times, find_ids, write_input_split
 from ray_app.ingest.summary import HEADER, DatasetSummary
 from ray_app.plan.manifest import find_similar_names
 
@@ -34,6 +34,7 @@ _TERMINAL_S, _LOG_S = 0.5, 15.0
 """Seconds between two updates of the progress, on a terminal and elsewhere."""
 _STAGES: dict[Callable[..., Any], str] = {
     count_times: "Reading the times",
+    find_ids: "Reading the ids",
     write_input_split: "Reading rows",
     write_bucket: "Shuffling and writing rows",
 }

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ray_app.task.ragged import Field, Ragged, concat_ragged
 
@@ -114,6 +115,16 @@ def _type_name(field: pa.Field) -> str:
     return text if field.nullable else f"{text} without missing values"
 
 
+IDS = b"ray_app.ids"
+"""Key in the metadata of a column of numbers of ids: their count and digest, as JSON; see `ray_app.ingest.ids`."""
+
+
+def digest_of_ids(field: pa.Field) -> str:
+    """Returns the digest of the ids that the numbers of a column stand for, "" for numbers that are no ids."""
+    raw = (field.metadata or {}).get(IDS)
+    return "" if raw is None else str(json.loads(raw)["digest"])
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Returns whether values are text, in any of Arrow's layouts, also as a dictionary (categories of pandas)."""
     if pa.types.is_dictionary(kind):
@@ -128,6 +139,22 @@ MAX_DECIMAL_DIGITS = 15
 def is_exact_decimal(kind: pa.DataType) -> bool:
     """Returns whether values are decimals that float64 represents with all their digits."""
     return bool(pa.types.is_decimal(kind) and kind.precision <= MAX_DECIMAL_DIGITS)
+
+
+_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+
+
+def is_read_as_float(kind: pa.DataType) -> bool:
+    """Returns whether values are read as float64: decimals, and the seconds of durations and of times of the day."""
+    return bool(pa.types.is_decimal(kind) or pa.types.is_duration(kind) or pa.types.is_time(kind))
+
+
+def read_as_float(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Returns the values of a type of `is_read_as_float`; of a decimal of many digits the nearest number."""
+    if pa.types.is_decimal(column.type):
+        return column.cast(pa.float64())
+    stored = column.cast(pa.int32()).cast(pa.int64()) if pa.types.is_time32(column.type) else column.cast(pa.int64())
+    return pc.divide(stored.cast(pa.float64(), safe=False), _UNITS[column.type.unit])
 
 
 def is_number(kind: pa.DataType) -> bool:

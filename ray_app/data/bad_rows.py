@@ -130,9 +130,8 @@ def find_missing_values(table: pa.Table, columns: Iterable[str] = ()) -> dict[in
         for chunk in column.chunks:
             if _has_missing(chunk):
                 has_value = chunk.is_valid().to_numpy(zero_copy_only=False)
-                kind = chunk.type.storage_type if isinstance(chunk.type, pa.BaseExtensionType) else chunk.type
                 for row in np.flatnonzero(_missing_mask(chunk)).tolist():
-                    is_inside = has_value[row] and pa.types.is_nested(kind)
+                    is_inside = has_value[row] and pa.types.is_nested(chunk.type)
                     reason = _REASON.format(name, _MISSING_INSIDE if is_inside else _NO_VALUE)
                     reasons.setdefault(first + row, reason)
             first += len(chunk)
@@ -151,8 +150,6 @@ def _has_missing(values: pa.Array) -> bool:
     kind = values.type
     if values.null_count:
         return True
-    if isinstance(kind, pa.BaseExtensionType):
-        return _has_missing(values.storage)
     if pa.types.is_struct(kind):
         return any(_has_missing(values.field(i)) for i in range(kind.num_fields))
     if is_list(kind):
@@ -166,9 +163,7 @@ def _missing_mask(values: pa.Array) -> npt.NDArray[np.bool_]:
     """Returns a mask of the rows that have a missing value, shape (rows,)."""
     kind = values.type
     mask: npt.NDArray[np.bool_] = ~values.is_valid().to_numpy(zero_copy_only=False)
-    if isinstance(kind, pa.BaseExtensionType):
-        mask |= _missing_mask(values.storage)
-    elif pa.types.is_struct(kind):
+    if pa.types.is_struct(kind):
         for i in range(kind.num_fields):
             mask |= _missing_mask(values.field(i))
     elif is_list(kind):

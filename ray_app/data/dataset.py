@@ -24,16 +24,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.arrays import (
+    digest_of_ids,
     is_bytes,
-    is_exact_decimal,
     is_number,
     is_numbers,
+    is_read_as_float,
     is_text,
     spec_of_field,
     spec_of_list_type,
 )
 from ray_app.data.classes import is_unchanged, renumber
 from ray_app.data.parquet_files import DataFile, Footers, Range, load_footers, read_footers
+from ray_app.data.plain_columns import plain_schema
 from ray_app.data.reader import table_to_rows
 from ray_app.errors import DataError, join_names
 from ray_app.plan.manifest import (
@@ -336,10 +338,11 @@ def _facts(
     classes: tuple[str, ...] | None,
     description: Mapping[str, Any],
 ) -> DataFacts:
-    ranges = {field.name: footers.range_of(field) for field in footers.schema}
+    fields = plain_schema(footers.schema)
+    ranges = {field.name: footers.range_of(field) for field in fields}
     for name in class_columns(footers.schema.names) if classes and manifest.class_maps else ():
         ranges[name] = replace(ranges[name], min=0, max=len(classes or ()) - 1)
-    columns = {field.name: _column_facts(field, ranges[field.name]) for field in footers.schema}
+    columns = {field.name: _column_facts(field, ranges[field.name]) for field in fields}
     columns |= {name: facts for name, facts in _partition_facts(manifest).items() if name not in columns}
     count = partial(count_labels, str(root), manifest)
     index = tuple(dict.fromkeys([*index_columns(footers.schema), *description.get("index_columns", [])]))
@@ -416,12 +419,19 @@ def _column_facts(field: pa.Field, values: Range) -> ColumnFacts:
     spec = spec_of_field(field) or spec_of_list_type(field.type)
     if spec is not None:
         return ColumnFacts("array" if spec.padding is None else "list", spec.dtype, spec.shape, values.min, values.max)
-    kind = pa.float64() if is_exact_decimal(field.type) else field.type
+    kind = pa.float64() if is_read_as_float(field.type) else field.type
     if is_number(kind):
         dtype = str(kind.to_pandas_dtype().__name__)
         is_float = pa.types.is_floating(kind)
         return ColumnFacts(
-            "number" if is_float else "integer", dtype, (), values.min, values.max, values.nulls, values.group_span
+            "number" if is_float else "integer",
+            dtype,
+            (),
+            values.min,
+            values.max,
+            values.nulls,
+            values.group_span,
+            digest_of_ids(field),
         )
     if is_bytes(kind):
         return ColumnFacts("bytes")

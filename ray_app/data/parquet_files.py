@@ -36,6 +36,7 @@ import pyarrow.parquet as pq
 
 from ray_app.data.arrays import describe_other_columns, is_number, is_numbers, spec_of_field
 from ray_app.data.classes import map_classes, stored_classes
+from ray_app.data.plain_columns import is_plain, plain_schema, to_plain
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.manifest import (
     Manifest,
@@ -74,6 +75,7 @@ class DataFile:
         self._location = (to_location(root) if isinstance(root, str) else root) / path
         self._path = path
         self._file = open_parquet(self._location, buffer_bytes)
+        self._is_plain = is_plain(self._file.schema_arrow)
         self._stored_columns = set(self._file.schema_arrow.names)
         self._class_map = rules.class_maps.get(path)
         self._texts = parse_partitions(path) if rules.partitions else {}
@@ -94,12 +96,12 @@ class DataFile:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of the file, and the partition columns that it does not store itself."""
+        """The columns of the file by `plain_schema`, and the partition columns that it does not store itself."""
         added = [field for name, field in self._fields.items() if name not in self._stored_columns]
-        return pa.schema([*self._file.schema_arrow, *added])
+        return pa.schema([*plain_schema(self._file.schema_arrow), *added])
 
     def read_row_group(self, index: int, columns: Sequence[str]) -> pa.Table:
-        """Returns the rows of a row group; a column `a.b` is a field of a column of objects.
+        """Returns the rows of a row group by `to_plain`; a column `a.b` is a field of a column of objects.
 
         Raises:
             DataError: A column is damaged, or is not in the file.
@@ -151,10 +153,11 @@ class DataFile:
         return list(stored)
 
     def _apply_rules(self, table: pa.Table, columns: Sequence[str], index: int, first: int) -> pa.Table:
-        """Returns the table with the partition columns among `columns`, and the classes as the data set numbers them.
+        """Returns the table with plain types, the partition columns among `columns`, and the data set's classes.
 
         Raises BadRowError for a stored value that the name of the folder contradicts.
         """
+        table = table if self._is_plain else to_plain(table, columns)
         if self._class_map is not None:
             table = map_classes(table, self._class_map, self._file.schema_arrow.names)
         for name in columns:
@@ -422,7 +425,7 @@ def read_footers(
         columns = _SharedColumns(kept.schema, unchanged)
     else:
         columns, kept = _SharedColumns(_schema_of(files[0]), files[0]), None
-    if repeated := sorted(name for name, times in Counter(columns.schema.names).items() if times > 1):
+    if repeated := sorted(name for name, times in Counter(plain_schema(columns.schema).names).items() if times > 1):
         raise DataError(
             f"{files[0]} has several columns of the name {repeated[0]!r}; a name stands for one column. Rename or drop"
             " one, and write the file again."
@@ -475,7 +478,7 @@ class _SharedColumns:
 
 
 def _leaves(schema: pa.Schema) -> list[str]:
-    return list(dict.fromkeys(name for name in map(_leaf, schema) if name is not None))
+    return list(dict.fromkeys(name for name in map(_leaf, plain_schema(schema)) if name is not None))
 
 
 def _leaf(field: pa.Field) -> str | None:

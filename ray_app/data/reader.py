@@ -36,9 +36,10 @@ from ray_app.data.arrays import (
     fixed_lists,
     from_column,
     is_bytes,
-    is_exact_decimal,
+    is_read_as_float,
     is_text,
     ragged_lists,
+    read_as_float,
     spec_of_field,
     to_column,
 )
@@ -234,8 +235,8 @@ def _column_values(item: pa.Field, column: pa.ChunkedArray) -> Any:
         return from_column(column, spec)
     if is_text(item.type) or is_bytes(item.type):
         return column.to_pylist()
-    if is_exact_decimal(item.type):
-        return column.cast(pa.float64()).to_numpy()
+    if is_read_as_float(item.type):
+        return read_as_float(column).to_numpy()
     if pa.types.is_integer(item.type) and column.null_count and _has_large_integer(column):
         return np.array(column.to_pylist(), object)
     array = fixed_lists(column)

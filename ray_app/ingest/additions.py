@@ -141,6 +141,15 @@ def begin_addition(out: Location, described: Descriptions, number: int, made_fro
         put_json(side_folder(out, side) / UNFINISHED_MARKER, {"number": number, "made_from": made_from})
 
 
+def describe_addition(
+    before: Mapping[str, Any], facts: Mapping[str, Any], made_from: Mapping[str, Any], delivery: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns what a description keeps of the one before, and the list of the deliveries that were added."""
+    added = {**delivery, "source_digest": made_from["source_digest"], "rows": facts["rows"] - before["rows"]}
+    kept = {key: before[key] for key in ("made_from", "content") if key in before}
+    return {**kept, "added": [*before.get("added", ()), added]}
+
+
 def finish_addition(out: Location, descriptions: Descriptions, number: int, made_from: dict[str, Any]) -> None:
     """Replaces the descriptions of all data sets; after an interruption `recover_addition` does what is left."""
     for side, description in descriptions.items():

@@ -48,8 +48,9 @@ def ingest_arrays(
         group: The name of an array, see `IngestOptions.group`.
         split_by: The name of an array, see `IngestOptions.split_by`.
         append: Add the rows to the data set in the folder, see `IngestOptions.append`.
-        **arrays: Arrays of shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the
-            column `label` (integers) or `target`, others keep their names. With `x_train`, `y_train`, `x_test`,
+        **arrays: Arrays of shape (rows, ...): `x` becomes the column `features` (up to two axes) or `image`; with three
+            axes it stays `x`, as windows of series do, unless it holds bytes or is square. `y` becomes the column
+            `label` (integers) or `target`, others keep their names. With `x_train`, `y_train`, `x_test`,
             `y_test` the data sets are `train`, `eval` and `test`.
 
     Raises:

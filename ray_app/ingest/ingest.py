@@ -38,6 +38,7 @@ from ray_app.ingest.additions import (
     Addition,
     Descriptions,
     begin_addition,
+    describe_addition,
     finish_addition,
     is_added,
     make_addition,
@@ -45,6 +46,7 @@ from ray_app.ingest.additions import (
     stem_of,
     undo_addition,
 )
+from ray_app.ingest.ids import describe_ids, digest_ids, load_ids, make_id_notes
 from ray_app.ingest.leakage import RowHashes, add_leaks, content_digest, find_leaks, make_leak_notes
 from ray_app.ingest.options import FormatTraits, IngestOptions, Source, python_spelling
 from ray_app.ingest.output_folder import REFUSED, side_folder
@@ -64,8 +66,8 @@ from ray_app.ingest.shards import (
     count_classes,
     describe_parquet,
     format_refused,
-    merge_columns,
     merge_descriptions,
+    refuse_empty_side,
 )
 from ray_app.ingest.shuffle import make_bucket_tasks, write_bucket
 from ray_app.ingest.splits import (
@@ -335,7 +337,11 @@ def _preview_part(
             "shards": [],
             "skipped_files": len(part.skipped_files),
             "refused": len(refusals.rows) if side == sides[0] else 0,
-            "notes": [*part.notes, *make_notes([texts.description()], _notation(options))],
+            "notes": [
+                *part.notes,
+                *make_notes([texts.description()], _notation(options)),
+                *make_id_notes(describe_ids(tasks[0].ids, options) if tasks else {}),
+            ],
             "is_sample": True,
         }
         for side in sides
@@ -411,6 +417,8 @@ def _made_from(options: IngestOptions, reader: base.SourceReader) -> dict[str, A
         chosen["eval_fraction"] = reader.held_out(["train"])
     if options.tokenizer:
         chosen["tokenizer"] = Texts(options).digest
+    if options.ids_of:
+        chosen["ids_of"] = {name: digest_ids(values) for name, values in load_ids(options).items()}
     sha = hashlib.sha256()
     for file in reader.files():
         line = f"{_relative_name(file.location, options)}\0{file.size}\0{file.changed_ns}\n"
@@ -443,31 +451,24 @@ def _write_all(
         described: The descriptions of that data set.
     """
     tasks = make_tasks(parts, sides, options, folder, run, addition)
+    ids = describe_ids(tasks[0].ids, options) if tasks else {}
     written = _write_input_splits(tasks, parts, sides, options, run)
     records, refused = written.records, written.refused
     part_of = {side: part for part in parts for side in sides[part.name]}
     for side, part in part_of.items():
-        files = "shards" if part.keeps_order else "runs"
-        # This checks that the columns of all input splits are the same.
-        merge_columns(records[side], files)
-        part_records = [record for other in sides[part.name] for record in records[other]]
-        kept = sum(file["rows"] for record in part_records for file in record[files])
-        if not any(record[files] for record in records[side]) and not (addition and kept):
-            rows = kept + sum(len(refused[other]) for other in sides[part.name])
-            is_split = len(sides[part.name]) > 1 and rows
-            where = f"the side {side!r} of the split gets" if is_split else f"source {options.source!r} has"
-            raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
+        refuse_empty_side(side, part, sides[part.name], records, refused, options, addition is not None)
     runs = {side: records[side] for side, part in part_of.items() if not part.keeps_order}
     shuffled = _shuffle(runs, part_of, options, folder, run, addition)
     leaks = find_leaks(written.hashes, written.overlaps, is_divided=len(part_of) > len(parts))
     descriptions = {}
     for side, part in part_of.items():
-        before, side_leaks = described[side] if described else None, leaks.get(side)
+        before = described[side] if described else None
+        side_leaks = add_leaks((before or {}).get("leaks"), leaks.get(side))
+        notes = [*make_notes(written.text_columns[part.name], _notation(options)), *make_id_notes(ids)]
+        notes += make_leak_notes(side, side_leaks)
         if before is not None:
-            earlier = before.get("leaks")
-            before = {**before, "notes": [n for n in before["notes"] if n not in make_leak_notes(side, earlier)]}
-            side_leaks = add_leaks(earlier, side_leaks) if earlier and side_leaks else side_leaks
-        notes = [*make_notes(written.text_columns[part.name], _notation(options)), *make_leak_notes(side, side_leaks)]
+            stale = {*make_leak_notes(side, before.get("leaks")), *make_id_notes(ids)}
+            before = {**before, "notes": [note for note in before["notes"] if note not in stale]}
         facts = merge_descriptions(part, shuffled.get(side, records[side]), len(refused[side]), notes, before)
         facts["index_columns"] = _index_columns(part, options, facts["columns"])
         if options.pack:
@@ -480,10 +481,9 @@ def _write_all(
         delivery = {"content": content_digest(written.hashes.values())}
         description = {"format_version": FORMAT_VERSION, "source": options.source, **facts}
         description |= {"parts": sorted(part_of), "made_from": made_from, "leaks": side_leaks, **delivery}
+        description |= {"ids": ids} if ids else {}
         if before is not None:
-            delivery |= {"source_digest": made_from["source_digest"], "rows": facts["rows"] - before["rows"]}
-            description |= {key: before[key] for key in ("made_from", "content") if key in before}
-            description["added"] = [*before.get("added", ()), delivery]
+            description |= describe_addition(before, facts, made_from, delivery)
         if tasks and tasks[0].first_eval_time is not None:
             description["first_eval_time"] = tasks[0].first_eval_time
         shards = {shard["path"] for shard in facts["shards"]}

@@ -252,8 +252,10 @@ def find_leaks(
     return leaks
 
 
-def add_leaks(one: Leaks, two: Leaks) -> Leaks:
-    """Returns the counts of the rows of both."""
+def add_leaks(one: Leaks | None, two: Leaks | None) -> Leaks | None:
+    """Returns the counts of the rows of both; None stands for no count."""
+    if one is None or two is None:
+        return one or two
     windows = dict(one["windows"])
     for name, (count, axis, shift) in two["windows"].items():
         windows[name] = [count + windows.get(name, [0])[0], axis, shift]

@@ -110,6 +110,11 @@ class IngestOptions:
             of text, too.
         comment: For csv: the character at the beginning of lines that are left out.
         skip_lines: For csv: number of lines before the header line, which are left out.
+        ids: Columns of ids of users, products and the like, of text or integers, by their names before rename. Each
+            value becomes a number from 0, in the sorted order of the values of all data sets. The source is read once
+            more, and each different value is in memory.
+        ids_of: With ids: a folder that was ingested with these ids, whose numbers count. A row with another value
+            cannot be used.
         drop: Columns to leave out. They have their names in the source, or in the data set if the source has none.
         classes: For csv, jsonl, hf, tfrecord and webdataset: all classes of the label, in the order in which they are
             numbered from 0. A class of numbers is written as the number, such as -1. Default: texts in sorted order;
@@ -181,6 +186,8 @@ class IngestOptions:
     null: str | list[str] | None = None
     comment: str | None = None
     skip_lines: NonNegativeInt = 0
+    ids: list[str] | None = None
+    ids_of: str | None = None
     drop: list[str] | None = None
     classes: list[str] | None = None
     columns: list[str] | None = None
@@ -283,7 +290,13 @@ RULES = (
     ),
     *(
         Rule(name, lambda o: o.pack is not None, ": with pack there are no columns but the tokens; leave it out.")
-        for name in ("ragged", "targets")
+        for name in ("ragged", "targets", "ids")
+    ),
+    Rule("ids_of", lambda o: not o.ids, ", which needs --ids; name the columns of ids, too."),
+    Rule(
+        "ids",
+        lambda o: {*o.ids} & {"label", o.label, *(o.targets or ()), *(o.drop or ())},
+        ", and one of them is the label, a target, or left out; name other columns.",
     ),
     *(
         Rule(name, lambda o: o.tokenizer is None, ", which is of texts that become tokens; give a tokenizer, too.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ray_app.data.classes import with_classes
 from ray_app.data.dataset import Dataset, describe_unlisted, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.errors import DataError
+from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.readers.base import Part
 from ray_app.ingest.summary import (
     CONVERT,
@@ -308,6 +309,26 @@ def count_classes(classes: Sequence[str] | None, labels: Counter[int]) -> dict[s
     return (
         {str(label): rows for label, rows in sorted(labels.items())} if 0 < len(labels) <= MAX_COUNTED_LABELS else None
     )
+
+
+def refuse_empty_side(
+    side: str,
+    part: Part,
+    sides: Sequence[str],
+    records: Mapping[str, list[dict[str, Any]]],
+    refused: Mapping[str, list[Any]],
+    options: IngestOptions,
+    is_addition: bool,
+) -> None:
+    """Raises DataError for a data set without rows, unless rows are added to it, or whose columns differ."""
+    files = "shards" if part.keeps_order else "runs"
+    merge_columns(records[side], files)
+    kept = sum(file["rows"] for other in sides for record in records[other] for file in record[files])
+    if any(record[files] for record in records[side]) or (is_addition and kept):
+        return
+    rows = kept + sum(len(refused[other]) for other in sides)
+    where = f"the side {side!r} of the split gets" if len(sides) > 1 and rows else f"source {options.source!r} has"
+    raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
 
 
 def merge_columns(descriptions: list[dict[str, Any]], files: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ray_app.config.import_paths import require
 from ray_app.data.arrays import fixed_array, is_text, spec_of_field, to_column
 from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.additions import Addition, stem_of
+from ray_app.ingest.ids import IdNumbers, Ids, distinct_ids, load_ids, merge_ids
 from ray_app.ingest.leakage import Overlaps, RowHashes, hash_rows
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import HASHES, RECORDS, RUNS, has_files, make_scratch, side_folder
@@ -66,6 +67,7 @@ class InputSplitTask:
         classes: The names of the classes.
         ignored: Columns that number the rows, which do not count where rows are compared.
         addition: The data set to which the rows are added, if there is one.
+        ids: The values of the columns of ids, in the order of their numbers.
     """
 
     part: str
@@ -79,6 +81,7 @@ class InputSplitTask:
     ignored: tuple[str, ...]
     addition: Addition | None = None
     first_eval_time: int | float | None = None
+    ids: Ids = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"input split {self.number} of {self.part or 'the source'}, {self.input_split.tables}"
@@ -116,7 +119,10 @@ def make_tasks(
     run: base.Run,
     addition: Addition | None = None,
 ) -> list[InputSplitTask]:
-    """Returns the tasks of all input splits; with `split_by` this reads the column once, unless rows are added."""
+    """Returns the tasks of all input splits; with `ids` and `split_by` this reads the columns once.
+
+    Rows that are added take ids and the split from the data set.
+    """
     tasks = [
         InputSplitTask(
             part.name,
@@ -133,6 +139,11 @@ def make_tasks(
         for part in parts
         for number, input_split in enumerate(part.input_splits)
     ]
+    if options.ids:
+        # The rows that are added have the numbers of the data set.
+        known = replace(options, ids_of=options.out) if addition is not None else options
+        ids = load_ids(known) if known.ids_of else _learn_ids(tasks, options, run)
+        tasks = [replace(task, ids=ids) for task in tasks]
     if not options.split_by:
         return tasks
     if addition is not None:
@@ -140,6 +151,18 @@ def make_tasks(
     with closing(run(count_times, [task for task in tasks if len(task.sides) > 1])) as results:
         first_eval_time = find_first_eval_time(list(results), options)
     return [replace(task, first_eval_time=first_eval_time) for task in tasks]
+
+
+def _learn_ids(tasks: Sequence[InputSplitTask], options: IngestOptions, run: base.Run) -> Ids:
+    with closing(run(find_ids, tasks)) as results:
+        return merge_ids(options, list(results))
+
+
+def find_ids(task: InputSplitTask) -> Ids:
+    """Returns the different values of the columns of ids in an input split."""
+    refusals = Refusals(task.options)
+    tables = task.input_split.tables(refusals)
+    return merge_ids(task.options, [distinct_ids(table, task.options) for table in tables])
 
 
 class Refusals:
@@ -212,8 +235,9 @@ def write_input_split(task: InputSplitTask) -> Record:
 def read_input_split(task: InputSplitTask, refuse: base.Refuse) -> Iterator[pa.Table]:
     """Yields the rows of an input split as they are stored; see `write_input_split` for the errors."""
     texts = Texts(task.options) if task.options.tokenizer else None
+    ids = IdNumbers(task.ids, task.options)
     for table in task.input_split.tables(refuse):
-        kept = _drop_columns(table, task.options.drop or [])
+        kept = _drop_columns(ids.number(table, refuse), task.options.drop or [])
         stacked = _stack_targets(kept, task.options.targets, refuse) if task.options.targets else kept
         base.ROWS_READ.add(table.num_rows)
         usable = _rename_and_check(stacked, task.options.rename, refuse)

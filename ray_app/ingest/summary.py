@@ -74,9 +74,7 @@ def merge_statistics(parts: Sequence[Mapping[str, Statistics]]) -> dict[str, Sta
 
 def find_empty_texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Returns whether each value of a column of text is empty, which tasks take for a missing value: (rows,)."""
-    # Arrow does not measure views and dictionaries.
-    texts = column if pa.types.is_string(column.type) else column.cast(pa.large_string())
-    return pc.fill_null(pc.equal(pc.binary_length(texts), 0), False)
+    return pc.fill_null(pc.equal(pc.binary_length(column), 0), False)
 
 
 def count_missing(column: pa.ChunkedArray) -> int:
@@ -94,8 +92,6 @@ def _measure(field: pa.Field, column: pa.ChunkedArray, is_counted: bool) -> Stat
     spec = spec_of_field(field)
     if spec is None:
         if is_text(column.type):
-            # Arrow does not filter views.
-            column = column.cast(pa.large_string()) if pa.types.is_string_view(column.type) else column
             column = column.filter(pc.invert(find_empty_texts(column)))
         return _measure_plain(column.drop_null(), is_counted)
     if 0 in spec.shape:
@@ -109,12 +105,8 @@ def _measure(field: pa.Field, column: pa.ChunkedArray, is_counted: bool) -> Stat
 def _measure_plain(column: pa.ChunkedArray, is_counted: bool) -> Statistics:
     """Returns the statistics of values of a type of Arrow, (rows,), none of which is missing."""
     kind = column.type
-    if pa.types.is_dictionary(kind):
-        return _measure_plain(column.cast(kind.value_type), is_counted)
     if pa.types.is_decimal(kind):
         return _measure_plain(column.cast(pa.float64()), is_counted)
-    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
-        return _measure_plain(column.cast(pa.large_binary() if is_bytes(kind) else pa.large_string()), is_counted)
     statistics: Statistics = {}
     if is_list(kind):
         statistics = _range_of_lengths(pc.list_value_length(column).to_numpy())
@@ -212,7 +204,6 @@ _USES_OF_TYPES = {
     **dict.fromkeys(("text", "string"), "text or category"),
     **dict.fromkeys(("list", "large_list"), "tokens or other lists"),
     **dict.fromkeys(("timestamp", "date32", "date64"), "date or time"),
-    **dict.fromkeys(("time32", "time64", "duration"), f"not usable: {CONVERT}"),
 }
 """What they take a column of this type for; all others are features."""
 

@@ -45,6 +45,7 @@ class ColumnFacts:
         nulls: Number of missing values, if the files contain it.
         group_span: For a column of integers, `maximum - minimum + 1` of a row group, averaged over the row groups with
             their rows as weights, if the files contain these values.
+        ids: Digest of the ids that the numbers of a column stand for, see `ray_app.ingest.ids`; "" for other columns.
     """
 
     kind: Literal["number", "integer", "text", "bytes", "array", "list", "other"]
@@ -54,6 +55,7 @@ class ColumnFacts:
     maximum: float | None = None
     nulls: int | None = None
     group_span: float | None = None
+    ids: str = ""
 
     @property
     def is_date(self) -> bool:

@@ -22,6 +22,7 @@ Schema = Mapping[str, Any]
 """A schema as JSON, with the entries `columns` and `classes`.
 
 `columns` has name, kind and dtype of each column that is read; `classes` has the class names, None if there are none.
+Where columns have numbers of ids, `ids` has the digest of these by column.
 A stored one may have `fitted`, see `Task.fitted`, and `class_names`, if the task found the names, not ingest.
 """
 
@@ -55,8 +56,10 @@ def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
     """Returns the schema of a data set, which other data for the same model must match."""
     read = [name for name in columns if name in data.columns]
     kinds = [[name, data.columns[name].kind, data.columns[name].dtype] for name in read]
+    ids = {name: data.columns[name].ids for name in read if data.columns[name].ids}
     reads_classes = data.classes and not set(class_columns(data.columns)).isdisjoint(read)
-    return {"columns": kinds, "classes": list(data.classes or ()) if reads_classes else None}
+    classes = list(data.classes or ()) if reads_classes else None
+    return {"columns": kinds, "classes": classes, **({"ids": ids} if ids else {})}
 
 
 def refuse_other_data(task: Task, data: DataFacts, where: str, of: str) -> None:
@@ -87,6 +90,12 @@ def refuse_other_schema(
             raise DataError(
                 f"Column {name!r} of {where} holds {_described(facts.kind, facts.dtype)}; of {of} it holds"
                 f" {_described(kind, dtype)}. Both must be of one type: convert the one, or ingest both the same way."
+            )
+    for name, digest in schema.get("ids", {}).items():
+        if name in data.columns and data.columns[name].ids not in ("", digest):
+            raise DataError(
+                f"The numbers in column {name!r} of {where} stand for other ids than those of {of}. Ingest both in one"
+                " go, or the one with --ids_of and the folder of the other."
             )
     refuse_other_names(schema.get("classes"), data.classes, where, of)
 

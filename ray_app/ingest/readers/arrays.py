@@ -218,8 +218,8 @@ class Numpy(base.SourceReader):
         """Returns a part for each data set that the names of all arrays tell; otherwise one part.
 
         The names follow Keras' `mnist.npz` (`x_train`), or of MedMNIST (`train_images`). x and images become `image` or
-        `features`, y and labels `label` or `target`, other arrays keep their names; X and Y are read as x and y. Labels
-        may have the shape (rows, 1), and texts as labels are classes.
+        `features`, see `_column_name`, y and labels `label` or `target`, other arrays keep their names; X and Y are
+        read as x and y. Labels may have the shape (rows, 1), and texts as labels are classes.
         """
         del run
         arrays = _lower_names({name: array for file in self.files() for name, array in _arrays_in(file).items()})
@@ -381,8 +381,12 @@ def _note_on_classes(y: _Stored) -> str | None:
 
 
 def _column_name(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> str:
-    if name in ("x", "images"):
-        return "image" if len(shape) >= 3 else "features"
+    if name in ("x", "images") and len(shape) < 3:
+        return "features"
+    # Numbers of three axes, such as windows of series, are images if they are bytes or the images are square.
+    is_image = len(shape) > 3 or dtype == np.uint8 or shape[1:2] == shape[2:3]
+    if name == "images" or (name == "x" and is_image):
+        return "image"
     if name in ("y", "labels"):
         return "label" if len(shape) == 1 and dtype.kind in "biu" else "target"
     return name

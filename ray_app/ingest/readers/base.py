@@ -1,8 +1,5 @@
 """The base of the readers of raw data: their interface, input splits and tables, and what several of them need.
 
-The functions at the end convert Arrow columns of other programs to the application's types: lists of numbers of one
-shape become array columns, lists of any length stay lists if the user allows them, and all else becomes plain columns.
-
 Every table has a column `row_id` (string), which says where the row comes from. No reader holds more than about
 `BLOCK_BYTES` of rows in memory.
 """
@@ -20,19 +17,11 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ray_app.data.arrays import (
     Array,
-    is_exact_decimal,
-    is_list,
-    is_numbers,
-    is_text,
-    number_type,
     to_column,
-    to_list_array,
 )
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
@@ -44,7 +33,6 @@ from ray_app.storage.data_files import (
 )
 from ray_app.storage.files import Location, to_location
 from ray_app.task.images import decode_image
-from ray_app.task.ragged import Ragged
 
 BLOCK_BYTES = 16 << 20
 SPLITS = {
@@ -398,197 +386,3 @@ def list_text_files(path: Location, suffixes: tuple[str, ...], kind: str) -> lis
     if not files:
         raise DataError(f"{path}: no {kind} file; allowed are {allowed}. Rename the file or give another input.")
     return files
-
-
-ANY = -1
-"""Stands for the length of lists that may have any length."""
-
-Shape = tuple[int, ...]
-"""Shape of the lists in a column; the first length may be `ANY`."""
-
-
-def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """Returns the shape of the first list that does not begin with a missing or empty one; None without one."""
-    depth, kind = 0, column.type
-    while is_list(kind):
-        depth, kind = depth + 1, kind.value_type
-    for value in column:
-        if value.is_valid:
-            shape: list[int] = []
-            item: Any = value.as_py()
-            while isinstance(item, list):
-                shape.append(len(item))
-                item = item[0] if item else None
-            if 0 not in shape and len(shape) == depth:
-                return tuple(shape)
-    return None
-
-
-def ragged_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """Returns `ANY` and the shape of the first inner list that is not empty; None without inner lists or numbers."""
-    if not is_numbers(column.type):
-        return None
-    inner = pc.list_flatten(column)
-    shape = first_shape(inner) if is_list(inner.type) else ()
-    return None if shape is None else (ANY, *shape)
-
-
-def explain_misfit(name: str, shape: Shape) -> str:
-    """Returns the reason to refuse a row with a value that is not of this shape."""
-    if shape == (ANY,):
-        return f"{name!r} is no list of numbers, or lacks one"
-    if shape[0] == ANY:
-        return (
-            f"{name!r} is no list of lists of shape {list(shape[1:])}, as the first that is not empty, or lacks a"
-            " number"
-        )
-    return (
-        f"{name!r} is no list of shape {list(shape)}, as the first that is not empty; where lists may have any length,"
-        " name the column in --ragged"
-    )
-
-
-def check_ragged(where: object, ragged: list[str], schema: pa.Schema) -> None:
-    """Raises DataError if a column of the option `ragged` is not kept or does not hold lists."""
-    lists = [column.name for column in schema if is_list(column.type)]
-    allowed = (
-        f"those of lists are {lists}. Name some of these." if lists else "none of them holds lists. Leave ragged out."
-    )
-    for name in ragged:
-        if name not in schema.names:
-            raise DataError(
-                f"{where}: ragged names {name!r}, but the columns that are kept are {schema.names}; {allowed}"
-            )
-        if name not in lists:
-            raise DataError(f"{where}: ragged names {name!r}, which holds {schema.field(name).type}; {allowed}")
-
-
-def has_shape(column: pa.Array, shape: Shape) -> pa.Array:
-    """Returns for each row of a list column whether it has this shape, with no number missing: booleans (rows,)."""
-    rows = len(column)
-    good = np.ones(rows, np.bool_)
-    owner, values = np.arange(rows), column
-    for length in shape:
-        if not is_list(values.type):
-            return pa.array(np.zeros(rows, np.bool_))
-        lengths = pc.fill_null(pc.list_value_length(values), -1).to_numpy(zero_copy_only=False)
-        good[owner[lengths < 0 if length == ANY else lengths != length]] = False
-        owner, values = np.repeat(owner, np.maximum(lengths, 0)), pc.list_flatten(values)
-    if is_list(values.type):
-        return pa.array(np.zeros(rows, np.bool_))
-    good[owner[values.is_null().to_numpy(zero_copy_only=False)]] = False
-    return pa.array(good)
-
-
-def to_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
-    """Returns a list column of one shape as an array (rows, *shape), or as lists if they may have any length."""
-    kind, values = number_type(column.type), column
-    assert kind is not None
-    for _ in shape:
-        values = pc.list_flatten(values)
-    numbers = np.asarray(values.to_numpy(zero_copy_only=False)).astype(np.dtype(kind.to_pandas_dtype()), copy=False)
-    if shape[0] != ANY:
-        return numbers.reshape(len(column), *shape)
-    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-    return to_list_array(
-        Ragged(numbers.reshape(shape), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]))
-    )
-
-
-def to_plain(column: pa.Array) -> pa.Array:
-    """Returns a column without dictionaries and extension types; text, bytes and decimals have their usual types."""
-    kind = column.type
-    if isinstance(kind, pa.BaseExtensionType):
-        return to_plain(column.storage)
-    if pa.types.is_dictionary(kind):
-        # Arrow decodes no dictionary of string views, as the categories of Polars are.
-        return pa.DictionaryArray.from_arrays(column.indices, to_plain(column.dictionary)).dictionary_decode()
-    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        return column.cast(pa.string())
-    if is_exact_decimal(kind):
-        return column.cast(pa.float64())
-    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
-        return column.cast(pa.binary())
-    has_other_texts = is_text_list(kind) and not (pa.types.is_list(kind) and pa.types.is_string(kind.value_type))
-    return column.cast(pa.list_(pa.string())) if has_other_texts else column
-
-
-def is_text_list(kind: pa.DataType) -> bool:
-    """Returns whether values are lists of text, which as the label name all classes of a row."""
-    return is_list(kind) and is_text(kind.value_type)
-
-
-def label_texts(column: pa.Array | pa.ChunkedArray) -> set[str]:
-    """Returns the distinct texts of a label, or of lists of them, with "" for a row or an item without a value."""
-    missing = {""} if column.null_count else set()
-    if is_list(column.type):
-        return missing | label_texts(pc.list_flatten(column))
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    column = to_plain(column)
-    return missing | set(pc.unique(column).drop_null().to_pylist())
-
-
-def has_labels(lists: pa.Array, classes: Sequence[str]) -> npt.NDArray[np.bool_]:
-    """Returns for each row of a column of lists whether it has a list, of names or indices of classes only."""
-    good: npt.NDArray[np.bool_] = lists.is_valid().to_numpy(zero_copy_only=False)
-    owners, indices = _labels_of_lists(lists, classes)
-    good[owners[indices < 0]] = False
-    return good
-
-
-def to_multi_hot(lists: pa.Array, classes: Sequence[str]) -> npt.NDArray[np.float32]:
-    """Returns float32 (rows, classes): 1 for each class in the list of a row, otherwise 0."""
-    values = np.zeros((len(lists), len(classes)), np.float32)
-    values[_labels_of_lists(lists, classes)] = 1
-    return values
-
-
-def _labels_of_lists(lists: pa.Array, classes: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Returns for each item of the lists its row, and the index of its class, -1 for an item that is not a class."""
-    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-    items = to_plain(pc.list_flatten(lists))
-    class_values = pa.array(classes, pa.string())
-    if not is_text(items.type):
-        items, class_values = items.cast(pa.int64(), safe=False), pa.array(range(len(classes)), pa.int64())
-    indices = pc.fill_null(pc.index_in(items, class_values, skip_nulls=True), -1)
-    return np.repeat(np.arange(len(lists)), lengths), indices.to_numpy().astype(np.int64)
-
-
-def with_class_indices(values: Any, classes: Sequence[str] | None, is_label: bool) -> Any:
-    """Returns values, of a label with named classes in lists of one number as the indices of the classes (rows,)."""
-    if not is_label or classes is None or not isinstance(values, np.ndarray) or values.shape[1:] != (1,):
-        return values
-    return to_class_indices(pa.array(values[:, 0]), classes)
-
-
-def refuse_second_target(where: object, label: str | None, names: Sequence[str]) -> None:
-    """Raises DataError for a column `target` beside a label of lists, which becomes the column of that name."""
-    if "target" in set(names) - {label}:
-        raise DataError(
-            f"{where}: the lists of {label!r} become the column 'target', and there is another column 'target'. Leave"
-            " it out by --drop, or rename it in the source."
-        )
-
-
-def explain_multi_hot(label: str, classes: Sequence[str]) -> str:
-    """Returns the note of a part with a label of lists."""
-    order = format_items(classes)
-    return f"the lists of {label!r} became the array `target`: 1 for each class in the list, 0 for others; {order}"
-
-
-def to_class_indices(labels: pa.Array, classes: Sequence[str]) -> pa.Array:
-    """Returns the indices of labels in `classes`, null for others: int64.
-
-    The name of a number is its text, of a whole float without a fraction: `-1` for -1 and for -1.0.
-    """
-    labels = to_plain(labels)
-    if pa.types.is_floating(labels.type):
-        whole = pc.and_(pc.equal(pc.floor(labels), labels), pc.less(pc.abs(labels), 2**53))
-        integers = pc.if_else(whole, labels, None).cast(pa.int64())
-        labels = pc.coalesce(integers.cast(pa.string()), labels.cast(pa.string()))
-    return pc.index_in(labels.cast(pa.string()), pa.array(classes, pa.string())).cast(pa.int64())
-
-
-NOT_IN_CLASSES = "no list of labels, or one with something else than the classes"
-"""The reason to refuse a row for which `has_labels` is false."""

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
 from typing import Any, cast
@@ -19,11 +19,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from ray_app.data.arrays import is_list, is_numbers
+from ray_app.data.arrays import is_list
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files
+from ray_app.ingest.readers.converter import (
+    Form,
+    Shape,
+    first_shape,
+    is_label_text,
+    label_texts,
+    make_form,
+    ragged_shape,
+)
 from ray_app.storage.data_files import HEAD_BYTES, File, parser_errors
 from ray_app.storage.text_files import MAX_LINE_BYTES, iterate_json, open_text
 
@@ -69,13 +78,11 @@ class JsonLines(base.SourceReader):
         groups = base.group_files(self.files(), self.options.split_bytes)
         facts = list(run(partial(_learn, self.options), groups))
         form = self._form(facts)
-        splits = [
-            base.InputSplit(f.rows, partial(_tables, form, files)) for f, files in zip(facts, groups, strict=True)
-        ]
-        notes = (base.explain_multi_hot(str(form.label), form.classes or ()),) if form.has_label_lists else ()
-        return [base.Part("", splits, form.classes, notes=notes)]
+        tables = partial(_tables, form, self.options.flatten)
+        splits = [base.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
+        return [base.Part("", splits, form.classes, notes=form.notes)]
 
-    def _form(self, facts: list[_Facts]) -> _JsonLinesForm:
+    def _form(self, facts: list[_Facts]) -> Form:
         """Returns the form that every row must have."""
         try:
             schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
@@ -87,27 +94,18 @@ class JsonLines(base.SourceReader):
             absent &= {".".join(keys[:i]) for keys in (n.split(".") for n in schema.names) for i in range(1, len(keys))}
             schema = pa.schema([column for column in schema if column.name not in absent])
         label = self.options.label
-        schema = pa.schema([schema.field(name) for name in self.kept_columns(self.path, schema.names, label, "key")])
-        base.check_ragged(self.path, self.options.ragged or [], schema)
         shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
-        if label and base.is_text_list(schema.field(label).type):
-            shapes.pop(label, None)
-        for column in schema:
-            if column.name == label and base.is_text_list(column.type):
-                continue
-            if reason := _explain_unusable(column.type, column.name in shapes):
-                raise DataError(
-                    f"{self.path}: key {column.name!r} holds {reason}. Leave it out by naming the columns to keep."
-                )
-        classes = None
-        if label and _is_label_text(schema.field(label).type):
-            labels = set[str]().union(*(f.labels for f in facts))
-            classes = self.order_classes(f"{self.path}: label key {label!r}", labels)
-        elif label:
-            classes = self.classes_of_type(f"{self.path}: label key {label!r}", schema.field(label).type)
-        form = _JsonLinesForm(schema, shapes, label, classes, self.options.flatten)
-        if form.has_label_lists:
-            base.refuse_second_target(self.path, label, schema.names)
+        form = make_form(
+            self,
+            self.path,
+            schema,
+            label,
+            "key",
+            lambda names: {name: shapes[name] for name in names if name in shapes},
+        )
+        labels = set[str]().union(*(f.labels for f in facts))
+        if form.has_text_label:
+            form = replace(form, classes=self.order_classes(f"{self.path}: label key {label!r}", labels))
         return form
 
 
@@ -121,47 +119,10 @@ class _Facts:
 
     rows: int = 0
     schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
-    shapes: dict[str, base.Shape] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
     first_values: dict[str, _FirstValue] = field(default_factory=dict)
     """For each key the file and line of its first value that is not null, and its type."""
-
-
-@dataclass(frozen=True)
-class _JsonLinesForm:
-    """The form of a row: types of the keys, shapes of those with lists, the label's key, its classes, inner objects."""
-
-    schema: pa.Schema
-    shapes: dict[str, base.Shape]
-    label: str | None
-    classes: tuple[str, ...] | None
-    is_flattened: bool
-
-    @property
-    def has_label_lists(self) -> bool:
-        """Whether the label is lists of text, which become the column `target`."""
-        return self.label is not None and base.is_text_list(self.schema.field(self.label).type)
-
-    def name_of(self, key: str) -> str:
-        """Returns the name of the column of a key."""
-        return key if key != self.label else "target" if self.has_label_lists else "label"
-
-
-def _explain_unusable(kind: pa.DataType, has_shape: bool) -> str | None:
-    """Returns the reason why a column of this type cannot be kept; None if it can."""
-    if pa.types.is_struct(kind):
-        return "objects; allowed are numbers, text, truth values and lists of numbers; --flatten true allows objects"
-    if pa.types.is_null(kind):
-        return "no value in any line"
-    if is_list(kind) and not (is_numbers(kind) and has_shape):
-        advice = "; lists of text can be the label (--label)" if base.is_text_list(kind) else ""
-        return f"lists that are not of numbers, or all empty ({kind}){advice}"
-    return None
-
-
-def _is_label_text(kind: pa.DataType) -> bool:
-    """Returns whether the classes of a label of this type have the names that are its values, or in its lists."""
-    return pa.types.is_string(kind) or base.is_text_list(kind)
 
 
 def _learn(options: IngestOptions, files: list[File]) -> _Facts:
@@ -181,14 +142,14 @@ def _learn(options: IngestOptions, files: list[File]) -> _Facts:
             raise _mixed_types_error(block.file, [facts.first_values, first_values], error) from error
         facts.first_values = first_values | facts.first_values
         for name in table.column_names:
-            shape_of = base.ragged_shape if name in ragged else base.first_shape
+            shape_of = ragged_shape if name in ragged else first_shape
             if is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := shape_of(table[name])):
                 facts.shapes[name] = shape
-        if label in table.column_names and _is_label_text(schema.field(label).type):
+        if label in table.column_names and is_label_text(schema.field(label).type):
             # Parsed again as text, so that each label is as it was written and not a time.
             if table.schema.field(label).type != schema.field(label).type:
                 table, _ = _parse_block(block, pa.schema([schema.field(label)]), None)
-            facts.labels |= base.label_texts(table[label])
+            facts.labels |= label_texts(table[label])
     return facts
 
 
@@ -246,35 +207,15 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_temporal(kind) else kind
 
 
-def _tables(form: _JsonLinesForm, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
-    for block in _blocks(files, form.is_flattened):
+def _tables(form: Form, is_flattened: bool, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+    for block in _blocks(files, is_flattened):
         table, bad = _parse_block(block, form.schema, None)
         for number, reason in bad:
             refuse(block.row_id(number), reason)
         wrong = {number for number, _ in bad}
         numbers = [number for number in range(len(block.lines)) if number not in wrong]
         _check_exact(block, table, numbers)
-        ids = pa.array([block.row_id(number) for number in numbers], pa.string())
-        good = np.ones(len(ids), np.bool_)
-        for name, shape in form.shapes.items():
-            fits = base.has_shape(table[name].combine_chunks(), shape).to_numpy(zero_copy_only=False)
-            for row in np.flatnonzero(good & ~fits):
-                refuse(ids[row].as_py(), base.explain_misfit(name, shape))
-            good &= fits
-        step = len(ids)
-        if form.has_label_lists:
-            fits = base.has_labels(table[form.label].combine_chunks(), form.classes or ())
-            for row in np.flatnonzero(good & ~fits):
-                refuse(ids[row].as_py(), base.NOT_IN_CLASSES)
-            good &= fits
-            step = base.BLOCK_BYTES // (4 * len(form.classes or ()) + 1)
-        table, ids = table.filter(pa.array(good)), ids.filter(pa.array(good))
-        for start in range(0, len(ids), max(1, step)):
-            rows = table.slice(start, max(1, step))
-            yield base.make_table(
-                ids.slice(start, max(1, step)).to_pylist(),
-                {form.name_of(name): _values(rows, name, form) for name in form.schema.names},
-            )
+        yield from form.convert(block.file, table, [block.row_id(number) for number in numbers], refuse)
 
 
 def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
@@ -303,17 +244,6 @@ def _find_rounded(value: Any) -> Decimal | None:
     if isinstance(value, list):
         return next((rounded for item in value if (rounded := _find_rounded(item)) is not None), None)
     return value if isinstance(value, Decimal) and Decimal(float(value)) != value else None
-
-
-def _values(table: pa.Table, name: str, form: _JsonLinesForm) -> Any:
-    column = table[name].combine_chunks()
-    if name in form.shapes:
-        return base.with_class_indices(base.to_numbers(column, form.shapes[name]), form.classes, name == form.label)
-    if name == form.label and form.has_label_lists:
-        return base.to_multi_hot(column, form.classes or ())
-    if name == form.label and form.classes is not None:
-        return base.to_class_indices(column, form.classes)
-    return column
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
+from ray_app.ingest.readers.converter import ANY, learn_classes, to_class_indices
 from ray_app.ingest.readers.hugging_face import need_all_numbers
 from ray_app.ingest.readers.image_files import NOT_AN_IMAGE, ObjectRow, name_classes, object_tables
 from ray_app.storage.data_files import File, parser_errors
@@ -44,7 +45,7 @@ _LABEL_KINDS = (("int64_list", 1), ("float_list", 1), ("bytes_list", 1))
 _DTYPES: dict[str, np.dtype] = {"float_list": np.dtype(np.float32), "int64_list": np.dtype(np.int64)}
 
 Kind = tuple[str, int]
-"""Of a feature: `bytes_list`, `float_list` or `int64_list`, and how many values a row has; `base.ANY` if `ragged`."""
+"""Of a feature: `bytes_list`, `float_list` or `int64_list`, and how many values a row has; `ANY` if `ragged`."""
 
 
 class TFRecord(base.SourceReader):
@@ -68,19 +69,9 @@ class TFRecord(base.SourceReader):
         if self.options.boxes:
             return self._parts_with_boxes(run)
         forms = {split: self._form(files) for split, files in self._splits.items()}
-        with_text = sorted(split for split, form in forms.items() if form.has_text_label)
-        if with_text and len(with_text) < len(forms):
-            raise DataError(
-                f"{self.pattern}: the label is text in {with_text}, but not in {sorted(forms.keys() - set(with_text))}."
-                " Write it in one type."
-            )
-        classes = None
-        if with_text:
-            (label,) = {form.label or "" for form in forms.values()}
-            groups = base.group_files(self.files(), self.options.split_bytes)
-            texts = set[str]().union(*run(partial(_label_texts, label), groups))
-            classes = self.order_classes(f"{self.pattern}: label {label!r}", texts)
-        elif self.options.classes:
+        learn = partial(_label_texts, next(iter(forms.values())).label or "")
+        classes = learn_classes(self, run, learn, "label", forms, self._splits)
+        if classes is None and self.options.classes:
             classes = tuple(self.options.classes)
         forms = {split: replace(form, classes=classes) for split, form in forms.items()}
         return [
@@ -152,7 +143,7 @@ class TFRecord(base.SourceReader):
                     kind = features[name][0]
                     if kind == "bytes_list":
                         raise DataError(f"{file}: ragged names {name!r}, a {kind}; allowed are features of numbers.")
-                    kinds[name] = (kind, base.ANY)
+                    kinds[name] = (kind, ANY)
                     missing.remove(name)
                 if not missing:
                     break
@@ -231,10 +222,10 @@ def _tables(form: _TFRecordForm, files: list[File], refuse: base.Refuse) -> Iter
             column = "label" if name == form.label else name
             if column == "label" and form.classes is not None:
                 labels = [items[0].decode() if kind == "bytes_list" else items[0] for items in values]
-                columns[column] = base.to_class_indices(pa.array(labels), form.classes)
+                columns[column] = to_class_indices(pa.array(labels), form.classes)
             elif kind == "bytes_list":
                 columns[column] = pa.array([items[0] for items in values], pa.binary())
-            elif count == base.ANY:
+            elif count == ANY:
                 columns[column] = to_list_array(Ragged.of(values, _DTYPES[kind]))
             else:
                 array = np.array(values, _DTYPES[kind])
@@ -383,7 +374,7 @@ def _values(form: _TFRecordForm, data: bytes) -> dict[str, Any]:
     for name, expected in form.kinds.items():
         kind, values[name] = features.get(name, ("nothing", ()))
         # TensorFlow writes a list without values as a feature that is empty or absent.
-        is_ragged = expected[1] == base.ANY
+        is_ragged = expected[1] == ANY
         if is_ragged and kind not in (expected[0], "nothing"):
             raise ValueError(f"feature {name!r} is a {kind}; other rows have {expected[0]}")
         if not is_ragged and (kind, len(values[name])) != expected:

@@ -12,6 +12,7 @@ import json
 import math
 import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import PurePosixPath
@@ -220,8 +221,9 @@ def _learn_values(keys: list[str], label: str | None, files: list[File]) -> dict
         for _, members in _rows(file, lambda extension: extension == "json"):
             for key, value in _json_values(members.get("json", b"{}"), keys).items():
                 facts[key].kinds.add(type(value).__name__)
-                if key == label and isinstance(value, str) and _is_encodable(value):
-                    facts[key].texts.add(value)
+                if key == label and isinstance(value, str):
+                    with suppress(ValueError):
+                        facts[key].texts.add(_checked(key, value, pa.string()))
     return facts
 
 
@@ -321,37 +323,14 @@ def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
 
 def _checked(key: str, value: Any, kind: pa.DataType) -> Any:
     """Returns the value of a key of a .json; raises ValueError for one that the type cannot represent exactly."""
-    if value is None:
-        return None
-    if pa.types.is_string(kind) and not _is_encodable(value):
-        raise ValueError(f"{key} is {value!r}, which has half of a character (a lone surrogate)")
-    if pa.types.is_integer(kind) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{key} is {_shorten(value)}, which is no integer of 64 bits")
-    if pa.types.is_floating(kind) and not _is_float(value):
-        raise ValueError(f"{key} is {_shorten(value)}, which float64 does not represent")
+    try:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise OverflowError
+        pa.scalar(value, kind)
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        # JSON may have half of a character, or thousands of digits.
+        raise ValueError(f"{key} is {value!a:.60}, which the type {kind} of the column does not represent") from error
     return value
-
-
-def _shorten(value: float) -> str:
-    """Returns a number for a message, of which a long one has no digits: Python refuses to write thousands of them."""
-    return str(value) if not isinstance(value, int) or value.bit_length() < 128 else "an integer of many digits"
-
-
-def _is_float(value: float) -> bool:
-    """Returns whether float64 represents a number exactly; it is not infinite and not NaN."""
-    try:
-        return math.isfinite(value) and float(value) == value
-    except OverflowError:
-        return False
-
-
-def _is_encodable(text: str) -> bool:
-    """Returns whether a text can be stored: JSON may escape half of a character, which UTF-8 does not have."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...]] | None, check: bool) -> Any:

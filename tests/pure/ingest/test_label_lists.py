@@ -12,8 +12,9 @@ import pytest
 
 from ray_app import ingest_files, ingest_table
 from ray_app.errors import DataError
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import base, converter
 from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns
+from tests.support.ingest_rows import write_rows
 
 TAGS = [["y", "x"], [], ["2020-01-01"], ["x", "x"]]
 MULTI_HOT = [[0, 1, 1], [0, 0, 0], [1, 0, 0], [0, 1, 0]]
@@ -23,12 +24,7 @@ TEXT_LISTS = pa.list_(pa.string())
 def write_source(folder: Path, source: str, tags: list[Any]) -> Path:
     """Writes rows with the numbers `a` and the lists `tags`; returns the file."""
     rows = [{"a": number, "tags": names} for number, names in enumerate(tags)]
-    path = folder / {"jsonl": "in.jsonl", "hf": "in.parquet"}[source]
-    if source == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows, pa.schema({"a": pa.int64(), "tags": TEXT_LISTS})), path)
-    return path
+    return write_rows(folder, source, rows, pa.schema({"a": pa.int64(), "tags": TEXT_LISTS}))
 
 
 @pytest.mark.parametrize("source", ["jsonl", "hf"])
@@ -48,7 +44,7 @@ def test_other_lists_than_of_classes_are_refused_or_left_out(tmp_path: Path, sou
     rows = ingest_and_read(tmp_path, source, path, label="tags", classes=["y", "x"], on_bad_row="skip")
     assert (rows["a"], rows["target"].tolist()) == ([0], [[0, 1]])
     refused = [json.loads(line) for line in (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()]
-    assert [row["reason"] for row in refused] == [base.NOT_IN_CLASSES] * 3
+    assert [row["reason"] for row in refused] == [converter.NOT_IN_CLASSES] * 3
 
 
 def test_rows_of_many_classes_are_stored_in_several_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +62,7 @@ def test_lists_of_class_labels_have_the_names_of_hugging_face(tmp_path: Path) ->
     assert rows["target"].tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
     wrong = pa.table({"labels": pa.array([[0], [3]], pa.list_(pa.int8()))}).replace_schema_metadata(metadata)
     pq.write_table(wrong, tmp_path / "wrong.parquet")
-    with pytest.raises(DataError, match=base.NOT_IN_CLASSES):
+    with pytest.raises(DataError, match=converter.NOT_IN_CLASSES):
         ingest_files(str(tmp_path / "second"), "hf", str(tmp_path / "wrong.parquet"), label="labels")
 
 
@@ -108,15 +104,11 @@ def test_lines_that_each_have_another_key_are_refused_before_they_fill_the_memor
 
 @pytest.mark.parametrize("source", ["jsonl", "hf"])
 def test_another_column_of_the_name_target_is_refused(tmp_path: Path, source: Any) -> None:
-    table = {"target": [7.5, 8.5], "tags": [["a"], ["b"]]}
-    if source == "hf":
-        pq.write_table(pa.table(table), path := tmp_path / "in.parquet")
-    else:
-        path = tmp_path / "in.jsonl"
-        path.write_text('{"target": 7.5, "tags": ["a"]}\n{"target": 8.5, "tags": ["b"]}\n')
+    rows = [{"target": 7.5, "tags": ["a"]}, {"target": 8.5, "tags": ["b"]}]
+    path = write_rows(tmp_path, source, rows)
     assert "there is another column 'target'" in ingest_error(tmp_path, source, path, label="tags")
-    rows = ingest_and_read(tmp_path, source, path, label="tags", drop=["target"])
-    assert rows["target"].tolist() == [[1, 0], [0, 1]]
+    columns = ingest_and_read(tmp_path, source, path, label="tags", drop=["target"])
+    assert columns["target"].tolist() == [[1, 0], [0, 1]]
 
 
 def test_rows_of_several_classes_are_not_stratified(tmp_path: Path) -> None:

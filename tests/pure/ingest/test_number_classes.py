@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +10,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.ingest_inputs import example, ingest_and_read, ingest_error, write_tfrecord
+from tests.support.ingest_inputs import ingest_and_read, ingest_error
+from tests.support.ingest_rows import write_rows
 
 
 def write_source(folder: Path, source: str, labels: list[Any]) -> Path:
     """Writes rows with the numbers `a` and a label `y`; returns the file."""
-    rows = [{"a": number, "y": label} for number, label in enumerate(labels)]
-    path = folder / {"csv": "in.csv", "jsonl": "in.jsonl", "hf": "in.parquet"}.get(source, f"in.{source}")
-    match source:
-        case "csv":
-            path.write_text("a,y\n" + "".join(f"{row['a']},{row['y']}\n" for row in rows))
-        case "jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        case "hf":
-            pq.write_table(pa.Table.from_pylist(rows), path)
-        case "tfrecord":
-            write_tfrecord(path, *(example(a=[row["a"]], y=[row["y"]]) for row in rows))
-        case "tar":
-            with tarfile.open(path, "w") as tar:
-                for row in rows:
-                    content = json.dumps(row).encode()
-                    member = tarfile.TarInfo(f"{row['a']}.json")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-    return path
+    return write_rows(folder, source, [{"a": number, "y": label} for number, label in enumerate(labels)])
 
 
-@pytest.mark.parametrize("source", ["csv", "jsonl", "hf", "tfrecord", "tar"])
+@pytest.mark.parametrize("source", ["csv", "jsonl", "hf", "tfrecord", "webdataset"])
 @pytest.mark.parametrize("labels", [[-1, 1, -1], [5, 3, 5], [-1.0, 1.0, -1.0], [True, False, True]], ids=str)
 def test_labels_are_numbered_in_the_order_of_classes(tmp_path: Path, source: str, labels: list[Any]) -> None:
     if source == "tfrecord" and isinstance(labels[0], bool):
@@ -50,16 +31,15 @@ def test_labels_are_numbered_in_the_order_of_classes(tmp_path: Path, source: str
         for label in labels[:2]
     ]
     path = write_source(tmp_path, source, labels)
-    reader = {"tar": "webdataset"}.get(source, source)
-    assert ingest_and_read(tmp_path, reader, path, label="y", classes=classes)["label"] == [0, 1, 0]
+    assert ingest_and_read(tmp_path, source, path, label="y", classes=classes)["label"] == [0, 1, 0]
 
 
-@pytest.mark.parametrize("source", ["jsonl", "hf", "tfrecord", "tar"])
+@pytest.mark.parametrize("source", ["jsonl", "hf", "tfrecord", "webdataset"])
 def test_a_number_that_is_no_class_is_refused_or_left_out(tmp_path: Path, source: str) -> None:
-    path, reader = write_source(tmp_path, source, [-1, 7, 1]), {"tar": "webdataset"}.get(source, source)
-    message = ingest_error(tmp_path, reader, path, label="y", classes=["1", "-1"])
+    path = write_source(tmp_path, source, [-1, 7, 1])
+    message = ingest_error(tmp_path, source, path, label="y", classes=["1", "-1"])
     assert "none of the classes" in message or "expected one of ['1', '-1']" in message
-    rows = ingest_and_read(tmp_path, reader, path, label="y", classes=["1", "-1"], on_bad_row="skip")
+    rows = ingest_and_read(tmp_path, source, path, label="y", classes=["1", "-1"], on_bad_row="skip")
     assert rows["label"] == [1, 0]
 
 
@@ -80,15 +60,9 @@ def test_class_labels_of_hugging_face_keep_their_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["jsonl", "hf", "csv"])
 def test_a_column_that_cannot_be_stored_is_left_out_by_drop(tmp_path: Path, source: str) -> None:
-    rows = [{"a": number, "inner": {"b": 1}, "y": number} for number in range(3)]
-    path = tmp_path / {"csv": "in.csv", "jsonl": "in.jsonl", "hf": "in.parquet"}[source]
-    if source == "hf":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif source == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        # A label column of this name beside another label is refused.
-        path.write_text("a,label,y\n0,1,0\n1,1,1\n2,1,2\n")
+    # A label column of this name beside another label is refused.
+    other = {"label": 1} if source == "csv" else {"inner": [[{"b": 1}]]}
+    path = write_rows(tmp_path, source, [{"a": number, **other, "y": number} for number in range(3)])
     drop = ["label"] if source == "csv" else ["inner"]
     columns = ingest_and_read(tmp_path, source, path, label="y", drop=[*drop])
     assert (columns["a"], columns["label"]) == ([0, 1, 2], [0, 1, 2])

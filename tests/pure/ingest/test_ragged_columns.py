@@ -21,11 +21,12 @@ from ray_app.data.reader import table_to_rows as as_read
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
-from ray_app.ingest.readers.base import ANY, first_shape, ragged_shape
+from ray_app.ingest.readers.converter import ANY, first_shape, ragged_shape
 from ray_app.ingest.shards import row_bytes
 from ray_app.preflight.prepare import prepare
 from ray_app.task.ragged import Ragged, concat_fields
 from tests.support.ingest_inputs import read_columns, source_order
+from tests.support.ingest_rows import write_rows
 
 IDS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
 BOXES = [[[0, 1, 2, 3], [4, 5, 6, 7.5]], [], [[8, 9, 10, 11]], [[1, 1, 2, 2]] * 3]
@@ -207,16 +208,8 @@ def test_rows_of_another_shape_are_refused_or_skipped(
 ) -> None:
     good, bad = ([first, first], second) if first != [[], [2]] else ([second, second], first)
     rows = [good[0], bad, good[1]]
-    if source == "jsonl":
-        path, ids = (
-            write_lines(tmp_path / "in", {"f": [{"a": row} for row in rows]}),
-            [f"f.jsonl:{i}" for i in (1, 2, 3)],
-        )
-    else:
-        path, ids = (
-            write_table(tmp_path / "in" / "f.arrow", pa.table({"a": rows})),
-            [f"f.arrow:{i}" for i in (0, 1, 2)],
-        )
+    path = write_rows(tmp_path, source, [{"a": row} for row in rows])
+    ids = [f"{path.name}:{row + (source == 'jsonl')}" for row in range(3)]
     message = refusal(tmp_path, source, path, ragged=["a"])
     assert f"row {ids[1]}: {expected}" in message
     assert "--on_bad_row skip" in message
@@ -249,25 +242,13 @@ def test_rows_of_another_shape_are_refused_or_skipped(
 def test_ragged_names_that_are_not_list_columns_are_refused(
     tmp_path: Path, source: Any, options: dict[str, Any], expected: str
 ) -> None:
-    columns = {"a": [[1], [2, 3]], "b": [[1], [2, 3]], "n": [1, 2]}
-    if source == "jsonl":
-        path = write_lines(
-            tmp_path / "in",
-            {"f": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]},
-        )
-    else:
-        path = write_table(tmp_path / "in" / "f.parquet", pa.table(columns))
+    path = write_rows(tmp_path, source, [{"a": [1], "b": [1], "n": 1}, {"a": [2, 3], "b": [2, 3], "n": 2}])
     assert expected in refusal(tmp_path, source, path, **options)
 
 
 @pytest.mark.parametrize("source", ["jsonl", "hf"])
 def test_the_refusal_of_a_list_recommends_ragged(tmp_path: Path, source: Any) -> None:
-    rows = [[1, 2], [3]]
-    if source == "jsonl":
-        path = write_lines(tmp_path / "in", {"f": [{"a": row} for row in rows]})
-    else:
-        path = write_table(tmp_path / "in" / "f.arrow", pa.table({"a": rows}))
-    message = refusal(tmp_path, source, path)
+    message = refusal(tmp_path, source, write_rows(tmp_path, source, [{"a": [1, 2]}, {"a": [3]}]))
     assert (
         "'a' is no list of shape [2], as the first that is not empty; where lists may have any length, name the column"
         " in --ragged" in message

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ray_app import ingest_table
-from tests.support.ingest_inputs import example, ingest_and_read, ingest_error, read_columns, write_tfrecord
+from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns
+from tests.support.ingest_rows import write_rows
 
 ROWS = [{"x": 1.5, "sings": 1, "flies": 0}, {"x": 2.5, "sings": 0, "flies": 1}, {"x": 3.5, "sings": 1, "flies": 1}]
-
-
-def write_source(folder: Path, source: str, rows: list[dict[str, Any]]) -> Path:
-    """Writes rows in the format of a source; returns its input."""
-    path = folder / {"csv": "in.csv", "jsonl": "in.jsonl", "hf": "in.parquet", "tfrecord": "in.tfrecord"}[source]
-    match source:
-        case "csv":
-            names = list(rows[0])
-            lines = [",".join(names)] + [",".join("" if v is None else str(v) for v in row.values()) for row in rows]
-            path.write_text("\n".join(lines) + "\n")
-        case "jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        case "hf":
-            pq.write_table(pa.Table.from_pylist(rows), path)
-        case "tfrecord":
-            write_tfrecord(path, *(example(**{name: [value] for name, value in row.items()}) for row in rows))
-    return path
 
 
 @pytest.mark.parametrize("source", ["csv", "jsonl", "hf", "tfrecord"])
 @pytest.mark.parametrize("columns", [None, ["x"]])
 def test_targets_become_one_array_column_in_their_order(tmp_path: Path, source: str, columns: list[str] | None) -> None:
-    path = write_source(tmp_path, source, ROWS)
+    path = write_rows(tmp_path, source, ROWS)
     rows = ingest_and_read(tmp_path, source, path, targets=["flies", "sings"], columns=columns)
     assert sorted(rows) == ["row_id", "target", "x"]
     assert rows["target"].dtype == np.float32
@@ -53,7 +35,7 @@ def test_targets_of_a_table_in_memory_may_be_booleans(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["csv", "jsonl", "hf"])
 def test_a_row_that_lacks_a_target_is_refused_or_left_out(tmp_path: Path, source: str) -> None:
-    path = write_source(tmp_path, source, [ROWS[0], {**ROWS[1], "flies": None}, ROWS[2]])
+    path = write_rows(tmp_path, source, [ROWS[0], {**ROWS[1], "flies": None}, ROWS[2]])
     assert "no number in flies, which is one of the targets" in ingest_error(
         tmp_path, source, path, targets=["sings", "flies"]
     )
@@ -62,7 +44,7 @@ def test_a_row_that_lacks_a_target_is_refused_or_left_out(tmp_path: Path, source
 
 
 def test_a_target_that_float32_cannot_hold_is_refused(tmp_path: Path) -> None:
-    path = write_source(tmp_path, "csv", [{"a": "1e39", "b": 1}, {"a": "2", "b": 1}])
+    path = write_rows(tmp_path, "csv", [{"a": "1e39", "b": 1}, {"a": "2", "b": 1}])
     assert "no number in a" in ingest_error(tmp_path, "csv", path, targets=["a", "b"])
 
 
@@ -75,5 +57,5 @@ def test_a_target_that_float32_cannot_hold_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_targets_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
-    path = write_source(tmp_path, "csv", [{**row, "kind": "bird"} for row in ROWS])
+    path = write_rows(tmp_path, "csv", [{**row, "kind": "bird"} for row in ROWS])
     assert expected in ingest_error(tmp_path, "csv", path, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,21 @@ def test_numbers_categories_and_dates_of_other_types_are_encoded(trained: tuple[
     (note,) = (line for line in prepared.columns if "lacks" in line)
     assert note.startswith("1 of 3 rows")
     assert "'ward' that the training data lacks ('east')" in note
+
+
+def test_rows_as_other_tools_write_them_are_encoded_alike(trained: tuple[Config, Path], tmp_path: Path) -> None:
+    columns = {
+        "age": pa.array([Decimal(age) for age in COLUMNS["age"]], pa.decimal128(38, 2)),
+        "ward": pa.array(["3", "1", "3"]).dictionary_encode(),
+        "day": pa.array(COLUMNS["day"], pa.string_view()),
+    }
+    encoded = []
+    for values in (COLUMNS, columns):
+        prepared = prepare(trained, tmp_path, values)
+        rows = RowSource(prepared.reader, open_dataset(str(tmp_path / "later.parquet")).manifest, 100)
+        arrays: Any = load_all(fetch_in_process, rows).arrays
+        encoded.append({name: arrays[name].tolist() for name in ("features", "categories")})
+    assert encoded[0] == encoded[1]
 
 
 @pytest.mark.parametrize(

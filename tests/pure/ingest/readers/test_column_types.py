@@ -27,6 +27,7 @@ from ray_app.ingest.in_memory import ingest_arrays
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.task.tabular import TabularClassification
 from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns, write_tar
+from tests.support.ingest_rows import write_rows
 
 SUFFIXES = ("arrow", "parquet")
 
@@ -187,6 +188,8 @@ ALLOWED: dict[str, tuple[pa.Array, list[Any]]] = {
     "categories of integers": (pa.array([7, None]).dictionary_encode(), [7, None]),
     "large": (pa.array(["u", None], pa.large_string()), ["u", None]),
     "views": (pa.array(["u", None], pa.string_view()), ["u", None]),
+    "decimal of a wide type": (pa.array([decimal.Decimal("1.50"), None], pa.decimal128(38, 18)), [1.5, None]),
+    "bool8": (pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, None], pa.int8())), [True, None]),
 }
 
 
@@ -200,20 +203,9 @@ def test_hugging_face_columns_keep_values_and_nulls(tmp_path: Path, kind: str, e
 
 
 REFUSED: dict[str, tuple[pa.Array, str]] = {
-    "decimal": (
-        pa.array([decimal.Decimal("1.5")], pa.decimal128(16, 2)),
-        "holds decimal128(16, 2); float64 represents decimals of at most 15 digits",
-    ),
-    "tensor": (
-        pa.FixedShapeTensorArray.from_numpy_ndarray(np.ones((1, 2))),
-        "holds extension<arrow.fixed_shape_tensor",
-    ),
-    "bool8": (pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1], pa.int8())), "holds extension<arrow.bool8>"),
     "map": (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), "holds map<string, int64"),
-    "struct": (pa.array([{"a": 1}]), "holds objects"),
     "lists of structs": (pa.array([[{"a": 1}]]), "holds lists that are not of numbers"),
     "lists of times": (pa.array([[NOON.replace(tzinfo=None)]]), "holds lists that are not of numbers"),
-    "list view": (pa.array([[1]], pa.list_view(pa.int64())), "holds list_view<"),
     "runs": (pa.RunEndEncodedArray.from_arrays([1], [7]), "holds run_end_encoded<"),
     "interval": (pa.array([(1, 2, 3)], pa.month_day_nano_interval()), "holds month_day_nano_interval"),
     "union": (pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([1])]), "holds sparse_union<"),
@@ -577,11 +569,7 @@ def test_invalid_pandas_metadata_names_no_index(tmp_path: Path, pandas: bytes) -
 @pytest.mark.parametrize("classes", [None, ["false", "true"]])
 @pytest.mark.parametrize("source", ["jsonl", "hf"])
 def test_labels_of_booleans_have_class_names(tmp_path: Path, source: Any, classes: list[str] | None) -> None:
-    values = [True, False, True, None]
-    if source == "jsonl":
-        path = write_jsonl(tmp_path, *(json.dumps({"y": value, "x": 1}) for value in values))
-    else:
-        pq.write_table(pa.table({"y": pa.array(values), "x": [1] * 4}), path := tmp_path / "f.parquet")
+    path = write_rows(tmp_path, source, [{"y": value, "x": 1} for value in (True, False, True, None)])
     options = IngestOptions(source, str(tmp_path / "out"), str(path), label="y", classes=classes, on_bad_row="skip")
     (part,) = ingest(options).parts.values()
     assert (part.class_counts, part.refused) == ({"false": 1, "true": 2}, 1)
@@ -599,10 +587,7 @@ def test_labels_of_booleans_have_class_names(tmp_path: Path, source: Any, classe
 def test_class_names_that_a_label_cannot_have_are_refused(
     tmp_path: Path, source: Any, values: list[Any], expected: str
 ) -> None:
-    if source == "jsonl":
-        path = write_jsonl(tmp_path, *(json.dumps({"y": value}) for value in values))
-    else:
-        pq.write_table(pa.table({"y": values}), path := tmp_path / "f.parquet")
+    path = write_rows(tmp_path, source, [{"y": value} for value in values])
     assert expected in ingest_error(tmp_path, source, path, label="y", classes=["a", "b"])
 
 

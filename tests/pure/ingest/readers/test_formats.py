@@ -113,7 +113,7 @@ def test_csv_space_around_a_value_changes_no_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed", ["npz", "compressed", "npy"])
 def test_numpy_arrays_are_stored_unchanged(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "BLOCK_BYTES", 1000)
-    x, y = RNG.random((50, 4, 6)).astype(">f4"), np.arange(50, dtype=np.uint8) % 3
+    x, y = RNG.random((50, 6, 6)).astype(">f4"), np.arange(50, dtype=np.uint8) % 3
     if packed == "npy":
         np.save(tmp_path / "x.npy", x)
         np.save(tmp_path / "y.npy", y)

@@ -71,15 +71,15 @@ def test_each_json_key_has_one_type_over_all_files(tmp_path: Path) -> None:
         (['{"a": 1}', "[1]"], {}, "row f.jsonl:2: a JSON list where an object is expected"),
         (['{"a": 1}', '{"a": "x"}'], {}, "values of one type"),
         (['{"a": {"b": 1}}'], {}, "'a' holds objects"),
-        (['{"a": null}'], {}, "'a' holds no value in any line"),
+        (['{"a": null}'], {}, "'a' has no value at all"),
         (['{"a": ["x"]}'], {}, "'a' holds lists that are not of numbers"),
         (['{"a": []}'], {}, "'a' holds lists that are not of numbers, or all empty"),
-        (['{"a": [[], [1]]}', '{"a": [[], []]}'], {}, "'a' holds lists that are not of numbers, or all empty"),
+        (['{"a": [[], [1]]}', '{"a": [[], []]}'], {}, "'a' has no value at all"),
         (['{"a": [1, 2]}', '{"a": [1]}'], {}, "row f.jsonl:2: 'a' is no list of shape [2]"),
         (
             ['{"a": 1, "y": [1, 2]}'],
             {"label": "y"},
-            "the column `label` has arrays of shape (2,); allowed are integers",
+            "the label 'y' has lists of shape [2]; allowed are one number",
         ),
         (['{"a": 1}'], {"label": "b"}, "no key 'b'; the keys are ['a']"),
         (['{"a": 1, "y": "u"}', '{"a": 2}'], {"label": "y"}, "rows without a value"),
@@ -561,7 +561,7 @@ def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> Non
     [
         ({"a": [1], "y": [-1]}, {"label": "y"}, "row data-00000-of-00001.arrow:0: no label"),
         ({"a": [1], "y": [b"u"]}, {"label": "y"}, "a label is a ClassLabel, an integer, text, a truth value"),
-        ({"a": [{"b": 1}]}, {}, "column 'a' holds objects"),
+        ({"a": [[{"b": 1}]]}, {}, "column 'a' holds lists that are not of numbers"),
         ({"a": [["x"]]}, {}, "holds lists that are not of numbers"),
         ({"a": [[1, 2], [3]]}, {}, "row data-00000-of-00001.arrow:1: 'a' is no list of shape [2]"),
         ({"a": [{"bytes": None, "path": "x.png"}]}, {}, "has no bytes, only a path"),
@@ -690,6 +690,11 @@ def test_changed_class_names_count_as_a_changed_source(tmp_path: Path) -> None:
     names.write_text(names.read_text().replace('"u"', '"other"'))
     with pytest.raises(ConfigError, match="its source has changed since"):
         ingest(options)
+
+
+def test_a_text_label_of_a_saved_data_set_becomes_classes(tmp_path: Path) -> None:
+    folder = write_saved_dataset(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": ["v", "u", "v"]}), {})
+    assert ingest_and_read(tmp_path, "hf", folder, label="y")["label"] == [1, 0, 1]
 
 
 @pytest.mark.parametrize("end", [400, 2_000_000_000, 2])
