@@ -1,8 +1,8 @@
 """Encodes the rows of a table as numbers: missing values, categories, dates, logarithms, standardization.
 
 An encoding is plain JSON, which `ray_app.task.table_statistics` computes from the rows that are trained on. It has the
-`scale` by which inputs are divided, their `mean` and `std` (None: they are not standardized), and the `columns`. A
-column has a `name`, a `kind`, and
+`scale` by which inputs are divided, their `mean` and `std` (None: they are not standardized), the `limit` that these
+approach, if any, and the `columns`. A column has a `name`, a `kind`, and
 
 - of kind `number`: `fill`, the value that replaces a missing one (None: a missing value is refused), `indicator`
   (a further input says whether the value is missing), and `log` (the input is ln(1 + value));
@@ -51,8 +51,7 @@ def encode_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.ND
     fields: dict[str, npt.NDArray[Any]] = {}
     if inputs := input_matrix(encoding, rows):
         matrix = np.concatenate(inputs, axis=1)
-        if encoding["mean"] is not None:
-            matrix = (matrix - np.array(encoding["mean"])) / np.array(encoding["std"])
+        matrix = standardize(encoding, matrix)
         # Values that overflow become infinite, which is refused below.
         with np.errstate(over="ignore"):
             features = matrix.astype(np.float32) / np.float32(encoding["scale"])
@@ -67,6 +66,18 @@ def encode_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.ND
     if categories:
         fields["categories"] = np.stack([_category_codes(column, _values(rows, column)) for column in categories], 1)
     return fields
+
+
+def standardize(encoding: Encoding, inputs: npt.NDArray[Any], part: slice = slice(None)) -> npt.NDArray[Any]:
+    """Returns inputs, (rows, inputs), with the center and the spread of the encoding, or of a part of its inputs.
+
+    With a `limit` they approach it smoothly (Holzmueller et al., "Better by Default", NeurIPS 2024).
+    """
+    if encoding["mean"] is None:
+        return inputs
+    inputs = (inputs - np.array(encoding["mean"][part])) / np.array(encoding["std"][part])
+    limit = encoding.get("limit")
+    return inputs / np.hypot(1.0, inputs / limit) if limit else inputs
 
 
 def encode_raw_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
