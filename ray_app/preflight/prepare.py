@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import safetensors.torch
@@ -58,6 +58,7 @@ class Prepared:
         data: Lines that describe the columns that the task uses.
         data_files: Size and modification time, or ETag, of the data files.
         changed_data: Differences of `data_files` from the last start, each a sentence.
+        constant_scores: The metrics of a constant prediction on the evaluation data.
     """
 
     job: Job
@@ -70,6 +71,7 @@ class Prepared:
     data: tuple[str, ...] = ()
     data_files: DataVersions | None = None
     changed_data: tuple[str, ...] = ()
+    constant_scores: Mapping[str, float] = field(default_factory=dict)
 
 
 def prepare(config: Config) -> Prepared:
@@ -110,6 +112,7 @@ def prepare(config: Config) -> Prepared:
             tuple(context.used_columns),
             context.data_versions,
             tuple(context.changed_data),
+            context.constant_scores,
         )
 
 

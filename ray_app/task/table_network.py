@@ -18,8 +18,8 @@ from torch.nn import functional
 DROPOUT = 0.3
 _WIDTH, _LAYERS, _MEMBERS = 128, 2, 8
 _MIN_BATCH, _MAX_BATCH, _BATCHES = 16, 256, 16
-_MIN_STEPS, _MAX_STEPS, _PASSES = 1000, 6000, 20
-_EVALUATIONS = 10
+_MIN_STEPS, _MAX_STEPS, _PASSES = 800, 6000, 30
+_EVALUATIONS = 20
 """Checkpoints of a run with the default network, each of which is evaluated."""
 
 
@@ -143,7 +143,7 @@ def training_fields(rows: int) -> dict[str, Any]:
 
 
 OPTIMIZER: dict[str, Any] = {
-    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.002, "weight_decay": 0.3}},
+    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.002, "weight_decay": 1.0}},
     "schedule": {
         "class_path": "torch.optim.lr_scheduler.OneCycleLR",
         "init_args": {"max_lr": 0.002, "pct_start": 0.1, "cycle_momentum": False},
