@@ -209,20 +209,25 @@ class TabularClassification(Classification, _Tabular):
     Args:
         label: Column of class indices.
         features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
-            of these kinds but index columns, `row_id`, `label`, `target`, and text that is unlike categories.
-        hidden: Width of every hidden layer; default: [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer.
+            of these kinds but index columns, integers that identify their rows, `row_id`, `label`, `target`, and text
+            in which few values repeat.
+        hidden: Width of every hidden layer. Default: a network that fits tables, with its optimizer, batch size, epochs
+            and early stopping unless the configuration has these (docs/start/tables.md); with `scale` [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer. Default: 0.2 in the default network, or 0.
         scale: Numbers are divided by it.
-        missing: What becomes of a missing value, by column, and as `default` for the others: refuse, mean, median,
-            indicator (the mean, and a further input that says that it was missing), category (a category of its own),
-            or {constant: VALUE}. Statistics are of the rows that are trained on. Default: refuse.
-        categories: Columns of text, booleans or integers that are categories, or auto: columns of text with at most 256
-            different values, each in two rows on average. A value that the rows to train on lack is the category other.
+        missing: What becomes of a missing value, by column, and as `default` for the others: auto, refuse, mean,
+            median, indicator (the mean, and a further input that says that it was missing), category (a category of its
+            own), or {constant: VALUE}. Statistics are of the rows that are trained on. Default: auto, which is the median and
+            such an input for numbers and dates, and a category of its own for text.
+        categories: Columns of text, booleans or integers that are categories, or auto: columns of text in which values
+            repeat, the 256 most frequent of them. A value that the rows to train on lack is the category other.
         dates: Parts of columns of dates, times or ISO 8601 texts, by column: year, month, day, weekday (0 is Monday),
-            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on.
+            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on. Default
+            for dates and texts that are all dates: seconds, month, day, weekday and hour.
         log: Columns of numbers to take ln(1 + value) of.
         standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
-            trained on, after missing values are filled and logarithms taken; or the columns for which they do.
+            trained on, after missing values are filled and logarithms taken; or the columns for which they do. Default:
+            unless `scale` is set, median 0 and an interquartile range like that of such numbers, within -3 and 3.
         embedding: Width of an embedding of each category; default: categories are one-hot.
         sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature.
             Evaluation data has the column, too, although evaluation does not use it.
@@ -294,20 +299,26 @@ class TabularRegression(_Tabular):
     Args:
         label: Column of numbers to predict.
         features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
-            of these kinds but index columns, `row_id`, `label`, `target`, and text that is unlike categories.
-        hidden: Width of every hidden layer; default: [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer.
+            of these kinds but index columns, integers that identify their rows, `row_id`, `label`, `target`, and text
+            in which few values repeat.
+        hidden: Width of every hidden layer. Default: a network that fits tables, with its optimizer, batch size, epochs
+            and early stopping unless the configuration has these (docs/start/tables.md); with `scale` [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer. Default: 0.2 in the default network, or 0.
         scale: Numbers are divided by it.
-        missing: What becomes of a missing value, by column, and as `default` for the others: refuse, mean, median,
-            indicator (the mean, and a further input that says that it was missing), category (a category of its own),
-            or {constant: VALUE}. Statistics are of the rows that are trained on. Default: refuse.
-        categories: Columns of text, booleans or integers that are categories, or auto: columns of text with at most 256
-            different values, each in two rows on average. A value that the rows to train on lack is the category other.
+        missing: What becomes of a missing value, by column, and as `default` for the others: auto, refuse, mean,
+            median, indicator (the mean, and a further input that says that it was missing), category (a category of its
+            own), or {constant: VALUE}. Statistics are of the rows that are trained on. Default: auto, which is the median and
+            such an input for numbers and dates, and a category of its own for text.
+        categories: Columns of text, booleans or integers that are categories, or auto: columns of text in which values
+            repeat, the 256 most frequent of them. A value that the rows to train on lack is the category other.
         dates: Parts of columns of dates, times or ISO 8601 texts, by column: year, month, day, weekday (0 is Monday),
-            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on.
+            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on. Default
+            for dates and texts that are all dates: seconds, month, day, weekday and hour.
         log: Columns of numbers to take ln(1 + value) of.
         standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
-            trained on, after missing values are filled and logarithms taken; or the columns for which they do.
+            trained on, after missing values are filled and logarithms taken; or the columns for which they do. Default:
+            unless `scale` is set, median 0 and an interquartile range like that of such numbers, within -3 and 3. The
+            target is standardized, too, unless this is false; losses, metrics and predictions are in its own unit.
         embedding: Width of an embedding of each category; default: categories are one-hot.
         sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature.
             Evaluation data has the column, too, although evaluation does not use it.
