@@ -72,8 +72,7 @@ def summarize(job: Job, status: RunStatus) -> dict[str, Any]:
         "recovery_s": recoveries(events, course.in_time),
         "goodput": goodput(records, course.repeated),
         "params_digest": next(digests, None) if stop else newest.params_digest if newest else None,
-        # With early stopping the result is the best checkpoint, and not the last one.
-        "metrics": next((e.metrics for e in reversed(evaluations) if not stop or e.step == stop.best_step), {}),
+        "metrics": evaluations[-1].metrics if evaluations else {},
         "constant": newest_events.get("started", {}).get("constant", {}),
         "training": means(records[-((last_step - 1) % job.steps_per_epoch + 1) :]) if records else {},
         "best": best and {"step": best.step, "metric": job.best_metric, "value": best.metrics[job.best_metric]},

@@ -151,8 +151,6 @@ def _add_task_fields(config: Config, task: Task) -> Config:
     """Returns the configuration with the values that the task sets for fields which are at their defaults."""
     changes: dict[str, Any] = {}
     for name, value in task.configuration_fields().items():
-        if name.startswith("evaluate.") and config.data.eval_path is None:
-            continue
         section_name, _, field = name.partition(".")
         section = getattr(config, section_name)
         if (set_value := getattr(section, field)) == getattr(type(section), field):

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-DROPOUT = 0.2
+DROPOUT = 0.3
 """Probability of a zeroed activation of the default network."""
-_WIDTH, _LAYERS, _MEMBERS = 128, 2, 8
+_WIDTH, _LAYERS, _MEMBERS = 96, 2, 8
 _MIN_BATCH, _MAX_BATCH, _BATCHES = 16, 256, 16
-_MIN_STEPS, _MAX_STEPS, _PASSES = 800, 6000, 30
-_EVALUATIONS, _PATIENCE = 20, 6
-"""Evaluations of a run with the default network, and those without an improvement after which it stops."""
+_MIN_STEPS, _MAX_STEPS, _PASSES = 1200, 6000, 40
+_LEARNING_RATE, _WEIGHT_DECAY = 0.002, 2.0
+_EVALUATIONS = 5
+"""Checkpoints of a run with the default network, each of which is evaluated."""
 
 
 class TableNetwork(nn.Module):
@@ -76,7 +77,7 @@ class TableNetwork(nn.Module):
 
 
 class PiecewiseLinear(nn.Module):
-    """Encodes a number by how far it is through each interval between its knots, from -0.5 to 0.5.
+    """Encodes a number by how far it is through each interval between its knots, from 0 to 1.
 
     Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep Learning", NeurIPS 2022. A network then sees
     steps and bends of a column, whatever its distribution is.
@@ -95,7 +96,7 @@ class PiecewiseLinear(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Encodes numbers, (rows, inputs), as (rows, intervals)."""
-        return ((features[:, self.numbers] - self.lows) / self.widths).clamp(0, 1) - 0.5
+        return ((features[:, self.numbers] - self.lows) / self.widths).clamp(0, 1)
 
 
 class MemberNetwork(nn.Module):
@@ -117,7 +118,7 @@ class MemberNetwork(nn.Module):
         self.scales = nn.Parameter(0.5 * torch.randn(_MEMBERS, 1, _WIDTH))
         self.shifts = nn.Parameter(torch.empty(_MEMBERS, 1, _WIDTH).uniform_(-1, 1) / math.sqrt(inputs))
         self.hidden = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS - 1))
-        self.last = nn.Parameter(0.3 * torch.randn(_MEMBERS, _WIDTH, outputs) / math.sqrt(_WIDTH))
+        self.last = nn.Parameter(torch.randn(_MEMBERS, _WIDTH, outputs) / math.sqrt(_WIDTH))
         self.last_shifts = nn.Parameter(torch.zeros(_MEMBERS, 1, outputs))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -139,16 +140,27 @@ def training_fields(rows: int) -> dict[str, Any]:
         "data.global_batch_size": batch,
         "data.cache": "memory",
         "train.epochs": epochs,
-        "checkpoint.every_epochs": max(1, epochs // _EVALUATIONS),
-        "evaluate.patience": _PATIENCE,
+        "checkpoint.every_epochs": math.ceil(epochs / _EVALUATIONS),
     }
 
 
-OPTIMIZER: dict[str, Any] = {
-    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.002, "weight_decay": 0.3}},
-    "schedule": {
-        "class_path": "torch.optim.lr_scheduler.OneCycleLR",
-        "init_args": {"max_lr": 0.002, "pct_start": 0.1, "cycle_momentum": False},
-    },
-}
-"""The optimizer of the default network, and its schedule: warmup and a cosine over the whole run."""
+def optimizer_fields(rows: int) -> dict[str, Any]:
+    """Returns the optimizer of the default network, and its schedule: warmup and a cosine over the whole run.
+
+    A large weight decay keeps the network from learning small tables by heart. It falls with the number of steps, so
+    all of them shrink a weight about equally.
+    """
+    fields = training_fields(rows)
+    steps = fields["train.epochs"] * math.ceil(rows / fields["data.global_batch_size"])
+    decay = round(_WEIGHT_DECAY * min(1.0, _MIN_STEPS / max(1, steps)), 3)
+    return {
+        "optimizer": {
+            "class_path": "torch.optim.AdamW",
+            "init_args": {"lr": _LEARNING_RATE, "weight_decay": decay},
+            "groups": [{"names": ["*scales", "*shifts", "*.bias"], "weight_decay": 0.0}],
+        },
+        "schedule": {
+            "class_path": "torch.optim.lr_scheduler.OneCycleLR",
+            "init_args": {"max_lr": _LEARNING_RATE, "pct_start": 0.05, "cycle_momentum": False},
+        },
+    }

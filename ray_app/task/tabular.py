@@ -17,7 +17,7 @@ from ray_app.task.base import Batch, Losses, Rows, Task, need_column
 from ray_app.task.classification import Classification, ClassWeights, add_row_weights
 from ray_app.task.fields import SAMPLE_WEIGHT, OptionalColumn, decode_sample_weights, need_finite, need_sample_weights
 from ray_app.task.table_encoding import category_count, describe_other_values, encode_rows, plain_encoding
-from ray_app.task.table_network import DROPOUT, OPTIMIZER, MemberNetwork, TableNetwork, training_fields
+from ray_app.task.table_network import DROPOUT, MemberNetwork, TableNetwork, optimizer_fields, training_fields
 from ray_app.task.table_statistics import (
     Missing,
     TableSettings,
@@ -159,7 +159,7 @@ class _Tabular(Task):
 
     def optimizer_fields(self) -> dict[str, Any]:
         """Returns the optimizer and the schedule of the default network; see `Task.optimizer_fields`."""
-        return OPTIMIZER if self.hidden is None else {}
+        return optimizer_fields(self.rows) if self.hidden is None else {}
 
     def configuration_fields(self) -> dict[str, Any]:
         """Returns batch size, epochs and checkpoints of the default network; see `Task.configuration_fields`."""
@@ -211,14 +211,14 @@ class TabularClassification(Classification, _Tabular):
         features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
             of these kinds but index columns, integers that identify their rows, `row_id`, `label`, `target`, and text
             in which few values repeat.
-        hidden: Width of every hidden layer. Default: a network that fits tables, with its optimizer, batch size, epochs
-            and early stopping unless the configuration has these (docs/start/tables.md); with `scale` [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer. Default: 0.2 in the default network, or 0.
+        hidden: Width of every hidden layer. Default: a network that fits tables, with its optimizer, batch size and
+            epochs unless the configuration has these (docs/start/tables.md); with `scale` [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer. Default: 0.3 in the default network, or 0.
         scale: Numbers are divided by it.
         missing: What becomes of a missing value, by column, and as `default` for the others: auto, refuse, mean,
             median, indicator (the mean, and a further input that says that it was missing), category (a category of its
-            own), or {constant: VALUE}. Statistics are of the rows that are trained on. Default: auto, which is the median and
-            such an input for numbers and dates, and a category of its own for text.
+            own), or {constant: VALUE}. Statistics are of the rows that are trained on. Default: auto, which is the
+            median and such an input for numbers and dates, and a category of its own for text.
         categories: Columns of text, booleans or integers that are categories, or auto: columns of text in which values
             repeat, the 256 most frequent of them. A value that the rows to train on lack is the category other.
         dates: Parts of columns of dates, times or ISO 8601 texts, by column: year, month, day, weekday (0 is Monday),
@@ -301,14 +301,14 @@ class TabularRegression(_Tabular):
         features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
             of these kinds but index columns, integers that identify their rows, `row_id`, `label`, `target`, and text
             in which few values repeat.
-        hidden: Width of every hidden layer. Default: a network that fits tables, with its optimizer, batch size, epochs
-            and early stopping unless the configuration has these (docs/start/tables.md); with `scale` [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer. Default: 0.2 in the default network, or 0.
+        hidden: Width of every hidden layer. Default: a network that fits tables, with its optimizer, batch size and
+            epochs unless the configuration has these (docs/start/tables.md); with `scale` [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer. Default: 0.3 in the default network, or 0.
         scale: Numbers are divided by it.
         missing: What becomes of a missing value, by column, and as `default` for the others: auto, refuse, mean,
             median, indicator (the mean, and a further input that says that it was missing), category (a category of its
-            own), or {constant: VALUE}. Statistics are of the rows that are trained on. Default: auto, which is the median and
-            such an input for numbers and dates, and a category of its own for text.
+            own), or {constant: VALUE}. Statistics are of the rows that are trained on. Default: auto, which is the
+            median and such an input for numbers and dates, and a category of its own for text.
         categories: Columns of text, booleans or integers that are categories, or auto: columns of text in which values
             repeat, the 256 most frequent of them. A value that the rows to train on lack is the category other.
         dates: Parts of columns of dates, times or ISO 8601 texts, by column: year, month, day, weekday (0 is Monday),
