@@ -8,7 +8,8 @@ approach, if any, and the `columns`. A column has a `name`, a `kind`, and
   (a further input says whether the value is missing), and `log` (the input is ln(1 + value));
 - of kind `date`: `fill` and `indicator`, in seconds since 1970 in UTC, the named `parts`, and the `first` date of the
   rows that are trained on, in the same seconds;
-- of kind `category`: its `values` as texts, `fill` (one of them), and `own_class` (a missing value is a category).
+- of kind `category`: its `values` as texts, `fill` (one of them), `own_class` (a missing value is a category), and
+  `has_rare` (the training data has further values, which are seldom).
 
 The module stands alone: it needs NumPy and nothing of ray_app, since every model package of such a task has a copy.
 """
@@ -68,14 +69,14 @@ def encode_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.ND
     return fields
 
 
-def standardize(encoding: Encoding, inputs: npt.NDArray[Any], part: slice = slice(None)) -> npt.NDArray[Any]:
-    """Returns inputs, (rows, inputs), with the center and the spread of the encoding, or of a part of its inputs.
+def standardize(encoding: Encoding, inputs: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns inputs, (rows, inputs), divided by their spread after their center is subtracted.
 
     With a `limit` they approach it smoothly (Holzmueller et al., "Better by Default", NeurIPS 2024).
     """
     if encoding["mean"] is None:
         return inputs
-    inputs = (inputs - np.array(encoding["mean"][part])) / np.array(encoding["std"][part])
+    inputs = (inputs - np.array(encoding["mean"])) / np.array(encoding["std"])
     limit = encoding.get("limit")
     return inputs / np.hypot(1.0, inputs / limit) if limit else inputs
 
@@ -148,9 +149,10 @@ def describe_other_values(column: Mapping[str, Any], counts: Mapping[str | None,
         return None
     named = ", ".join(repr(value) for value in sorted(others)[:_MAX_NAMED])
     more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
+    lacks = "lacks or has seldom" if column.get("has_rare") else "lacks"
     return (
         f"{sum(counts[value] for value in others):,} of {rows} have values of {column['name']!r} that the training data"
-        f" lacks ({named}{more}): they count as one category, other."
+        f" {lacks} ({named}{more}): they count as one category, other."
     )
 
 

@@ -93,7 +93,8 @@ def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, An
     kinds, left_out = _choose_columns(settings, data)
     counted = _count_categories(settings, data, kinds, left_out)
     _check_kinds(settings, kinds)
-    columns, numbers = list[dict[str, Any]](), list[_FittedColumn]()
+    columns, statistics = list[dict[str, Any]](), list[_InputStatistics]()
+    num_numbers = sum(kind != "category" for kind in kinds.values())
     for name, kind in kinds.items():
         if kind == "category":
             columns.append(_fit_category(settings, data, name, counted[name]))
@@ -103,7 +104,7 @@ def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, An
             left_out[name] = reason
             continue
         columns.append(fitted.column)
-        numbers.append(fitted)
+        statistics.append(_input_statistics(settings, data, fitted, num_numbers))
     if not columns:
         texts = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
         raise DataError(
@@ -112,9 +113,15 @@ def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, An
             " task.init_args.features, or columns of text in task.init_args.categories."
         )
     encoding = plain_encoding([], settings.scale) | {"columns": columns}
-    encoding |= _standardization(settings, data, encoding, numbers)
+    if any(settings.standardizes(column["name"]) for column in columns if column["kind"] != "category"):
+        encoding |= {name: [value for one in statistics for value in getattr(one, name)] for name in ("mean", "std")}
+        encoding |= {"limit": LIMIT} if settings.standardize is None else {}
+    elif settings.standardize:
+        raise ConfigError(
+            "task.init_args.standardize has no column of numbers to standardize; leave it out, or name such columns."
+        )
     if settings.has_knots:
-        encoding["knots"] = _knots(data, encoding, numbers)
+        encoding["knots"] = [ends for one in statistics for ends in one.knots]
     if settings.target is not None and settings.standardize is not False:
         encoding["target"] = _target_moments(data, settings.target)
     return encoding, left_out
@@ -417,7 +424,8 @@ def _fit_category(settings: TableSettings, data: DataFacts, name: str, counts: C
     if fill is not None and fill not in values:
         values = sorted([*values, fill])
     own_class = method in ("auto", "category", "indicator")
-    return {"name": name, "kind": "category", "values": values, "fill": fill, "own_class": own_class}
+    column = {"name": name, "kind": "category", "values": values, "fill": fill, "own_class": own_class}
+    return column | ({"has_rare": True} if counts.total() < data.num_rows else {})
 
 
 def _numbers(
@@ -437,33 +445,44 @@ def _numbers(
         yield numbers
 
 
-def _standardization(
-    settings: TableSettings, data: DataFacts, encoding: dict[str, Any], columns: Sequence[_FittedColumn]
-) -> dict[str, Any]:
-    """Returns center and spread of each input, after missing values are filled; 0 and 1 for other inputs."""
-    widths = _input_widths(data, encoding)
-    if settings.standardize and not any(settings.standardizes(name) for name in widths):
-        raise ConfigError(
-            "task.init_args.standardize has no column of numbers to standardize; leave it out, or name such columns."
-        )
-    if not any(settings.standardizes(name) for name in widths):
-        return {}
-    centers, spreads = list[float](), list[float]()
-    for fitted in columns:
-        name = fitted.column["name"]
-        center, spread = np.zeros(widths[name]), np.ones(widths[name])
-        if settings.standardizes(name):
-            try:
-                with np.errstate(over="raise", invalid="raise"):
-                    center, spread = _center_and_spread(settings, data, fitted)
-            except FloatingPointError as error:
-                raise DataError(
-                    f"{data.path} has values of {name!r} that are too large for a standard deviation in float64."
-                    " Correct them, or name the other columns in task.init_args.standardize."
-                ) from error
-        centers += center.tolist()
-        spreads += spread.tolist()
-    return {"mean": centers, "std": spreads, **({"limit": LIMIT} if settings.standardize is None else {})}
+@dataclass
+class _InputStatistics:
+    """The center, the spread and the ends of intervals of each input of a column of numbers or dates."""
+
+    mean: list[float]
+    std: list[float]
+    knots: list[list[float]]
+
+
+def _input_statistics(
+    settings: TableSettings, data: DataFacts, fitted: _FittedColumn, num_numbers: int
+) -> _InputStatistics:
+    """Returns the statistics of the inputs of a column, after missing values are filled.
+
+    Center and spread are 0 and 1 without standardization. An input with two values, and each element of an array, has
+    no intervals; those of other inputs have about equally many rows.
+    """
+    name = fitted.column["name"]
+    width = _input_widths(data, {"columns": [fitted.column]})[name]
+    center, spread = np.zeros(width), np.ones(width)
+    if settings.standardizes(name):
+        try:
+            with np.errstate(over="raise", invalid="raise"):
+                center, spread = _center_and_spread(settings, data, fitted)
+        except FloatingPointError as error:
+            raise DataError(
+                f"{data.path} has values of {name!r} that are too large for a standard deviation in float64. Correct"
+                " them, or name the other columns in task.init_args.standardize."
+            ) from error
+    statistics = _InputStatistics(center.tolist(), spread.tolist(), [[] for _ in range(width)])
+    count = int(min(_MAX_KNOTS, data.num_rows / _ROWS_PER_KNOT, _MAX_ALL_KNOTS / max(1, num_numbers)))
+    if settings.has_knots and fitted.values is not None and count > 1:
+        limit = {"limit": LIMIT} if settings.standardize is None else {}
+        encoding = {"mean": statistics.mean, "std": statistics.std, **limit}
+        inputs = standardize(encoding, _inputs_of(data, fitted)).astype(np.float32)
+        ends = [np.unique(column) for column in np.quantile(inputs, np.linspace(0, 1, count + 1), axis=0).T]
+        statistics.knots = [distinct.astype(np.float32).tolist() if len(distinct) > 2 else [] for distinct in ends]
+    return statistics
 
 
 def _center_and_spread(
@@ -495,27 +514,6 @@ def _inputs_of(data: DataFacts, fitted: _FittedColumn) -> npt.NDArray[np.float64
     except ValueError as error:
         raise DataError(f"{data.path}: {error}.") from error
     return np.concatenate(inputs, axis=1).astype(np.float64)
-
-
-def _knots(data: DataFacts, encoding: dict[str, Any], columns: Sequence[_FittedColumn]) -> list[list[float]]:
-    """Returns for each input the ends of intervals with about equally many rows, in standardized numbers.
-
-    An input with two values, and each element of an array, has no intervals.
-    """
-    widths, first = _input_widths(data, encoding), 0
-    count = int(min(_MAX_KNOTS, data.num_rows / _ROWS_PER_KNOT, _MAX_ALL_KNOTS / max(1, sum(widths.values()))))
-    knots = list[list[float]]()
-    for fitted in columns:
-        width = widths[fitted.column["name"]]
-        if fitted.values is None or count < 2:
-            knots += [[] for _ in range(width)]
-        else:
-            inputs = standardize(encoding, _inputs_of(data, fitted), slice(first, first + width))
-            for ends in np.quantile(inputs.astype(np.float32), np.linspace(0, 1, count + 1), axis=0).T:
-                distinct = np.unique(ends.astype(np.float32))
-                knots.append(distinct.tolist() if len(distinct) > 2 else [])
-        first += width
-    return knots
 
 
 def _target_moments(data: DataFacts, name: str) -> dict[str, float]:

@@ -81,7 +81,8 @@ class _Tabular(Task):
                 self.hidden is None,
             )
             prepared.fitted, prepared.left_out = fit_encoding(settings, data)
-            prepared.rows = data.num_rows
+        # A run that continues has its encoding, and the rows that it is trained on.
+        prepared.rows = self.rows or data.num_rows
         assert prepared.fitted is not None
         prepared.features = [column["name"] for column in prepared.fitted["columns"]]
         for column in prepared.columns():
