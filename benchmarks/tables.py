@@ -127,10 +127,10 @@ def make_prices() -> tuple[pd.DataFrame, pd.Series]:
     """Makes houses with prices of 50,000 to 800,000."""
     generator = np.random.default_rng(3)
     rows = 2000
-    area, rooms = generator.uniform(30, 250, rows).round(1), generator.integers(1, 7, rows)
+    area, storeys = generator.uniform(30, 250, rows).round(1), generator.integers(1, 7, rows)
     age, distance = generator.uniform(0, 80, rows).round(), generator.uniform(0, 30, rows).round(1)
-    price = 2500 * area + 12_000 * rooms - 900 * age - 4000 * distance + 60_000
-    table = {"area": area, "rooms": rooms, "age": age, "distance [km]": distance}
+    price = 2500 * area + 12_000 * storeys - 900 * age - 4000 * distance + 60_000
+    table = {"area": area, "storeys": storeys, "age": age, "distance [km]": distance}
     return pd.DataFrame(table), pd.Series((price + 15_000 * generator.normal(size=rows)).round())
 
 

@@ -19,7 +19,7 @@ _MAX_ROWS = 50_000_000
 def constant_scores(task: Task, trained: DataFacts, evaluated: DataFacts) -> dict[str, float]:
     """Returns the accuracies and R2 scores of a constant on the rows of an evaluation, by the name of the metric.
 
-    The constant is the most frequent class of the training data, or its mean, whose R2 is 0 at most. Other metrics, and
+    The constant is the most frequent class of the training data, or its mean, which has an R2 of 0 at most. Other metrics, and
     targets that are not one column of classes or numbers, have no such score.
     """
     targets = [name for name in task.targets() if name not in task.weight_columns()]
@@ -40,7 +40,7 @@ def constant_scores(task: Task, trained: DataFacts, evaluated: DataFacts) -> dic
 
 
 def _is_accuracy(name: str, metric: Any) -> bool:
-    """Whether a metric is the share of rows whose class is right; a mean over classes is not."""
+    """Whether a metric is the share of the rows with the right class; a mean over classes is not."""
     kind = type(metric).__name__
     if kind == "KerasMetric":
         return name in ("accuracy", "sparse_categorical_accuracy", "binary_accuracy")

@@ -17,9 +17,13 @@ from torch.nn import functional
 
 DROPOUT = 0.3
 """Probability of a zeroed activation of the default network."""
-_WIDTH, _LAYERS, _MEMBERS = 96, 2, 8
-_MIN_BATCH, _MAX_BATCH, _BATCHES = 16, 256, 16
-_MIN_STEPS, _MAX_STEPS, _PASSES = 1200, 6000, 40
+_WIDTH, _LAYERS = 96, 2
+_MEMBERS = 8
+_MIN_BATCH, _MAX_BATCH = 16, 256
+_MIN_PASS_STEPS = 16
+"""Steps of a pass over the data, unless the batch would have fewer rows than the smallest one."""
+_MIN_STEPS, _MAX_STEPS = 1200, 6000
+_PASSES = 40
 _LEARNING_RATE, _WEIGHT_DECAY = 0.002, 2.0
 _EVALUATIONS = 5
 """Checkpoints of a run with the default network, each of which is evaluated."""
@@ -132,7 +136,7 @@ class MemberNetwork(nn.Module):
 
 def training_fields(rows: int) -> dict[str, Any]:
     """Returns the fields of the configuration with which the default network is trained on a number of rows."""
-    batch = 2 ** round(math.log2(max(1, rows / _BATCHES)))
+    batch = 2 ** round(math.log2(max(1, rows / _MIN_PASS_STEPS)))
     batch = max(_MIN_BATCH, min(_MAX_BATCH, batch))
     pass_steps = math.ceil(rows / batch)
     epochs = max(1, round(min(max(_MIN_STEPS, _PASSES * pass_steps), _MAX_STEPS) / pass_steps))

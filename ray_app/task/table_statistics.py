@@ -53,8 +53,10 @@ LIMIT = 3.0
 """Bound that standardized numbers approach by default, so that heavy tails do not decide the result."""
 _NORMAL_QUARTILES = 1.349
 """Interquartile range of a normal distribution with standard deviation 1."""
-_MAX_KNOTS, _MAX_ALL_KNOTS, _ROWS_PER_KNOT = 16, 512, 30
-"""Intervals of a column of numbers, of all columns, and rows for each interval, at least."""
+_MAX_KNOTS, _MAX_ALL_KNOTS = 16, 512
+"""Intervals of a column of numbers, and of all columns together."""
+_ROWS_PER_KNOT = 30
+"""Rows of each interval, at least."""
 _ISO_DATE = re.compile(r"\s*\d{4}-\d{2}-\d{2}([T ].*)?$")
 _ID_NAME = re.compile(r"(.*[a-z_ .-])?(Id|ID|Index)|(.*[_ .-])?(id|index|no|nr|rownames)|No|Nr|#")
 _MIN_ID_ROWS = 20

@@ -119,9 +119,9 @@ class Csv(base.SourceReader):
         if self._format.quote != '"':
             notes.append(f"{self._format.quote} was recognized as the quote of values in {path}.")
         if (lines := self._format.skip_lines) and not self.options.skip_lines:
-            which = "the first line" if lines == 1 else f"the first {lines} lines"
+            skipped = "the first line" if lines == 1 else f"the first {lines} lines"
             notes.append(
-                f"{which} of {path} were left out, since the header line follows. The option skip_lines names another"
+                f"{skipped} of {path} were left out, since the header line follows. The option skip_lines names another"
                 " number."
             )
         if not self.options.column_names and (note := check_header(path, names)):
