@@ -19,8 +19,8 @@ _MAX_ROWS = 50_000_000
 def constant_scores(task: Task, trained: DataFacts, evaluated: DataFacts) -> dict[str, float]:
     """Returns the accuracies and R2 scores of a constant on the rows of an evaluation, by the name of the metric.
 
-    The constant is the most frequent class of the training data, or its mean, which has an R2 of 0 at most. Other metrics, and
-    targets that are not one column of classes or numbers, have no such score.
+    The constant is the most frequent class of the training data, or its mean, which has an R2 of 0 at most. Other
+    metrics, and targets that are not one column of classes or numbers, have no such score.
     """
     targets = [name for name in task.targets() if name not in task.weight_columns()]
     facts = trained.columns.get(targets[0]) if len(targets) == 1 else None

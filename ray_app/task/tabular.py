@@ -200,7 +200,8 @@ def mean_over_members(loss: Callable[[Tensor, Batch], Tensor], outputs: Tensor, 
     if outputs.ndim < 3:
         return loss(outputs, batch)
     members = len(outputs)
-    repeated = {name: values.repeat(members, *(1 for _ in values.shape[1:])) for name, values in batch.items()}
+    # A loss reads one number of each row, and no inputs.
+    repeated = {name: values.repeat(members) for name, values in batch.items() if values.ndim == 1}
     return loss(outputs.flatten(0, 1), repeated).reshape(members, -1).mean(0)
 
 
