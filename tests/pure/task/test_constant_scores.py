@@ -28,7 +28,7 @@ def module_task(average: str) -> ModuleTask:
     metric = {"class_path": "torchmetrics.classification.MulticlassAccuracy"}
     init_args = {"num_classes": 3, "average": average}
     return ModuleTask(
-        module={"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 3}},
+        model={"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 3}},
         inputs=["x"],
         target="y",
         loss={"class_path": "torch.nn.CrossEntropyLoss"},

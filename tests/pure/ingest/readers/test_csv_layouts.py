@@ -131,8 +131,8 @@ def test_the_command_takes_the_options(tmp_path: Path, capsys: pytest.CaptureFix
     ("text", "columns", "note"),
     [
         (
-            "x\tlabel\n'1'\t'a b'\n'2'\t'c\td'\n",
-            {"x": [1, 2], "label": ["a b", "c\td"]},
+            "x\tt\n'1'\t'a b'\n'2'\t'c\td'\n",
+            {"x": [1, 2], "t": ["a b", "c\td"]},
             "' was recognized as the quote",
         ),
         ("# by a tool, 2024, v3\n# x\na,b\n1,2\n", {"a": [1], "b": [2]}, "the first 2 lines of"),
