@@ -207,7 +207,8 @@ def count_preface_lines(file: File, layout: CsvFormat) -> int:
     if comments == len(lines) or (comments and count(lines[comments - 1]) == count(lines[comments])):
         comments = max(0, comments - 1)
     rest = lines[comments:]
-    has_one = [sum(bool(value.strip()) for value in re.split(r"[,;\t|]", line)) <= 1 for line in rest]
+    # The header line of an index without a name begins with a delimiter, and spreadsheets end a title with several.
+    has_one = [re.fullmatch(r"[^,;\t|]*([,;\t|]{2,})?\s*", line) is not None for line in rest]
     titles = sum(1 for _ in itertools.takewhile(bool, has_one))
     is_title = titles < len(rest) - 1 and not any(has_one[titles:]) and len(set(map(count, rest[titles:]))) == 1
     preface = comments + titles * is_title
