@@ -195,7 +195,7 @@ def measure_evaluation(ours: bool) -> None:
     torch.set_num_threads(1)
     pixels, labels = make_rows()
     arrays = {"features": pixels.reshape(ROWS, 784).astype("float32") / 255, "label": labels}
-    task = TabularClassification(num_classes=10)
+    task = TabularClassification(hidden=[256, 256], num_classes=10)
     task.inputs, task.classes = 784, [str(i) for i in range(10)]
     model = task.build_model().eval()
     tensors = [torch.from_numpy(arrays[name]).split(_EVALUATED_TOGETHER) for name in ("features", "label")]

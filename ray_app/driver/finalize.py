@@ -75,6 +75,7 @@ def summarize(job: Job, status: RunStatus) -> dict[str, Any]:
         "goodput": goodput(records, course.repeated),
         "params_digest": next(digests, None) if stop else newest.params_digest if newest else None,
         "metrics": evaluations[-1].metrics if evaluations else {},
+        "constant": newest_events.get("started", {}).get("constant", {}),
         "training": means(records[-((last_step - 1) % job.steps_per_epoch + 1) :]) if records else {},
         "best": best and {"step": best.step, "metric": job.best_metric, "value": best.metrics[job.best_metric]},
         "stopped_early": {"step": stop.stop_step, "best_step": stop.best_step} if stop else None,

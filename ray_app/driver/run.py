@@ -214,7 +214,7 @@ class Run:
     ) -> None:
         self.job = prepared.job
         self._config = prepared.job.config
-        self._evaluation = prepared.evaluation
+        self._evaluation, self._constant_scores = prepared.evaluation, dict(prepared.constant_scores)
         self._phases = phases
         self._max_workers = max_workers
         self._console, self._progress = consoles
@@ -244,6 +244,7 @@ class Run:
             "phases": self._phases,
             "metric": job.best_metric,
             "mode": job.best_mode,
+            "constant": self._constant_scores,
             "ray_job": ray_job(),
         }
         put_event(job.paths, "started", job.fence, **facts)

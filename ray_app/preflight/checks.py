@@ -51,6 +51,7 @@ from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.runlog.stored_config import read_manifest, stored_config
 from ray_app.storage.files import read_json, to_location
 from ray_app.task.base import Task
+from ray_app.task.constant_scores import constant_scores
 from ray_app.task.metrics import resolve_mode
 from ray_app.task.module import ModuleTask
 from ray_app.task.schema import prepare_task, refuse_other_data, refuse_other_names, refuse_other_schema
@@ -287,6 +288,7 @@ def open_evaluation_data(context: PreflightContext) -> list[str]:
     inputs.check_evaluation_data(context.paths, config, source.manifest.digest)
     context.eval_source = source
     context.eval_rows = sample_rows(dataset, task.columns(), task.decode, MAX_ROWS)
+    context.constant_scores = constant_scores(task, context.dataset.facts, dataset.facts)
     differences = task.describe_differences(dataset.facts)
     return [*differences, *data_summary.constant_target_warnings(task, dataset.facts, source.manifest.num_rows)]
 

@@ -101,6 +101,7 @@ class PreflightContext:
         self.eval_task: Task | None = None
         self.eval_source: RowSource | None = None
         self.eval_rows: Arrays | None = None
+        self.constant_scores: dict[str, float] = {}
         self.exit_stack = ExitStack()
 
     @property

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import safetensors.torch
@@ -62,6 +62,7 @@ class Prepared:
         example: One or two decoded rows.
         data_files: Size and modification time, or ETag, of the data files.
         changed_data: Differences of `data_files` from the last start, each a sentence.
+        constant_scores: The metrics of a constant prediction on the evaluation data.
     """
 
     job: Job
@@ -75,6 +76,7 @@ class Prepared:
     example: Arrays | None = None
     data_files: DataVersions | None = None
     changed_data: tuple[str, ...] = ()
+    constant_scores: Mapping[str, float] = field(default_factory=dict)
 
 
 def prepare(config: Config) -> Prepared:
@@ -116,6 +118,7 @@ def prepare(config: Config) -> Prepared:
             {name: values[:2] for name, values in (context.eval_rows or context.rows).items()},
             context.data_versions,
             tuple(context.changed_data),
+            context.constant_scores,
         )
 
 

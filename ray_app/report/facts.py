@@ -28,6 +28,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact_value
 from ray_app.runlog.stored_config import read_config
 from ray_app.storage.files import list_files, read_all, read_json
+from ray_app.task.constant_scores import describe_constant
 
 _MAX_SIZES = 8
 
@@ -238,6 +239,11 @@ class Facts:
             [e.time_s for e in self.events] + [r.time_s for r in self.in_time] + [e.time_s for e in self.evaluations]
         )
         return Clock([e.time_s for e in start_events(self.events)], record_times)
+
+    @property
+    def constant_notes(self) -> list[str]:
+        """The sentences that compare the evaluation with a constant prediction, as at the end of the run."""
+        return describe_constant(self.summary.get("metrics", {}), self.summary.get("constant", {}))
 
     @cached_property
     def goodput(self) -> float | None:

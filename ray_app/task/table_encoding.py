@@ -1,14 +1,15 @@
 """Encodes the rows of a table as numbers: missing values, categories, dates, logarithms, standardization.
 
 An encoding is plain JSON, which `ray_app.task.table_statistics` computes from the rows that are trained on. It has the
-`scale` by which inputs are divided, their `mean` and `std` (None: they are not standardized), and the `columns`. A
-column has a `name`, a `kind`, and
+`scale` by which inputs are divided, their `mean` and `std` (None: they are not standardized), the `limit` that these
+approach, if any, and the `columns`. A column has a `name`, a `kind`, and
 
 - of kind `number`: `fill`, the value that replaces a missing one (None: a missing value is refused), `indicator`
   (a further input says whether the value is missing), and `log` (the input is ln(1 + value));
 - of kind `date`: `fill` and `indicator`, in seconds since 1970 in UTC, the named `parts`, and the `first` date of the
   rows that are trained on, in the same seconds;
-- of kind `category`: its `values` as texts, `fill` (one of them), and `own_class` (a missing value is a category).
+- of kind `category`: its `values` as texts, `fill` (one of them), `own_class` (a missing value is a category), and
+  `has_rare` (the training data has further values, which are seldom).
 
 The module stands alone: it needs NumPy and nothing of ray_app, since every model package of such a task has a copy.
 """
@@ -51,8 +52,7 @@ def encode_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.ND
     fields: dict[str, npt.NDArray[Any]] = {}
     if inputs := input_matrix(encoding, rows):
         matrix = np.concatenate(inputs, axis=1)
-        if encoding["mean"] is not None:
-            matrix = (matrix - np.array(encoding["mean"])) / np.array(encoding["std"])
+        matrix = standardize(encoding, matrix)
         # Values that overflow become infinite, which is refused below.
         with np.errstate(over="ignore"):
             features = matrix.astype(np.float32) / np.float32(encoding["scale"])
@@ -67,6 +67,18 @@ def encode_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.ND
     if categories:
         fields["categories"] = np.stack([_category_codes(column, _values(rows, column)) for column in categories], 1)
     return fields
+
+
+def standardize(encoding: Encoding, inputs: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns inputs, (rows, inputs), divided by their spread after their center is subtracted.
+
+    With a `limit` they approach it smoothly (Holzmueller et al., "Better by Default", NeurIPS 2024).
+    """
+    if encoding["mean"] is None:
+        return inputs
+    inputs = (inputs - np.array(encoding["mean"])) / np.array(encoding["std"])
+    limit = encoding.get("limit")
+    return inputs / np.hypot(1.0, inputs / limit) if limit else inputs
 
 
 def encode_raw_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
@@ -137,9 +149,10 @@ def describe_other_values(column: Mapping[str, Any], counts: Mapping[str | None,
         return None
     named = ", ".join(repr(value) for value in sorted(others)[:_MAX_NAMED])
     more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
+    lacks = "lacks or has seldom" if column.get("has_rare") else "lacks"
     return (
         f"{sum(counts[value] for value in others):,} of {rows} have values of {column['name']!r} that the training data"
-        f" lacks ({named}{more}): they count as one category, other."
+        f" {lacks} ({named}{more}): they count as one category, other."
     )
 
 

@@ -1,14 +1,14 @@
 """Computes the encoding of a table (`ray_app.task.table_encoding`) from the rows that are trained on.
 
-One process reads the columns that need statistics, in the order of the data set, so the statistics do not depend on the
-number of workers. Sums are exact (`ExactSum`), a median is the middle of all values, and categories are sorted.
+One process reads each column that needs statistics as a whole, in the order of the data set, so the statistics do not
+depend on the number of workers.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,26 +20,47 @@ import numpy.typing as npt
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.fields import describe_gaps
-from ray_app.task.table_encoding import PARTS, category_text, input_matrix, plain_encoding, to_floats, to_seconds
+from ray_app.task.table_encoding import (
+    PARTS,
+    category_text,
+    input_matrix,
+    plain_encoding,
+    standardize,
+    to_floats,
+    to_seconds,
+)
 
 Missing = dict[str, str | dict[str, float | str]]
 """What becomes of missing values, by column, and for all other columns as `default`.
 
-It is `refuse`, `mean`, `median`, `indicator` (the mean, and a further input that says whether the value is missing),
-`category` (a category of its own), or `{constant: VALUE}`.
+It is `auto` (numbers and dates: the median, and a further input that says whether the value is missing if the rows to
+train on have gaps; categories: a category of its own), `refuse`, `mean`, `median`, `indicator` (the mean, and such an
+input), `category` (a category of its own), or `{constant: VALUE}`.
 """
-METHODS = ("refuse", "mean", "median", "indicator", "category", "constant")
+METHODS = ("auto", "refuse", "mean", "median", "indicator", "category", "constant")
 ROW_ID = "row_id"
 """Column in which an ingest stores the name of each row."""
 RESERVED = ("label", "target")
 """Columns that hold what is predicted, by their names: they are features only if a setting names them."""
 MAX_AUTO_CATEGORIES = 256
-"""Columns of text with more different values are categories only if `categories` names them."""
+"""Of a column of text with more different values the most frequent ones are kept, unless `categories` names it."""
 MAX_CATEGORIES = 100_000
 logger = logging.getLogger(__name__)
 _MANY_ROWS = 1_000_000
 """A line is logged for each pass over as many rows, which takes seconds."""
-_BITS, _DIGITS = 16, 4
+AUTO_PARTS = ("seconds", "month", "day", "weekday", "hour")
+"""Parts of a date that is not in `dates`."""
+LIMIT = 3.0
+"""Bound that standardized numbers approach by default, so that heavy tails do not decide the result."""
+_NORMAL_QUARTILES = 1.349
+"""Interquartile range of a normal distribution with standard deviation 1."""
+_MAX_KNOTS, _MAX_ALL_KNOTS = 16, 512
+"""Intervals of a column of numbers, and of all columns together."""
+_ROWS_PER_KNOT = 30
+"""Rows of each interval, at least."""
+_ISO_DATE = re.compile(r"\s*\d{4}-\d{2}-\d{2}([T ].*)?$")
+_ID_NAME = re.compile(r"(.*[a-z_ .-])?(Id|ID|Index)|(.*[_ .-])?(id|index|no|nr|rownames)|No|Nr|#")
+_MIN_ID_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -52,8 +73,16 @@ class TableSettings:
     categories: Sequence[str] | Literal["auto"]
     dates: Mapping[str, Sequence[str]]
     log: Sequence[str]
-    standardize: bool | Sequence[str]
+    standardize: bool | Sequence[str] | None
     scale: float
+    target: str | None = None
+    has_knots: bool = False
+
+    def standardizes(self, name: str) -> bool:
+        """Whether a column of numbers or dates is standardized; by default, unless `scale` is set."""
+        if self.standardize is None:
+            return self.scale == 1
+        return self.standardize if isinstance(self.standardize, bool) else name in self.standardize
 
 
 def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, Any], dict[str, str]]:
@@ -67,12 +96,23 @@ def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, An
     kinds, left_out = _choose_columns(settings, data)
     counted = _count_categories(settings, data, kinds, left_out)
     _check_kinds(settings, kinds)
-    columns, gaps = list[dict[str, Any]](), dict[str, int | None]()
-    for name in kinds:
+    columns, statistics = list[dict[str, Any]](), list[_InputStatistics]()
+    num_numbers = sum(kind != "category" for kind in kinds.values())
+    gaps = dict[str, int]()
+    for name, kind in kinds.items():
         try:
-            columns.append(_fit_column(settings, data, name, kinds[name], counted))
+            if kind == "category":
+                columns.append(_fit_category(settings, data, name, counted[name]))
+                continue
+            fitted = _fit_numbers(settings, data, name, kind)
         except _MissingValuesError as error:
             gaps[name] = error.count
+            continue
+        if settings.features is None and (reason := _id_reason(settings, data, fitted)):
+            left_out[name] = reason
+            continue
+        columns.append(fitted.column)
+        statistics.append(_input_statistics(settings, data, fitted, num_numbers))
     if gaps:
         raise DataError(describe_gaps(data, gaps, _advise(gaps, kinds)))
     if not columns:
@@ -83,9 +123,31 @@ def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, An
             " task.init_args.features, or columns of text in task.init_args.categories."
         )
     encoding = plain_encoding([], settings.scale) | {"columns": columns}
-    if settings.standardize:
-        encoding |= _standardization(settings, data, encoding)
+    if any(settings.standardizes(column["name"]) for column in columns if column["kind"] != "category"):
+        encoding |= {name: [value for one in statistics for value in getattr(one, name)] for name in ("mean", "std")}
+        encoding |= {"limit": LIMIT} if settings.standardize is None else {}
+    elif settings.standardize:
+        raise ConfigError(
+            "task.init_args.standardize has no column of numbers to standardize; leave it out, or name such columns."
+        )
+    if settings.has_knots:
+        encoding["knots"] = [ends for one in statistics for ends in one.knots]
+    if settings.target is not None and settings.standardize is not False:
+        encoding["target"] = _target_moments(data, settings.target)
     return encoding, left_out
+
+
+def _id_reason(settings: TableSettings, data: DataFacts, fitted: _FittedColumn) -> str | None:
+    """Returns why a column numbers the rows and is no feature; None for another column, or one that a setting names."""
+    name, values = fitted.column["name"], fitted.values
+    if values is None or data.columns[name].kind != "integer" or len(values) < _MIN_ID_ROWS:
+        return None
+    if any(name in names for names in _named_columns(settings).values()) or np.isnan(values).any():
+        return None
+    counts_up = values.min() in range(11) and values.max() < 2 * len(values) + values.min()
+    if not (counts_up or _ID_NAME.fullmatch(name)) or len(np.unique(values)) < len(values):
+        return None
+    return "integer, another number in each row, which identifies it; task.init_args.features can name it"
 
 
 def _named_columns(settings: TableSettings) -> dict[str, Collection[str]]:
@@ -95,7 +157,7 @@ def _named_columns(settings: TableSettings) -> dict[str, Collection[str]]:
         "categories": settings.categories if settings.categories != "auto" else (),
         "dates": settings.dates,
         "log": settings.log,
-        "standardize": () if isinstance(settings.standardize, bool) else settings.standardize,
+        "standardize": () if isinstance(settings.standardize, bool) else settings.standardize or (),
     }
 
 
@@ -111,8 +173,8 @@ def _check_settings(settings: TableSettings, data: DataFacts) -> None:
         kind = next(iter(method), None) if isinstance(method, dict) and len(method) == 1 else method
         if kind not in METHODS or (kind == "constant") != isinstance(method, dict):
             raise ConfigError(
-                f"task.init_args.missing.{name} is {method!r}; allowed are refuse, mean, median, indicator, category,"
-                " or {constant: VALUE}."
+                f"task.init_args.missing.{name} is {method!r}; allowed are auto, refuse, mean, median, indicator,"
+                " category, or {constant: VALUE}."
             )
     for name, parts in settings.dates.items():
         if not parts or not set(parts) <= set(PARTS) or len(set(parts)) < len(parts):
@@ -125,7 +187,7 @@ def _check_settings(settings: TableSettings, data: DataFacts) -> None:
 
 def _check_kinds(settings: TableSettings, kinds: dict[str, str]) -> None:
     """Refuses settings for numbers of columns that are not used as numbers, which would have no effect."""
-    standardized = () if isinstance(settings.standardize, bool) else settings.standardize
+    standardized = _named_columns(settings)["standardize"]
     for setting, names, allowed in (
         ("log", settings.log, ("number",)),
         ("standardize", standardized, ("number", "date")),
@@ -180,8 +242,7 @@ def _choose_columns(settings: TableSettings, data: DataFacts) -> tuple[dict[str,
         elif facts.kind == "text":
             left_out[name] = "text, and task.init_args.categories does not name it"
         elif facts.is_date:
-            _need_kind(data, name, facts, not is_named, "an entry in task.init_args.dates, such as [year, month]")
-            left_out[name] = f"{facts.dtype}; task.init_args.dates names the parts to use"
+            kinds[name] = "date"
         else:
             _need_kind(data, name, facts, not is_named, "numbers, text or dates")
     return kinds, left_out
@@ -198,43 +259,58 @@ def _need_kind(data: DataFacts, name: str, facts: ColumnFacts, is_right: bool, n
 def _count_categories(
     settings: TableSettings, data: DataFacts, kinds: dict[str, str], left_out: dict[str, str]
 ) -> dict[str, Counter[str | None]]:
-    """Returns how many rows have each category; drops columns of text that are unlike categories from `kinds`."""
+    """Returns how many rows have each category; drops columns of text that are unlike categories from `kinds`.
+
+    Texts that are dates become columns of dates. Of many values only the frequent ones stay; the others become `other`.
+    """
     is_auto = settings.features is None and settings.categories == "auto"
-    limit = MAX_AUTO_CATEGORIES if is_auto else MAX_CATEGORIES
-    counted = count_values(data, [name for name, kind in kinds.items() if kind == "category"], limit)
+    counted = count_values(data, [name for name, kind in kinds.items() if kind == "category"])
     for name, counts in counted.items():
         values, present = len(counts) - (None in counts), counts.total() - counts[None]
-        if values > limit and not is_auto:
+        if values > MAX_CATEGORIES and not is_auto:
             raise DataError(
                 f"Column {name!r} of {data.path} has more than {MAX_CATEGORIES} different values; as many categories"
                 " are allowed. Leave it out of task.init_args.features and categories."
             )
         if not is_auto:
             continue
-        if values > limit:
-            left_out[name] = f"text with more than {limit} different values; categories can name it"
-        elif 2 * values > present:
+        frequent = {value: rows for value, rows in counts.most_common() if value is not None and rows > 1}
+        kept = sorted(frequent, key=lambda value: (-frequent[value], value))[:MAX_AUTO_CATEGORIES]
+        if values <= MAX_CATEGORIES and _are_dates(counts):
+            kinds[name] = "date"
+        elif values > MAX_CATEGORIES:
+            left_out[name] = f"text with more than {MAX_CATEGORIES} different values; categories can name it"
+            del kinds[name]
+        elif 2 * sum(frequent[value] for value in kept) < present or not kept:
             left_out[name] = f"text with {values:,} different values in {present:,} rows; categories can name it"
-        elif counts[None] and _method(settings, name) == "refuse":
-            left_out[name] = (
-                f"text with {counts[None]:,} missing values; task.init_args.missing can say what they become"
-            )
-        else:
-            continue
-        del kinds[name]
+            del kinds[name]
+        elif values > MAX_AUTO_CATEGORIES or 2 * values > present:
+            counted[name] = Counter({value: counts[value] for value in (*kept, None) if counts[value]})
     return counted
 
 
-def count_values(data: DataFacts, names: Sequence[str], limit: int = MAX_CATEGORIES) -> dict[str, Counter[str | None]]:
+def _are_dates(texts: Collection[str | None]) -> bool:
+    """Whether all texts are dates of ISO 8601."""
+    present = [text for text in texts if text is not None]
+    if not present or not all(map(_ISO_DATE.match, present)):
+        return False
+    try:
+        to_seconds(present)
+    except ValueError:
+        return False
+    return True
+
+
+def count_values(data: DataFacts, names: Sequence[str]) -> dict[str, Counter[str | None]]:
     """Returns how many rows have each value of columns as a text, None for missing values.
 
-    It stops reading a column after more than `limit` different values.
+    It stops reading a column after more than `MAX_CATEGORIES` different values.
     """
     counted = {name: Counter[str | None]() for name in names}
     for name, counts in counted.items():
         for rows in _read(data, [name]):
             counts.update(map(category_text, np.asarray(rows[name], object).tolist()))
-            if len(counts) - (None in counts) > limit:
+            if len(counts) - (None in counts) > MAX_CATEGORIES:
                 break
     return counted
 
@@ -249,48 +325,76 @@ def _read(data: DataFacts, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _method(settings: TableSettings, name: str) -> str:
-    method = settings.missing.get(name, settings.missing.get("default", "refuse"))
+    method = settings.missing.get(name, settings.missing.get("default", "auto"))
     return "constant" if isinstance(method, dict) else method
 
 
-def _fit_column(
-    settings: TableSettings, data: DataFacts, name: str, kind: str, counted: dict[str, Counter[str | None]]
-) -> dict[str, Any]:
-    """Returns the encoding of one column."""
+@dataclass
+class _FittedColumn:
+    """A column of numbers or dates in the encoding, and its values, (rows,), if statistics need them."""
+
+    column: dict[str, Any]
+    values: npt.NDArray[np.float64] | None = None
+
+
+def _fit_numbers(settings: TableSettings, data: DataFacts, name: str, kind: str) -> _FittedColumn:
+    """Returns the encoding of a column of numbers, arrays or dates."""
     method = _method(settings, name)
-    stated = settings.missing.get(name, settings.missing.get("default"))
-    constant = stated["constant"] if isinstance(stated, dict) else None
-    if kind == "category":
-        return _fit_category(name, method, constant, counted[name])
     facts = data.columns[name]
     column: dict[str, Any] = {"name": name, "kind": kind, "fill": None, "indicator": False}
     to_numbers: Callable[[Any], npt.NDArray[Any]] = to_seconds if kind == "date" else to_floats
-    # An array never has a missing value: its row is a bad row then.
-    if method == "constant":
-        column["fill"] = _constant(name, kind, constant, to_numbers)
-    elif method not in ("refuse", "category") and facts.kind != "array":
-        column["fill"], missing = _fill_value(data, name, method, to_numbers)
-        column["indicator"] = method == "indicator" and (missing > 0 or name in settings.missing)
-    elif facts.nulls:
-        raise _MissingValuesError(facts.nulls)
-    if kind == "date":
-        first, has_missing = math.inf, False
-        for part in _numbers(data, name, to_seconds):
-            first, has_missing = (
-                min(first, float(np.nanmin(part, initial=math.inf))),
-                has_missing or bool(np.isnan(part).any()),
+    if kind == "number":
+        if name in settings.log and facts.minimum is not None and facts.minimum <= -1:
+            raise DataError(
+                f"Column {name!r} of {data.path} holds {facts.minimum:g}; ln(1 + value) needs values above -1. Leave it"
+                " out of task.init_args.log."
             )
-        if has_missing and column["fill"] is None:
-            raise _MissingValuesError(None)
+        column["log"] = name in settings.log
+    # An array never has a missing value: its row is a bad row then.
+    if facts.kind == "array":
+        return _FittedColumn(column)
+    if method == "constant":
+        stated = settings.missing.get(name, settings.missing.get("default"))
+        assert isinstance(stated, dict)
+        column["fill"] = _constant(name, kind, stated["constant"], to_numbers)
+    if method in ("refuse", "category", "constant") and kind == "number" and not settings.standardizes(name):
+        if facts.nulls and method != "constant":
+            raise _MissingValuesError(facts.nulls)
+        return _FittedColumn(column)
+    values = np.concatenate([np.empty(0), *_numbers(data, name, to_numbers)])
+    present = values[~np.isnan(values)]
+    missing = len(values) - len(present)
+    if method in ("refuse", "category") and missing:
+        raise _MissingValuesError(missing)
+    if method in ("auto", "mean", "median", "indicator"):
+        column["fill"] = _fill_value(data, name, "median" if method == "auto" else method, present)
+        column["indicator"] = method in ("auto", "indicator") and (missing > 0 or name in settings.missing)
+    if kind == "date":
         # Without a date in any row all dates are the constant.
-        first = column["fill"] if math.isinf(first) else first
-        return column | {"parts": list(settings.dates[name]), "first": first}
-    if name in settings.log and facts.minimum is not None and facts.minimum <= -1:
+        first = float(present.min()) if len(present) else column["fill"]
+        column |= {"parts": list(settings.dates.get(name, AUTO_PARTS)), "first": first}
+    return _FittedColumn(column, values=values)
+
+
+def _fill_value(data: DataFacts, name: str, method: str, present: npt.NDArray[np.float64]) -> float:
+    """Returns the median, or for other methods the mean, of values; raises DataError if there are none."""
+    if not len(present):
         raise DataError(
-            f"Column {name!r} of {data.path} holds {facts.minimum:g}; ln(1 + value) needs values above -1. Leave it"
-            " out of task.init_args.log."
+            f"Column {name!r} of {data.path} has missing values only, and so no {method}. Leave it out of"
+            " task.init_args.features, or give {constant: VALUE}."
         )
-    return column | {"log": name in settings.log}
+    if method == "median":
+        # The mean of the two middle numbers must not overflow.
+        middle = np.quantile(present, [0.5], method="lower"), np.quantile(present, [0.5], method="higher")
+        return float(middle[0][0] / 2 + middle[1][0] / 2) if middle[0] != middle[1] else float(middle[0][0])
+    with np.errstate(over="ignore"):
+        mean = float(np.mean(present))
+    if not math.isfinite(mean):
+        raise DataError(
+            f"Column {name!r} of {data.path} has values whose sum is too large for a float64. Correct them, or set"
+            f" task.init_args.missing.{name} to median or {{constant: VALUE}}."
+        )
+    return mean
 
 
 def _constant(name: str, kind: str, value: Any, to_numbers: Callable[[Any], npt.NDArray[Any]]) -> float:
@@ -308,9 +412,9 @@ def _constant(name: str, kind: str, value: Any, to_numbers: Callable[[Any], npt.
 
 
 class _MissingValuesError(Exception):
-    """A column has missing values, `count` of them or a number that is not known, and the settings refuse them."""
+    """A column has `count` missing values, and the settings refuse them."""
 
-    def __init__(self, count: int | None) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__(count)
         self.count = count
 
@@ -318,21 +422,25 @@ class _MissingValuesError(Exception):
 def _advise(names: Collection[str], kinds: dict[str, str]) -> str:
     """Returns what to write for columns with missing values, as the rest of a sentence."""
     parts = []
-    for is_category, allowed in ((False, "mean, median, indicator"), (True, "category")):
+    for is_category, allowed in ((False, "auto, mean, median, indicator"), (True, "auto, category")):
         if chosen := [f"missing.{name}" for name in names if (kinds[name] == "category") == is_category]:
             parts.append(f"task.init_args.{', '.join(chosen)} to {allowed} or {{constant: VALUE}}")
     return f"; fill or drop them before training, or set {', and '.join(parts)}."
 
 
-def _fit_category(name: str, method: str, constant: Any, counts: Counter[str | None]) -> dict[str, Any]:
+def _fit_category(settings: TableSettings, data: DataFacts, name: str, counts: Counter[str | None]) -> dict[str, Any]:
+    """Returns the encoding of a column of categories."""
+    method = _method(settings, name)
     values = sorted(value for value in counts if value is not None)
     if counts[None] and method in ("refuse", "mean", "median"):
         raise _MissingValuesError(counts[None])
-    fill = category_text(constant) if method == "constant" else None
+    stated = settings.missing.get(name, settings.missing.get("default"))
+    fill = category_text(stated["constant"]) if isinstance(stated, dict) else None
     if fill is not None and fill not in values:
         values = sorted([*values, fill])
-    own_class = method in ("category", "indicator")
-    return {"name": name, "kind": "category", "values": values, "fill": fill, "own_class": own_class}
+    own_class = method in ("auto", "category", "indicator")
+    column = {"name": name, "kind": "category", "values": values, "fill": fill, "own_class": own_class}
+    return column | ({"has_rare": True} if counts.total() < data.num_rows else {})
 
 
 def _numbers(
@@ -352,146 +460,105 @@ def _numbers(
         yield numbers
 
 
-class ExactSum:
-    """A sum of float64 numbers with one rounding at its end, so that their order does not matter.
+@dataclass
+class _InputStatistics:
+    """The center, the spread and the ends of intervals of each input of a column of numbers or dates."""
 
-    Shewchuk, "Adaptive Precision Floating-Point Arithmetic", 1997, by `math.fsum`. Of each block it keeps the rounded
-    sum, and the rounded sums of what each rounding before has dropped, until nothing is left.
+    mean: list[float]
+    std: list[float]
+    knots: list[list[float]]
+
+
+def _input_statistics(
+    settings: TableSettings, data: DataFacts, fitted: _FittedColumn, num_numbers: int
+) -> _InputStatistics:
+    """Returns the statistics of the inputs of a column, after missing values are filled.
+
+    Center and spread are 0 and 1 without standardization. An input with two values, and each element of an array, has
+    no intervals; those of other inputs have about equally many rows.
     """
-
-    def __init__(self) -> None:
-        self._parts: list[float] = []
-        self._low, self._high = math.inf, -math.inf
-        self.count = 0
-
-    def add(self, numbers: npt.NDArray[np.float64]) -> None:
-        """Adds a block of finite numbers, (n,); raises OverflowError if a float64 cannot represent their sum."""
-        values = numbers.tolist()
-        block: list[float] = []
-        while rest := math.fsum(itertools.chain(values, (-part for part in block))):
-            block.append(rest)
-        self._parts += block
-        self.count += len(values)
-        self._low = float(np.min(numbers, initial=self._low))
-        self._high = float(np.max(numbers, initial=self._high))
-
-    @property
-    def mean(self) -> float:
-        """The mean of all numbers; raises OverflowError as `add` does.
-
-        The roundings of the sum and of the division can give a mean outside of the numbers, so that equal numbers would
-        deviate from it. It is then the nearest number.
-        """
-        return min(max(math.fsum(self._parts) / self.count, self._low), self._high)
-
-
-def _fill_value(
-    data: DataFacts, name: str, method: str, to_numbers: Callable[[Any], npt.NDArray[Any]]
-) -> tuple[float, int]:
-    """Returns the median, or for other methods the mean, of a column, and the number of its missing values.
-
-    Raises DataError if all values are missing.
-    """
-
-    def present() -> Iterator[npt.NDArray[np.float64]]:
-        return (part[~np.isnan(part)] for part in _numbers(data, name, to_numbers))
-
-    count = sum(len(part) for part in present())
-    if not count:
-        raise DataError(
-            f"Column {name!r} of {data.path} has missing values only, and so no {method}. Leave it out of"
-            " task.init_args.features, or give {constant: VALUE}."
-        )
-    missing = data.num_rows - count
-    if method != "median":
+    name = fitted.column["name"]
+    width = _input_widths(data, {"columns": [fitted.column]})[name]
+    center, spread = np.zeros(width), np.ones(width)
+    if settings.standardizes(name):
         try:
-            return float(_column_means(part[:, None] for part in present())[0]), missing
-        except OverflowError as error:
+            with np.errstate(over="raise", invalid="raise"):
+                center, spread = _center_and_spread(settings, data, fitted)
+        except FloatingPointError as error:
             raise DataError(
-                f"Column {name!r} of {data.path} has values whose sum is too large for a float64. Correct them, or set"
-                f" task.init_args.missing.{name} to median or {{constant: VALUE}}."
+                f"{data.path} has values of {name!r} that are too large for a standard deviation in float64. Correct"
+                " them, or name the other columns in task.init_args.standardize."
             ) from error
-    low = select_rank(present, (count - 1) // 2)
-    if count % 2:
-        return low, missing
-    return low / 2 + select_rank(present, count // 2) / 2, missing
+    statistics = _InputStatistics(center.tolist(), spread.tolist(), [[] for _ in range(width)])
+    count = int(min(_MAX_KNOTS, data.num_rows / _ROWS_PER_KNOT, _MAX_ALL_KNOTS / max(1, num_numbers)))
+    if settings.has_knots and fitted.values is not None and count > 1:
+        limit = {"limit": LIMIT} if settings.standardize is None else {}
+        encoding = {"mean": statistics.mean, "std": statistics.std, **limit}
+        inputs = standardize(encoding, _inputs_of(data, fitted)).astype(np.float32)
+        ends = [np.unique(column) for column in np.quantile(inputs, np.linspace(0, 1, count + 1), axis=0).T]
+        statistics.knots = [distinct.astype(np.float32).tolist() if len(distinct) > 2 else [] for distinct in ends]
+    return statistics
 
 
-def select_rank(parts: Callable[[], Iterator[npt.NDArray[np.float64]]], rank: int) -> float:
-    """Returns the number of a rank, from 0, among the numbers of all parts, without holding them in memory.
+def _center_and_spread(
+    settings: TableSettings, data: DataFacts, fitted: _FittedColumn
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Returns mean and standard deviation of the inputs of a column, or by default median and interquartile range.
 
-    It is a radix selection: the numbers are read four times, and each pass finds 16 bits of the number.
-
-    Args:
-        parts: Yields the numbers, (n,) each, again at each call.
-        rank: The number of numbers that are smaller, or come first among equal ones.
+    The latter is divided by that of a normal distribution with deviation 1, so outliers do not change the scale.
     """
-    prefix = np.uint64(0)
-    for digit in reversed(range(_DIGITS)):
-        shift = np.uint64(digit * _BITS)
-        counts = np.zeros(1 << _BITS, np.int64)
-        for part in parts():
-            keys = _ordered_keys(part)
-            above = shift + np.uint64(_BITS)
-            same = keys[(keys >> above) == (prefix >> above)] if digit < _DIGITS - 1 else keys
-            counts += np.bincount(((same >> shift) & np.uint64(0xFFFF)).astype(np.int64), minlength=1 << _BITS)
-        ends = np.cumsum(counts)
-        bucket = int(np.searchsorted(ends, rank, side="right"))
-        rank -= int(ends[bucket - 1]) if bucket else 0
-        prefix |= np.uint64(bucket) << shift
-    negative = not int(prefix) >> 63
-    bits = ~prefix if negative else prefix & np.uint64((1 << 63) - 1)
-    return float(np.array([bits], np.uint64).view(np.float64)[0])
+    if fitted.values is None:
+        return _array_moments(data, fitted.column)
+    inputs = _inputs_of(data, fitted)
+    center, spread = np.clip(inputs.mean(0), inputs.min(0), inputs.max(0)), np.zeros(inputs.shape[1])
+    if settings.standardize is None:
+        low, center, high = np.quantile(inputs, [0.25, 0.5, 0.75], axis=0)
+        spread = (high - low) / _NORMAL_QUARTILES
+    if not spread.all():
+        spread = np.where(spread > 0, spread, np.sqrt(np.mean((inputs - center) ** 2, axis=0)))
+    return center, np.where(spread > 0, spread, 1.0)
 
 
-def _ordered_keys(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.uint64]:
-    """Returns integers in the order of the numbers: of negative ones the inverted bits, of others with a first 1."""
-    bits = np.ascontiguousarray(numbers).view(np.uint64)
-    return np.where(bits >> np.uint64(63), ~bits, bits | np.uint64(1 << 63))
-
-
-def _standardization(settings: TableSettings, data: DataFacts, encoding: dict[str, Any]) -> dict[str, Any]:
-    """Returns mean and standard deviation of the inputs, after missing values are filled; 0 and 1 for other inputs."""
-    chosen = [column for column in encoding["columns"] if column["kind"] != "category"]
-    if settings.standardize is not True:
-        chosen = [column for column in chosen if column["name"] in set(settings.standardize or ())]
-    if not chosen:
-        raise ConfigError(
-            "task.init_args.standardize has no column of numbers to standardize; leave it out, or name such columns."
-        )
-    names = [column["name"] for column in encoding["columns"] if column["kind"] != "category"]
-    flags = {column["name"] for column in chosen}
-
-    def blocks() -> Iterator[npt.NDArray[np.float64]]:
-        for rows in _read(data, names):
-            try:
-                inputs = input_matrix(encoding, rows)
-            except ValueError as error:
-                raise DataError(f"{data.path}: {error}.") from error
-            yield np.where(is_chosen, np.concatenate(inputs, axis=1).astype(np.float64), 0.0)
-
-    widths = _input_widths(data, encoding)
-    is_chosen = np.repeat([name in flags for name in widths], list(widths.values()))
+def _inputs_of(data: DataFacts, fitted: _FittedColumn) -> npt.NDArray[np.float64]:
+    """Returns the inputs of a column of numbers or dates before standardization, (rows, inputs)."""
+    values: Any = fitted.values
+    if fitted.column["kind"] == "date":
+        values = np.where(np.isnan(values), np.datetime64("NaT", "us"), (values * 1e6).astype("datetime64[us]"))
     try:
-        mean = _column_means(blocks())
-        with np.errstate(over="raise"):
-            variance = _column_means((block - mean) ** 2 for block in blocks())
-    except (OverflowError, FloatingPointError) as error:
+        inputs = input_matrix({"columns": [fitted.column]}, {fitted.column["name"]: values})
+    except ValueError as error:
+        raise DataError(f"{data.path}: {error}.") from error
+    return np.concatenate(inputs, axis=1).astype(np.float64)
+
+
+def _target_moments(data: DataFacts, name: str) -> dict[str, float]:
+    """Returns mean and standard deviation of the target; the latter is 1 for equal numbers."""
+    values = np.concatenate([np.empty(0), *_numbers(data, name, to_floats)])
+    values = values[~np.isnan(values)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        moments = {"mean": float(np.mean(values)), "std": float(np.std(values)) or 1.0} if len(values) else {}
+    if not all(math.isfinite(np.float32(number)) for number in moments.values()):
         raise DataError(
-            f"{data.path} has values that are too large for a standard deviation in float64. Correct them, or name the"
-            " other columns in task.init_args.standardize."
-        ) from error
-    std = np.where(variance > 0, np.sqrt(variance), 1.0)
-    return {"mean": mean.tolist(), "std": std.tolist()}
+            f"Column {name!r} of {data.path} has values that are too large for a mean and a deviation in float32."
+            " Correct them, or predict another unit."
+        )
+    return moments or {"mean": 0.0, "std": 1.0}
 
 
-def _column_means(blocks: Iterator[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-    sums: list[ExactSum] = []
-    for block in blocks:
-        sums = sums or [ExactSum() for _ in range(block.shape[1])]
-        for total, values in zip(sums, block.T, strict=True):
-            total.add(values)
-    return np.array([total.mean for total in sums])
+def _array_moments(data: DataFacts, column: dict[str, Any]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Returns mean and standard deviation of each element of a column of arrays, reading it twice."""
+
+    def mean_of(transform: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
+        total, rows = np.zeros(1), 0
+        for part in _read(data, [column["name"]]):
+            block = np.concatenate(input_matrix({"columns": [column]}, part), axis=1).astype(np.float64)
+            total, rows = total + transform(block).sum(0), rows + len(block)
+        return total / max(rows, 1)
+
+    mean = mean_of(lambda block: block)
+    variance = mean_of(lambda block: (block - mean) ** 2)
+    # The rounding of a mean of equal numbers gives a variance about this small.
+    return mean, np.where(variance > (1e-14 * mean) ** 2, np.sqrt(variance), 1.0)
 
 
 def _input_widths(data: DataFacts, encoding: dict[str, Any]) -> dict[str, int]:

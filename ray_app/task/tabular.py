@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Rows, Task, need_column
+from ray_app.task.base import Batch, Losses, Rows, Task, need_column
 from ray_app.task.classification import Classification, ClassWeights, add_row_weights
 from ray_app.task.fields import SAMPLE_WEIGHT, OptionalColumn, decode_sample_weights, need_finite, need_sample_weights
 from ray_app.task.table_encoding import category_count, describe_other_values, encode_rows, plain_encoding
+from ray_app.task.table_network import DROPOUT, MemberNetwork, TableNetwork, optimizer_fields, training_fields
 from ray_app.task.table_statistics import (
     Missing,
     TableSettings,
@@ -30,31 +31,6 @@ Categories = list[str] | Literal["auto"]
 _NUMBERS = ("number", "integer")
 
 
-class TableNetwork(nn.Module):
-    """Puts a row's numbers and its categories, one-hot or embedded, in front of a network.
-
-    Args:
-        network: Takes float32 (rows, inputs).
-        sizes: The number of codes of each category column.
-        embedding: The width of an embedding of each category; None: one-hot.
-    """
-
-    def __init__(self, network: nn.Module, sizes: Sequence[int], embedding: int | None) -> None:
-        super().__init__()
-        self.sizes = list(sizes)
-        self.embeddings = nn.ModuleList([nn.Embedding(size, embedding) for size in sizes] if embedding else [])
-        self.network = network
-
-    def forward(self, categories: Tensor, features: Tensor | None = None) -> Tensor:
-        """Computes the outputs for codes, int64 (rows, columns), and numbers, float32 (rows, inputs)."""
-        if self.embeddings:
-            parts = [embed(categories[:, i]) for i, embed in enumerate(self.embeddings)]
-        else:
-            codes = (torch.arange(size, device=categories.device) for size in self.sizes)
-            parts = [(categories[:, i, None] == code).to(torch.float32) for i, code in enumerate(codes)]
-        return self.network(torch.cat([*parts, *([features] if features is not None else [])], 1))
-
-
 class _Tabular(Task):
     """Base of both tabular tasks: encodes the features of a row as numbers and categories, and builds the network.
 
@@ -66,25 +42,26 @@ class _Tabular(Task):
         label: str,
         features: list[str] | None,
         hidden: list[int] | None,
-        dropout: float,
+        dropout: float | None,
         scale: float,
         missing: Missing | None,
         categories: Categories,
         dates: dict[str, list[str]] | None,
         log: list[str] | None,
-        standardize: bool | list[str],
+        standardize: bool | list[str] | None,
         embedding: int | None,
         sample_weight: str | None,
     ) -> None:
         self.label, self.features = label, features
         self.sample_weight = sample_weight
-        self.hidden = hidden if hidden is not None else [256, 256]
+        # Numbers that a setting scales, such as pixels, get the plain network of the guides.
+        self.hidden = hidden if hidden is not None or scale == 1 else [256, 256]
         self.dropout = dropout
         self.scale = scale
         self.missing, self.categories = missing, categories
         self.dates, self.log = dates, log
         self.standardize, self.embedding = standardize, embedding
-        self.inputs = 0
+        self.inputs = self.rows = 0
 
     def prepare(self, data: DataFacts) -> _Tabular:
         """Computes the encoding from the data, unless the task has it, and counts the inputs; see `Task.prepare`."""
@@ -100,8 +77,12 @@ class _Tabular(Task):
                 self.log or [],
                 self.standardize,
                 self.scale,
+                None if isinstance(self, Classification) else self.label,
+                self.hidden is None,
             )
             prepared.fitted, prepared.left_out = fit_encoding(settings, data)
+        # A run that continues has its encoding, and the rows that it is trained on.
+        prepared.rows = self.rows or data.num_rows
         assert prepared.fitted is not None
         prepared.features = [column["name"] for column in prepared.fitted["columns"]]
         for column in prepared.columns():
@@ -136,8 +117,8 @@ class _Tabular(Task):
         """The encoding of raw rows; None if `features` is one column of arrays as it is, which need no names."""
         if self.fitted is None or len(self.features or []) > 1 or self.inputs == 1:
             return self.fitted
-        is_plain = self.fitted == plain_encoding(self.features or [], self.scale)
-        return None if is_plain else self.fitted
+        plain = plain_encoding(self.features or [], self.scale)
+        return None if {name: self.fitted.get(name) for name in plain} == plain else self.fitted
 
     def describe_differences(self, data: DataFacts) -> list[str]:
         """Returns a note for each category column with values that the rows that were trained on lack."""
@@ -177,23 +158,51 @@ class _Tabular(Task):
     def _outputs(self) -> int:
         raise NotImplementedError
 
+    def optimizer_fields(self) -> dict[str, Any]:
+        """Returns the optimizer and the schedule of the default network; see `Task.optimizer_fields`."""
+        return optimizer_fields(self.rows) if self.hidden is None else {}
+
+    def configuration_fields(self) -> dict[str, Any]:
+        """Returns batch size, epochs and checkpoints of the default network; see `Task.configuration_fields`."""
+        return training_fields(self.rows) if self.hidden is None else {}
+
     def build_model(self) -> nn.Module:
         """Builds the model, see `Task.build_model`."""
+        fitted = self.fitted or {}
         sizes = [category_count(column) for column in self.category_columns]
+        knots, target = fitted.get("knots"), fitted.get("target")
         width = self.inputs + sum(self.embedding or size for size in sizes)
-        layers: list[nn.Module] = []
-        for units in self.hidden:
-            layers += [nn.Linear(width, units), nn.ReLU()]
-            if self.dropout:
-                layers.append(nn.Dropout(self.dropout))
-            width = units
-        network = nn.Sequential(*layers, nn.Linear(width, self._outputs()))
-        return TableNetwork(network, sizes, self.embedding) if sizes else network
+        if self.hidden is None:
+            width += sum(max(0, len(ends) - 1) for ends in knots or ())
+            network: nn.Module = MemberNetwork(
+                width, self._outputs(), DROPOUT if self.dropout is None else self.dropout
+            )
+        else:
+            layers: list[nn.Module] = []
+            for units in self.hidden:
+                layers += [nn.Linear(width, units), nn.ReLU()]
+                if self.dropout:
+                    layers.append(nn.Dropout(self.dropout))
+                width = units
+            network = nn.Sequential(*layers, nn.Linear(width, self._outputs()))
+            if not sizes and target is None:
+                return network
+        return TableNetwork(network, sizes, self.embedding, knots, target)
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """Computes the outputs of the network, shape (rows, outputs)."""
         fields = [batch[name] for name in ("categories", "features") if name in batch]
         return model(*fields)
+
+
+def mean_over_members(loss: Callable[[Tensor, Batch], Tensor], outputs: Tensor, batch: Batch) -> Tensor:
+    """Returns the loss of every row, (rows,); for outputs (members, rows, outputs) the mean over the members."""
+    if outputs.ndim < 3:
+        return loss(outputs, batch)
+    members = len(outputs)
+    # A loss reads one number of each row, and no inputs.
+    repeated = {name: values.repeat(members) for name, values in batch.items() if values.ndim == 1}
+    return loss(outputs.flatten(0, 1), repeated).reshape(members, -1).mean(0)
 
 
 class TabularClassification(Classification, _Tabular):
@@ -202,20 +211,25 @@ class TabularClassification(Classification, _Tabular):
     Args:
         label: Column of class indices.
         features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
-            of these kinds but index columns, `row_id`, `label`, `target`, and text that is unlike categories.
-        hidden: Width of every hidden layer; default: [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer.
+            of these kinds but index columns, integers that identify their rows, `row_id`, `label`, `target`, and text
+            in which few values repeat.
+        hidden: Width of every hidden layer. Default: a network that fits tables, with its optimizer, batch size and
+            epochs unless the configuration has these (docs/start/tables.md); with `scale` [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer. Default: 0.3 in the default network, or 0.
         scale: Numbers are divided by it.
-        missing: What becomes of a missing value, by column, and as `default` for the others: refuse, mean, median,
-            indicator (the mean, and a further input that says that it was missing), category (a category of its own),
-            or {constant: VALUE}. Statistics are of the rows that are trained on. Default: refuse.
-        categories: Columns of text, booleans or integers that are categories, or auto: columns of text with at most 256
-            different values, each in two rows on average. A value that the rows to train on lack is the category other.
+        missing: What becomes of a missing value, by column, and as `default` for the others: auto, refuse, mean,
+            median, indicator (the mean, and a further input that says that it was missing), category (a category of its
+            own), or {constant: VALUE}. Statistics are of the rows that are trained on. Default: auto, which is the
+            median and such an input for numbers and dates, and a category of its own for text.
+        categories: Columns of text, booleans or integers that are categories, or auto: columns of text in which values
+            repeat, the 256 most frequent of them. A value that the rows to train on lack is the category other.
         dates: Parts of columns of dates, times or ISO 8601 texts, by column: year, month, day, weekday (0 is Monday),
-            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on.
+            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on. Default
+            for dates and texts that are all dates: seconds, month, day, weekday and hour.
         log: Columns of numbers to take ln(1 + value) of.
         standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
-            trained on, after missing values are filled and logarithms taken; or the columns for which they do.
+            trained on, after missing values are filled and logarithms taken; or the columns for which they do. Default:
+            unless `scale` is set, median 0 and an interquartile range like that of such numbers, within -3 and 3.
         embedding: Width of an embedding of each category; default: categories are one-hot.
         sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature.
             Evaluation data has the column, too, although evaluation does not use it.
@@ -230,7 +244,7 @@ class TabularClassification(Classification, _Tabular):
         label: str = "label",
         features: list[str] | None = None,
         hidden: list[int] | None = None,
-        dropout: float = 0.0,
+        dropout: float | None = None,
         scale: float = 1.0,
         num_classes: int | None = None,
         class_weights: ClassWeights = None,
@@ -239,7 +253,7 @@ class TabularClassification(Classification, _Tabular):
         categories: Categories = "auto",
         dates: dict[str, list[str]] | None = None,
         log: list[str] | None = None,
-        standardize: bool | list[str] = False,
+        standardize: bool | list[str] | None = None,
         embedding: int | None = None,
         sample_weight: str | None = None,
     ) -> None:
@@ -262,6 +276,19 @@ class TabularClassification(Classification, _Tabular):
     def _outputs(self) -> int:
         return self.class_count
 
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Computes the cross-entropy of every row, see `Classification.loss`."""
+        return mean_over_members(super().loss, outputs, batch)
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        """Returns the loss of every row, and whether its prediction is right if `train_accuracy` is on."""
+        outputs = self.forward(model, batch)
+        losses = self.loss(outputs, batch)
+        if not self.train_accuracy:
+            return losses
+        scores = outputs.mean(0) if outputs.ndim == 3 else outputs
+        return Losses(losses, metrics={"accuracy": scores.argmax(1) == batch["label"]})
+
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
         """Adds the weights of rows; see `Task.augment`."""
         del keys
@@ -274,20 +301,26 @@ class TabularRegression(_Tabular):
     Args:
         label: Column of numbers to predict.
         features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
-            of these kinds but index columns, `row_id`, `label`, `target`, and text that is unlike categories.
-        hidden: Width of every hidden layer; default: [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer.
+            of these kinds but index columns, integers that identify their rows, `row_id`, `label`, `target`, and text
+            in which few values repeat.
+        hidden: Width of every hidden layer. Default: a network that fits tables, with its optimizer, batch size and
+            epochs unless the configuration has these (docs/start/tables.md); with `scale` [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer. Default: 0.3 in the default network, or 0.
         scale: Numbers are divided by it.
-        missing: What becomes of a missing value, by column, and as `default` for the others: refuse, mean, median,
-            indicator (the mean, and a further input that says that it was missing), category (a category of its own),
-            or {constant: VALUE}. Statistics are of the rows that are trained on. Default: refuse.
-        categories: Columns of text, booleans or integers that are categories, or auto: columns of text with at most 256
-            different values, each in two rows on average. A value that the rows to train on lack is the category other.
+        missing: What becomes of a missing value, by column, and as `default` for the others: auto, refuse, mean,
+            median, indicator (the mean, and a further input that says that it was missing), category (a category of its
+            own), or {constant: VALUE}. Statistics are of the rows that are trained on. Default: auto, which is the
+            median and such an input for numbers and dates, and a category of its own for text.
+        categories: Columns of text, booleans or integers that are categories, or auto: columns of text in which values
+            repeat, the 256 most frequent of them. A value that the rows to train on lack is the category other.
         dates: Parts of columns of dates, times or ISO 8601 texts, by column: year, month, day, weekday (0 is Monday),
-            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on.
+            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on. Default
+            for dates and texts that are all dates: seconds, month, day, weekday and hour.
         log: Columns of numbers to take ln(1 + value) of.
         standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
-            trained on, after missing values are filled and logarithms taken; or the columns for which they do.
+            trained on, after missing values are filled and logarithms taken; or the columns for which they do. Default:
+            unless `scale` is set, median 0 and an interquartile range like that of such numbers, within -3 and 3. The
+            target is standardized, too, unless this is false; losses, metrics and predictions are in its own unit.
         embedding: Width of an embedding of each category; default: categories are one-hot.
         sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature.
             Evaluation data has the column, too, although evaluation does not use it.
@@ -301,13 +334,13 @@ class TabularRegression(_Tabular):
         label: str = "target",
         features: list[str] | None = None,
         hidden: list[int] | None = None,
-        dropout: float = 0.0,
+        dropout: float | None = None,
         scale: float = 1.0,
         missing: Missing | None = None,
         categories: Categories = "auto",
         dates: dict[str, list[str]] | None = None,
         log: list[str] | None = None,
-        standardize: bool | list[str] = False,
+        standardize: bool | list[str] | None = None,
         embedding: int | None = None,
         sample_weight: str | None = None,
     ) -> None:
@@ -329,8 +362,16 @@ class TabularRegression(_Tabular):
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Computes the squared error of every row, shape (rows,), times its weight if the batch has weights."""
-        losses = (outputs[:, 0] - batch["label"]).square()
-        return losses * batch["row_weight"] if "row_weight" in batch else losses
+        return mean_over_members(_squared_errors, outputs, batch)
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        """Returns the loss of every row in the unit of the target, with the gradient for a deviation of 1.
+
+        So neither the learning rate nor the largest norm of a gradient depends on the unit.
+        """
+        losses = self.loss(self.forward(model, batch), batch)
+        scaled = losses / ((self.fitted or {}).get("target") or {"std": 1.0})["std"] ** 2
+        return scaled + (losses - scaled).detach()
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
         """Adds the weights of rows; see `Task.augment`."""
@@ -351,3 +392,8 @@ class TabularRegression(_Tabular):
         """Returns the predicted number of every row as `predicted`."""
         del batch
         return {"predicted": outputs[:, 0].to(torch.float32).numpy()}
+
+
+def _squared_errors(outputs: Tensor, batch: Batch) -> Tensor:
+    losses = (outputs[:, 0] - batch["label"]).square()
+    return losses * batch["row_weight"] if "row_weight" in batch else losses

@@ -34,6 +34,7 @@ from ray_app.runlog.journal import StepRecord, newest_record
 from ray_app.runlog.output import NewLines
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s
+from ray_app.task.constant_scores import describe_constant
 from ray_app.train.job import Job
 from ray_app.watch.metrics import RunMetrics, Speed
 
@@ -383,6 +384,7 @@ def print_end(
     ]
     if (best := describe_best(summary, job.best_metric)) is not None:
         rows.append(("best", best))
+    rows += [("constant", text) for text in describe_constant(summary["metrics"], summary["constant"])]
     rows.append(("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows"))
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))

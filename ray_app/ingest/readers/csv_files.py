@@ -1,23 +1,16 @@
 """Reader of CSV files. Their columns are named by a header line or by the option `column_names`.
 
-`CsvFormat` describes the layout of the files. The functions after it recognize the delimiter, check the header line,
-and find quotes that are not closed. `Csv` reads the files twice: the first pass finds the type of each column and the
-classes, the second one converts the values.
+`Csv` reads the files twice: the first pass finds the type of each column and the classes, the second one converts the
+values.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import itertools
-import json
 import re
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,257 +18,31 @@ import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from ray_app.errors import DataError
-from ray_app.ingest.options import FormatTraits, IngestOptions
+from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files
 from ray_app.ingest.readers.csv_columns import (
     ColumnScan,
-    ValueNotation,
     choose_type,
     convert_values,
     find_too_large,
     types_of,
 )
+from ray_app.ingest.readers.csv_layout import (
+    DELIMITERS,
+    CsvFormat,
+    check_header,
+    check_same_header,
+    count_preface_lines,
+    find_open_quote,
+    recognize_delimiter,
+    recognize_quote,
+)
 from ray_app.storage.data_files import File, parser_errors
-from ray_app.storage.text_files import open_text
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
-DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
-"""Delimiters that are recognized without the option `delimiter`, and their names for messages."""
-_NUMBER = re.compile(r"\s*[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?\s*")
-"""A number with a decimal point or a decimal comma."""
-_HEAD_BYTES, _HEAD_ROWS = 1 << 20, 20
-"""Maximum bytes and rows at the beginning of a file from which its layout is recognized."""
-_MAX_VALUE_CHARS = 1 << 30
-"""Maximum characters of a value; the default of the csv module is 131,072."""
-csv.field_size_limit(_MAX_VALUE_CHARS)
 _MAX_VALUE_CHARS_SHOWN = 40
 """Characters of a value that a message repeats."""
-_MAX_NAMES = 20
-"""Maximum number of names in a command of a message."""
-_LINE_BYTES = 1 << 20
-"""Characters of a line that are read together, where lines are left out or decoded."""
-_MAX_LISTED = 5
-"""Maximum number of names in a message."""
-
-
-@dataclass(frozen=True)
-class CsvFormat:
-    """The layout of all files of a data set; without names of columns the header line of each file has them.
-
-    `nulls` are further spellings of a missing value; for the others see `IngestOptions`.
-    """
-
-    delimiter: str = ","
-    column_names: tuple[str, ...] | None = None
-    encoding: str = "utf-8"
-    notation: ValueNotation = ValueNotation()
-    nulls: tuple[str, ...] = ()
-    comment: str | None = None
-    skip_lines: int = 0
-
-    @classmethod
-    def of(cls, options: IngestOptions) -> CsvFormat:
-        """Returns the layout that the options state, with a comma where they do not name a delimiter."""
-        return cls(
-            # A shell passes a tab as these two characters.
-            (options.delimiter or ",").replace(r"\t", "\t"),
-            tuple(options.column_names) if options.column_names else None,
-            options.encoding,
-            ValueNotation.of(options),
-            tuple([options.null] if isinstance(options.null, str) else options.null or ()),
-            options.comment,
-            options.skip_lines,
-        )
-
-    def has_header(self, file: File) -> bool:
-        """Returns whether the first line of a file is a header line: always, or if it has just `column_names`."""
-        return self.column_names is None or parse_first_rows(self.read_head(file), self.delimiter)[:1] == [
-            list(self.column_names)
-        ]
-
-    def advice(self, has_header: bool) -> str:
-        """Returns the part of an error message that says which layout is allowed and what to do."""
-        first = "one header line (row 1)" if has_header else "no header line"
-        delimiter = DELIMITERS.get(self.delimiter, repr(self.delimiter))
-        return (
-            f"Expected {self.encoding.upper()} text with {first} and the same number of values, separated by"
-            f" {delimiter}, in every row. Correct the file, or name another delimiter or encoding."
-        )
-
-    @contextmanager
-    def open(self, file: File) -> Iterator[IO[bytes]]:
-        """Opens a file as UTF-8 text without skipped lines and comments."""
-        if self.encoding == "utf-8" and not self.comment and not self.skip_lines:
-            with open_text(file) as stream:
-                yield stream
-            return
-        with file.open_unpacked() as stream:
-            yield io.BufferedReader(_PlainLines(stream, self, file), _LINE_BYTES)
-
-    def read_head(self, file: File) -> str:
-        """Returns the first MiB of a file; bytes that are not UTF-8 become U+FFFD."""
-        with parser_errors(file, "The file is damaged; make it again."), self.open(file) as stream:
-            return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
-
-
-class _PlainLines(io.RawIOBase):
-    """The lines of a stream as UTF-8, without the first `skip_lines` and those that begin with `comment`."""
-
-    def __init__(self, stream: IO[bytes], layout: CsvFormat, file: File) -> None:
-        encoding = "utf-8-sig" if layout.encoding == "utf-8" else layout.encoding
-        self._text = io.TextIOWrapper(stream, encoding, newline="")
-        self._layout, self._file = layout, file
-        self._rest = b""
-
-    def readable(self) -> bool:
-        """Returns True."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Copies the next bytes; returns their number, 0 at the end."""
-        if not self._rest:
-            try:
-                self._rest = next(self._blocks, "").encode()
-            except UnicodeError as error:
-                raise DataError(
-                    f"{self._file}: it is not {self._layout.encoding}: {error}. Name another encoding, one of utf-8,"
-                    " latin-1, cp1252 and utf-16."
-                ) from error
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count
-
-    @cached_property
-    def _blocks(self) -> Iterator[str]:
-        return self._read_blocks()
-
-    def _read_blocks(self) -> Iterator[str]:
-        """Yields text of bounded length; a long line comes in parts, so that memory stays bounded."""
-        number = 0
-        is_new, is_left_out = True, False
-        while part := self._text.readline(_LINE_BYTES):
-            if is_new:
-                number += 1
-                is_comment = bool(self._layout.comment) and part.startswith(str(self._layout.comment))
-                is_left_out = number <= self._layout.skip_lines or is_comment
-            is_new = part.endswith(("\n", "\r"))
-            if not is_left_out:
-                yield part
-
-
-def parse_first_rows(head: str, delimiter: str) -> list[list[str]]:
-    """Returns the first complete, not empty rows, at most `_HEAD_ROWS`; none if `csv` cannot parse them."""
-    reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter)
-    try:
-        rows = [row for row in itertools.islice(reader, _HEAD_ROWS + 1) if row]
-    except csv.Error:
-        return []
-    # The last row may be incomplete if the file is longer than its head. A head of `_HEAD_BYTES` has at least a quarter
-    # as many characters, since UTF-8 takes at most four bytes for each.
-    return rows[:-1] if len(head) > _HEAD_BYTES // 4 or len(rows) > _HEAD_ROWS else rows
-
-
-def recognize_delimiter(file: File, layout: CsvFormat) -> str:
-    """Returns the delimiter of a file, from its first rows.
-
-    With two or more `column_names` it is the first one that gives the first row as many values. Otherwise it is a
-    comma, if that divides all rows into the same number of values, two or more; or if no delimiter does that and a
-    comma divides the first row. Otherwise it is the delimiter that gives the first row most values.
-    """
-    head = layout.read_head(file)
-    marks = [mark for mark in DELIMITERS if mark != layout.notation.decimal]
-    widths = {delimiter: [len(row) for row in parse_first_rows(head, delimiter)] or [1] for delimiter in marks}
-    num_columns = len(layout.column_names or ())
-    if num_columns > 1 and (fits := [mark for mark, width in widths.items() if width[0] == num_columns]):
-        return fits[0]
-    even = {delimiter: width[0] for delimiter, width in widths.items() if len(set(width)) == 1 and width[0] > 1}
-    if "," in even or (not even and widths.get(",", [1])[0] > 1):
-        return ","
-    # A delimiter that gives all rows the same number of values comes before one that does not.
-    candidates = even or {delimiter: width[0] for delimiter, width in widths.items()}
-    return max(candidates, key=candidates.__getitem__)
-
-
-def check_header(file: str, names: list[str]) -> str | None:
-    """Returns a note for the user if the names in a header line may be the values of a row.
-
-    Raises DataError if numbers among them do not look like a numbering, or a name is there twice.
-    """
-    numbers = [name for name in names if _NUMBER.fullmatch(name)]
-    if numbers and not _is_numbering(numbers):
-        raise DataError(
-            f"{file}: the first line holds numbers ({base.format_items(numbers)}) where the names of the columns are"
-            f" expected. If the file has no header line, give its {len(names)} names:"
-            f" --column_names '{_example_names(len(names))}'; if these are the names, give just them:"
-            f" --column_names '{json.dumps(names[:_MAX_NAMES])}'."
-        )
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        columns_of = {name: [i for i, other in enumerate(names, 1) if other == name] for name in repeated}
-        listed = ", ".join(
-            f"{name!r} (columns {base.format_items(columns)})"
-            for name, columns in itertools.islice(columns_of.items(), _MAX_LISTED)
-        )
-        more = f" and {len(repeated) - _MAX_LISTED} more names" if len(repeated) > _MAX_LISTED else ""
-        raise DataError(
-            f"{file}: two columns of one name: {listed}{more}. Give each column its own name in the header line."
-        )
-    if numbers:
-        return (
-            f"the names of columns in {file} are numbers ({base.format_items(numbers)}). If they are values of a first"
-            " row, since the file has no header line, give --column_names."
-        )
-    return None
-
-
-def _example_names(count: int) -> str:
-    more = ", ..." if count > _MAX_NAMES else ""
-    return f"[{', '.join(f'column_{i}' for i in range(1, min(count, _MAX_NAMES) + 1))}{more}]"
-
-
-def _is_numbering(numbers: list[str]) -> bool:
-    """Returns whether these are three or more whole numbers that ascend by a constant step, such as years."""
-    if len(numbers) < 3 or not all(number.strip().isdecimal() for number in numbers):
-        return False
-    values = [int(number) for number in numbers]
-    return len({after - before for before, after in itertools.pairwise(values)}) == 1 and values[1] > values[0]
-
-
-def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]) -> None:
-    """Raises DataError unless a file has the same header line as the first one, each given as path and names."""
-    (path, names), (other_path, other_names) = first, other
-    if names == other_names:
-        return
-    missing = [name for name in names if name not in other_names]
-    extra = [name for name in other_names if name not in names]
-    differences = [f"lacks {base.format_items(missing)}"] if missing else []
-    differences += [f"has also {base.format_items(extra)}"] if extra else []
-    difference = " and ".join(differences) or "has the columns in another order"
-    raise DataError(
-        f"{other_path}: columns {base.format_items(other_names)}, but the first file, {path}, has"
-        f" {base.format_items(names)}: it {difference}. Give all files one header."
-    )
-
-
-def find_open_quote(file: File, layout: CsvFormat) -> str | None:
-    """Returns a description of the first quote that opens a value and is not closed; None if there is none.
-
-    pyarrow does not find it: it takes all that follows an open quote, line ends and delimiters too, for one value.
-    """
-    with parser_errors(file, "The file is damaged; make it again."), layout.open(file) as stream:
-        text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
-        rows = csv.reader(text, delimiter=layout.delimiter, strict=True)
-        first_line = 1
-        try:
-            for _ in rows:
-                first_line = rows.line_num + 1
-        except csv.Error as error:
-            # These are parts of the messages "unexpected end of data" and "',' expected after '"'" of the csv module.
-            if "end of data" in str(error) or "expected after" in str(error):
-                return f"in line {first_line} a quote opens a value and is not closed at the end of the value"
-    return None
 
 
 class Csv(base.SourceReader):
@@ -320,10 +87,13 @@ class Csv(base.SourceReader):
 
     @cached_property
     def _format(self) -> CsvFormat:
-        layout = CsvFormat.of(self.options)
+        layout, first = CsvFormat.of(self.options), self.files()[0]
+        if not layout.comment and not layout.skip_lines and not layout.column_names:
+            layout = replace(layout, skip_lines=count_preface_lines(first, layout))
+        layout = replace(layout, quote=recognize_quote(first, layout))
         if self.options.delimiter:
             return layout
-        return replace(layout, delimiter=recognize_delimiter(self.files()[0], layout))
+        return replace(layout, delimiter=recognize_delimiter(first, layout))
 
     def _choose_types(self, names: list[str], facts: list[_CsvFacts]) -> tuple[dict[str, pa.DataType], list[str]]:
         """Returns the type of each column, and notes for the user on columns that are text for a reason."""
@@ -345,6 +115,14 @@ class Csv(base.SourceReader):
             notes.append(
                 f"{DELIMITERS[self._format.delimiter]} was recognized as the delimiter of {path}. The option delimiter"
                 " names another one."
+            )
+        if self._format.quote != '"':
+            notes.append(f"{self._format.quote} was recognized as the quote of values in {path}.")
+        if (lines := self._format.skip_lines) and not self.options.skip_lines:
+            skipped = "the first line" if lines == 1 else f"the first {lines} lines"
+            notes.append(
+                f"{skipped} of {path} were left out, since the header line follows. The option skip_lines names another"
+                " number."
             )
         if not self.options.column_names and (note := check_header(path, names)):
             notes.append(note)
@@ -431,10 +209,11 @@ def _read_tables(
             )
             yield _without_too_large(table, block, label, refuse)
         for invalid in bad_rows:
-            refuse(
-                f"{file.name}:{invalid.number}",
-                f"{invalid.actual_columns} values where {invalid.expected_columns} are expected",
-            )
+            if isinstance(invalid, _TotalRow):
+                refuse(f"{file.name}:{invalid.number}", _TOTAL_REASON)
+            else:
+                wrong = f"{invalid.actual_columns} values where {invalid.expected_columns} are expected"
+                refuse(f"{file.name}:{invalid.number}", wrong)
 
 
 def _without_too_large(table: pa.Table, block: pa.RecordBatch, label: str | None, refuse: base.Refuse) -> pa.Table:
@@ -483,13 +262,52 @@ def _numbered_blocks(
     rows with a wrong number of values are counted.
     """
     row = 1 + csv_format.has_header(file)
-    for block in _string_blocks(file, csv_format, bad_rows):
+    for block, is_last in _mark_last(_string_blocks(file, csv_format, bad_rows)):
         bad_numbers = {invalid.number for invalid in bad_rows or ()}
         numbers = list(range(row, row + block.num_rows + len(bad_numbers)))
         if bad_numbers:
             numbers = [number for number in numbers if number not in bad_numbers][: block.num_rows]
         row = numbers[-1] + 1 if numbers else row
-        yield numbers, block
+        if is_last and _ends_in_total(block):
+            if bad_rows is None:
+                raise DataError(
+                    f"{file}: row {numbers[-1]}, {_TOTAL_REASON}. Delete it, or leave it out by --on_bad_row skip."
+                )
+            bad_rows.append(_TotalRow(numbers[-1], str(block[0][-1])))
+            yield numbers[:-1], block.slice(0, len(block) - 1)
+        else:
+            yield numbers, block
+
+
+_TOTAL = re.compile(r"\s*((grand|sub)[ -]?)?(total|sum|summe|gesamt|insgesamt)s?\s*:?\s*", re.IGNORECASE)
+_TOTAL_REASON = "the last of its file, seems to be the total of the rows above it, since values of it are empty"
+
+
+@dataclass(frozen=True)
+class _TotalRow:
+    """The last row of a file, a total, among the bad rows beside pyarrow's `InvalidRow`."""
+
+    number: int
+    text: str
+
+
+def _mark_last(blocks: Iterable[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, bool]]:
+    """Yields each block, and whether it is the last one."""
+    before: pa.RecordBatch | None = None
+    for block in blocks:
+        if before is not None:
+            yield before, False
+        before = block
+    if before is not None:
+        yield before, True
+
+
+def _ends_in_total(block: pa.RecordBatch) -> bool:
+    """Whether the last row begins with a word for a total, and one of its other values or more is empty."""
+    if not len(block) or len(block.schema) < 3:
+        return False
+    first, *others = [str(column[-1].as_py() or "") for column in block.columns]
+    return bool(_TOTAL.fullmatch(first)) and any(not value.strip() for value in others)
 
 
 def _string_blocks(file: File, csv_format: CsvFormat, bad_rows: list[Any] | None) -> Iterator[pa.RecordBatch]:
@@ -515,6 +333,7 @@ def _string_blocks(file: File, csv_format: CsvFormat, bad_rows: list[Any] | None
     convert = arrow_csv.ConvertOptions(default_column_type=pa.string())
     parse = arrow_csv.ParseOptions(
         delimiter=csv_format.delimiter,
+        quote_char=csv_format.quote,
         newlines_in_values=True,
         invalid_row_handler=None if bad_rows is None else record_bad_row,
     )

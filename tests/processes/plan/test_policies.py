@@ -362,7 +362,7 @@ def test_weights_count_in_training_and_not_in_evaluation(data: Path, mixed: bool
 
 def test_a_tabular_task_applies_class_weights(data: Path) -> None:
     facts = open_dataset(str(data)).facts
-    task = TabularClassification(features=["image"], class_weights="balanced").prepare(facts)
+    task = TabularClassification(features=["image"], hidden=[8], class_weights="balanced").prepare(facts)
     assert task.weights is not None
     batch = {"features": torch.rand(3, 64), "label": torch.tensor([0, 1, 2])}
     model = task.build_model().to(CPU)
@@ -381,7 +381,7 @@ def write_weighted_table(file: Path, weights: list[float | None]) -> DataFacts:
 @pytest.mark.parametrize("kind", [TabularClassification, TabularRegression])
 def test_sample_weights_count_in_training_and_not_in_evaluation(tmp_path: Path, kind: Any) -> None:
     facts = write_weighted_table(tmp_path / "rows.parquet", [0.0, 1.0, 2.5, 4.0])
-    task = kind(label="label", sample_weight="weight").prepare(facts)
+    task = kind(label="label", hidden=[8], sample_weight="weight").prepare(facts)
     assert task.features == ["x"]
     assert "weight" not in WithoutTargets(task).columns
     rows = {"x": np.array([0.1, 0.9]), "weight": np.array([0.5, 3.0]), "label": np.array([0, 1])}

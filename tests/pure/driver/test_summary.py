@@ -242,6 +242,7 @@ def test_the_summary_counts_the_steps_and_events_of_all_starts(tmp_path: Path) -
         "goodput": round(9 / 23.5, 4),
         "params_digest": f"{10:064x}",
         "metrics": {"accuracy": 0.5},
+        "constant": {},
         "training": {"loss": pytest.approx((3.0 + 4 * 1.0) / 5)},
         "best": {"step": 6, "metric": "accuracy", "value": 0.75},
         "stopped_early": None,

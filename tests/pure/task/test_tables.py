@@ -16,8 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.probes import probe
@@ -30,7 +28,6 @@ from ray_app.task import table_statistics
 from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task, stored_schema
 from ray_app.task.table_encoding import encode_rows, value_codes
-from ray_app.task.table_statistics import ExactSum, select_rank
 from ray_app.task.tabular import TabularClassification, TabularRegression
 
 PEOPLE = {
@@ -56,6 +53,9 @@ def decode_all_rows(task: Task, dataset: Dataset, skips: bool = False) -> dict[s
 
 
 def prepare(dataset: Dataset, **arguments: Any) -> TabularClassification:
+    """Prepares a task that takes numbers as they are and refuses gaps, unless an argument says otherwise."""
+    missing = {"default": "refuse", **arguments.pop("missing", {})}
+    arguments = {"standardize": False, "missing": missing, **arguments}
     task = prepare_task(TabularClassification(**arguments), dataset.facts)
     assert isinstance(task, TabularClassification)
     return task
@@ -102,11 +102,10 @@ def test_missing_values_are_refused_unless_the_configuration_says_what_they_beco
 def test_text_that_is_unlike_categories_is_left_out_and_named(tmp_path: Path) -> None:
     names = [f"name {i}" for i in range(6)]
     dataset = write_table(tmp_path, {**PEOPLE, "name": names, "row_id": names})
-    task = prepare(dataset, missing={"age": "mean"})
-    assert [column["name"] for column in task.category_columns] == ["sex"]
+    task = prepare(dataset, missing={"default": "auto"})
+    assert [column["name"] for column in task.category_columns] == ["cabin", "sex"]
     _, unused = describe_training_columns(task, dataset)
     assert "'name' (text with 6 different values in 6 rows; categories can name it)" in unused
-    assert "'cabin' (text with 2 missing values; task.init_args.missing can say what they become)" in unused
     assert "'row_id' (text)" in unused
     named = prepare(dataset, features=["name"])
     assert named.category_columns[0]["values"] == names
@@ -148,7 +147,7 @@ def test_statistics_are_those_of_the_rows_that_are_trained_on(tmp_path: Path) ->
 
 def test_a_stored_run_keeps_its_statistics_although_the_data_has_changed(tmp_path: Path) -> None:
     train = write_table(tmp_path / "train", PEOPLE)
-    stored = json.loads(json.dumps(stored_schema(prepare(train, missing={"age": "mean"}))))
+    stored = json.loads(json.dumps(stored_schema(prepare(train, missing={"age": "mean", "default": "auto"}))))
     changed = write_table(tmp_path / "changed", {**PEOPLE, "age": [1.0] * 6})
     resumed = prepare_task(TabularClassification(missing={"age": "mean"}), changed.facts, stored)
     assert resumed.fitted == stored["fitted"]
@@ -192,10 +191,8 @@ def test_dates_become_their_parts(tmp_path: Path) -> None:
     assert rows[1][:6] == [2000, 1, 1, 5, 0, 0]
     assert rows[2][:7] == [1969, 2, 3, 0, 4, 5, 2026]
     assert rows[2][-2:] == [1900, 3]
-    with pytest.raises(DataError, match=r"'when'.* has missing values"):
+    with pytest.raises(DataError, match=r"'when'.* has 1 missing values"):
         prepare(dataset, features=["when"], dates={"when": ["year"]})
-    with pytest.raises(DataError, match=r"as a feature it needs an entry in task.init_args.dates"):
-        prepare(dataset, features=["when"])
     with pytest.raises(ConfigError, match=r"allowed are some of year, month"):
         prepare(dataset, dates={"when": ["century"]})
 
@@ -256,7 +253,7 @@ def test_decimals_are_numbers_where_float64_has_all_their_digits(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"missing": {"age": "guess"}}, "task.init_args.missing.age is 'guess'; allowed are refuse, mean"),
+        ({"missing": {"age": "guess"}}, "task.init_args.missing.age is 'guess'; allowed are auto, refuse, mean"),
         ({"missing": {"age": {"constant": 1, "b": 2}}}, "task.init_args.missing.age is"),
         ({"missing": {"aeg": "mean"}}, "task.init_args.missing names 'aeg', which is not a feature"),
         ({"log": ["label"]}, "task.init_args.log names 'label', which is not a feature"),
@@ -286,17 +283,6 @@ def test_bad_rows_of_required_columns_are_still_bad(tmp_path: Path) -> None:
     other = write_table(tmp_path / "other", {"a": [None, 2.0, 3.0], "b": [1.0, None, 3.0], "label": [0, 1, 0]})
     with pytest.raises(BadRowError, match=r"row 1.*column 'b' has no value"):
         decode_all_rows(task, other)
-
-
-FLOATS = st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=40)
-
-
-@given(FLOATS, st.integers(1, 7))
-def test_an_exact_sum_does_not_depend_on_the_cut_into_blocks(numbers: list[float], block: int) -> None:
-    total = ExactSum()
-    for first in range(0, len(numbers), block):
-        total.add(np.array(numbers[first : first + block]))
-    assert total.mean == min(max(math.fsum(numbers) / len(numbers), min(numbers)), max(numbers))
 
 
 def test_a_constant_column_is_zero_when_it_is_standardized(tmp_path: Path) -> None:
@@ -345,17 +331,102 @@ def test_a_value_is_filled_before_it_is_rounded(tmp_path: Path) -> None:
 
 
 def test_much_free_text_is_left_out_after_a_part_of_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_statistics, "MAX_CATEGORIES", 4)
-    monkeypatch.setattr(table_statistics, "MAX_AUTO_CATEGORIES", 3)
+    monkeypatch.setattr(table_statistics, "MAX_CATEGORIES", 3)
     names = [f"name {i}" for i in range(20)]
     dataset = write_table(tmp_path, {"x": [1.0] * 20, "name": names, "label": [0, 1] * 10})
     blocks = []
     read = dataset.facts.read
     assert read is not None
-    facts = replace(dataset.facts, read=lambda columns: map(lambda rows: blocks.append(rows) or rows, read(columns)))
-    task = prepare_task(TabularClassification(), facts)
+
+    def read_names(columns: list[str]) -> Any:
+        for rows in read(columns):
+            blocks.extend(["name"] if columns == ["name"] else [])
+            yield rows
+
+    task = prepare_task(TabularClassification(), replace(dataset.facts, read=read_names))
     assert task.left_out == {"name": "text with more than 3 different values; categories can name it"}
     assert len(blocks) == 2
+
+
+def test_of_many_words_the_frequent_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_statistics, "MAX_AUTO_CATEGORIES", 2)
+    words = ["b"] * 4 + ["a"] * 3 + ["c"] * 2 + ["d", None, None]
+    dataset = write_table(tmp_path, {"word": words, "label": [0, 1] * 6})
+    task = prepare_task(TabularClassification(), dataset.facts)
+    assert isinstance(task, TabularClassification)
+    assert task.category_columns[0]["values"] == ["a", "b"]
+    # 2 is other, and 3 is missing.
+    assert decode_all_rows(task, dataset)["categories"][:, 0].tolist() == [1] * 4 + [0] * 3 + [2] * 3 + [3] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "is_used"),
+    [
+        ("PassengerId", list(range(1, 31)), False),
+        ("t", list(range(30)), False),
+        ("order_id", [10_000 + 7 * i for i in range(30)], False),
+        ("humid", [10_000 + 7 * i for i in range(30)], True),
+        ("order_id", [10_000 + 7 * (i % 15) for i in range(30)], True),
+        ("id", [float(i) for i in range(30)], True),
+    ],
+)
+def test_an_integer_that_identifies_its_row_is_no_feature(
+    tmp_path: Path, name: str, values: list[Any], is_used: bool
+) -> None:
+    dataset = write_table(tmp_path, {name: values, "x": [0.5, 1.5] * 15, "label": [0, 1] * 15})
+    task = prepare_task(TabularClassification(), dataset.facts)
+    assert (name in task.columns()) == is_used
+    assert (name in task.left_out) == (not is_used)
+    assert name in prepare_task(TabularClassification(features=[name, "x"]), dataset.facts).columns()
+
+
+def test_defaults_take_gaps_dates_and_tails(tmp_path: Path) -> None:
+    count = 40
+    columns = {
+        "tail": [*np.linspace(-1, 1, count - 1), 1e200],
+        "gap": [None, *np.linspace(5, 6, count - 1)],
+        "day": [f"2026-01-{1 + i % 28:02}" for i in range(count)],
+        "word": ["a", None] * (count // 2),
+        "Price ($)": list(np.linspace(0, 1000, count)),
+        "target": list(np.linspace(100_000, 500_000, count)),
+    }
+    dataset = write_table(tmp_path, columns)
+    task = prepare_task(TabularRegression(), dataset.facts)
+    assert isinstance(task, TabularRegression)
+    arrays = decode_all_rows(task, dataset)
+    assert np.abs(arrays["features"]).max() <= 3
+    assert arrays["categories"][:, 0].tolist() == [0, 2] * (count // 2)
+    assert task.fitted is not None
+    kinds = {column["name"]: column["kind"] for column in task.fitted["columns"]}
+    assert kinds == {"Price ($)": "number", "day": "date", "gap": "number", "tail": "number", "word": "category"}
+    raw = {name: values[:1] for name, values in columns.items() if name != "target"}
+    with_gaps = {name: [None] for name in raw}
+    assert np.isfinite(encode_rows(task.fitted, with_gaps)["features"]).all()
+    assert encode_rows(task.fitted, raw)["features"].tolist() == arrays["features"][:1].tolist()
+
+
+@pytest.mark.parametrize("hidden", [None, [8]])
+def test_losses_and_predictions_are_in_the_unit_of_the_target(tmp_path: Path, hidden: list[int] | None) -> None:
+    target = np.linspace(100_000, 500_000, 64)
+    losses, gradients = list[torch.Tensor](), list[torch.Tensor]()
+    for unit in (1.0, 1000.0):
+        columns = {"x": list(np.linspace(0, 1, 64)), "target": list(target / unit)}
+        dataset = write_table(tmp_path / str(unit), columns)
+        task = prepare_task(TabularRegression(hidden=hidden, dropout=0.0), dataset.facts)
+        torch.manual_seed(0)
+        model = task.build_model()
+        batch = {name: torch.from_numpy(values.copy()) for name, values in decode_all_rows(task, dataset).items()}
+        loss = task.training_loss(model, batch)
+        assert isinstance(loss, torch.Tensor)
+        loss.mean().backward()
+        losses.append(loss.detach() * unit**2)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        with torch.no_grad():
+            outputs = task.forward(model.eval(), batch)
+        predicted = task.predictions(outputs, batch)["predicted"] * unit
+        assert np.abs(predicted - target.mean()).max() < 4 * target.std()
+    assert torch.allclose(losses[0], losses[1], rtol=1e-3)
+    assert torch.allclose(gradients[0], gradients[1], atol=1e-4), "the unit decides how a network learns"
 
 
 def test_pandas_na_is_a_missing_value(tmp_path: Path) -> None:
@@ -393,13 +464,6 @@ def test_a_run_keeps_the_order_of_its_classes_of_text(tmp_path: Path) -> None:
     assert prepare_task(TabularClassification("answer"), changed.facts, stored).classes == ["no", "yes"]
     with pytest.raises(ConfigError, match=r"num_classes is 5, but .* 2 different values"):
         prepare(train, label="answer", num_classes=5)
-
-
-@given(FLOATS, st.data())
-def test_a_selected_rank_is_that_of_the_sorted_numbers(numbers: list[float], data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, len(numbers) - 1))
-    parts = [np.array(numbers[::2]), np.array(numbers[1::2])]
-    assert select_rank(lambda: iter(parts), rank) == sorted(numbers)[rank]
 
 
 @pytest.mark.parametrize("embedding", [None, 3])

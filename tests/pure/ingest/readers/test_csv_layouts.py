@@ -108,3 +108,35 @@ def test_the_command_takes_the_options(tmp_path: Path, capsys: pytest.CaptureFix
     options = ["--encoding", "cp1252", "--decimal", ",", "--null", "?", "--comment", "#", "--skip_lines", "0"]
     assert main([*command, *options]) == 0, capsys.readouterr().err
     assert pq.read_table(tmp_path / "out" / "part-00000.parquet")["größe"].to_pylist() in ([1.5, 2.0], [2.0, 1.5])
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "note"),
+    [
+        (
+            "x\tt\n'1'\t'a b'\n'2'\t'c\td'\n",
+            {"x": [1, 2], "t": ["a b", "c\td"]},
+            "' was recognized as the quote",
+        ),
+        ("# by a tool, 2024, v3\n# x\na,b\n1,2\n", {"a": [1], "b": [2]}, "the first 2 lines of"),
+        ("Sales 2024,,\n\na,b,c\n1,2,3\n4,5,6\n", {"a": [1, 4], "b": [2, 5], "c": [3, 6]}, "the first 2 lines of"),
+        ("#id,b\n1,2\n3,4\n", {"#id": [1, 3], "b": [2, 4]}, None),
+        ("a\n1\n2\n", {"a": [1, 2]}, None),
+        ("a,b\n'tis,1\nit's,2\n", {"a": ["'tis", "it's"], "b": [1, 2]}, None),
+        ("Price ($),Weight [kg]\n1.5,2\n", {"Price ($)": [1.5], "Weight [kg]": [2]}, None),
+    ],
+)
+def test_files_as_other_tools_write_them(
+    tmp_path: Path, text: str, columns: dict[str, list[Any]], note: str | None
+) -> None:
+    actual, summary = ingest_csv(tmp_path, text)
+    assert actual == columns
+    assert any(note in line for line in summary.notes) if note else not summary.notes
+
+
+def test_a_total_in_the_last_row_is_refused_or_left_out(tmp_path: Path) -> None:
+    text = "name,x,y\na,1,2\nTotal,3,\nb,2,5\nTotal,,7\n"
+    with pytest.raises(DataError, match=r"row 5, the last of its file, seems to be the total.*--on_bad_row skip"):
+        ingest_csv(tmp_path, text)
+    columns, _ = ingest_csv(tmp_path, text, on_bad_row="skip")
+    assert columns == {"name": ["a", "Total", "b"], "x": [1, 3, 2], "y": [2, None, 5]}
