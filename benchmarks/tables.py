@@ -201,7 +201,7 @@ def score_network(train: pd.DataFrame, test: pd.DataFrame, is_regression: bool, 
     """Ingests the tables from CSV, trains by default, and returns the score of the last checkpoint on the test set."""
     label = "target" if is_regression else "label"
     classes = None if is_regression else sorted(train[label].astype(str).unique())
-    options = {"label": None if is_regression else label, "classes": classes}
+    options: dict[str, Any] = {"label": None if is_regression else label, "classes": classes}
     for name, table in (("train", train), ("test", test)):
         table.to_csv(folder / f"{name}.csv", index=False)
         ingest(IngestOptions("csv", str(folder / name), str(folder / f"{name}.csv"), **options))

@@ -248,14 +248,16 @@ def find_leaks(
             counts = {"rows": rows.rows, **find_equal_rows(hashes["train"], rows)}
             leaks[side] = {**counts, "windows": {}, "is_divided": is_divided and side == "eval"}
     for windows in overlaps if "eval" in leaks else ():
-        leaks["eval"] = add_leaks(leaks["eval"], {**dict.fromkeys(_COUNTS, 0), "windows": windows})
+        leaks["eval"] = _add(leaks["eval"], {**dict.fromkeys(_COUNTS, 0), "windows": windows})
     return leaks
 
 
 def add_leaks(one: Leaks | None, two: Leaks | None) -> Leaks | None:
     """Returns the counts of the rows of both; None stands for no count."""
-    if one is None or two is None:
-        return one or two
+    return one or two if one is None or two is None else _add(one, two)
+
+
+def _add(one: Leaks, two: Leaks) -> Leaks:
     windows = dict(one["windows"])
     for name, (count, axis, shift) in two["windows"].items():
         windows[name] = [count + windows.get(name, [0])[0], axis, shift]

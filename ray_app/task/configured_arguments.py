@@ -116,7 +116,9 @@ def need_one_size(data: DataFacts, name: str, exif_orientation: bool) -> None:
     A later image of another size cannot be decoded with the rows of its micro-batch, and is refused then.
     """
     sizes: dict[tuple[int, int], None] = {}
-    read = chain.from_iterable(rows[name] for rows in data.read([name])) if data.read is not None else iter(())
+    read: Iterator[Any] = iter(())
+    if data.read is not None:
+        read = chain.from_iterable(rows[name] for rows in data.read([name]))
     for encoded in islice(read, _MAX_SIZES_READ):
         if encoded is not None and (size := image_size(encoded, exif_orientation)) is not None:
             sizes[size] = None

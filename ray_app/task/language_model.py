@@ -107,7 +107,7 @@ class CausalLanguageModel(Task):
             ConfigError: The model's vocabulary lacks tokens of the data, `peft` refuses the arguments `lora`, or the
                 model is not of `transformers` and needs more than tokens, or cannot do what is configured.
         """
-        model = instantiate_module(self.model, "task.init_args.model")
+        model: Any = instantiate_module(self.model, "task.init_args.model")
         if not _is_of_transformers(model):
             self._check_module(model)
         if (message := self.describe_unknown_tokens(model)) is not None:
@@ -262,13 +262,13 @@ def _call(model: Any, tokens: Tensor, lengths: Tensor) -> Any:
         return model(input_ids=tokens, use_cache=False, **options)
     # A row of one token has nothing to predict, and a module may not take rows without tokens.
     tokens = tokens if tokens.shape[1] > 1 else functional.pad(tokens, (0, 2 - tokens.shape[1]))
-    if _takes_targets(type(getattr(model, "_orig_mod", model))):
+    if _takes_targets(type(getattr(model, "_orig_mod", model))):  # type: ignore[arg-type]
         return model(tokens[:, :-1], **{_TARGETS: tokens[:, 1:]})
     return model(tokens[:, :-1])
 
 
 @lru_cache(8)
-def _takes_targets(kind: type[nn.Module]) -> bool:
+def _takes_targets(kind: Any) -> bool:
     return _TARGETS in inspect.signature(kind.forward).parameters
 
 

@@ -90,6 +90,10 @@ class PiecewiseLinear(nn.Module):
         knots: For each number the ends of its intervals, ascending; none: the number is not encoded.
     """
 
+    numbers: Tensor
+    lows: Tensor
+    widths: Tensor
+
     def __init__(self, knots: Sequence[Sequence[float]]) -> None:
         super().__init__()
         pairs = [(i, low, high) for i, ends in enumerate(knots) for low, high in itertools.pairwise(ends)]
