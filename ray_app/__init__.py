@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ray_app.models.export import load_for_training, load_model, read_rows
     from ray_app.preflight.prepare import TaskCheck, check_task
     from ray_app.report.html import Comparison
-    from ray_app.task.base import Losses, reduce
+    from ray_app.task.losses import Losses, reduce
     from ray_app.task.ragged import Ragged
     from ray_app.task.transforms import drawing
     from ray_app.task.user_loop import Loop

@@ -20,7 +20,8 @@ from ray_app.errors import ConfigError
 from ray_app.preflight.context import SHORT_LENGTH, CheckResult, PreflightContext, cut_unevenly, truncate
 from ray_app.preflight.metric_checks import MAX_PERTURBED, MIN_ROWS, are_close, perturbed
 from ray_app.preflight.model_checks import first_line
-from ray_app.task.base import Losses, Task
+from ray_app.task.base import Task
+from ray_app.task.losses import Losses
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.whole_batches import BatchTask

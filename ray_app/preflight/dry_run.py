@@ -40,8 +40,9 @@ from ray_app.preflight.gradient_checks import count_norm_values, parameters_of_t
 from ray_app.preflight.model_checks import KernelRecorder, check_forward, find_failing_part, first_line
 from ray_app.preflight.purity import is_same, kept_values
 from ray_app.reduction.bucketed import load_reducer
-from ray_app.task.base import Batch, Task, check_losses, sum_losses
+from ray_app.task.base import Batch, Task
 from ray_app.task.language_model import CausalLanguageModel
+from ray_app.task.losses import check_losses, sum_losses
 from ray_app.task.metrics import Chunk, combine, score
 from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Arrays, repeat_rows, to_batch

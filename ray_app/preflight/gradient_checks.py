@@ -23,7 +23,7 @@ from ray_app.errors import ConfigError, join_names
 from ray_app.plan.order import Plan
 from ray_app.preflight.context import PreflightContext, RowProbe, cut_unevenly
 from ray_app.preflight.metric_checks import MAX_ROWS, MIN_ROWS, Means, Part, compare_means, cycle_rows
-from ray_app.task.base import check_losses, sum_losses
+from ray_app.task.losses import check_losses, sum_losses
 from ray_app.task.ragged import Arrays, to_batch
 from ray_app.task.whole_batches import BatchTask
 from ray_app.torch_private import BatchNorm

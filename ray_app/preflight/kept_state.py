@@ -24,8 +24,9 @@ from ray_app.errors import ConfigError
 from ray_app.preflight.context import PreflightContext
 from ray_app.preflight.gradient_checks import graph_nodes
 from ray_app.preflight.purity import is_same, iter_parts, kept_values
-from ray_app.task.base import Batch, Losses, Task
+from ray_app.task.base import Batch, Task
 from ray_app.task.configured_arguments import make_loss
+from ray_app.task.losses import Losses
 from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import to_batch
 from ray_app.task.transforms import instantiate_once

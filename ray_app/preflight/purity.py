@@ -29,7 +29,8 @@ from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import HOST
 from ray_app.plan.hashing import hash_array
 from ray_app.preflight.changes import iter_import_paths
-from ray_app.task.base import Batch, Losses, Rows, Task
+from ray_app.task.base import Batch, Rows, Task
+from ray_app.task.losses import Losses
 from ray_app.task.ragged import Arrays, Field, Ragged, to_batch
 from ray_app.task.user_code import is_user_code, user_code
 from ray_app.train.job import Job

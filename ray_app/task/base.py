@@ -1,29 +1,18 @@
-"""The interface of a task, and the losses that a task returns for the rows of a batch.
-
-A user writes a task as a class in a file of their own and names it by `task.class_path`. `Losses` carries the loss and
-the weight of every row; the functions after it check them and sum them over rows on the device. `reduce` adds numbers
-of a task's own to a step.
-"""
+"""The interface of a task: a class in a file of the user's own, named by `task.class_path`."""
 
 from __future__ import annotations
 
-import math
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.import_paths import TASK_OPTIMIZER
-from ray_app.devices import KINDS
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
@@ -37,6 +26,7 @@ from ray_app.task.fields import (
     refuse_missing,
     to_model_types,
 )
+from ray_app.task.losses import Losses
 from ray_app.task.ragged import LENGTHS, Arrays
 from ray_app.task.transforms import uniform
 
@@ -48,227 +38,9 @@ __all__ = ["Batch", "Mistake", "Rows", "Task", "class_names", "count_classes", "
 Batch = dict[str, Tensor]
 Rows = dict[str, Any]
 """Rows as read, by column: NumPy arrays of numbers or arrays, `Ragged` lists of numbers, lists of `bytes` or `str`."""
-STEP_METRICS = frozenset(
-    {"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts", "imbalance"}
-)
-"""Names of the metrics that are recorded of every step, which a task's metrics must not have."""
-_MAX_SEPARATE_READS = 16
-"""Up to so many CPU tensors are read faster one by one than stacked."""
 _NUMERIC_KINDS = ("number", "integer", "array", "list")
 _MIN_UNIT_VALUES = 100_000
 """A module with fewer parameters is not worth an all-gather of its own."""
-ReplicaReduction = Literal["sum", "mean", "max"]
-"""How `reduce` combines the values of the logical workers."""
-_METRIC_NAME = re.compile(r"(?!eval_)[A-Za-z0-9_][A-Za-z0-9_. -]{0,99}")
-
-
-@dataclass(frozen=True)
-class Losses:
-    """The losses of a batch, for a mean that is not one over rows, or to record further metrics.
-
-    The loss of a step, or of an evaluation, is the sum of `values` over the sum of `weights`, both over all rows of the
-    global batch, and so is its gradient. In a language model the value of a row is the sum over its tokens, and its
-    weight is their number.
-
-    Args:
-        values: The sum of the losses of each row's parts, shape (rows,).
-        weights: The weight of each row, 0 or more, shape (rows,); None: 1 each.
-        metrics: Further metrics of a training step by name, as sums over each row's parts like `values`, shape (rows,);
-            their means are over the same weights.
-    """
-
-    values: Tensor
-    weights: Tensor | None = None
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, losses: Tensor | Losses) -> Losses:
-        """Returns the result of `Task.loss` or `Task.training_loss` as `Losses`."""
-        return losses if isinstance(losses, Losses) else cls(losses)
-
-    def float(self) -> Losses:
-        """Returns the losses with float32 values, so that backward begins in full precision."""
-        return self if self.values.dtype == torch.float32 else replace(self, values=self.values.float())
-
-
-class LossSums(NamedTuple):
-    """The sums of the losses, the weights and each metric over some rows, of a step or an evaluation."""
-
-    loss: float
-    weight: float
-    metrics: dict[str, float]
-
-
-ZERO_SUMS = LossSums(0.0, 0.0, {})
-"""The sums over no rows."""
-
-
-@dataclass
-class ReducedValues:
-    """The values that `reduce` has got in the training loss of the present micro-batch.
-
-    Args:
-        values: The value, of shape (), by reduction and name, such as `sum:caught`; None outside of a training loss.
-    """
-
-    values: dict[str, Tensor] | None = None
-
-
-REDUCED = ReducedValues()
-"""The values of this process, which runs one micro-batch at a time."""
-
-
-def reduce(name: str, value: Tensor | float, reduction: ReplicaReduction) -> None:
-    """Records the sum, the mean or the maximum of a number over all logical workers of a training step.
-
-    Call it in `Task.forward`, `loss` or `training_loss`, for the same names in every step. Each logical worker with
-    rows contributes one value. The values are combined exactly, in float64, so the result is bit-identical for any
-    number of workers. It is recorded like a metric of `Losses`. Outside of a training step (in an evaluation, a
-    prediction, in `augment`) the call only checks its arguments.
-
-    Args:
-        name: The name of the result, as of a metric of `Losses`.
-        value: A real number, or a tensor with one element.
-        reduction: `sum`, `mean` or `max`.
-
-    Raises:
-        ConfigError: An argument is not allowed, or the loss of the micro-batch has used the name before.
-    """
-    call = f"ray_app.reduce({name!r}, ...)"
-    if reduction not in get_args(ReplicaReduction):
-        raise ConfigError(
-            f"{call} got the reduction {reduction!r}; use one of {', '.join(get_args(ReplicaReduction))}."
-        )
-    _check_metric_name(name, f"{call} got")
-    number = value if isinstance(value, Tensor) else torch.tensor(value)
-    if number.numel() != 1 or number.is_complex():
-        raise ConfigError(
-            f"{call} got {number.dtype} of shape {tuple(number.shape)}; give it one real number, such as the sum of"
-            " these."
-        )
-    if REDUCED.values is None:
-        return
-    if any(name == key.partition(":")[2] for key in REDUCED.values):
-        raise ConfigError(
-            f"{call} is the second call with this name for one micro-batch; give each value its own name."
-        )
-    REDUCED.values[f"{reduction}:{name}"] = number.detach().double().reshape(())
-
-
-def _check_metric_name(name: str, source: str) -> None:
-    """Raises ConfigError if a metric of a training step cannot be recorded under a name."""
-    if name in STEP_METRICS or not _METRIC_NAME.fullmatch(name):
-        raise ConfigError(
-            f"{source} a metric {name!r}; use letters, digits, '_', '.', '-' and spaces, nothing that begins with"
-            f" eval_, and none of {', '.join(sorted(STEP_METRICS))}, which every step has."
-        )
-
-
-def check_losses(
-    task: object, returned: Tensor | Losses, rows: int, reduced: Mapping[str, Tensor] | None = None
-) -> Losses:
-    """Returns what `Task.loss` or `Task.training_loss` returned as `Losses`, after checking shapes and names.
-
-    Args:
-        task: The task.
-        returned: Its result.
-        rows: Number of rows.
-        reduced: The values of `ReducedValues`, which become metrics under their keys.
-
-    Raises:
-        ConfigError: There is not one value for each row, or a metric has a name that cannot be recorded.
-    """
-    losses = Losses.of(returned)
-    weights = {"weights": losses.weights} if losses.weights is not None else {}
-    for name, value in {"": losses.values, **weights, **losses.metrics}.items():
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        if shape != (rows,):
-            raise ConfigError(
-                f"{type(task).__name__}.loss returned {name and f'{name!r} of '}shape {shape} for {rows} rows; it must"
-                " return one value per row, shape (rows,). Use reduction='none' in the loss function."
-            )
-    for name in losses.metrics:
-        _check_metric_name(name, f"{type(task).__name__}.loss returned")
-    if not reduced:
-        return losses
-    if names := losses.metrics.keys() & {key.partition(":")[2] for key in reduced}:
-        raise ConfigError(
-            f"{type(task).__name__}.loss returns the metrics {', '.join(sorted(names))}, and ray_app.reduce is called"
-            " with the same names; use other names."
-        )
-    values = {key: value.to(losses.values.device) for key, value in reduced.items()}
-    return replace(losses, metrics={**losses.metrics, **values})
-
-
-class DeviceSums(NamedTuple):
-    """Sums over rows, still on the device that computed them.
-
-    Args:
-        values: The sum of the losses and, with weights or metrics, the sums of the weights and of each metric; one
-            value, or shape (2 + metrics,).
-        metrics: The names of the metrics; None without weights and metrics.
-    """
-
-    values: Tensor
-    rows: int
-    metrics: tuple[str, ...] | None
-
-
-def sum_on_device(losses: Losses) -> DeviceSums:
-    """Returns the sums over rows without waiting for the device."""
-    values = losses.values.detach()
-    if losses.weights is None and not losses.metrics:
-        return DeviceSums(values.sum(), len(values), None)
-    weights = losses.weights.detach() if losses.weights is not None else torch.ones_like(values)
-    other_sums = [value.detach().sum(dtype=torch.float64) for value in (weights, *losses.metrics.values())]
-    return DeviceSums(torch.stack([values.sum().double(), *other_sums]), len(values), tuple(losses.metrics))
-
-
-def read_sums(
-    task: object, sums: Sequence[DeviceSums | None], more: Sequence[Tensor] = ()
-) -> tuple[list[LossSums], list[float]]:
-    """Reads sums, `ZERO_SUMS` for None, and further numbers from the device; synchronizes with it once.
-
-    Args:
-        more: Further numbers to read, each of shape () or (n,).
-
-    Raises:
-        ConfigError: Weights are negative, infinite or NaN.
-    """
-    numbers = _read_values([*[one.values for one in sums if one is not None], *more])
-    loss_sums, at = list[LossSums](), 0
-    for one in sums:
-        if one is None:
-            loss_sums.append(ZERO_SUMS)
-        elif one.metrics is None:
-            loss_sums.append(LossSums(numbers[at], float(one.rows), {}))
-            at += 1
-        else:
-            loss, weight, *metrics = numbers[at : at + 2 + len(one.metrics)]
-            if not 0 <= weight < math.inf:
-                raise ConfigError(
-                    f"{type(task).__name__}.loss returned weights whose sum over {one.rows} rows is {weight}; each"
-                    " must be a number of at least 0, such as how many tokens a row has."
-                )
-            loss_sums.append(LossSums(loss, weight, dict(zip(one.metrics, metrics, strict=True))))
-            at += 2 + len(metrics)
-    return loss_sums, numbers[at:]
-
-
-def _read_values(tensors: list[Tensor]) -> list[float]:
-    """Returns all values of some tensors, read from a device in one transfer."""
-    if len(tensors) <= (_MAX_SEPARATE_READS if _are_on_host(tensors) else 1):
-        return [value for tensor in tensors for value in (tensor.tolist() if tensor.ndim else (tensor.item(),))]
-    return (torch.stack if {tensor.ndim for tensor in tensors} == {0} else torch.hstack)(tensors).tolist()
-
-
-def _are_on_host(tensors: list[Tensor]) -> bool:
-    return not tensors or KINDS[tensors[0].device.type].is_host
-
-
-def sum_losses(task: object, losses: Losses) -> LossSums:
-    """Returns the sums over rows as numbers; see `read_sums`."""
-    return read_sums(task, [sum_on_device(losses)])[0][0]
 
 
 class Task(ABC):

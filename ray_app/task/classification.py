@@ -21,8 +21,9 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.answers import class_answers
-from ray_app.task.base import Batch, Losses, Mistake, Task, class_names, count_classes, uniform
+from ray_app.task.base import Batch, Mistake, Task, class_names, count_classes, uniform
 from ray_app.task.fields import MAX_COUNTED_CLASSES, SAMPLE_WEIGHT
+from ray_app.task.losses import Losses
 
 ClassWeights = list[float] | Literal["balanced"] | None
 """The weight of a row of each class in the training loss.

@@ -23,8 +23,8 @@ from ray_app.config.import_paths import load_class
 from ray_app.devices import HOST
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
-from ray_app.task.base import Losses
 from ray_app.task.images import image_size
+from ray_app.task.losses import Losses
 from ray_app.task.metrics import Mode, mode_of
 from ray_app.task.transforms import Spec, instantiate, same_in_each_process
 

@@ -16,9 +16,10 @@ from ray_app.config.import_paths import require
 from ray_app.errors import DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
-from ray_app.task.base import Batch, Losses, Rows, Task, need_column
+from ray_app.task.base import Batch, Rows, Task, need_column
 from ray_app.task.fields import refuse_missing
 from ray_app.task.images import is_image_column, load_image
+from ray_app.task.losses import Losses
 from ray_app.task.ragged import LENGTHS, Arrays, Ragged
 from ray_app.task.transforms import Spec, apply_transforms, as_plain_tensor, instantiate_module, instantiate_once
 

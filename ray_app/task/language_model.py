@@ -19,8 +19,9 @@ from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Losses, Rows, Task
+from ray_app.task.base import Batch, Rows, Task
 from ray_app.task.fields import need_column
+from ray_app.task.losses import Losses
 from ray_app.task.ragged import LENGTHS, Arrays, Ragged
 from ray_app.task.transforms import Spec, instantiate_module
 

@@ -21,7 +21,8 @@ from ray_app.config.import_paths import load_class
 from ray_app.config.strategies import list_strategies
 from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric
-from ray_app.task.base import Batch, Losses
+from ray_app.task.base import Batch
+from ray_app.task.losses import Losses
 from ray_app.task.metric_states import isolate
 from ray_app.task.transforms import instantiate
 from ray_app.task.whole_batches import BatchTask, Evaluated, as_mean, count_rows

@@ -25,7 +25,8 @@ from ray_app.devices import kind_of
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.task.annotations import Metric, MetricCollection
-from ray_app.task.base import Batch, Losses, Mistake, Task
+from ray_app.task.base import Batch, Mistake, Task
+from ray_app.task.losses import Losses
 from ray_app.task.metric_states import load_states, make_metrics, metric_parts, reset_parts, state_key, states_of
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.user_code import user_code

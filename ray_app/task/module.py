@@ -17,7 +17,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.answers import class_answers, label_answers
-from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, need_column
+from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import find_mistakes, predict_classes
 from ray_app.task.configured_arguments import (
     TASK_LOSS,
@@ -47,6 +47,7 @@ from ray_app.task.fields import (
     too_many_classes,
 )
 from ray_app.task.images import IMAGE, MASK, decode_columns, is_image_column, is_mask, normalize_images
+from ray_app.task.losses import Losses
 from ray_app.task.metric_states import is_classification
 from ray_app.task.metrics import Mode
 from ray_app.task.ragged import LENGTHS, Arrays, Field, Ragged

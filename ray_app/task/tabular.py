@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Losses, Rows, Task, need_column
+from ray_app.task.base import Batch, Rows, Task, need_column
 from ray_app.task.classification import Classification, ClassWeights, add_row_weights
 from ray_app.task.fields import SAMPLE_WEIGHT, OptionalColumn, decode_sample_weights, need_finite, need_sample_weights
+from ray_app.task.losses import Losses
 from ray_app.task.table_encoding import category_count, describe_other_values, encode_rows, plain_encoding
 from ray_app.task.table_network import DROPOUT, MemberNetwork, TableNetwork, optimizer_fields, training_fields
 from ray_app.task.table_statistics import (

@@ -23,7 +23,8 @@ from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_clas
 from ray_app.config.strategies import list_strategies
 from ray_app.devices import HOST, kind_of
 from ray_app.errors import ConfigError
-from ray_app.task.base import Batch, Losses
+from ray_app.task.base import Batch
+from ray_app.task.losses import Losses
 from ray_app.task.metrics import Mode
 from ray_app.task.transforms import Spec
 from ray_app.task.whole_batches import BatchTask, Evaluated, as_mean, count_rows

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from ray_app.errors import ConfigError
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Losses
+from ray_app.task.base import Batch
+from ray_app.task.losses import Losses
 from ray_app.task.metrics import Mode
 from ray_app.task.module import ModuleTask
 from ray_app.task.transforms import Spec

@@ -25,7 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.data.arrays import to_column
 from ray_app.plan.order import Cursor, Plan
-from ray_app.task.base import Batch, Losses, Task
+from ray_app.task.base import Batch, Task
+from ray_app.task.losses import Losses
 from ray_app.task.user_loop import Loop
 
 Program = dict[str, Any]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 
-from ray_app.task.base import Losses
+from ray_app.task.losses import Losses
 from ray_app.task.user_loop import Loop
 
 CLASSES = 5

@@ -20,12 +20,13 @@ from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Losses, Rows
+from ray_app.task.base import Batch, Rows
 from ray_app.task.images import IMAGE
 from ray_app.task.keras import library, program
 from ray_app.task.keras.callbacks import plan_configuration
 from ray_app.task.keras.module import KerasModule, KerasPass
 from ray_app.task.keras.optimizer import OPTIMIZER, refuse_sharding, serialize_optimizer
+from ray_app.task.losses import Losses
 from ray_app.task.metrics import Mode
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.transforms import Spec, instantiate

@@ -23,7 +23,8 @@ from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, checksum, gather, launch_guard
 from ray_app.task import environment
-from ray_app.task.base import REDUCED, Batch, DeviceSums, Losses, Task, check_losses, sum_on_device
+from ray_app.task.base import Batch, Task
+from ray_app.task.losses import REDUCED, DeviceSums, Losses, check_losses, sum_on_device
 from ray_app.task.user_code import user_code
 from ray_app.torch_private import (
     BatchNorm,

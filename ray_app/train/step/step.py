@@ -17,7 +17,8 @@ from torch import Tensor
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, check_device_errors, scale_and_clip, total_norm
-from ray_app.task.base import DeviceSums, LossSums, Task, read_sums
+from ray_app.task.base import Task
+from ray_app.task.losses import DeviceSums, LossSums, read_sums
 from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.alternating_optimizers import Turns
 from ray_app.train.state.state import TrainingState

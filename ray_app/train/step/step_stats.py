@@ -20,7 +20,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, gather
 from ray_app.reduction.transport import sum_over_ranks
-from ray_app.task.base import LossSums
+from ray_app.task.losses import LossSums
 from ray_app.train.membership import Flags
 
 _RECORD_FORMAT = "<qQdqdqddddd"

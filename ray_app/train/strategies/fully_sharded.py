@@ -32,7 +32,7 @@ from ray_app.plan.assignment import count_passes
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, collective
 from ray_app.reduction.sharded import FsdpReducer, gather_whole, shard_like, shard_model
-from ray_app.task.base import DeviceSums, Losses
+from ray_app.task.losses import DeviceSums, Losses
 from ray_app.torch_private import FUSED_KERNELS, wrap_shard
 from ray_app.train.process_group import backend_name, init_default_group
 from ray_app.train.state.parameters import ordered_parameters

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.export import load_model, write_export
-from ray_app.task.base import sum_losses
 from ray_app.task.language_model import CausalLanguageModel
+from ray_app.task.losses import sum_losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Ragged, to_batch
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run

@@ -18,7 +18,7 @@ from ray_app.devices import HOST
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.journal import put_event
-from ray_app.task.base import Losses
+from ray_app.task.losses import Losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import to_batch
 from tests.support.batch_models import DEPENDENT_TASKS, ROWS, configured, contrastive, write_data

@@ -20,8 +20,9 @@ from ray_app.preflight.checks import CHECKS
 from ray_app.preflight.context import PreflightContext
 from ray_app.preflight.inputs import InitialParameters
 from ray_app.preflight.model_checks import KernelRecorder, find_failing_part
-from ray_app.task.base import Batch, Losses
+from ray_app.task.base import Batch
 from ray_app.task.configured_arguments import compute_row_losses
+from ray_app.task.losses import Losses
 from ray_app.train.job import Job
 from tests.support.local_world import TinyImages, make_job, write_images
 

@@ -34,7 +34,7 @@ from ray_app.runlog.journal import (
     read_records,
 )
 from ray_app.runlog.paths import RunPaths
-from ray_app.task.base import STEP_METRICS
+from ray_app.task.losses import STEP_METRICS
 from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, Point, SentState, make_evaluation_point, make_step_point
 from tests.support.waiting import wait_until
 

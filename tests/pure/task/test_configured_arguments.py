@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torchvision.ops import sigmoid_focal_loss
 
 from ray_app.errors import ConfigError
-from ray_app.task.base import Batch, Losses
+from ray_app.task.base import Batch
 from ray_app.task.configured_arguments import compute_row_losses
+from ray_app.task.losses import Losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
 from ray_app.train.state.parameters import make_contiguous

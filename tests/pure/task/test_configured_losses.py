@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
-from ray_app.task.base import Losses, sum_losses
 from ray_app.task.configured_arguments import compute_row_losses
+from ray_app.task.losses import Losses, sum_losses
 
 RANDOM = torch.Generator().manual_seed(1)
 SCORES, PIXELS = torch.randn(6, 3, generator=RANDOM), torch.randn(2, 3, 4, 4, generator=RANDOM)

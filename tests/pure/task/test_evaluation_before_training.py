@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ray_app.task.base import Losses
+from ray_app.task.losses import Losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import to_batch
 from tests.support.local_world import CLASSES, TinyImages

@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from ray_app.plan.manifest import ColumnFacts, DataFacts
-from ray_app.task.base import Losses
 from ray_app.task.images import decode_mask
+from ray_app.task.losses import Losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
 from ray_app.task.without_targets import WithoutTargets

@@ -22,7 +22,7 @@ from ray_app.data.reader import Reader, RowSource, fetch_in_process, load_all
 from ray_app.driver.result import Result
 from ray_app.errors import DataError
 from ray_app.predict.actor import PredictActor, encode_part
-from ray_app.task.base import Losses, sum_losses
+from ray_app.task.losses import Losses, sum_losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Arrays, Ragged, concat_fields, to_batch

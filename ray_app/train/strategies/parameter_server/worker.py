@@ -18,7 +18,8 @@ from ray_app.errors import TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, gradient_norms, total_norm
 from ray_app.task import environment
-from ray_app.task.base import ZERO_SUMS, Task, sum_losses
+from ray_app.task.base import Task
+from ray_app.task.losses import ZERO_SUMS, sum_losses
 from ray_app.torch_private import foreach_mul_, run_backward
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import Flags, Membership, Phase

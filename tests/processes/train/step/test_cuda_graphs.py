@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
 from ray_app.reduction.base import World
-from ray_app.task.base import Batch, Losses
+from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
+from ray_app.task.losses import Losses
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run, train_rank
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job

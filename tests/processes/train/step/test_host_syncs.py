@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_app.task import base
-from ray_app.task.base import Batch, Losses
+from ray_app.task.base import Batch
+from ray_app.task.losses import Losses
 from ray_app.testing import WorkerPool, cache_windows
 from ray_app.train.job import Hooks
 from tests.support.device_group import BACKEND
