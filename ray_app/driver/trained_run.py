@@ -33,7 +33,7 @@ from ray_app.storage.data_files import find_file
 from ray_app.storage.files import read_json, to_location
 from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task, refuse_other_schema
-from ray_app.task.texts import TOKENIZER_FILE, TextEncoder
+from ray_app.task.texts import TextEncoder
 from ray_app.track.tracker import check_available
 from ray_app.train.job import Job
 
@@ -123,7 +123,7 @@ def load_model(job: Job, commit: Commit) -> torch.nn.Module:
 
 def read_tokenizer(job: Job) -> bytes | None:
     """Returns the content of the file with the tokenizer of a run's data, None if it has none."""
-    file = find_file(to_location(job.config.data.path) / TOKENIZER_FILE)
+    file = find_file(job.paths.tokenizer)
     return file.location.read_bytes() if file is not None else None
 
 

@@ -37,9 +37,11 @@ from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, redact_value, register_secrets
 from ray_app.runlog.stored_config import parse_config
+from ray_app.storage.data_files import find_file
 from ray_app.storage.files import put_atomic, put_json, to_location
 from ray_app.task.ragged import Arrays
 from ray_app.task.schema import stored_schema
+from ray_app.task.texts import TOKENIZER_FILE
 from ray_app.train.job import Job
 from ray_app.watch.terminal import Finding, has_refusal
 
@@ -151,6 +153,8 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
     if prepared.example is not None:
         put_json(job.paths.task, storable_settings(job.task))
         put_rows(job.paths.example, prepared.example)
+        if (tokenizer := find_file(to_location(job.config.data.path) / TOKENIZER_FILE)) is not None:
+            put_atomic(job.paths.tokenizer, tokenizer.location.read_bytes())
     if prepared.code is not None and (prepared.changed or not prepared.resumes):
         store_code(job.paths, prepared.code)
     if prepared.data_files is not None and not (prepared.resumes and is_stored(job.paths, prepared.data_files)):

@@ -68,6 +68,8 @@ class RunPaths:
     keep them."""
     example = _Entry("example.parquet")
     """One or two decoded rows, from which the inputs of an export are known."""
+    tokenizer = _Entry("tokenizer.json")
+    """The tokenizer of the texts that the data was made of, if it has one; exports have a copy."""
     initial = _Entry("initial.safetensors")
     """The initial parameters, if `train.init_from` names some."""
     checkpoints = _Entry("checkpoints")
