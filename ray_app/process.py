@@ -66,11 +66,19 @@ def why_not_writable(folder: Path) -> str | None:
     return None
 
 
+class _StderrHandler(logging.StreamHandler[Any]):
+    """Writes to the standard error of the moment, which a copy of the output replaces for a while."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def log_to_stderr() -> None:
     """Writes log lines from INFO on to standard error, in all processes but the driver, which has its console."""
     application_logger = logging.getLogger("ray_app")
     if not application_logger.handlers:
-        handler = logging.StreamHandler()
+        handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         application_logger.addHandler(handler)
         # Ray Train prints the lines of the root logger of its workers, too.

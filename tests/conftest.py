@@ -103,6 +103,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+@pytest.fixture
+def default_hangup() -> Iterator[None]:
+    """SIGHUP ends this process, also if `nohup` has started it and the signal is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="module")
 def worker_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
     """Four worker processes without Ray, which only the tests of one file share."""

@@ -247,9 +247,9 @@ def format_answer(answer: Any) -> str:
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app predict") -> int:
     """Runs `ray-app predict`; see `exit_code`. A second start continues with the missing parts."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if "--file" in given:
-        return exit_code(lambda: _predict_files(given, prog), "The prediction failed")
+    options = sys.argv[1:] if arguments is None else arguments
+    if "--file" in options:
+        return exit_code(lambda: _predict_files(options, prog), "The prediction failed")
 
     def work() -> None:
         console = Console(file=sys.stdout)

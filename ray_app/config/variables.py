@@ -189,7 +189,7 @@ def absolute_uri(uri: str) -> str:
 
 
 def describe_overridden(fields: Mapping[str, Any], variables: Mapping[str, str]) -> list[str]:
-    """Returns a line for each variable whose value the configuration overrides; `fields` are by dotted names."""
+    """Returns a line for each variable that the configuration overrides; `fields` are by dotted names."""
     pairs = (("run.ray_address", "RAY_ADDRESS"), ("tracking.uri", _URI), ("tracking.experiment", _EXPERIMENT))
     return [
         f"{field} is {fields[field]}, so {name} ({variables[name]}) is not used."

@@ -36,7 +36,7 @@ _VALUE = re.compile(r"""Parser key "(?!task"|optimizer"|schedule")([\w.]+)".*?Gi
 _IN_A_FILE = re.compile(r"^\s*(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?\s*$")
 _UNKNOWN = re.compile(r"unrecognized arguments: --([\w.-]+)")
 _SECTION_VALUE = re.compile(r"""Parser key "([\w.]+)":.*?(?:Got value: ([^\n]*)|Given value: ([^\n]*))""", re.DOTALL)
-_GIVEN = re.compile(r"Given value: (Namespace\([^\n]*)")
+_NAMESPACE_VALUE = re.compile(r"Given value: (Namespace\([^\n]*)")
 _EXPECTED = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[([^\]]*)\])")
 _TYPE_NAMES = {
     "str": "text",
@@ -129,7 +129,7 @@ def _explain_named_class(field: str, class_path: str, message: str) -> str | Non
 
 def _explain_inner_path(field: str, message: str) -> str | None:
     """Returns which import path below the arguments of a class cannot be imported; None if all can be."""
-    match = _GIVEN.search(message)
+    match = _NAMESPACE_VALUE.search(message)
     try:
         value = _to_plain(ast.parse(match[1], mode="eval").body) if match else {}
     except SyntaxError:

@@ -310,8 +310,8 @@ class _Scorer:
 
     def score(self, arrays: Arrays, part: int, parts: int) -> Iterable[Chunk]:
         """Scores every `parts`-th chunk of the data, see `score`."""
-        job = self._job
-        size, fixed, manifest = job.section.batch_size, job.section.fixed_batches, job.data.manifest
+        job, fixed = self._job, self._job.section.fixed_batches
+        size, manifest = job.section.batch_size, job.data.manifest
         return score(job.task, self._model, arrays, size, self._device, part, parts, fixed=fixed, manifest=manifest)
 
 

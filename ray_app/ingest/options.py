@@ -113,7 +113,7 @@ class IngestOptions:
         ids: Columns of ids of users, products and the like, of text or integers, by their names before rename. Each
             value becomes a number from 0, in the sorted order of the values of all data sets. The source is read once
             more, and each different value is in memory.
-        ids_of: With ids: a folder that was ingested with these ids, whose numbers count. A row with another value
+        ids_of: With ids: a folder that was ingested with these ids: its numbers count. A row with another value
             cannot be used.
         drop: Columns to leave out. They have their names in the source, or in the data set if the source has none.
         classes: For csv, jsonl, hf, tfrecord and webdataset: all classes of the label, in the order in which they are

@@ -320,7 +320,7 @@ def refuse_empty_side(
     options: IngestOptions,
     is_addition: bool,
 ) -> None:
-    """Raises DataError for a data set without rows, unless rows are added to it, or whose columns differ."""
+    """Raises DataError for a data set without rows, unless rows are added to it, or with different columns."""
     files = "shards" if part.keeps_order else "runs"
     merge_columns(records[side], files)
     kept = sum(file["rows"] for other in sides for record in records[other] for file in record[files])

@@ -141,8 +141,8 @@ def make_tasks(
     ]
     if options.ids:
         # The rows that are added have the numbers of the data set.
-        known = replace(options, ids_of=options.out) if addition is not None else options
-        ids = load_ids(known) if known.ids_of else _learn_ids(tasks, options, run)
+        source = options.out if addition is not None else options.ids_of
+        ids = load_ids(replace(options, ids_of=source)) if source else _learn_ids(tasks, options, run)
         tasks = [replace(task, ids=ids) for task in tasks]
     if not options.split_by:
         return tasks

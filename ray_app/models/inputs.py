@@ -41,7 +41,7 @@ _SINGLE_AXES = 3
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedInputs:
     """Decoded rows.
 
     Args:
@@ -62,7 +62,7 @@ class _Column:
     is_single: bool = False
 
 
-def decode_inputs(task: Task, data: Any, texts: TextEncoder | None = None, targets: bool = False) -> Decoded:
+def decode_inputs(task: Task, data: Any, texts: TextEncoder | None = None, targets: bool = False) -> DecodedInputs:
     """Decodes the inputs of a caller.
 
     Args:
@@ -77,21 +77,23 @@ def decode_inputs(task: Task, data: Any, texts: TextEncoder | None = None, targe
     """
     names, decode = _columns_of(task, targets)
     if _is_dataset(data, task, texts):
-        return Decoded(read_decoded(task, os.fspath(data), targets))
+        return DecodedInputs(read_decoded(task, os.fspath(data), targets))
     encoded = {TOKENS: texts.column} if texts is not None else {}
-    given = loader.to_columns(data, [*names, *encoded.values()], True)
-    if not loader.is_by_name(given) and len(names) == 1:
-        given = {names[0]: data}
-    sources = {name: name if loader.is_by_name(given) and name in given else encoded.get(name, name) for name in names}
-    _need_names(given, list(sources.values()))
+    stored = loader.to_columns(data, [*names, *encoded.values()], True)
+    if not loader.is_by_name(stored) and len(names) == 1:
+        stored = {names[0]: data}
+    sources = {
+        name: name if loader.is_by_name(stored) and name in stored else encoded.get(name, name) for name in names
+    }
+    _need_names(stored, list(sources.values()))
     if task.encoding is not None and not targets:
-        return Decoded(encode_raw_rows(task.encoding, {name: given[name] for name in names}), is_one_row(data))
-    columns = {name: _read_column(task, name, given[source], texts) for name, source in sources.items()}
+        return DecodedInputs(encode_raw_rows(task.encoding, {name: stored[name] for name in names}), is_one_row(data))
+    columns = {name: _read_column(task, name, stored[source], texts) for name, source in sources.items()}
     numbers = {name: len(column.values) for name, column in columns.items()}
     if len(set(numbers.values())) != 1 or not all(numbers.values()):
         raise DataError(f"The columns have {numbers} rows; all must have the same number, at least 1.")
     is_single = is_one_row(data) or any(column.is_single for column in columns.values())
-    return Decoded(_decode(decode, columns), is_single)
+    return DecodedInputs(_decode(decode, columns), is_single)
 
 
 def is_one_row(data: Any) -> bool:

@@ -31,7 +31,7 @@ _TASKS = (
     "ray_app.task.tabular.TabularClassification",
     "ray_app.task.tabular.TabularRegression",
 )
-"""Tasks whose `decode`, `predictions` and `answers` execute nothing that their settings name, but transforms."""
+"""Tasks of which `decode`, `predictions` and `answers` execute nothing that the settings name, but transforms."""
 _TRANSFORM = re.compile(r"torchvision\.transforms(\.v2)?\.[A-Z]\w*")
 _MODULE_TASK = "ray_app.task.module.ModuleTask"
 
@@ -42,12 +42,13 @@ class ModelPredictor:
     Args:
         arrays: Predicts from arrays to arrays.
         task: The task of the model; None if it is not made again.
-        reason: Why there is no task, as a sentence.
+        reason: Why the task is missing, as a sentence.
         texts: Encodes texts, where the model was trained on those of a tokenizer.
     """
 
     def __init__(self, arrays: loader.Predictor, task: Task | None, reason: str, texts: TextEncoder | None) -> None:
-        self._arrays, self._task, self._reason, self._texts = arrays, task, reason, texts
+        self._arrays, self._task = arrays, task
+        self._reason, self._texts = reason, texts
 
     @property
     def module(self) -> nn.Module:
@@ -89,8 +90,8 @@ class ModelPredictor:
         else:
             decoded = decode_inputs(self._task, data, self._texts)
             batch = to_batch(decoded.fields)
-            given = {spec["name"]: batch[spec["name"]].numpy() for spec in self._arrays.inputs}
-            tensors, is_single = self._arrays.tensors(given), decoded.is_single
+            inputs = {spec["name"]: batch[spec["name"]].numpy() for spec in self._arrays.inputs}
+            tensors, is_single = self._arrays.tensors(inputs), decoded.is_single
         outputs = self._arrays.outputs(tensors)
         if scores:
             return loader.to_arrays(outputs)

@@ -60,7 +60,7 @@ def describe_cluster(events: list[Event], course: Course, limits: FailureSection
     if course.repeated:
         parts.append(f"{counted_word(len(course.repeated), 'step')} redone")
     elif happened and not any(event.kind == "resumed" for event in events):
-        # After a resume, steps may have been done again whose record was lost with rank 0.
+        # After a resume, steps may have been done again, the records of which were lost with rank 0.
         parts.append("nothing lost: 0 steps redone")
     waits = recoveries(events, course.in_time)
     if waits:

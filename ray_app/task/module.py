@@ -370,8 +370,8 @@ class ModuleTask(Task):
 
     def compute_loss(self, model: nn.Module, outputs: Any, batch: Batch) -> Tensor | Losses:
         """Returns `loss`, or that of the loss that is a part of the model; see `Task.compute_loss`."""
-        own = getattr(model, TASK_LOSS, None)
-        return self.loss(outputs, batch) if own is None else self._row_losses(own, outputs, batch)
+        loss = getattr(model, TASK_LOSS, None)
+        return self.loss(outputs, batch) if loss is None else self._row_losses(loss, outputs, batch)
 
     def metrics(self) -> MetricCollection:
         """Makes the configured metrics."""

@@ -51,6 +51,7 @@ def test_the_inner_context_restores_the_value_of_the_outer_one(monkeypatch: pyte
     assert NAME not in os.environ
 
 
+@pytest.mark.usefixtures("default_hangup")
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_of_a_scheduler_stops_once_and_its_handler_is_restored(number: signal.Signals) -> None:
     before, interrupted = signal.getsignal(number), threading.Event()

@@ -30,7 +30,9 @@ from ray_app.task.losses import Losses
 from ray_app.task.user_loop import Loop
 
 Program = dict[str, Any]
-ROWS, EVAL_ROWS, FEATURES, CLASSES, PLACES = 46, 14, 5, 4, 3
+ROWS, EVAL_ROWS = 46, 14
+FEATURES, CLASSES = 5, 4
+POSITIONS = 3
 
 GRAMMAR: dict[str, list[Any]] = {
     "form": ["module", "task", "loop"],
@@ -164,8 +166,9 @@ class Model(nn.Module):
 
     def __init__(self, target: str, body: str, inputs: str, outputs: str) -> None:
         super().__init__()
-        self.kind, self.target, self.named = body, target, outputs
-        width = {"number": 1, "binary": 1, "place classes": CLASSES * PLACES}.get(target, CLASSES)
+        self.kind, self.target = body, target
+        self.named = outputs
+        width = {"number": 1, "binary": 1, "place classes": CLASSES * POSITIONS}.get(target, CLASSES)
         self.embedding = nn.Embedding(7, FEATURES) if inputs == "integers" else None
         self.first, self.last = nn.Linear(FEATURES, 6), nn.Linear(6, width)
         self.middle = nn.Linear(6, 6)
@@ -206,7 +209,7 @@ class Model(nn.Module):
             hidden = hidden * self.scale + self.shift
         scores = self.last(hidden)
         if self.target == "place classes":
-            scores = scores.view(-1, CLASSES, PLACES)
+            scores = scores.view(-1, CLASSES, POSITIONS)
         if self.target == "soft log":
             scores = scores.log_softmax(1)
         if self.named == "tensor":
@@ -246,7 +249,7 @@ def make_columns(program: Program, rows: int, seed: int) -> dict[str, np.ndarray
         "class": signal.argmax(1),
         "binary": np.where(signal[:, 0] > 0, 1, sign).astype(np.float32 if sign else np.int64),
         "labels": (signal > 0).astype(np.float32),
-        "place classes": np.stack([np.roll(signal, k, 1).argmax(1) for k in range(PLACES)], 1),
+        "place classes": np.stack([np.roll(signal, k, 1).argmax(1) for k in range(POSITIONS)], 1),
         "soft": (np.exp(signal) / np.exp(signal).sum(1, keepdims=True)).astype(np.float32),
     }
     columns = {"y": target[program["target"]]}
@@ -262,8 +265,8 @@ def make_columns(program: Program, rows: int, seed: int) -> dict[str, np.ndarray
 def write_rows(folder: Path, columns: dict[str, np.ndarray]) -> str:
     """Writes columns as Parquet with small row groups; returns the folder."""
     folder.mkdir(parents=True)
-    made = [to_column(name, values) for name, values in columns.items()]
-    table = pa.Table.from_arrays([values for _, values in made], schema=pa.schema([field for field, _ in made]))
+    pairs = [to_column(name, values) for name, values in columns.items()]
+    table = pa.Table.from_arrays([values for _, values in pairs], schema=pa.schema([field for field, _ in pairs]))
     pq.write_table(table, folder / "part-0.parquet", row_group_size=10)
     return str(folder)
 
@@ -339,7 +342,7 @@ def configuration(program: Program, folder: Path) -> dict[str, Any]:
 
 
 class GeneratedTask(Task):
-    """The program as a task whose loss is one value for each row, with the row's weight if it has one."""
+    """The program as a task with one loss for each row, with the row's weight if it has one."""
 
     def __init__(self, program: Program, read: list[str]) -> None:
         self.program, self.read = program, read

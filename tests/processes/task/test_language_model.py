@@ -228,7 +228,7 @@ def test_invalid_models_adapters_and_columns_are_refused(task: CausalLanguageMod
 
 
 class LeakyModel(nn.Module):
-    """A language model whose scores see the next token, with an auxiliary loss."""
+    """A language model that sees the next token, with an auxiliary loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,9 +12,7 @@ from ray_app import load_config
 from ray_app.testing import WorkerPool, make_job
 
 
-def test_the_default_network_is_bit_identical_on_any_number_of_workers(
-    worker_pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_the_default_network_is_bit_identical_on_any_number_of_workers(worker_pool: WorkerPool, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     numbers = random.normal(size=150)
     columns = {

@@ -80,6 +80,7 @@ def test_the_result_of_the_work_decides_the_exit_code(
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.usefixtures("default_hangup")
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_interrupts_the_work_and_another_one_does_not_disturb_its_end(number: signal.Signals) -> None:
     ended = []

@@ -129,7 +129,7 @@ def test_a_row_of_a_table_is_answered_by_its_number(tmp_path: Path) -> None:
 
 
 def rewrite_description(folder: Path, change: Any) -> None:
-    """Changes `package.json` of an export, as who can write it would, without the digests of the files."""
+    """Changes `package.json` of an export, as an attacker would, without the digests of the files."""
     file = folder / "data" / "model" / "package.json"
     described = json.loads(file.read_text())
     change(described["task"])
