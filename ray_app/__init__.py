@@ -65,7 +65,7 @@ _MODULES = {
     "Comparison": "report.html",
     "LocalCluster": "drill.cluster",
     "Loop": "task.user_loop",
-    "Losses": "task.base",
+    "Losses": "task.losses",
     "Observer": "watch.observers",
     "Ragged": "task.ragged",
     "Result": "driver.result",
@@ -85,7 +85,7 @@ _MODULES = {
     "load_for_training": "models.export",
     "load_model": "models.export",
     "read_rows": "models.export",
-    "reduce": "task.base",
+    "reduce": "task.losses",
     "run_training": "driver.run",
     "start_training": "driver.background",
 }
