@@ -589,7 +589,7 @@ def test_a_task_names_the_type_of_a_column_that_it_cannot_use(tmp_path: Path) ->
     fitted = TabularClassification(features=["t"]).prepare(facts).fitted
     assert fitted is not None
     assert [column["kind"] for column in fitted["columns"]] == ["date"]
-    with pytest.raises(DataError, match="Column 'm' of .* holds other map<str"):
+    with pytest.raises(DataError, match=r"Column 'm' of .* holds other map<str"):
         TabularClassification(features=["m"]).prepare(facts)
 
 
