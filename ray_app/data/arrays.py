@@ -97,7 +97,7 @@ def describe_other_columns(schema: pa.Schema, reference: pa.Schema) -> str:
     others += [f"{name!r} is not in the others" for name in one if name not in two]
     for name in [name for name in one if one[name] != two.get(name, one[name])]:
         (kind, _), (other, _) = one[name], two[name]
-        others.append(f"{name!r} is {kind}, not {other}" if kind != other else f"{name!r} has numbers of other things")
+        others.append(f"{name!r} is {kind}, not {other}" if kind != other else f"{name!r} has numbers of other ids")
     return ", ".join(others[:_MAX_NAMED]) or f"their order is {schema.names}, not {reference.names}"
 
 
@@ -185,7 +185,7 @@ def fixed_array(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
     for chunk in filter(len, chunks):
         arrays.append(np.frombuffer(chunk.buffers()[1], np.uint8, len(chunk) * size, chunk.offset * size))
     flat = arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, np.empty(0, np.uint8)])
-    return flat.view(spec.dtype).reshape(-1, *spec.shape)
+    return flat.view(spec.dtype).reshape(len(column), *spec.shape)
 
 
 def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:

@@ -142,7 +142,8 @@ def training_fields(rows: int) -> dict[str, Any]:
     """Returns the fields of the configuration with which the default network is trained on a number of rows."""
     batch = 2 ** round(math.log2(max(1, rows / _MIN_PASS_STEPS)))
     batch = max(_MIN_BATCH, min(_MAX_BATCH, batch))
-    pass_steps = math.ceil(rows / batch)
+    # A task that is not prepared does not know its rows, which are 0 then.
+    pass_steps = max(1, math.ceil(rows / batch))
     epochs = max(1, round(min(max(_MIN_STEPS, _PASSES * pass_steps), _MAX_STEPS) / pass_steps))
     return {
         "data.global_batch_size": batch,

@@ -115,7 +115,7 @@ def test_folders_of_keys_and_values_are_columns_of_data(folder: Location) -> Non
         pq.write_table(pa.table({"x": [x] * 2}), sink)
         put_atomic(folder / name / "a.parquet", sink.getvalue().to_pybytes())
     dataset = open_dataset(str(folder))
-    assert dataset.manifest.rules == {"kind": "string", "year": "int64"}
+    assert dataset.manifest.rules.partitions == {"kind": "string", "year": "int64"}
     columns = ["x", "kind", "year"]
     first = decode_first_row(
         dataset, columns, lambda rows: {"x": rows["x"], "year": rows["year"], "length": np.char.str_len(rows["kind"])}

@@ -63,8 +63,17 @@ def test_numbers_of_other_ids_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"column 'user' of b stand for other ids than those of a\. .*--ids_of"):
         refuse_other_schema(schema_of(a, ["user"]), b, "b", "a")
     shutil.copy(tmp_path / "b" / "part-00000.parquet", tmp_path / "a" / "second.parquet")
-    with pytest.raises(DataError, match=r"second\.parquet has numbers of other ids"):
+    with pytest.raises(DataError, match=r"second\.parquet has other columns than .*'user' has numbers of other ids"):
         open_dataset(str(tmp_path / "a"))
+
+
+def test_a_delivery_is_numbered_as_the_data_set_to_which_it_is_added(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"ids": ["user"], "rename": {"user": "who"}, "append": True, "on_bad_row": "skip"}
+    ingest_table(str(tmp_path), pa.Table.from_pylist(ROWS), **options)
+    rows = [{**ROWS[0], "user": user} for user in ("u6", "new")]
+    added = ingest_table(str(tmp_path), pa.Table.from_pylist(rows), **options).parts[""]
+    assert (added.rows, added.refused) == (41, 1)
+    assert sorted(read_columns(tmp_path)["who"]) == sorted([*(USERS.index(row["user"]) for row in ROWS), 6])
 
 
 @pytest.mark.parametrize(
@@ -74,8 +83,8 @@ def test_numbers_of_other_ids_are_refused(tmp_path: Path) -> None:
         (["u", ""], {"ids": ["user"]}, "row in.parquet:1: user is ''; expected an id"),
         ([0.5, 1.5], {"ids": ["user"]}, "ids names 'user', a column of double; allowed are text and integers"),
         (["u", "v"], {"ids": ["name"]}, "ids names 'name'; the columns are ['user']"),
-        (["u", "v"], {"ids": ["user"], "drop": ["user"]}, "which is the label, a target, or left out"),
-        (["u", "v"], {"ids_of": "first"}, "ids_of is 'first', which needs ids"),
+        (["u", "v"], {"ids": ["user"], "drop": ["user"]}, "one of them is the label, a target, or left out"),
+        (["u", "v"], {"ids_of": "first"}, "ids_of is first, which needs --ids"),
     ],
 )
 def test_what_is_no_id_is_refused(tmp_path: Path, values: list[Any], options: dict[str, Any], expected: str) -> None:

@@ -10,6 +10,7 @@ from ray_app.config.rules import Rule, find_broken_rules
 from ray_app.ingest.options import RULES, IngestOptions
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("new_classes", {"append": True, "new_classes": True}, {"append": False}),
     ("mask_values", {"masks": "m", "mask_values": "0=a"}, {"masks": None}),
     ("label", {"source": "images", "labels": "l.csv", "label": "k"}, {"labels": None}),
     ("columns", {"source": "images", "labels": "l.csv", "columns": ["k"]}, {"labels": "none"}),
@@ -21,6 +22,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("targets", {"targets": ["k"]}, {"boxes": True}),
     ("ragged", {"ragged": ["k"], "tokenizer": "t.json"}, {"pack": 8}),
     ("targets", {"targets": ["k"], "tokenizer": "t.json"}, {"pack": 8}),
+    ("ids", {"ids": ["k"], "tokenizer": "t.json"}, {"pack": 8}),
+    ("ids", {"ids": ["k"], "drop": ["a"]}, {"drop": ["k"]}),
+    ("ids_of", {"ids": ["k"], "ids_of": "d"}, {"ids": None}),
     ("text", {"text": "body", "tokenizer": "t.json"}, {"tokenizer": None}),
     ("end_of_text", {"end_of_text": "<>", "tokenizer": "t.json"}, {"tokenizer": None}),
     ("pack", {"pack": 8, "tokenizer": "t.json"}, {"tokenizer": None}),

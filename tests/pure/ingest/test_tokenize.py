@@ -169,7 +169,7 @@ def test_another_tokenizer_is_another_data_set(tmp_path: Path, words: str) -> No
         ({"rename": {"n": "tokens"}}, "becomes 'tokens', but the data has another column of this name"),
         ({"end_of_text": "<eos>"}, "end_of_text '<eos>' is no token of "),
         ({"tokenizer": None, "pack": 8}, "pack is 8, which is of texts that become tokens; give a tokenizer, too"),
-        ({"pack": 0}, "pack is 0; allowed is 1 or more"),
+        ({"pack": 0}, "pack is 0; it must be at least 1"),
         ({"tokenizer": "missing.json"}, "tokenizer 'missing.json' cannot be read: .*no such file"),
         ({}, "row 0.jsonl:2: no text; every row needs a text"),
         ({"on_bad_row": "skip"}, None),

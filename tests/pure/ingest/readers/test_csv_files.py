@@ -83,7 +83,7 @@ def test_a_header_line_of_numbers_is_refused(tmp_path: Path, first: str) -> None
 def test_column_names_that_are_consecutive_numbers_are_noted(tmp_path: Path, header: str) -> None:
     [note] = ingest_notes(tmp_path, "csv", write_file(tmp_path, f"{header}\n5,6,7,8\n"))
     assert "the names of columns in" in note
-    assert "give column_names" in note
+    assert "give --column_names" in note
     assert list(read_columns(tmp_path / "out"))[1:] == header.split(",")
 
 

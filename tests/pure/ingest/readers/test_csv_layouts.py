@@ -99,7 +99,8 @@ def test_classes_have_the_order_that_is_named_and_numbers_are_names(tmp_path: Pa
 def test_a_header_of_numbers_is_refused_with_both_commands(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         ingest_csv(tmp_path, "1,2.5\n3,4\n")
-    assert "--column_names '[column_1, column_2]' or --column_names '[\"1\", \"2.5\"]'" in str(error.value)
+    for names in ("[column_1, column_2]", '["1", "2.5"]'):
+        assert f"--column_names '{names}'" in str(error.value)
 
 
 def test_the_command_takes_the_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,7 +230,7 @@ def test_converted_images_are_turned_by_their_orientation(orientation: int) -> N
     [
         (encode(Image.fromarray(np.ones((4, 4), np.float32)), "tiff"), "of mode F"),
         (encode(Image.fromarray(np.full((4, 4), -1, np.int32)), "tiff"), "go from -1 to -1"),
-        (encode(PHOTO, "tiff", save_all=True, append_images=[PHOTO]), "2 frames; first_frame"),
+        (encode(PHOTO, "tiff", save_all=True, append_images=[PHOTO]), "2 frames; --first_frame"),
         (encode(PHOTO, "tiff", compression="tiff_lzw")[:-40], ""),
         (encode(PHOTO, "bmp")[:-40], "truncated"),
         (encode(Image.new("1", (16000, 16000)), "tiff", compression="group4"), "more than 134217728 pixels"),

@@ -394,7 +394,7 @@ def test_braces_expand_as_the_shell_does() -> None:
             {"label": "kind"},
             "row x.tar:0: label None; expected an integer of 64 bits",
         ),
-        ({"0.png": png(0), "0.cls": b"1"}, {"label": "kind"}, "label='kind' is for rows with a .json"),
+        ({"0.png": png(0), "0.cls": b"1"}, {"label": "kind"}, "--label 'kind' is for rows with a .json"),
         ({"plain": b"x"}, {}, "no member in these tar files"),
     ],
 )
