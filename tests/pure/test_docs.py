@@ -67,10 +67,8 @@ def test_a_command_in_the_documentation_parses(
     monkeypatch.chdir(tmp_path)
     words = [word for word in shlex.split(command, comments=True) if word != "..."]
     name, *arguments = words[1:] if words[0] == "ray-app" else words[3:]
-    if (
-        name in ("submit", "predict", "drill", "retrain", "train")
-        and "--config" not in arguments
-        and "--help" not in arguments
+    if name in ("submit", "predict", "drill", "retrain", "train") and not {"--config", "--file", "--help"} & set(
+        arguments
     ):
         arguments = ["--config", "conf/digits.yaml", *arguments]
 

@@ -67,8 +67,8 @@ def test_a_learning_rate_that_is_not_a_number_is_refused(tmp_path: Path, text: s
     (
         "categories: cat",
         "got categories = 'cat'; it must be a list of texts or auto. Write categories: [\"cat\"]. categories means:"
-        " Columns of text, booleans or integers that are categories, or auto: columns of text with at most 256"
-        " different values, each in two rows on average.",
+        " Columns of text, booleans or integers that are categories, or auto: columns of text in which values repeat,"
+        " the 256 most frequent of them.",
     ),
     ("missing: mean", "got missing = 'mean'; it must be a mapping or null. missing means: What becomes of a missing"),
     ("features: age", "got features = 'age'; it must be list[str] | None. Write features: [\"age\"]."),

@@ -156,7 +156,7 @@ def test_a_run_is_exported_from_any_folder_and_without_its_data(
     moved = RunPaths(tmp_path / "elsewhere" / "moved")
     shutil.move(run_job.paths.root, moved.root)
     assert export_run(ExportOptions("moved", "model"))["step"] == 10
-    assert ray_app.load_model("model").predict(np.zeros((3, 1, 8, 8), np.uint8)).shape == (3, 10)
+    assert ray_app.load_model("model").predict(np.zeros((3, 1, 8, 8), np.uint8), scores=True).shape == (3, 10)
     assert vars(load_trained_job(moved).task) == vars(run_job.task)
     # A task with settings that JSON does not keep is made again from the data.
     put_json(moved.task, None)

@@ -19,7 +19,7 @@ from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.plan.manifest import Manifest
 from ray_app.preflight.prepare import prepare
 
-TABULAR = ClassSpec("ray_app.task.tabular.TabularRegression", {"label": "y", "features": ["x"]})
+TABULAR = ClassSpec("ray_app.task.tabular.TabularRegression", {"label": "y", "features": ["x"], "standardize": False})
 
 
 @given(st.lists(st.lists(st.integers(0, 50), max_size=4), max_size=4), st.integers(1, 300))

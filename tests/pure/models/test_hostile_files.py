@@ -404,7 +404,7 @@ def test_member_names_of_an_npz_write_no_file_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    "name", ["../x", "a/b", "/abs", "", ".", "..", ".hidden", "-x", "a\nb", "a\0b", "a b", "x" * 129, "a\\b", "x\n"]
+    "name", ["../x", "a/b", "/abs", "", ".", "..", ".hidden", "-x", "a\nb", "a\0b", "a ", "x" * 129, "a\\b", "x\n"]
 )
 def test_names_of_runs_that_are_paths_are_refused(digits_config: Config, tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.name is"):

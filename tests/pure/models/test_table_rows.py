@@ -44,7 +44,7 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> ModelPredictor:
     folder = tmp_path_factory.mktemp("table")
     pq.write_table(pa.table(PEOPLE), folder / "people.parquet")
     arguments: dict[str, Any] = {"features": [*RAW_ROWS], "dates": {"day": ["day"]}, "hidden": [4]}
-    arguments["missing"] = {"cabin": "category"}
+    arguments |= {"missing": {"default": "refuse", "cabin": "category"}, "standardize": False}
     task = prepare_task(TabularClassification(**arguments), open_dataset(str(folder / "people.parquet")).facts)
     model = task.build_model().eval()
     source = {"run": "run", "step": 1, "params_digest": ""}

@@ -25,7 +25,7 @@ from ray_app.preflight.inputs import make_task
 from ray_app.task.schema import prepare_task
 
 COLUMNS: dict[str, Any] = {"age": [22, 38, 26], "ward": [3, 1, 3], "day": ["2026-11-27"] * 3, "label": [0, 1, 0]}
-ARGUMENTS = {"categories": ["ward"], "dates": {"day": ["day"]}, "hidden": [4]}
+ARGUMENTS = {"categories": ["ward"], "dates": {"day": ["day"]}, "hidden": [4], "standardize": False}
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,10 @@ def test_a_predicted_class_has_a_name_an_index_and_a_confidence() -> None:
     assert np.allclose(predictions["confidence"], expected)
 
 
-@pytest.mark.parametrize("task", [ImageClassification(num_classes=4), TabularClassification(num_classes=4)])
+@pytest.mark.parametrize("task", [
+    ImageClassification(num_classes=4),
+    TabularClassification(num_classes=4, missing={"default": "refuse"}, standardize=False),
+])  # fmt: skip
 def test_a_class_without_a_name_is_named_by_its_index(task: ImageClassification | TabularClassification) -> None:
     label = ColumnFacts("integer", "int64", minimum=0.0, maximum=1.0)
     columns = {"label": label, "image": ColumnFacts("array", "uint8", (8, 8)), "a": ColumnFacts("number", "float64")}

@@ -218,7 +218,9 @@ def test_a_regression_is_predicted_and_a_row_without_a_value_is_named(ray_cluste
         pq.write_table(
             pa.table({"a": values, "target": features}), tmp_path / name / "part-00000.parquet", row_group_size=4
         )
-    task = TabularRegression().prepare(open_dataset(str(tmp_path / "good")).facts)
+    task = TabularRegression(missing={"default": "refuse"}, standardize=False).prepare(
+        open_dataset(str(tmp_path / "good")).facts
+    )
     predictor, tables, model = predictor_of(task, tmp_path / "good", tmp_path / "out")
     for table in tables:
         predictor(table)
@@ -230,11 +232,11 @@ def test_a_regression_is_predicted_and_a_row_without_a_value_is_named(ray_cluste
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, None])
-def test_a_row_that_cannot_be_predicted_is_refused(
+def test_a_missing_value_is_filled_and_an_infinite_one_is_refused(
     ray_cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float | None
 ) -> None:
-    features = [0.5] * 8
-    for name, last in (("good", 0.5), ("bad", value)):
+    features = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 3.0]
+    for name, last in (("good", 3.0), ("bad", value)):
         (tmp_path / name).mkdir()
         columns = {"a": [*features[:-1], last], "note": ["x"] * 8}
         pq.write_table(pa.table({**columns, "target": features}), tmp_path / name / "part-0.parquet", row_group_size=4)
@@ -251,10 +253,14 @@ def test_a_row_that_cannot_be_predicted_is_refused(
     assert train([*task, *data, *storage, "--run.name", "run"]) == 0
     predict_options = ["--predict.run", str(tmp_path / "runs" / "run"), "--predict.data", str(tmp_path / "bad")]
     capsys.readouterr()
-    assert main([*task, *data, *storage, *predict_options, "--predict.out", str(tmp_path / "out")]) == 2
+    code = main([*task, *data, *storage, *predict_options, "--predict.out", str(tmp_path / "out")])
     output = capsys.readouterr()
-    assert "part-0.parquet, row" in output.err
-    assert "column 'a'" in output.err
-    if value is not None:
-        assert "row group 1, row 3" in output.err
-        assert "Columns used: a\nColumns not used: 'note' (text), 'target' (number, not named)\n" in output.out
+    assert "Columns used: a, note\nColumns not used: 'target' (number, not named)\n" in output.out
+    if value == np.inf:
+        assert code == 2
+        assert "part-0.parquet, row group 1, row 3: column 'a' is NaN or infinite" in output.err
+    else:
+        # The median of the training data is 3.
+        predicted = read_parts(tmp_path / "out").column("predicted").to_pylist()
+        assert (code, predicted[7]) == (0, predicted[3])
+        assert len(set(predicted)) == 7
