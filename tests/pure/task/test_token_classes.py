@@ -119,7 +119,7 @@ def test_a_part_has_one_prediction_per_token_for_every_batch_size() -> None:
 def test_a_result_predicts_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Result, "load_model", lambda self, checkpoint: OfToken())
     evaluate = SimpleNamespace(batch_size=2)
-    job = SimpleNamespace(config=SimpleNamespace(evaluate=evaluate), paths=RunPaths("run"))
+    job = SimpleNamespace(config=SimpleNamespace(evaluate=evaluate), paths=RunPaths(Path("run")))
     monkeypatch.setattr(Result, "_job", job)
     predictions = Result(Path("run"), {}, tagging_task()).predict({"tokens": ragged_of(TOKENS)})
     assert [len(row) for row in rows_of_ragged(predictions["predicted_index"])] == [len(row) for row in TOKENS]
