@@ -298,9 +298,13 @@ def _check_optimizer_step(config: Config, spec: OptimizerSpec, model: nn.Module)
 
 
 def _kept_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns counters, tensors and generators that an optimizer keeps outside its state and groups."""
+    """Returns counters, tensors and generators that an optimizer keeps outside its state and groups.
+
+    Tensors that are also in its state (`KerasOptimizer`) belong to the state.
+    """
     stored = ("state", "param_groups", "defaults")
-    return kept_values({name: value for name, value in vars(optimizer).items() if name not in stored})
+    in_state = {id(value) for state in optimizer.state.values() for value in state.values()}
+    return kept_values({name: value for name, value in vars(optimizer).items() if name not in stored}, in_state)
 
 
 def try_schedules(context: PreflightContext) -> None:

@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import params_digest
+from ray_app.devices import HOST
 from ray_app.errors import ConfigError, join_names
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
 from ray_app.storage.files import to_location
@@ -237,7 +238,7 @@ def read_parameters(path: str, digest: str | None) -> dict[str, Tensor]:
 
 def _parse_state_dict(data: bytes) -> dict[str, Tensor]:
     """Returns the tensors of a file of `torch.save`, without the prefixes of `DataParallel` and `torch.compile`."""
-    content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    content = torch.load(io.BytesIO(data), map_location=HOST, weights_only=True)
     state = next((content[key] for key in _STATE_DICT_KEYS if isinstance(content.get(key), dict)), content)
     for prefix in ("module.", "_orig_mod."):
         consume_prefix_in_state_dict_if_present(state, prefix)

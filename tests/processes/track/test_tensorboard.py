@@ -100,7 +100,7 @@ def test_event_files_hold_the_points_of_mlflow_and_no_secret(tmp_path: Path) -> 
         assert [(step, round(1000 * at)) for step, at, _ in points_of[name]] == [(step, at) for step, at, _ in points]
         assert [value for *_, value in points_of[name]] == [float(np.float32(value)) for *_, value in points]
     [data] = full_files(run.paths).values()
-    assert b"system_metrics_s:" in data
+    assert b"seed:" in data
     assert b"secret" not in data
 
 

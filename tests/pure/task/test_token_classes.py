@@ -22,6 +22,7 @@ from ray_app.data.reader import Reader, RowSource, fetch_in_process, load_all
 from ray_app.driver.result import Result
 from ray_app.errors import DataError
 from ray_app.predict.actor import PredictActor, encode_part
+from ray_app.runlog.paths import RunPaths
 from ray_app.task.losses import Losses, sum_losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
@@ -117,7 +118,8 @@ def test_a_part_has_one_prediction_per_token_for_every_batch_size() -> None:
 
 def test_a_result_predicts_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Result, "load_model", lambda self, checkpoint: OfToken())
-    job = SimpleNamespace(config=SimpleNamespace(evaluate=SimpleNamespace(batch_size=2)))
+    evaluate = SimpleNamespace(batch_size=2)
+    job = SimpleNamespace(config=SimpleNamespace(evaluate=evaluate), paths=RunPaths(Path("run")))
     monkeypatch.setattr(Result, "_job", job)
     predictions = Result(Path("run"), {}, tagging_task()).predict({"tokens": ragged_of(TOKENS)})
     assert [len(row) for row in rows_of_ragged(predictions["predicted_index"])] == [len(row) for row in TOKENS]

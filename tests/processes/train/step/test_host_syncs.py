@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ray_app.task import base
+from ray_app.task import losses
 from ray_app.task.base import Batch
 from ray_app.task.losses import Losses
 from ray_app.testing import WorkerPool, cache_windows
@@ -60,17 +60,17 @@ class CountWaits:
         self._file = file
         self._calls = _Calls()
         self._operators = _Operators()
-        self._are_on_host = base._are_on_host
+        self._are_on_host = losses._are_on_host
 
     def __call__(self, rank: int, step: int) -> None:
         if rank == 0 and step == FIRST:
-            base._are_on_host = lambda tensors: False
+            losses._are_on_host = lambda tensors: False
             self._calls.__enter__()
             self._operators.__enter__()
         if rank == 0 and step == FIRST + STEPS:
             self._operators.__exit__(None, None, None)
             self._calls.__exit__(None, None, None)
-            base._are_on_host = self._are_on_host
+            losses._are_on_host = self._are_on_host
             self._file.write_text(json.dumps((self._calls.number + self._operators.number) / STEPS))
 
 

@@ -203,7 +203,7 @@ def test_comparing_parameters_finds_the_divergent_rank(
             r"sdc_check_rate is 0\.1 with train\.strategy fsdp",
         ),
         ({"failure__sdc_check_rate": 0.1, "train__reduction": "overlapped"}, r"train\.reduction overlapped"),
-        ({"failure__sdc_check_rate": 1.5}, r"between 0 and 1"),
+        ({"failure__sdc_check_rate": 1.5}, r"sdc_check_rate is 1\.5; it must be at least 0 and at most 1"),
         ({"failure__compare_params_every_steps": 0}, r"at least 1"),
         ({"failure__compare_params_every_steps": 5, "train__strategy": "local_sgd"}, r"only with ddp"),
     ],
