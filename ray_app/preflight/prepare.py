@@ -38,7 +38,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, redact_value, register_secrets
 from ray_app.runlog.stored_config import parse_config
 from ray_app.storage.data_files import find_file
-from ray_app.storage.files import put_atomic, put_json, to_location
+from ray_app.storage.files import put_atomic, put_json, to_location, try_writing
 from ray_app.task.ragged import Arrays
 from ray_app.task.schema import stored_schema
 from ray_app.task.texts import TOKENIZER_FILE
@@ -205,7 +205,7 @@ def put_config(paths: RunPaths, config: Config) -> None:
 def check_storage(config: Config) -> None:
     """Refuses a storage folder that cannot be created or written to. S3 is not checked here.
 
-    The check creates and removes a folder in the nearest existing parent.
+    The check writes and removes files in the nearest existing parent.
 
     Raises:
         ConfigError: No folder can be created there.
@@ -214,7 +214,11 @@ def check_storage(config: Config) -> None:
     if not isinstance(folder, Path):
         return
     if (why := why_not_writable(folder)) is None:
-        return
+        try:
+            try_writing(next(parent for parent in (folder, *folder.parents) if parent.exists()))
+            return
+        except OSError as error:
+            why = f"{error.strerror or error} ({folder})"
     raise ConfigError(
         f"run.storage_path is {config.run.storage_path!r}, where no run can be stored: {why}. Give a folder that you"
         " may write to, which all nodes see under the same path, or a prefix in a bucket."

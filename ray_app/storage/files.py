@@ -7,10 +7,13 @@ here and in `storage/data_files.py` do the rest. No other module distinguishes o
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import math
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -124,8 +127,46 @@ def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: 
         except FileExistsError:
             # NFS repeats a link if its answer was lost; then the existing file is this one.
             return temporary.stat().st_nlink == 2
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return _rename_if_absent(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+_NO_LINKS = (errno.EOPNOTSUPP, errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.EMLINK)
+"""Errors with which a file system without hard links answers: Azure Files, gcsfuse, exFAT, SMB."""
+_CURRENT_FOLDER = -100
+_RENAME_NOREPLACE = 1
+
+
+def _rename_if_absent(source: Path, target: Path) -> bool:
+    """Renames a file unless the target exists (renameat2, Linux); returns whether it did."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(source), os.fsencode(target)
+    if not libc.renameat2(_CURRENT_FOLDER, names[0], _CURRENT_FOLDER, names[1], _RENAME_NOREPLACE):
+        return True
+    number = ctypes.get_errno()
+    if number == errno.EEXIST:
+        return False
+    if number in _NO_LINKS:
+        raise OSError(
+            number,
+            "the file system has neither hard links nor a rename that replaces no file, so two writers could not be"
+            " told apart",
+            str(target),
+        )
+    raise OSError(number, os.strerror(number), str(target))
+
+
+def try_writing(folder: Path) -> None:
+    """Does what a run does with files once, in a folder that it removes; raises OSError for an operation that fails."""
+    with tempfile.TemporaryDirectory(prefix=".ray_app-", dir=folder) as name:
+        file = Path(name, "file")
+        results = [put_atomic(file, b"1", if_absent=is_new) for is_new in (True, False, True)]
+        if results != [True, True, False]:
+            raise OSError(errno.EIO, "a file that exists was written again", str(folder))
 
 
 def put_json(path: Location, value: Any, *, if_absent: bool = False) -> bool:

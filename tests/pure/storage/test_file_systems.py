@@ -1,0 +1,48 @@
+"""Storage on file systems that lack operations: without hard links a file is renamed, without both it is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError
+from ray_app.preflight.prepare import check_storage
+from ray_app.storage.files import put_atomic
+
+
+def refuse_link(source: Any, target: Any, **_: Any) -> None:
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(source), None, str(target))
+
+
+def test_a_file_is_written_once_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", refuse_link)
+    file = tmp_path / "größe 1.json"
+    assert [put_atomic(file, content, if_absent=True) for content in (b"first", b"second")] == [True, False]
+    assert file.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [file], "a temporary file is left"
+    check_storage(Config().replace(run__storage_path=str(tmp_path / "runs")))
+    assert list(tmp_path.iterdir()) == [file]
+
+
+class OldLibrary:
+    """The C library on a file system with a rename that has no flags (NFS)."""
+
+    def renameat2(self, *_: Any) -> int:
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+
+def test_storage_without_links_and_such_a_rename_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", refuse_link)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: OldLibrary())
+    with pytest.raises(ConfigError, match="neither hard links nor a rename that replaces no file"):
+        check_storage(Config().replace(run__storage_path=str(tmp_path / "runs")))
+    assert not list(tmp_path.iterdir())
