@@ -88,6 +88,9 @@ def decode_inputs(task: Task, data: Any, texts: TextEncoder | None = None, targe
     _need_names(stored, list(sources.values()))
     if task.encoding is not None and not targets:
         return DecodedInputs(encode_raw_rows(task.encoding, {name: stored[name] for name in names}), is_one_row(data))
+    empty = [name for name, source in sources.items() if getattr(stored[source], "__len__", lambda: 1)() == 0]
+    if empty:
+        raise DataError(f"Column {empty[0]!r} has 0 rows; give at least 1.")
     columns = {name: _read_column(task, name, stored[source], texts) for name, source in sources.items()}
     numbers = {name: len(column.values) for name, column in columns.items()}
     if len(set(numbers.values())) != 1 or not all(numbers.values()):

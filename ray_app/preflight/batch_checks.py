@@ -159,10 +159,15 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _compares_rows(task: BatchTask, model: nn.Module, rows: Arrays, index: npt.NDArray[np.int64]) -> bool:
-    """Returns whether a mean loss changes where every row of a batch occurs twice, unless it doubles as a sum does."""
-    parts = (index, index, np.concatenate([index, index]))
-    loss, repeated, doubled = (float(task.eval_outputs(model, to_batch(rows, part)).loss) for part in parts)
-    return loss == repeated and not are_close(loss, doubled) and not are_close(2 * loss, doubled)
+    """Returns whether a mean loss changes where every row of a batch occurs twice, unless it doubles as a sum does.
+
+    A loss that another order of the rows changes, or a repetition, is random.
+    """
+    parts = (index, index, index[::-1], np.concatenate([index, index]))
+    loss, *others = (float(task.eval_outputs(model, to_batch(rows, part.copy())).loss) for part in parts)
+    repeated, reordered, doubled = others
+    is_random = loss != repeated or not are_close(loss, reordered)
+    return not is_random and not are_close(loss, doubled) and not are_close(2 * loss, doubled)
 
 
 def _reads_padding(task: Task, model: nn.Module, rows: Arrays) -> bool:

@@ -73,11 +73,10 @@ def compare(job: Job, run: TrainedRun, plain: Ended) -> str:
         distance = (state[name].double() - value.double()).abs().max().item()
         if not distance <= 5 * tolerance * max(1.0, value.double().abs().max().item()):
             return f"{name} differs by {distance}"
-    evaluation = [*read_scores(job.paths), None][-1]
+    evaluations = read_scores(job.paths)
     for name, value in plain.evaluation.items():
-        assert evaluation is not None
-        if not math.isclose(evaluation.metrics[name], value, rel_tol=5 * tolerance, abs_tol=5 * tolerance):
-            return f"{name} of the evaluation is {evaluation.metrics[name]}, by the plain loop {value}"
+        if not math.isclose(evaluations[-1].metrics[name], value, rel_tol=5 * tolerance, abs_tol=5 * tolerance):
+            return f"{name} of the evaluation is {evaluations[-1].metrics[name]}, by the plain loop {value}"
     return ""
 
 

@@ -270,7 +270,7 @@ def test_ingest_reports_the_error_of_the_storage(tmp_path: Path, capsys: pytest.
     ("main", "arguments"),
     [
         (drill, ["--drill.scenarios", SECRET]),
-        (predict, ["--predict.model", "m", "--predict.data", SECRET, "--predict.out", "out"]),
+        (predict, ["--predict.model", SECRET, "--predict.data", "data", "--predict.out", "out"]),
     ],
 )
 def test_the_error_of_options_refused_before_the_start_hides_secrets(

@@ -10,7 +10,6 @@ the points of `StepHook`. The thread that sends all buckets but the last during 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -47,14 +46,6 @@ class Grey(ImageClassification):
         model = super().build_model()
         model.conv1 = nn.Conv2d(1, 64, 7, 2, 3, bias=False)
         return model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    """Removes a variable that Lightning sets when another test imports it: PyTorch then asks NVML at every step."""
-    with pytest.MonkeyPatch.context() as variables:
-        variables.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
-        yield
 
 
 def resnet18() -> Task:
