@@ -51,6 +51,7 @@ def test_the_digits_pass_every_check(
     lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith(" ")]
     names = [
         "configuration",
+        "environment",
         "data",
         "task",
         "plan",
@@ -63,10 +64,11 @@ def test_the_digits_pass_every_check(
     ]
     names += [
         "one row",
-        "outputs",
         "kept state",
+        "outputs",
         "normalization",
         "rare rows",
+        "batches",
         "metrics",
         "optimizer",
         "schedule",
@@ -85,7 +87,7 @@ def test_independent_refusals_are_all_reported_and_dependent_checks_skipped(
     assert main([f"--config={ROOT}/conf/digits.yaml", *wrong]) == 2
     output = capfd.readouterr()
     assert [line.split()[:2] for line in output.out.splitlines()] == [
-        *(["ok", "configuration"], ["refused", "initial"], ["refused", "data"], ["warning", "the"])
+        *(["ok", "configuration"], ["ok", "environment"], ["refused", "initial"], ["refused", "data"], ["warning", "the"])
     ]
     assert not output.err
     outcome = check_task(
