@@ -116,8 +116,6 @@ def worker_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool
     """Four worker processes without Ray, which only the tests of one file share."""
     from ray_app.testing import WorkerPool
 
-    # Lightning sets it when a test imports it: PyTorch then asks NVML at every step.
-    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     worker_pool = WorkerPool(4, tmp_path_factory.mktemp("stores"))
     yield worker_pool
     worker_pool.close()

@@ -100,6 +100,6 @@ def test_a_step_has_a_fixed_number_of_calls_and_operators(
     )
     outcomes = worker_pool.train(job, workers, Hooks(after_step=StepCost(str(count_file), FIRST)), windows)
     assert [outcome.error for outcome in outcomes] == [None] * workers
-    # A busy machine may make a step of several workers look once more whether a transfer is done.
-    calls = pytest.approx(expected["python_calls"], abs=2)
+    # On a busy machine, a step of several workers may look once more, by three calls, whether a transfer is done.
+    calls = pytest.approx(expected["python_calls"], abs=2 if workers == 1 else 6)
     assert json.loads(count_file.read_text()) == expected | {"python_calls": calls}
