@@ -32,6 +32,7 @@ from ray_app.preflight.changes import iter_import_paths
 from ray_app.task.base import Batch, Rows, Task
 from ray_app.task.losses import Losses
 from ray_app.task.ragged import Arrays, Field, Ragged, to_batch
+from ray_app.task.transforms import IS_SEEDED_ALIKE
 from ray_app.task.user_code import is_user_code, user_code
 from ray_app.train.job import Job
 from ray_app.train.state.state import seed_init, seed_step
@@ -143,7 +144,9 @@ class _LineTracer:
         return self._trace_line
 
     def _compare_states(self) -> None:
-        """Records the last line for each global generator with a new state."""
+        """Records the last line for each global generator with a new state, but where all are seeded and restored."""
+        if IS_SEEDED_ALIKE.get():
+            return
         for name, get_state in _GLOBAL_STATES.items():
             state = get_state()
             if state != self._states[name]:

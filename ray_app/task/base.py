@@ -27,7 +27,7 @@ from ray_app.task.fields import (
     to_model_types,
 )
 from ray_app.task.losses import Losses
-from ray_app.task.ragged import LENGTHS, Arrays
+from ray_app.task.ragged import LENGTHS, Arrays, to_array
 from ray_app.task.transforms import uniform
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class Task(ABC):
         """
         del batch
         named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
-        return {name: values.numpy() for name, values in named.items()}
+        return {name: to_array(values) for name, values in named.items()}
 
     def answers(self, outputs: Any, batch: Batch) -> list[Any]:
         """Returns what a prediction says of each row to a person: names of classes with probabilities, or numbers.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
-from ray_app.task.ragged import LENGTHS, Field, Ragged
+from ray_app.task.ragged import LENGTHS, Field, Ragged, to_array
 
 
 class OptionalColumn(str):
@@ -248,7 +248,7 @@ def strip_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[str
             " Task.predictions."
         )
     is_value = np.arange(outputs.shape[1]) < lengths[0][:, None]
-    return Ragged(outputs.numpy()[is_value], np.cumsum([0, *lengths[0]], dtype=np.int64))
+    return Ragged(to_array(outputs)[is_value], np.cumsum([0, *lengths[0]], dtype=np.int64))
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,11 @@ def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None)
     return batch
 
 
+def to_array(values: Tensor) -> npt.NDArray:
+    """Returns a tensor on the CPU as an array; NumPy has no bfloat16."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+
+
 def repeat_rows(values: Field) -> Field:
     """Returns the rows twice, one copy after the other."""
     return concat_ragged([values, values]) if isinstance(values, Ragged) else np.concatenate([values, values])

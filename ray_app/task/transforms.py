@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -162,6 +163,10 @@ def instantiate_once(spec: Any, field: str) -> Any:
     return _instantiate_json(json.dumps(spec), field)
 
 
+IS_SEEDED_ALIKE = ContextVar("IS_SEEDED_ALIKE", default=False)
+"""Whether the code is in a block of `same_in_each_process`."""
+
+
 @contextmanager
 def same_in_each_process() -> Iterator[None]:
     """Makes objects of the user in the block draw the same numbers in every process, and restores the generators.
@@ -169,16 +174,17 @@ def same_in_each_process() -> Iterator[None]:
     Inference mode is off in it, since an evaluation may be the first to make an object, and backward cannot use tensors
     that are made in that mode.
     """
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        try:
+    python, numpy, token = random.getstate(), np.random.get_state(), IS_SEEDED_ALIKE.set(True)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
             yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        IS_SEEDED_ALIKE.reset(token)
 
 
 @lru_cache(64)

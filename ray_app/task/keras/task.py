@@ -28,7 +28,7 @@ from ray_app.task.keras.module import KerasModule, KerasPass
 from ray_app.task.keras.optimizer import OPTIMIZER, refuse_sharding, serialize_optimizer
 from ray_app.task.losses import Losses
 from ray_app.task.metrics import Mode
-from ray_app.task.ragged import Arrays, Ragged, to_batch
+from ray_app.task.ragged import Arrays, Ragged, to_array, to_batch
 from ray_app.task.transforms import Spec, instantiate
 from ray_app.task.user_code import user_code
 from ray_app.task.whole_batches import BatchTask, Evaluated, count_rows
@@ -344,10 +344,10 @@ class KerasTask(BatchTask):
         """Returns what the model gives, as `Model.predict` does; several outputs by their names."""
         del batch
         if isinstance(outputs, Mapping):
-            return {str(name): values.numpy() for name, values in outputs.items()}
+            return {str(name): to_array(values) for name, values in outputs.items()}
         if isinstance(outputs, list | tuple):
-            return {f"predicted_{number}": values.numpy() for number, values in enumerate(outputs)}
-        return {"predicted": outputs.numpy()}
+            return {f"predicted_{number}": to_array(values) for number, values in enumerate(outputs)}
+        return {"predicted": to_array(outputs)}
 
 
 @lru_cache(4)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from ray_app.preflight.purity import find_impurities
+from ray_app.task.configured_arguments import make_loss
+from ray_app.task.module import ModuleTask
 from tests.support import impure_tasks
 from tests.support.impure_tasks import Impure
 from tests.support.local_world import make_job, write_images
@@ -63,3 +65,12 @@ def test_a_pure_task_has_no_impurities(tmp_path: Path) -> None:
 @pytest.mark.rest
 def test_a_model_that_cannot_be_copied_is_built_again(tmp_path: Path) -> None:
     assert impurities_of(tmp_path, "lock") == []
+
+
+def test_a_loss_that_a_process_makes_once_is_no_impurity(tmp_path: Path) -> None:
+    model = {"class_path": "torch.nn.Conv2d", "init_args": {"in_channels": 1, "out_channels": 1, "kernel_size": 1}}
+    task = ModuleTask(model, ["image"], "image", {"class_path": "torch.nn.MSELoss"})
+    data = write_images(tmp_path / "data", [[8], [8]])
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=task)
+    make_loss.cache_clear()
+    assert find_impurities(job) == []

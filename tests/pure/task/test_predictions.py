@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest
 from ray_app.predict.predict import cut_parts
+from ray_app.task.base import Task
 from ray_app.task.classification import predict_classes
 from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification, TabularRegression
@@ -46,6 +47,12 @@ def test_targets_are_not_inputs() -> None:
     task = TabularRegression(label="price", features=["a", "b"])
     assert (task.targets(), task.columns()) == (["price"], ["a", "b", "price"])
     assert task.predictions(torch.tensor([[2.0], [3.0]]), {})["predicted"].tolist() == [2.0, 3.0]
+
+
+def test_predictions_of_bfloat16_are_floats() -> None:
+    outputs = torch.tensor([2.0, 3.0], dtype=torch.bfloat16)
+    task = TabularRegression(label="price", features=["a"])
+    assert Task.predictions(task, {"score": outputs}, {})["score"].dtype == np.float32
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=6), min_size=1, max_size=4), st.integers(1, 50))
