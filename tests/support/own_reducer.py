@@ -10,3 +10,15 @@ from tests.support.paths import ROOT
 _names: dict[str, Any] = {}
 exec(next(block.text for block in blocks(ROOT / "docs" / "strategies.md") if "GradientReducer" in block.text), _names)
 OneDevice = _names["OneDevice"]
+
+
+class Warmup(OneDevice):
+    """Keeps a number of steps, which no checkpoint has."""
+
+    steps = 0
+
+    def finish(self) -> None:
+        super().finish()
+        self.steps += 1
+        for p in self.parameters:
+            p.grad = None if p.grad is None else p.grad * min(1.0, self.steps / 10)

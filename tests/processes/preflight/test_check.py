@@ -126,6 +126,19 @@ def test_a_failed_check_names_the_mistake(
     assert expected in text
 
 
+def test_a_reducer_that_keeps_something_for_the_next_step_is_named(digits: Path, tmp_path: Path) -> None:
+    config = load_config(
+        ROOT / "conf" / "digits.yaml",
+        data__path=str(digits / "train"),
+        data__eval_path=str(digits / "eval"),
+        run__storage_path=str(tmp_path / "runs"),
+        train__reducer="tests.support.own_reducer.Warmup",
+        # Without its fraction of the gradient, Adam would make the same step.
+        optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+    )
+    assert [f.topic for f in check_task(config).findings if f.level == "failed"] == ["resume"]
+
+
 def test_an_error_in_the_task_fails_a_check_and_skips_the_rest(
     check_mistake: Callable[[str], dict[str, tuple[str, str]]],
 ) -> None:
