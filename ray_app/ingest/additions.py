@@ -19,6 +19,7 @@ from ray_app.data.classes import map_classes, renumber
 from ray_app.data.dataset import ADDED_PREFIX, DESCRIPTION, UNFINISHED_MARKER, read_description
 from ray_app.data.parquet_files import load_footers, read_footers
 from ray_app.errors import DataError, join_names
+from ray_app.ingest.leakage import KNOWN_ROWS
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import remove_work, side_folder
 from ray_app.ingest.readers.base import Part
@@ -177,7 +178,7 @@ def undo_addition(out: Location, described: Descriptions, number: int) -> None:
     for side in described:
         folder = side_folder(out, side)
         for name in list_files(folder):
-            if name.startswith((f"{ADDED_PREFIX}{number:05d}-", f"_refused-{number:05d}")):
+            if name.startswith(tuple(f"{start}{number:05d}" for start in (ADDED_PREFIX, "_refused-", KNOWN_ROWS))):
                 (folder / name).unlink()
     _remove_markers(out, described)
 

@@ -126,7 +126,7 @@ def _open_table(table: Any) -> tuple[pa.Schema, _Rows]:
         if type(table).__module__.partition(".")[0] == "pandas" and hasattr(table, "columns"):
             # The stream of pandas lacks its index; one with a name is a column.
             has_name = any(name is not None for name in table.index.names)
-            table = pa.Table.from_pandas(table, preserve_index=has_name or None)
+            table = pa.Table.from_pandas(table, preserve_index=has_name)
         reader = _open_reader(table)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(f"the table cannot be converted to Arrow: {error}. Give each column one type.") from error

@@ -47,7 +47,7 @@ from ray_app.ingest.additions import (
     undo_addition,
 )
 from ray_app.ingest.ids import describe_ids, digest_ids, load_ids, make_id_notes
-from ray_app.ingest.leakage import RowHashes, add_leaks, content_digest, find_leaks, make_leak_notes
+from ray_app.ingest.leakage import RowHashes, content_digest, find_leaks, keep_hashes, make_leak_notes
 from ray_app.ingest.options import FormatTraits, IngestOptions, Source, python_spelling
 from ray_app.ingest.output_folder import REFUSED, side_folder
 from ray_app.ingest.readers import base, csv_files
@@ -459,11 +459,14 @@ def _write_all(
         refuse_empty_side(side, part, sides[part.name], records, refused, options, addition is not None)
     runs = {side: records[side] for side, part in part_of.items() if not part.keeps_order}
     shuffled = _shuffle(runs, part_of, options, folder, run, addition)
-    leaks = find_leaks(written.hashes, written.overlaps, is_divided=len(part_of) > len(parts))
+    number = addition.number if addition else 1
+    hashes = {side: keep_hashes(side_folder(folder, side), rows, number) for side, rows in written.hashes.items()}
+    eval_leaks = described["eval"].get("leaks") if described and "eval" in described else None
+    leaks = find_leaks(hashes, written.overlaps, len(part_of) > len(parts), eval_leaks)
     descriptions = {}
     for side, part in part_of.items():
         before = described[side] if described else None
-        side_leaks = add_leaks((before or {}).get("leaks"), leaks.get(side))
+        side_leaks = leaks.get(side)
         notes = [*make_notes(written.text_columns[part.name], _notation(options)), *make_id_notes(ids)]
         notes += make_leak_notes(side, side_leaks)
         if before is not None:

@@ -21,10 +21,12 @@ import pyarrow.compute as pc
 
 from ray_app.data.arrays import fixed_array, is_bytes, is_number, is_ragged_list, is_text, spec_of_field
 from ray_app.plan.hashing import UInt64, hash_array, mix_array
-from ray_app.storage.files import Location, put_atomic
+from ray_app.storage.files import Location, list_files, put_atomic
 
 MAX_COMPARED = 1 << 20
 """Rows of a data set that are compared."""
+KNOWN_ROWS = "_known_rows-"
+"""Beginning of the names of the files in a data set that have the hashes of its rows, one for each delivery."""
 _LABELS = ("label", "target")
 _WORD_BYTES = 4 << 20
 Leaks = dict[str, Any]
@@ -165,6 +167,14 @@ class RowHashes:
         return cls(rows, content, stored["hashes"], limit + 1)
 
 
+def keep_hashes(folder: Location, hashes: RowHashes, number: int) -> RowHashes:
+    """Writes the hashes of a delivery to a data set; returns those of all its rows, of this and earlier deliveries."""
+    file = folder / f"{KNOWN_ROWS}{number:05d}.npz"
+    earlier = [name for name in list_files(folder) if name.startswith(KNOWN_ROWS) and name < file.name]
+    hashes.put(file)
+    return RowHashes.merge([*(RowHashes.load(folder / name) for name in sorted(earlier)), hashes])
+
+
 def content_digest(hashes: Iterable[RowHashes]) -> str:
     """Returns a text that equal rows have in common, in any order and however they are divided."""
     parts = list(hashes)
@@ -231,14 +241,18 @@ def _is_shifted(one: npt.NDArray, two: npt.NDArray, axis: int, shift: int) -> bo
 
 
 def find_leaks(
-    hashes: Mapping[str, RowHashes], overlaps: Iterable[Mapping[str, Sequence[int]]], is_divided: bool
+    hashes: Mapping[str, RowHashes],
+    overlaps: Iterable[Mapping[str, Sequence[int]]],
+    is_divided: bool,
+    before: Leaks | None = None,
 ) -> dict[str, Leaks]:
     """Returns the counts of the rows of each data set that are equal to training rows, or overlap them.
 
     Args:
-        hashes: The hashes of the rows by data set.
+        hashes: The hashes of all rows by data set.
         overlaps: The counts of `Overlaps` of each input split.
         is_divided: Whether the ingest has divided the rows.
+        before: The counts of `eval` before a delivery, of which windows are kept.
     """
     if "train" not in hashes:
         return {}
@@ -247,21 +261,12 @@ def find_leaks(
         if side != "train":
             counts = {"rows": rows.rows, **find_equal_rows(hashes["train"], rows)}
             leaks[side] = {**counts, "windows": {}, "is_divided": is_divided and side == "eval"}
-    for windows in overlaps if "eval" in leaks else ():
-        leaks["eval"] = _add(leaks["eval"], {**dict.fromkeys(_COUNTS, 0), "windows": windows})
+    if "eval" in leaks:
+        windows = leaks["eval"]["windows"]
+        for more in [*([before["windows"]] if before else []), *overlaps]:
+            for name, (count, axis, shift) in more.items():
+                windows[name] = [count + windows.get(name, [0])[0], axis, shift]
     return leaks
-
-
-def add_leaks(one: Leaks | None, two: Leaks | None) -> Leaks | None:
-    """Returns the counts of the rows of both; None stands for no count."""
-    return one or two if one is None or two is None else _add(one, two)
-
-
-def _add(one: Leaks, two: Leaks) -> Leaks:
-    windows = dict(one["windows"])
-    for name, (count, axis, shift) in two["windows"].items():
-        windows[name] = [count + windows.get(name, [0])[0], axis, shift]
-    return {**one, **{name: one[name] + two[name] for name in _COUNTS}, "windows": windows}
 
 
 def make_leak_notes(side: str, leaks: Leaks | None) -> list[str]:
@@ -286,7 +291,6 @@ def make_leak_notes(side: str, leaks: Leaks | None) -> list[str]:
     return notes
 
 
-_COUNTS = ("rows", "compared", "equal", "other_label")
 _SELECTION = "Leave these rows out of one of the two sources"
 _DIVISION = (
     "Divide by --group COLUMN, which keeps all rows of one value (a person, a recording) in one data set, or by"

@@ -57,6 +57,19 @@ def test_arrays_that_are_no_windows_are_not_named(tmp_path: Path, x: np.ndarray)
     assert [part.notes for part in summary.parts.values()] == [[], []]
 
 
+def test_the_rows_of_a_delivery_are_compared_with_all_rows_that_are_there(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"x": rng.normal(size=100), "y": np.arange(100) % 2})
+    ingest_table(str(tmp_path / "out"), table, append=True, eval_fraction=0.3)
+    assert leaks_of(tmp_path / "out")["equal"] == 0
+    again = pd.concat([table.iloc[:60], pd.DataFrame({"x": rng.normal(size=40), "y": 1})])
+    part = ingest_table(str(tmp_path / "out"), again, append=True, eval_fraction=0.3).parts["eval"]
+    read = {side: pd.read_parquet(tmp_path / "out" / side)["x"] for side in ("train", "eval")}
+    equal = read["eval"].isin(set(read["train"])).sum()
+    assert 0 < equal == leaks_of(tmp_path / "out")["equal"]
+    assert any(f"{equal} of {part.rows} rows of 'eval' are equal to rows of 'train'" in note for note in part.notes)
+
+
 def test_equal_rows_are_counted_without_id_and_label(tmp_path: Path) -> None:
     frame = pd.DataFrame({"x": np.arange(500), "word": [f"w{i}" for i in range(500)], "label": 0})
     again = frame.assign(label=np.arange(500) // 250)
