@@ -7,6 +7,7 @@ which goes on after the run.
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import logging
 import os
@@ -33,6 +34,7 @@ _lock = threading.Lock()
 _previous_values: dict[str, list[list[Any]]] = {}
 """By the name of a setting: its value at the entry of each open block of `restore_setting`, the earliest first."""
 
+_FOLDER_S = 5.0
 _FLUSH_S = 2.0
 _FLUSH_POLL_S = 0.1
 
@@ -52,6 +54,28 @@ def keep_freed_memory() -> None:
     malloc.mallopt(_TRIM_THRESHOLD, 1 << 30)
     # glibc accepts no larger value.
     malloc.mallopt(_MMAP_THRESHOLD, 32 << 20)
+
+
+def current_folder() -> Path:
+    """Returns the current folder, which is entered again if it was removed and made again.
+
+    Where several nodes of Ray are on one machine, the agent of each unpacks the working directory of a job into the
+    same folder, and removes that of the other before.
+
+    Raises:
+        FileNotFoundError: The folder was not made again.
+    """
+    with suppress(FileNotFoundError):
+        return Path.cwd()
+    # The shell that started this process has set it.
+    folder, deadline_s = os.environ.get("PWD", ""), time.monotonic() + _FOLDER_S
+    while time.monotonic() < deadline_s:
+        with suppress(OSError):
+            os.chdir(folder)
+            return Path.cwd()
+        time.sleep(0.1)
+    reason = "the current folder of this process was removed; start the command again in a folder that exists"
+    raise FileNotFoundError(errno.ENOENT, reason, folder)
 
 
 def why_not_writable(folder: Path) -> str | None:

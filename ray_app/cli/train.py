@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 import psutil
 from rich.console import Console
 
 from ray_app.driver.parsing import parse
 from ray_app.driver.run import open_run
-from ray_app.errors import is_refusal
+from ray_app.errors import RayAppError, is_refusal
 from ray_app.process import interrupt_at_signals
 from ray_app.runlog.redaction import redact
 
@@ -35,6 +36,9 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int
         if is_refusal(error) and not started:
             print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
             return 2
+        if not isinstance(error, RayAppError):
+            # Nobody foresaw it, so its text may not say where it comes from.
+            print(redact(traceback.format_exc()), file=sys.stderr)
         print(redact(f"The run failed: {type(error).__name__}: {error}"), file=sys.stderr)
         if getattr(error, "retryable", True) and started:
             print("Starting it again continues from its newest checkpoint.", file=sys.stderr)

@@ -36,7 +36,7 @@ import ray
 from ray.job_config import JobConfig
 
 from ray_app.errors import ConfigError
-from ray_app.process import set_variables
+from ray_app.process import current_folder, set_variables
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
@@ -239,11 +239,12 @@ def ray_job() -> dict[str, Any] | None:
 
 def search_path() -> list[str]:
     """Returns, in order, the module folders of this process that another process of the same Python does not have."""
-    installed, package = _installed_paths(), str(Path(__file__).resolve().parents[2])
+    folder, package = str(current_folder()), str(Path(__file__).resolve().parents[2])
+    installed = _installed_paths()
     libraries = {path for path in installed if Path(path).name in ("site-packages", "dist-packages")}
     # Ray and other libraries add folders inside their own, which are left out.
     added = [path for path in sys.path if libraries.isdisjoint(map(str, Path(path).parents))]
-    paths = [package, str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *added]
+    paths = [package, folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep), *added]
     return [path for path in dict.fromkeys(paths) if path and path not in installed and Path(path).exists()]
 
 

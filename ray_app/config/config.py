@@ -33,6 +33,7 @@ from ray_app.config.sections import (
 from ray_app.config.strategies import strategy_with_workers
 from ray_app.config.variables import tracking_uri
 from ray_app.errors import ConfigError, RunExistsError
+from ray_app.process import current_folder
 
 _SQLITE = "sqlite:///"
 
@@ -58,7 +59,7 @@ def with_absolute_paths(config: Config) -> Config:
 
     In a job they stay as they are: Ray removes its copy of the working directory.
     """
-    if "_ray_pkg_" in os.getcwd():
+    if "_ray_pkg_" in str(current_folder()):
         return config
 
     def absolute(path: str) -> str:

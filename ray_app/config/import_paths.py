@@ -20,6 +20,7 @@ from typing import Any
 
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError, RayAppError
+from ray_app.process import current_folder
 
 
 def load_class(spec: ClassSpec | str) -> Any:
@@ -58,7 +59,7 @@ def refuse_hiding_files() -> None:
     in the place of the module.
     """
     package = str(Path(__file__).resolve().parents[2])
-    folders = [package, str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    folders = [package, str(current_folder()), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
     files: dict[str, Path] = {}
     for folder in dict.fromkeys(map(Path, filter(None, folders))):
         if not _is_installed(folder / "a.py"):

@@ -28,6 +28,7 @@ from ray_app.config.config import SECTIONS, Config, expand_home, from_dict
 from ray_app.config.import_paths import TurnSpec, load_class
 from ray_app.driver.refusals import explain_error, explain_path, iter_class_paths
 from ray_app.errors import ConfigError
+from ray_app.process import current_folder
 from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.task.base import Task
 
@@ -221,8 +222,8 @@ def parse_options(kind: type[T], arguments: Sequence[str] | None, prog: str, des
 
 def add_current_folder_to_path() -> None:
     """Adds the current folder to the search path, so that `class_path` can name classes in its files."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    if "" not in sys.path and str(current_folder()) not in sys.path:
+        sys.path.insert(0, str(current_folder()))
 
 
 class Parser(ArgumentParser):

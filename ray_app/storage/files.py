@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ray_app.errors import StorageError
-from ray_app.retry import Retry
+from ray_app.process import current_folder
 from ray_app.storage.object_stores import ObjectPath
 
 Location = Path | ObjectPath
@@ -31,7 +31,6 @@ Content = bytes | Callable[[IO[bytes]], object]
 """The content of a file: the bytes, or a function that writes them to the open file, once from beginning to end."""
 
 _READERS = 16
-_FOLDER_RETRY = Retry(0.1, deadline_s=5.0)
 
 
 def to_location(text: str) -> Location:
@@ -47,31 +46,11 @@ def to_location(text: str) -> Location:
         return ObjectPath.parse(text)
     path = Path(os.path.expanduser(text))
     if not path.is_absolute():
-        enter_current_folder()
-    return path.resolve()
-
-
-def enter_current_folder() -> None:
-    """Enters the current folder again if it was removed and made again.
-
-    Where several nodes of Ray are on one machine, the agent of each unpacks the working directory of a job into the
-    same folder, and removes that of the other before.
-
-    Raises:
-        StorageError: The folder was not made again.
-    """
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        # The shell that started this process has set it.
-        folder = os.environ.get("PWD", "")
         try:
-            _FOLDER_RETRY.call(lambda: os.chdir(folder), OSError, "Entering the current folder again")
-        except OSError:
-            raise StorageError(
-                f"The current folder of this process, {folder}, was removed, so that relative paths lead nowhere. Start"
-                " the command again in a folder that exists."
-            ) from error
+            current_folder()
+        except OSError as error:
+            raise StorageError(f"{text} leads nowhere: {error}") from error
+    return path.resolve()
 
 
 def poll_interval_s(path: Location) -> float:
