@@ -113,19 +113,19 @@ def describe_code_changes(paths: RunPaths, config: Config, now: CodeVersions) ->
     """Returns the changes of code since a run's last start as phrases; an empty list if the run has no record of it.
 
     Raises:
-        RunExistsError: The code has changed, and `run.changed_code` is `refuse`.
+        RunExistsError: The code has changed, and `run.changed` is `refuse`.
         OSError: The storage cannot be read.
     """
     before = read_stored_code(paths)
     if before is None:
         return []
     changes = [*compare_code(before, now), *_describe_default_changes(paths, config, before.defaults)]
-    if changes and config.run.changed_code == "refuse":
+    if changes and config.run.changed == "refuse":
         raise RunExistsError(
             f"The run {paths.name!r} was started with other code, so its result would be that of neither:\n- "
             + "\n- ".join(changes)
-            + "\nNothing was changed. Restore what it was, give another run.name for a new run, or set run.changed_code"
-            " to warn to go on."
+            + "\nNothing was changed. Restore what it was, give another run.name for a new run, or set run.changed to"
+            " warn to go on."
         )
     return changes
 
@@ -287,7 +287,7 @@ def describe_data_changes(paths: RunPaths, config: Config, now: DataVersions) ->
     Data in another folder than before is compared by the sizes of its files only, since a copy has other times.
 
     Raises:
-        RunExistsError: Files have changed, and `run.changed_data` is `refuse`.
+        RunExistsError: Files have changed, and `run.changed` is `refuse`.
         OSError: The storage cannot be read.
     """
     before = _read_stored(paths)
@@ -296,12 +296,12 @@ def describe_data_changes(paths: RunPaths, config: Config, now: DataVersions) ->
         for name in now
         if name in before and (change := _describe_source_changes(name, before[name], now[name])) is not None
     ]
-    if changes and config.run.changed_data == "refuse":
+    if changes and config.run.changed == "refuse":
         raise RunExistsError(
             f"The data of the run {paths.name!r} was changed since its last start, so its result would be that of"
             f" neither:\n- "
             + "\n- ".join(changes)
-            + "\nNothing was changed. Restore the data, give another run.name for a new run, or set run.changed_data to"
+            + "\nNothing was changed. Restore the data, give another run.name for a new run, or set run.changed to"
             " warn to go on."
         )
     return changes

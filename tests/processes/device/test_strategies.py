@@ -22,7 +22,6 @@ from tests.support.server_world import ServerWorld
 
 OTHERS: dict[str, Fields] = {
     "ddp": OVERLAPPED | SMALL_BUCKETS,
-    "ddp, compressed": OVERLAPPED | SMALL_BUCKETS | {"train__gradient_compression": "bf16"},
     "fsdp": OVERLAPPED | FSDP,
     "fsdp, offload": OVERLAPPED | OFFLOAD,
     "fsdp, bf16": OVERLAPPED | FSDP | BF16,
