@@ -289,8 +289,7 @@ def open_evaluation_data(context: PreflightContext) -> list[str]:
     context.eval_source = source
     context.eval_rows = sample_rows(dataset, task.columns(), task.decode, MAX_ROWS)
     context.constant_scores = constant_scores(task, context.dataset.facts, dataset.facts)
-    differences = task.describe_differences(dataset.facts)
-    return [*differences, *data_summary.constant_target_warnings(task, dataset.facts, source.manifest.num_rows)]
+    return task.describe_differences(dataset.facts)
 
 
 def read_data_files(context: PreflightContext) -> None:
@@ -463,9 +462,6 @@ CHECKS = (
     Check("snapshots", 0, "They fit into the memory of this machine.",
           lambda context: check_snapshot_memory(context.model, psutil.virtual_memory().available), ("model",),
           applies=lambda context: context.config.checkpoint.snapshot_every_steps is not None),
-    Check("page-locked memory", 0, "This machine has enough.", dry_run.check_page_locked_memory, ("model",),
-          applies=lambda context: (
-              context.config.scaling.worker_gpus > 0 and not context.config.train.strategy_traits.has_servers)),
     Check("parameter servers", 0, "They can have parts of the model.", dry_run.check_server_parts, ("model",),
           applies=lambda context: context.config.train.strategy_traits.has_servers),
     Check("parameter groups", 0, "They are configured.", dry_run.check_parameter_groups, ("model",),

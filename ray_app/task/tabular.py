@@ -40,18 +40,18 @@ class _Tabular(Task):
 
     def __init__(
         self,
-        label: str,
-        features: list[str] | None,
-        hidden: list[int] | None,
-        dropout: float | None,
-        scale: float,
-        missing: Missing | None,
-        categories: Categories,
-        dates: dict[str, list[str]] | None,
-        log: list[str] | None,
-        standardize: bool | list[str] | None,
-        embedding: int | None,
-        sample_weight: str | None,
+        label: str = "target",
+        features: list[str] | None = None,
+        hidden: list[int] | None = None,
+        dropout: float | None = None,
+        scale: float = 1.0,
+        missing: Missing | None = None,
+        categories: Categories = "auto",
+        dates: dict[str, list[str]] | None = None,
+        log: list[str] | None = None,
+        standardize: bool | list[str] | None = None,
+        embedding: int | None = None,
+        sample_weight: str | None = None,
     ) -> None:
         self.label, self.features = label, features
         self.sample_weight = sample_weight
@@ -329,24 +329,6 @@ class TabularRegression(_Tabular):
 
     best_metric: ClassVar[str] = "rmse"
     best_mode: ClassVar[str] = "min"
-
-    def __init__(
-        self,
-        label: str = "target",
-        features: list[str] | None = None,
-        hidden: list[int] | None = None,
-        dropout: float | None = None,
-        scale: float = 1.0,
-        missing: Missing | None = None,
-        categories: Categories = "auto",
-        dates: dict[str, list[str]] | None = None,
-        log: list[str] | None = None,
-        standardize: bool | list[str] | None = None,
-        embedding: int | None = None,
-        sample_weight: str | None = None,
-    ) -> None:
-        columns = (missing, categories, dates, log, standardize, embedding, sample_weight)
-        super().__init__(label, features, hidden, dropout, scale, *columns)
 
     def prepare(self, data: DataFacts) -> _Tabular:
         """Names the features and checks the label; see `Task.prepare`."""
