@@ -21,7 +21,7 @@ from types import CodeType
 from typing import Any
 
 from ray_app.config.config import Config, check_same_config, flatten, from_dict, result_fields
-from ray_app.config.import_paths import load_class
+from ray_app.config.import_paths import iter_class_paths, load_class
 from ray_app.data.reader import RowSource
 from ray_app.errors import DataError, RegistryError, RunExistsError, join_names
 from ray_app.models.package import follow_imports, sources_of
@@ -82,20 +82,12 @@ def read_code_versions(config: Config) -> CodeVersions:
 
 def iter_import_paths(config: Config) -> Iterator[str]:
     """Yields all import paths in a configuration: classes at any depth, and the task arguments that name functions."""
-    yield from _iter_class_paths(config.to_dict())
+    yield from (path for _, _, path in iter_class_paths("", config.to_dict()))
     if config.train.reducer is not None:
         yield config.train.reducer
     for name in getattr(load_class(config.task), "functions", ()):
         if isinstance(path := config.task.init_args.get(name), str):
             yield path
-
-
-def _iter_class_paths(values: Any) -> Iterator[str]:
-    """Yields all values of `class_path` in nested dictionaries and lists."""
-    for item in values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ():
-        yield from _iter_class_paths(item)
-    if isinstance(values, dict) and isinstance(values.get("class_path"), str):
-        yield values["class_path"]
 
 
 def source_files(class_path: str) -> dict[str, Path]:

@@ -29,6 +29,7 @@ from ray_app.data.arrays import spec_of_values
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import sample_ragged_rows, sample_rows
 from ray_app.errors import ConfigError, DataError
+from ray_app.models.inputs import open_source
 from ray_app.preflight import (
     batch_checks,
     changes,
@@ -279,7 +280,7 @@ def open_evaluation_data(context: PreflightContext) -> list[str]:
     names = f"data.eval_path {config.data.eval_path}", f"data.path {config.data.path}"
     refuse_other_data(task, dataset.facts, *names)
     context.eval_dataset, context.eval_task = dataset, task.prepare(dataset.facts)
-    source = inputs.open_source(task, dataset, config.data.read_task_mb, config.evaluate.max_rows)
+    source = open_source(task, dataset, True, config.data.read_task_mb, config.evaluate.max_rows)
     if source.fields != context.fields:
         raise DataError(
             f"A decoded row of {names[0]} is {source.fields}, of {names[1]} it is {context.fields}; both must be alike."

@@ -13,7 +13,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.drill.faults import HookChain
 from ray_app.driver.single import train_in_process
-from ray_app.preflight.inputs import open_evaluation_source
+from ray_app.models.inputs import open_rows
 from ray_app.runlog.journal import read_events
 from ray_app.task.image import ImageClassification
 from ray_app.task.metrics import combine, score
@@ -98,7 +98,7 @@ def accuracy_of(job: Job, digits: Path) -> float:
     assert commit.step == job.total_steps
     model = job.task.build_model()
     model.load_state_dict(unpack(store.load(commit)).model)
-    source = open_evaluation_source(job.task, str(digits / "eval"), 64.0)
+    source = open_rows(job.task, str(digits / "eval"))
     return combine(job.task, score(job.task, model, load_all(fetch_in_process, source).arrays, 256, CPU)).values[
         "accuracy"
     ]
