@@ -122,7 +122,7 @@ def describe_image_error(error: Exception) -> str:
 def library_errors(encoded: bytes | None = None) -> Iterator[None]:
     """Turns errors of a library about a file, of many types, into a ValueError of one line.
 
-    With the content of the file it says of one that is no image what it is.
+    With the content of the file the error says what a file holds that is not an image.
     """
     try:
         yield
