@@ -112,14 +112,18 @@ def describe_code_changes(paths: RunPaths, config: Config, now: CodeVersions) ->
     if before is None:
         return []
     changes = [*compare_code(before, now), *_describe_default_changes(paths, config, before.defaults)]
-    if changes and config.run.changed == "refuse":
-        raise RunExistsError(
-            f"The run {paths.name!r} was started with other code, so its result would be that of neither:\n- "
-            + "\n- ".join(changes)
-            + "\nNothing was changed. Restore what it was, give another run.name for a new run, or set run.changed to"
-            " warn to go on."
-        )
+    _refuse_changes(config, f"The run {paths.name!r} was started with other code", changes)
     return changes
+
+
+def _refuse_changes(config: Config, subject: str, changes: list[str]) -> None:
+    """Raises `RunExistsError` for changes since the last start if `run.changed` is `refuse`."""
+    if changes and config.run.changed == "refuse":
+        lines = "\n- ".join(changes)
+        raise RunExistsError(
+            f"{subject}, so its result would be that of neither:\n- {lines}\nNothing was changed. Restore what it was,"
+            " give another run.name for a new run, or set run.changed to warn to go on."
+        )
 
 
 def _describe_default_changes(paths: RunPaths, config: Config, names: list[str]) -> list[str]:
@@ -288,14 +292,7 @@ def describe_data_changes(paths: RunPaths, config: Config, now: DataVersions) ->
         for name in now
         if name in before and (change := _describe_source_changes(name, before[name], now[name])) is not None
     ]
-    if changes and config.run.changed == "refuse":
-        raise RunExistsError(
-            f"The data of the run {paths.name!r} was changed since its last start, so its result would be that of"
-            f" neither:\n- "
-            + "\n- ".join(changes)
-            + "\nNothing was changed. Restore the data, give another run.name for a new run, or set run.changed to"
-            " warn to go on."
-        )
+    _refuse_changes(config, f"The data of the run {paths.name!r} was changed since its last start", changes)
     return changes
 
 
