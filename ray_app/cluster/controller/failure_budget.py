@@ -1,4 +1,4 @@
-"""The budgets for failures and preemptions, and the stop for a failure that repeats itself."""
+"""The budget for failures, and the stop for a failure that repeats itself."""
 
 from __future__ import annotations
 
