@@ -174,7 +174,7 @@ def fit_task(context: PreflightContext) -> CheckResult:
     mode = resolve_mode(task, config.evaluate.metric, config.evaluate.mode)
     context.config = config.replace(evaluate__mode=mode)
     context.used_columns = data_summary.describe_training_columns(task, dataset)
-    return CheckResult("\n".join(context.used_columns), warnings=data_summary.similar_class_warnings(dataset.facts))
+    return CheckResult("\n".join(context.used_columns))
 
 
 def _add_task_fields(config: Config, task: Task) -> Config:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ray_app.config.config import Config
 from ray_app.data.dataset import Dataset
 from ray_app.errors import join_names
-from ray_app.plan.manifest import ColumnFacts, DataFacts, find_similar_names
+from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.plan.order import Plan
 from ray_app.task.base import Task
 
@@ -60,16 +60,6 @@ def _describe_unused_columns(
         for name, facts in unused.items()
     ]
     return [f"Columns not used: {join_names(reasons, _MAX_NAMED)}"]
-
-
-def similar_class_warnings(facts: DataFacts) -> list[str]:
-    """Returns warnings about classes with names that differ only in case, blanks or the form of a character."""
-    return [
-        f"The classes {', '.join(map(repr, names))} of {facts.path} differ in upper and lower case, blanks or the form"
-        " of a character alone, and are trained on as different classes. If they are meant to be one, correct the"
-        " labels and ingest the data again."
-        for names in find_similar_names(facts.classes or ())
-    ]
 
 
 def _describe_classes(task: Task) -> str:
