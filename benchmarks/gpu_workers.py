@@ -18,8 +18,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from benchmarks.gpu_models import DRY, ON_GPU, Sizes, write_rows
 from ray_app.data.reader import choose_fetch, fetch_in_process, load_all
 from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
+from ray_app.models.inputs import open_rows
 from ray_app.plan.order import Cursor
-from ray_app.preflight.inputs import open_evaluation_source
 from ray_app.reduction.base import World, collective
 from ray_app.task.base import Task
 from ray_app.testing import RankResult, TrainedRun, WorkerPool, read_trained_run
@@ -103,7 +103,7 @@ class Bench:
             return job
         return replace(
             job,
-            evaluation=open_evaluation_source(job.task, str(job.config.data.eval_path), job.config.data.read_task_mb),
+            evaluation=open_rows(job.task, str(job.config.data.eval_path), read_mb=job.config.data.read_task_mb),
         )
 
     def outcomes(

@@ -100,7 +100,6 @@ def make_drill_config(config: Config, section: DrillSection, starts_cluster: boo
         "scaling__resize_interval_s": min(config.scaling.resize_interval_s, _RESIZE_S),
         "train__max_steps": min(section.max_steps, config.train.max_steps or section.max_steps),
         "failure__max_failures": -1,
-        "failure__max_preemptions": -1,
         "failure__step_timeout_s": None,
         "failure__heartbeat_timeout_s": min(config.failure.heartbeat_timeout_s, _HEARTBEAT_S),
         "evaluate__patience": None,

@@ -13,7 +13,7 @@ from rich.console import Console
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.main import exit_code
 from ray_app.cluster.ray_private import nodes_with_labels
-from ray_app.cluster.resources import cluster
+from ray_app.cluster.resources import cluster, fits_on_node
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec, EvaluateSection
@@ -23,8 +23,9 @@ from ray_app.driver.trained_run import load_trained_task, send_to_mlflow
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.evaluator import EvaluatorHandle, start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending_commits
+from ray_app.models.inputs import open_rows
 from ray_app.preflight.batch_checks import refuse_other_batches
-from ray_app.preflight.inputs import check_evaluation_data, open_evaluation_source
+from ray_app.preflight.inputs import check_evaluation_data
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.lease import is_held, newest_fence
 from ray_app.runlog.paths import RunPaths
@@ -130,7 +131,7 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
 def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
     """Returns the job of the evaluator."""
     task = load_trained_task(paths, config, make_stored_task(paths, config))
-    data = open_evaluation_source(task, str(config.data.eval_path), config.data.read_task_mb, config.evaluate.max_rows)
+    data = open_rows(task, str(config.data.eval_path), True, config.data.read_task_mb, config.evaluate.max_rows)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)
     exact = config.train.reduction == "exact"
@@ -173,10 +174,8 @@ def _follow(job: EvaluationJob, evaluator: EvaluatorHandle, follow: bool, consol
 
 def _check_resources(section: EvaluateSection) -> None:
     """Raises `ConfigError` if the evaluator needs more resources than any node has."""
-    nodes = [
-        node["Resources"] for node in nodes_with_labels(ray.nodes(), section.label_selector, "evaluate.label_selector")
-    ]
-    if not any(node.get("CPU", 0.0) >= section.num_cpus and node.get("GPU", 0.0) >= section.num_gpus for node in nodes):
+    nodes = nodes_with_labels(ray.nodes(), section.label_selector, "evaluate.label_selector")
+    if not fits_on_node(nodes, section.num_cpus, section.num_gpus):
         labels = f", labeled {section.label_selector}," if section.label_selector else ""
         raise ConfigError(
             f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node{labels} has."

@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -372,14 +372,16 @@ def _check_selectors(config: Config, nodes: Sequence[Node]) -> None:
     if train.strategy_traits.has_servers:
         reservations.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
     for field, selector, cpus, gpus in reservations:
-        if not selector:
-            continue
-        matching = nodes_with_labels(nodes, selector, field)
-        if not any(n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in matching):
+        if selector and not fits_on_node(nodes_with_labels(nodes, selector, field), cpus, gpus):
             raise ConfigError(
                 f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labeled so; the labels are"
                 f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
             )
+
+
+def fits_on_node(nodes: Iterable[Node], cpus: float, gpus: float) -> bool:
+    """Returns whether a node has so many CPUs and GPUs."""
+    return any(n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in nodes)
 
 
 def _workers_on_labeled(config: Config, nodes: Sequence[Node]) -> float:

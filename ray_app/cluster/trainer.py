@@ -370,7 +370,6 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
         _choose_backend(job.config),
         job.paths,
         job.fence,
-        job.config.train.cross_device,
         group_size,
     )
     is_run_over = False

@@ -273,25 +273,6 @@ _STRATEGY_RULES = (
     ),
 )
 _REDUCTION_RULES = (
-    Rule(
-        "train.gradient_compression",
-        lambda c: c.train.reduction == "exact",
-        " with train.reduction exact: what travels are sums over the logical workers of a worker, so rounding them"
-        " would make the bits depend on the number of workers. Set train.reduction to overlapped, or"
-        " train.gradient_compression to none.",
-    ),
-    Rule(
-        "train.cross_device",
-        lambda c: c.train.cross_device == "one_device",
-        ", which has no use here: every worker adds an equal share of the gradients, in the same order as one device"
-        " would add all of them, and sends less. Leave it out, or use flat.",
-    ),
-    Rule(
-        "train.cross_device",
-        lambda c: c.train.reduction != "exact",
-        " with train.reduction {c.train.reduction}, with which the backend decides how gradients travel. Leave it out,"
-        " or set train.reduction to exact.",
-    ),
     *(
         Rule(
             name,
@@ -300,9 +281,7 @@ _REDUCTION_RULES = (
             " out.",
         )
         for name in (
-            "train.cross_device",
             "train.bucket_mb",
-            "train.gradient_compression",
             "train.capture",
             "failure.sdc_check_rate",
         )

@@ -124,6 +124,18 @@ class TurnSpec(OptimizerSpec):
     schedule: ClassSpec | None = None
 
 
+def iter_class_paths(parent: str, value: Any) -> Iterator[tuple[str, str, str]]:
+    """Yields the name of the section, the field below it, and the path of each `class_path` in a value."""
+    if isinstance(value, list | tuple):
+        for number, element in enumerate(value):
+            yield from iter_class_paths(f"{parent}[{number}]", element)
+    elif isinstance(value, dict):
+        if isinstance(value.get("class_path"), str):
+            yield parent, ".class_path", value["class_path"]
+        for name, element in value.items():
+            yield from iter_class_paths(parent if name == "init_args" else f"{parent}.{name}", element)
+
+
 EXTRAS = {
     "mlflow": "tracking",
     "torchvision": "vision",

@@ -51,19 +51,16 @@ class RunSection:
             servers than the provider's. Each node needs the credentials, see the page on runs.
         ray_address: Address of the Ray cluster to connect to, or `auto`. Default: the value of `RAY_ADDRESS` if it is
             set (as in a Ray job), otherwise a local cluster that is stopped when the run ends.
-        changed_code: Reaction to changed code when a run is resumed: the source files of the task, optimizer or
-            schedule, or versions of the libraries that they import, differ from those at the last start. `warn` names
-            the changes and resumes; `refuse` does not start.
-        changed_data: Reaction to changed data when a run is resumed: files of the training or evaluation data differ in
-            size or modification time (in a bucket: in ETag) from those at the last start. `warn` names the changes and
-            resumes; `refuse` does not start.
+        changed: Reaction to changed code or data when a run is resumed. Code: the source files of the task, optimizer
+            or schedule, or versions of the libraries that they import, differ from those at the last start. Data: files
+            differ in size or modification time (in a bucket: in ETag). `warn` names the changes and resumes; `refuse`
+            does not start.
     """
 
     name: str | None = None
     storage_path: str = "runs"
     ray_address: str | None = None
-    changed_code: Literal["warn", "refuse"] = "warn"
-    changed_data: Literal["warn", "refuse"] = "warn"
+    changed: Literal["warn", "refuse"] = "warn"
 
 
 @dataclass(frozen=True)
@@ -226,7 +223,6 @@ class FailureSection:
 
     Args:
         max_failures: Worker failures that the run tolerates before it fails; -1: any number.
-        max_preemptions: Node losses (announced or not) that the run tolerates before it fails; -1: any number.
         step_timeout_s: Seconds without a finished step after which the step watchdog ends and replaces the workers that
             stall the group. Default: 50 times the median step time, at least 60 s (600 s before the first step is
             measured); 600 s with `train.compile`. The first step of each generation has five times as long.
@@ -242,7 +238,6 @@ class FailureSection:
     """
 
     max_failures: Annotated[int, NumberRange(ge=-1)] = 5
-    max_preemptions: Annotated[int, NumberRange(ge=-1)] = -1
     step_timeout_s: PositiveFloat | None = None
     heartbeat_timeout_s: PositiveFloat = 5.0
     recovery: Literal["in_place", "restart"] = "in_place"
@@ -367,10 +362,6 @@ class TrainSection:
         reduction: `exact`: the gradients of the logical workers are added in one fixed order, so that the result is
             bit-identical on any number of workers. `overlapped`: the network adds them during backward; rows and
             weights are the same, but the result is not bit-identical.
-        cross_device: Path of the gradients with `reduction: exact`; the result is bit-identical. `auto` and
-            `hierarchical`: first among the workers of each host, then between hosts, if all hosts have the same number
-            of workers, else as `flat` (`hierarchical` warns then). `flat`: directly between all workers. `one_device`
-            is refused: each worker adds an equal share of the gradients.
         reducer: Import path of a class of yours that adds the gradients in place of `reduction`, see the page on
             strategies. With `reduction: exact` kernels stay deterministic, and the class has to add so that the result
             does not depend on the number of workers. Default: the application's own.
@@ -378,8 +369,6 @@ class TrainSection:
             share a GPU, which NCCL refuses. `gloo`: always gloo, through host memory, where NCCL does not work.
         bucket_mb: Size of the gradient buckets in mebibytes, which are reduced while backward runs, as in DDP's
             `bucket_cap_mb`.
-        gradient_compression: `bf16` halves the traffic of `reduction: overlapped`: sums of gradients are rounded to
-            bfloat16.
         precision: `fp32`, or autocast of forward and loss to `bf16` or `fp16` (parameters and gradients stay fp32).
             With `fp16` the loss is scaled by a power of two that is adapted during training and stored in checkpoints.
         grad_clip_norm: Largest global L2 norm of the gradient. Default: no clipping.
@@ -418,11 +407,9 @@ class TrainSection:
     peer_replica: bool = False
     cpu_offload: bool = result_field(False)
     reduction: Literal["exact", "overlapped"] = result_field("exact")
-    cross_device: Literal["auto", "flat", "hierarchical", "one_device"] = "auto"
     reducer: str | None = result_field(None)
     backend: Literal["auto", "gloo"] = "auto"
     bucket_mb: FinitePositiveFloat = 8.0
-    gradient_compression: Literal["none", "bf16"] = result_field("none")
     precision: Literal["fp32", "bf16", "fp16"] = result_field("fp32")
     grad_clip_norm: PositiveFloat | None = result_field(None)
     ema_decay: Annotated[float, NumberRange(ge=0, lt=1)] | None = result_field(None)

@@ -84,9 +84,7 @@ class StrategyTraits:
 
 _FP16_SCALES = RefusedValue("train.precision", "fp16", "whose workers would need a loss scale each; use bf16.")
 _DDP = StrategyTraits(
-    train_fields=frozenset(
-        {"backend", "bucket_mb", "cross_device", "gradient_compression", "profile_steps", "reducer"}
-    ),
+    train_fields=frozenset({"backend", "bucket_mb", "profile_steps", "reducer"}),
     can_move_shares=True,
     can_compare_parameters=True,
     can_use_task_optimizer=True,
@@ -101,9 +99,7 @@ STRATEGIES: dict[str, StrategyTraits] = {
     "ddp": _DDP,
     "single": replace(_DDP, in_process_form_of="ddp", can_move_shares=False, can_compare_parameters=False),
     "local_sgd": StrategyTraits(
-        train_fields=frozenset(
-            {"local_steps", "outer_lr", "outer_momentum", "backend", "bucket_mb", "cross_device", "profile_steps"}
-        ),
+        train_fields=frozenset({"local_steps", "outer_lr", "outer_momentum", "backend", "bucket_mb", "profile_steps"}),
         refused_values=(_FP16_SCALES,),
         can_share_gpus=True,
         fills_missing_gradients=True,

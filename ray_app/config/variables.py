@@ -1,7 +1,7 @@
-"""The environment variables of other tools on which a run depends: what it does with each (`VARIABLES`), and MLflow's.
+"""The environment variables of other tools on which a run depends, and MLflow's.
 
 A configuration has precedence over a variable, and a line says so. A variable on which the bits of a result depend is
-a part of the environment that checkpoints record. docs/environment.md has the same table.
+a part of the environment that checkpoints record. docs/environment.md says for each tool what a run does with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -23,63 +23,17 @@ from ray_app.config.sections import TrackingSection
 from ray_app.errors import ConfigError
 from ray_app.process import why_not_writable
 
-Treatment = Literal["used", "recorded", "replaced", "refused", "without effect"]
-
-
-# fmt: off
-VARIABLES: tuple[tuple[str, Treatment, str], ...] = (
-    ("MLFLOW_TRACKING_URI MLFLOW_EXPERIMENT_NAME MLFLOW_EXPERIMENT_ID MLFLOW_RUN_ID", "used",
-     "The run is recorded there, unless the configuration sets `tracking.uri` or `tracking.experiment`. A folder, in"
-     " which MLflow itself writes no more, is refused. An MLflow run that another run has taken becomes the parent."),
-    ("MLFLOW_REGISTRY_URI", "used", "The address of the model registry where it is not that of the runs."),
-    ("MLFLOW_*", "used", "MLflow reads them, such as user, password and token."),
-    ("RAY_ADDRESS", "used", "The cluster to join, unless the configuration sets `run.ray_address`."),
-    ("RAY_TRAIN_V2_ENABLED", "replaced", "1, with a warning: the first version of Ray Train cannot replace a worker."),
-    ("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "replaced",
-     "Under `uv run` Ray uploads the whole working folder and starts each worker by uv. The workers get the driver's"
-     " search path instead; 1 in the environment keeps Ray's way."),
-    ("RAY_RUNTIME_ENV_HOOK", "refused", "Ray calls it at the start; one that cannot be imported is refused."),
-    ("TMPDIR RAY_TMPDIR", "refused", "A folder in which Ray cannot write is refused."),
-    ("RAY_*", "used", "Ray reads them, such as where it writes logs, and the token of the cluster."),
-    ("GLOO_SOCKET_IFNAME", "refused",
-     "The network interface of process groups, by default that of the node's address. One that this machine does not"
-     " have is refused, where all workers are on it."),
-    ("NCCL_ALGO NCCL_PROTO NCCL_NTHREADS NCCL_MIN_* NCCL_MAX_*", "recorded",
-     "They choose the order in which NCCL adds, which counts with `train.reduction: overlapped`."),
-    ("MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK PET_* TF_CONFIG SLURM_* PBS_* LSB_* OMPI_* PMI_* SM_*", "used",
-     "`ray-app launch` reads them: they name the machines."),
-    ("OMP_NUM_THREADS MKL_NUM_THREADS", "replaced",
-     "A worker has `scaling.threads_per_worker` threads, on which the result depends."),
-    ("OMP_THREAD_LIMIT OMP_DYNAMIC MKL_DYNAMIC OPENBLAS_NUM_THREADS OPENBLAS_CORETYPE", "recorded",
-     "They change how many threads compute, or with which kernels."),
-    ("MKL_CBWR MKL_ENABLE_INSTRUCTIONS MKL_DEBUG_CPU_TYPE ONEDNN_* DNNL_*", "recorded",
-     "They choose the instructions or the precision of the CPU's kernels."),
-    ("ATEN_CPU_CAPABILITY", "used", "PyTorch's instruction set is recorded as `cpu_capability`."),
-    ("NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE CUBLAS_WORKSPACE_CONFIG TORCH_CUDNN_* CUDNN_* TORCH_BLAS_*"
-     " TORCH_LINALG_* DISABLE_ADDMM_CUDA_LT PYTORCH_TUNABLEOP_*", "recorded",
-     "They choose a GPU's kernels or their precision. Without CUBLAS_WORKSPACE_CONFIG a run sets :4096:8; a value that"
-     " is not deterministic is refused at the first product of matrices."),
-    ("TORCHINDUCTOR_*CACHE* TORCHINDUCTOR_DETERMINISTIC", "used", "Caches; the run itself sets the second."),
-    ("TORCHDYNAMO_* TORCHINDUCTOR_* TORCH_COMPILE_* PYTORCH_JIT", "recorded", "They change what is compiled, or how."),
-    ("CUDA_VISIBLE_DEVICES", "used", "Ray gives the workers these devices; their names are recorded."),
-    ("TORCH_* PYTORCH_* CUDA_* NCCL_* KMP_* GOMP_* OMP_* MKL_*", "used",
-     "They change logs, memory, speed or where threads run, and no result. Where threads are bound to cores"
-     " (OMP_PROC_BIND, KMP_AFFINITY), the workers of a machine share the same cores."),
-    ("http_proxy https_proxy all_proxy no_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY", "replaced",
-     "Other machines are reached through the proxy, this one never: `no_proxy` is completed by localhost. Ray's own"
-     " connections use no proxy."),
-    ("LANG LC_* PYTHONUTF8 PYTHONCOERCECLOCALE", "replaced",
-     "Texts are UTF-8: a command in another encoding starts itself again with PYTHONUTF8=1, a program is refused."),
-    ("PYTHONHASHSEED", "used", "Only code of yours that walks through a set of texts depends on it."),
-    ("PYTHONOPTIMIZE", "used", "Python leaves out `assert`, in your code, too, and with 2 the texts of `--help`."),
-    ("PYTHONWARNINGS", "replaced", "`error` ends processes of Ray at their start: they get it without."),
-    ("KERAS_BACKEND", "replaced", "A Keras model trains with PyTorch; see docs/start/keras.md."),
-    ("TOKENIZERS_PARALLELISM", "used", "Speed and warnings of tokenizers, no result."),
-    ("WANDB_*", "without effect", "Nothing is sent to Weights & Biases, unless code of yours does it."),
+_RECORDED = (
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MIN_*", "NCCL_MAX_*"),
+    *("OMP_THREAD_LIMIT", "OMP_DYNAMIC", "MKL_DYNAMIC", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE"),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "ONEDNN_*", "DNNL_*"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUDNN_*"),
+    *("CUDNN_*", "TORCH_BLAS_*", "TORCH_LINALG_*", "DISABLE_ADDMM_CUDA_LT", "PYTORCH_TUNABLEOP_*"),
+    *("TORCHDYNAMO_*", "TORCHINDUCTOR_*", "TORCH_COMPILE_*", "PYTORCH_JIT"),
 )
-"""Names or patterns (as in `fnmatch`), what a run does with them, and why; the first row that fits a name counts."""
-# fmt: on
-
+"""Patterns (as in `fnmatch`) of variables on which the bits of a result depend."""
+_NOT_RECORDED = ("TORCHINDUCTOR_*CACHE*", "TORCHINDUCTOR_DETERMINISTIC")
+"""Exceptions: caches, and what the run itself sets."""
 NO_PROXY = ("no_proxy", "NO_PROXY")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -88,14 +42,15 @@ _EXPERIMENT, _EXPERIMENT_ID = "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"
 DEFAULT_EXPERIMENT = "ray_app"
 
 
-def treatment_of(name: str) -> Treatment | None:
-    """Returns what a run does with an environment variable; None if it does not know it."""
-    return next((row[1] for row in VARIABLES if any(fnmatchcase(name, pattern) for pattern in row[0].split())), None)
-
-
 def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that are set and on which the bits of a result depend."""
-    return {name: variables[name] for name in sorted(variables) if treatment_of(name) == "recorded"}
+
+    def fits(name: str, patterns: tuple[str, ...]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    return {
+        name: variables[name] for name in sorted(variables) if fits(name, _RECORDED) and not fits(name, _NOT_RECORDED)
+    }
 
 
 def bypass_proxies(variables: Mapping[str, str]) -> dict[str, str]:

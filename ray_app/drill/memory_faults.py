@@ -39,8 +39,7 @@ _LIMIT_FILES = {
     "memory.swap.max": 0,
 }
 _COUNTER_FILES = ("memory.oom_control", "memory.events")
-_TASK_TIMEOUT_S, _REMOVE_TIMEOUT_S = 60.0, 10.0
-_POLL_INTERVAL_S = 0.05
+_TASK_TIMEOUT_S = 60.0
 
 
 def flip(context: ScenarioContext) -> Scenario | str:

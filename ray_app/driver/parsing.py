@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.checks import check_config
 from ray_app.config.config import SECTIONS, Config, expand_home, from_dict
-from ray_app.config.import_paths import TurnSpec, load_class
-from ray_app.driver.refusals import explain_error, explain_path, iter_class_paths
+from ray_app.config.import_paths import TurnSpec, iter_class_paths, load_class
+from ray_app.driver.refusals import explain_error, explain_path
 from ray_app.errors import ConfigError
 from ray_app.process import current_folder
 from ray_app.runlog.redaction import redact, register_secrets

@@ -9,14 +9,14 @@ import inspect
 import json
 import pkgutil
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import ModuleType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.config.import_paths import EXTRAS, explain_extra, load_class
+from ray_app.config.import_paths import EXTRAS, explain_extra, iter_class_paths, load_class
 from ray_app.errors import join_names
 from ray_app.task.base import Task
 
@@ -152,18 +152,6 @@ def _to_plain(node: ast.AST) -> Any:
     if isinstance(node, ast.List):
         return [_to_plain(element) for element in node.elts]
     return node.value if isinstance(node, ast.Constant) else None
-
-
-def iter_class_paths(parent: str, value: Any) -> Iterator[tuple[str, str, str]]:
-    """Yields the name of the section, the field below it, and the path of each `class_path` in a value."""
-    if isinstance(value, list):
-        for number, element in enumerate(value):
-            yield from iter_class_paths(f"{parent}[{number}]", element)
-    elif isinstance(value, dict):
-        if isinstance(value.get("class_path"), str):
-            yield parent, ".class_path", value["class_path"]
-        for name, element in value.items():
-            yield from iter_class_paths(parent if name == "init_args" else f"{parent}.{name}", element)
 
 
 def explain_path(parent: str, field: str, path: str, error: Exception) -> str:

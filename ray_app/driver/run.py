@@ -489,12 +489,12 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
     if prepared.changed:
         warnings.append(
             f"{job.paths.name} goes on with other code than at its last start: {', '.join(prepared.changed)}."
-            " Its result will be that of neither; run.changed_code: refuse does not start such a run."
+            " Its result will be that of neither; run.changed: refuse does not start such a run."
         )
     if prepared.changed_data:
         warnings.append(
             f"the data of {job.paths.name} was changed since its last start: {'; '.join(prepared.changed_data)}. Its"
-            " result and its evaluations will be of both; run.changed_data: refuse does not start such a run."
+            " result and its evaluations will be of both; run.changed: refuse does not start such a run."
         )
     for line in [*(f"Warning: {text}" for text in warnings), *prepared.data]:
         console.print(line)

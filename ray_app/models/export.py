@@ -40,7 +40,6 @@ from ray_app.task.table_encoding import encode_raw_rows
 from ray_app.task.user_code import user_code
 
 EXPORT = "export.json"
-_READ_MB = 64.0
 
 
 def refuse_taken(folder: Path, overwrite: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ray_app.data.dataset import open_dataset
+from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, RowSource, fetch_in_process, load_all, rows_per_task
 from ray_app.errors import DataError
@@ -267,16 +267,29 @@ def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
     return load_all(fetch_in_process, open_rows(task, path, targets)).arrays
 
 
-def open_rows(task: Task, path: str, targets: bool = True) -> RowSource:
+def open_rows(
+    task: Task, path: str, targets: bool = True, read_mb: float = _READ_MB, max_rows: int | None = None
+) -> RowSource:
     """Opens the rows of a data set for a prepared task; without `targets` these are zeros.
+
+    Args:
+        path: Folder (or file) of Parquet.
+        read_mb: Largest size of the decoded rows of one read task in megabytes.
+        max_rows: Largest number of rows, `evaluate.max_rows`.
 
     Raises:
         DataError: The data set does not exist, or has another schema than the training data.
     """
-    dataset, (columns, decode) = open_dataset(path, task.data_schema.get("classes")), _columns_of(task, targets)
+    dataset = open_dataset(path, task.data_schema.get("classes"))
     refuse_other_data(task, dataset.facts, path, "what the model was trained on")
     if targets:
         task.prepare(dataset.facts)
+    return open_source(task, dataset, targets, read_mb, max_rows)
+
+
+def open_source(task: Task, dataset: Dataset, targets: bool, read_mb: float, max_rows: int | None) -> RowSource:
+    """Returns the source of the rows of a data set that fits the task, see `open_rows`."""
+    columns, decode = _columns_of(task, targets)
     fields = probe(dataset, columns, decode)
     reader = Reader(dataset.root, columns, decode, fields, rules=dataset.manifest.rules)
-    return RowSource(reader, dataset.manifest, rows_per_task(fields, _READ_MB))
+    return RowSource(reader, dataset.manifest.thin_out(max_rows), rows_per_task(fields, read_mb))

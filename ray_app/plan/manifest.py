@@ -27,9 +27,6 @@ import numpy.typing as npt
 
 from ray_app.errors import DataError
 
-_MAX_NAMED = 8
-"""Names that a message has."""
-
 
 @dataclass(frozen=True)
 class ColumnFacts:

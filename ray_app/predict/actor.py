@@ -8,7 +8,7 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from ray_app.storage.files import put_atomic, to_location
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.ragged import Field, Ragged, concat_fields, to_batch
-from ray_app.torch_private import use_eager_roi_align
+from ray_app.torch_private import tree_leaves, use_eager_roi_align
 
 MADE_FROM = b"ray_app.made_from"
 """Key of the digest in the metadata of a part."""
@@ -181,23 +181,14 @@ def _bad_row(spec: ReadSpec, row: int, reason: str) -> BadRowError:
 def _find_bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> tuple[int, str] | None:
     """Returns the first row with a NaN or infinite value in both the decoded row and the outputs, and its field."""
     bad = np.zeros(count, np.bool_)
-    for values in _tensors(outputs):
-        if values.is_floating_point() and values.shape[:1] == (count,):
+    for values in tree_leaves(outputs):
+        if isinstance(values, Tensor) and values.is_floating_point() and values.shape[:1] == (count,):
             bad |= ~values.reshape(count, -1).isfinite().all(1).numpy()
     for row in np.flatnonzero(bad).tolist():
         for name, field in rows.items():
             if _find_non_finite_row(field[row : row + 1]) is not None:
                 return int(row), name
     return None
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """Yields all tensors in a task's outputs."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, dict | list | tuple):
-        for part in outputs.values() if isinstance(outputs, dict) else outputs:
-            yield from _tensors(part)
 
 
 def _find_non_finite_row(values: Field) -> int | None:

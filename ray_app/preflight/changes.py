@@ -21,7 +21,7 @@ from types import CodeType
 from typing import Any
 
 from ray_app.config.config import Config, check_same_config, flatten, from_dict, result_fields
-from ray_app.config.import_paths import load_class
+from ray_app.config.import_paths import iter_class_paths, load_class
 from ray_app.data.reader import RowSource
 from ray_app.errors import DataError, RegistryError, RunExistsError, join_names
 from ray_app.models.package import follow_imports, sources_of
@@ -82,20 +82,12 @@ def read_code_versions(config: Config) -> CodeVersions:
 
 def iter_import_paths(config: Config) -> Iterator[str]:
     """Yields all import paths in a configuration: classes at any depth, and the task arguments that name functions."""
-    yield from _iter_class_paths(config.to_dict())
+    yield from (path for _, _, path in iter_class_paths("", config.to_dict()))
     if config.train.reducer is not None:
         yield config.train.reducer
     for name in getattr(load_class(config.task), "functions", ()):
         if isinstance(path := config.task.init_args.get(name), str):
             yield path
-
-
-def _iter_class_paths(values: Any) -> Iterator[str]:
-    """Yields all values of `class_path` in nested dictionaries and lists."""
-    for item in values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ():
-        yield from _iter_class_paths(item)
-    if isinstance(values, dict) and isinstance(values.get("class_path"), str):
-        yield values["class_path"]
 
 
 def source_files(class_path: str) -> dict[str, Path]:
@@ -113,21 +105,25 @@ def describe_code_changes(paths: RunPaths, config: Config, now: CodeVersions) ->
     """Returns the changes of code since a run's last start as phrases; an empty list if the run has no record of it.
 
     Raises:
-        RunExistsError: The code has changed, and `run.changed_code` is `refuse`.
+        RunExistsError: The code has changed, and `run.changed` is `refuse`.
         OSError: The storage cannot be read.
     """
     before = read_stored_code(paths)
     if before is None:
         return []
     changes = [*compare_code(before, now), *_describe_default_changes(paths, config, before.defaults)]
-    if changes and config.run.changed_code == "refuse":
-        raise RunExistsError(
-            f"The run {paths.name!r} was started with other code, so its result would be that of neither:\n- "
-            + "\n- ".join(changes)
-            + "\nNothing was changed. Restore what it was, give another run.name for a new run, or set run.changed_code"
-            " to warn to go on."
-        )
+    _refuse_changes(config, f"The run {paths.name!r} was started with other code", changes)
     return changes
+
+
+def _refuse_changes(config: Config, subject: str, changes: list[str]) -> None:
+    """Raises `RunExistsError` for changes since the last start if `run.changed` is `refuse`."""
+    if changes and config.run.changed == "refuse":
+        lines = "\n- ".join(changes)
+        raise RunExistsError(
+            f"{subject}, so its result would be that of neither:\n- {lines}\nNothing was changed. Restore what it was,"
+            " give another run.name for a new run, or set run.changed to warn to go on."
+        )
 
 
 def _describe_default_changes(paths: RunPaths, config: Config, names: list[str]) -> list[str]:
@@ -287,7 +283,7 @@ def describe_data_changes(paths: RunPaths, config: Config, now: DataVersions) ->
     Data in another folder than before is compared by the sizes of its files only, since a copy has other times.
 
     Raises:
-        RunExistsError: Files have changed, and `run.changed_data` is `refuse`.
+        RunExistsError: Files have changed, and `run.changed` is `refuse`.
         OSError: The storage cannot be read.
     """
     before = _read_stored(paths)
@@ -296,14 +292,7 @@ def describe_data_changes(paths: RunPaths, config: Config, now: DataVersions) ->
         for name in now
         if name in before and (change := _describe_source_changes(name, before[name], now[name])) is not None
     ]
-    if changes and config.run.changed_data == "refuse":
-        raise RunExistsError(
-            f"The data of the run {paths.name!r} was changed since its last start, so its result would be that of"
-            f" neither:\n- "
-            + "\n- ".join(changes)
-            + "\nNothing was changed. Restore the data, give another run.name for a new run, or set run.changed_data to"
-            " warn to go on."
-        )
+    _refuse_changes(config, f"The data of the run {paths.name!r} was changed since its last start", changes)
     return changes
 
 

@@ -29,6 +29,7 @@ from ray_app.data.arrays import spec_of_values
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import sample_ragged_rows, sample_rows
 from ray_app.errors import ConfigError, DataError
+from ray_app.models.inputs import open_source
 from ray_app.preflight import (
     batch_checks,
     changes,
@@ -173,7 +174,7 @@ def fit_task(context: PreflightContext) -> CheckResult:
     mode = resolve_mode(task, config.evaluate.metric, config.evaluate.mode)
     context.config = config.replace(evaluate__mode=mode)
     context.used_columns = data_summary.describe_training_columns(task, dataset)
-    return CheckResult("\n".join(context.used_columns), warnings=data_summary.similar_class_warnings(dataset.facts))
+    return CheckResult("\n".join(context.used_columns))
 
 
 def _add_task_fields(config: Config, task: Task) -> Config:
@@ -279,7 +280,7 @@ def open_evaluation_data(context: PreflightContext) -> list[str]:
     names = f"data.eval_path {config.data.eval_path}", f"data.path {config.data.path}"
     refuse_other_data(task, dataset.facts, *names)
     context.eval_dataset, context.eval_task = dataset, task.prepare(dataset.facts)
-    source = inputs.open_source(task, dataset, config.data.read_task_mb, config.evaluate.max_rows)
+    source = open_source(task, dataset, True, config.data.read_task_mb, config.evaluate.max_rows)
     if source.fields != context.fields:
         raise DataError(
             f"A decoded row of {names[0]} is {source.fields}, of {names[1]} it is {context.fields}; both must be alike."
@@ -289,8 +290,7 @@ def open_evaluation_data(context: PreflightContext) -> list[str]:
     context.eval_source = source
     context.eval_rows = sample_rows(dataset, task.columns(), task.decode, MAX_ROWS)
     context.constant_scores = constant_scores(task, context.dataset.facts, dataset.facts)
-    differences = task.describe_differences(dataset.facts)
-    return [*differences, *data_summary.constant_target_warnings(task, dataset.facts, source.manifest.num_rows)]
+    return task.describe_differences(dataset.facts)
 
 
 def read_data_files(context: PreflightContext) -> None:
@@ -463,9 +463,6 @@ CHECKS = (
     Check("snapshots", 0, "They fit into the memory of this machine.",
           lambda context: check_snapshot_memory(context.model, psutil.virtual_memory().available), ("model",),
           applies=lambda context: context.config.checkpoint.snapshot_every_steps is not None),
-    Check("page-locked memory", 0, "This machine has enough.", dry_run.check_page_locked_memory, ("model",),
-          applies=lambda context: (
-              context.config.scaling.worker_gpus > 0 and not context.config.train.strategy_traits.has_servers)),
     Check("parameter servers", 0, "They can have parts of the model.", dry_run.check_server_parts, ("model",),
           applies=lambda context: context.config.train.strategy_traits.has_servers),
     Check("parameter groups", 0, "They are configured.", dry_run.check_parameter_groups, ("model",),

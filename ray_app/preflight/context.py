@@ -1,22 +1,20 @@
 """What the checks before a run share: a `PreflightContext`, and probes, which run rows through a task without a step.
 
 `RowProbe` trains or evaluates on rows and tells whether their length is the reason for an error. `explain_cost`
-extrapolates from short rows what a long row would cost, so that a dry run ends and fits into memory.
+estimates what a long row would cost, so that a dry run ends.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 from ray_app.config.config import Config
 from ray_app.data.arrays import ArraySpec
@@ -35,7 +33,6 @@ from ray_app.task.metrics import score
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
-from ray_app.torch_private import TorchDispatchMode, tree_leaves
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState, seed_init
 from ray_app.watch.terminal import Level
@@ -137,8 +134,8 @@ class PreflightContext:
 
 logger = logging.getLogger(__name__)
 
-MAX_NUMBERS = 1 << 16
-"""Longest row that is searched for and checked, in numbers; the dry run should be short."""
+MAX_NUMBERS = 1 << 12
+"""Longest row that is searched for and checked, in numbers: attention takes time and memory by the square of it."""
 SHORT_LENGTH = 8
 """Length of the lists of rows that are used for most checks."""
 
@@ -273,53 +270,17 @@ def _repeat_first(values: Ragged) -> Ragged:
 
 MAX_OPERATIONS = 1e12
 """Largest number of floating-point operations of one probe; on two cores they take about half a minute."""
-_LIVE_TENSORS = 4
-"""Estimated number of live tensors of the largest size.
-
-They are the scores, their float32 copy, their logarithms, and the result of the operation that reads the logarithms.
-"""
 
 
 def explain_cost(row_probe: RowProbe, rows: Arrays) -> str | None:
-    """Returns the cost of training on rows as text if it exceeds the limits of a dry run, otherwise None.
+    """Returns the cost of training on rows as text if it exceeds the limit of a dry run, otherwise None.
 
-    The lower bound is two operations for each parameter (except embeddings) and number. If the lists can be cut, the
-    cost of lists of three short lengths is extrapolated: operations, and bytes of the largest tensor, grow at most with
-    the square of the length.
+    It is two operations for each parameter, except embeddings, and number.
     """
     operations = float(2 * _count_parameters(row_probe.state.model) * count_numbers(rows))
-    num_bytes = 0.0
-    lists = [values for values in rows.values() if isinstance(values, Ragged)]
-    multiple = max(values.multiple for values in lists)
-    # Lists are padded to a multiple.
-    base = -(-SHORT_LENGTH // multiple) * multiple
-    length = -(-max(int(values.lengths.max()) for values in lists) // multiple) * multiple
-    if operations <= MAX_OPERATIONS and length >= 8 * base:
-        lengths = np.array([base, 2 * base, 4 * base])
-        try:
-            costs = [_measure_cost(row_probe, truncate(rows, int(short_length))) for short_length in lengths]
-        except TaskError:
-            # The task may require a certain length; then only the lower bound is known.
-            costs = []
-        if costs:
-            operations = max(operations, _extrapolate(lengths, np.array([[count] for count, _ in costs]), length))
-            has_same_operations = len({len(sizes) for _, sizes in costs}) == 1
-            num_bytes = _LIVE_TENSORS * _extrapolate(
-                lengths, np.array([sizes if has_same_operations else [max(sizes)] for _, sizes in costs]), length
-            )
-    free = max_probe_bytes()
-    if operations <= MAX_OPERATIONS and num_bytes <= free:
+    if operations <= MAX_OPERATIONS:
         return None
-    return (
-        f"about {operations:.1e} operations"
-        + (f" and {num_bytes / 1e9:.1f} GB" if num_bytes else "")
-        + f"; a dry run takes at most {MAX_OPERATIONS:.0e} and {free / 1e9:.1f} GB"
-    )
-
-
-def max_probe_bytes() -> float:
-    """Returns the memory that a dry run may use: a quarter of the available memory."""
-    return psutil.virtual_memory().available / 4
+    return f"about {operations:.1e} operations; a dry run takes at most {MAX_OPERATIONS:.0e}"
 
 
 def _count_parameters(model: nn.Module) -> int:
@@ -331,42 +292,3 @@ def _count_parameters(model: nn.Module) -> int:
         for p in module.parameters()
     }
     return sum(p.numel() for p in model.parameters() if id(p) not in embedded)
-
-
-def _extrapolate(lengths: np.ndarray, quantities: np.ndarray, length: int) -> float:
-    """Returns the largest of some quantities, of shape (3, quantities), at another length: by parabolas."""
-    scale = lengths[0]
-    c, b, a = np.polyfit(lengths / scale, quantities, 2)
-    return float((a + (length / scale) * (b + (length / scale) * c)).max())
-
-
-def _measure_cost(row_probe: RowProbe, rows: Arrays) -> tuple[int, list[int]]:
-    """Returns the floating-point operations of the training loss of rows, and the bytes that each operation returns."""
-    with FlopCounterMode(display=False) as flops, _TensorSizes(row_probe.state.model) as tensor_sizes:
-        row_probe.run(rows, False, "short rows")
-    return flops.get_total_flops(), tensor_sizes.sizes or [0]
-
-
-class _TensorSizes(TorchDispatchMode):
-    """Records the bytes of the largest result of each operation, except the parameters and buffers of a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: list[int] = []
-        self._model_storages = {
-            tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]
-        }
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = function(*args, **(options or {}))
-        storages = [
-            leaf.untyped_storage()
-            for leaf in tree_leaves(result)
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
-        ]
-        self.sizes.append(
-            max((storage.nbytes() for storage in storages if storage.data_ptr() not in self._model_storages), default=0)
-        )
-        return result

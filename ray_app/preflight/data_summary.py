@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from ray_app.config.config import Config
 from ray_app.data.dataset import Dataset
-from ray_app.errors import DataError, join_names
-from ray_app.plan.manifest import ColumnFacts, DataFacts, find_similar_names
+from ray_app.errors import join_names
+from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.plan.order import Plan
-from ray_app.preflight.metric_checks import MAX_ROWS
-from ray_app.storage.data_files import open_parquet
-from ray_app.storage.files import to_location
 from ray_app.task.base import Task
 
-_ROW_ID = "row_id"
-"""Column in which an ingest stores the name of each row."""
 _MAX_NAMED = 20
-_MAX_READ = 8
-_READ_ROWS = 1000
 
 
 def describe_training_columns(task: Task, dataset: Dataset) -> list[str]:
@@ -66,46 +55,11 @@ def _describe_unused_columns(
     unused = {name: facts for name, facts in dataset.facts.columns.items() if name not in used}
     if not unused:
         return []
-    odd = _find_odd_values(
-        dataset, [name for name, facts in unused.items() if facts.kind == "text" and name != _ROW_ID]
-    )
     reasons = [
-        f"{name!r} ({(left_out or {}).get(name) or _explain_unused(name, facts, dataset.facts)}{odd.get(name, '')})"
+        f"{name!r} ({(left_out or {}).get(name) or _explain_unused(name, facts, dataset.facts)})"
         for name, facts in unused.items()
     ]
     return [f"Columns not used: {join_names(reasons, _MAX_NAMED)}"]
-
-
-def similar_class_warnings(facts: DataFacts) -> list[str]:
-    """Returns warnings about classes with names that differ only in case, blanks or the form of a character."""
-    return [
-        f"The classes {', '.join(map(repr, names))} of {facts.path} differ in upper and lower case, blanks or the form"
-        " of a character alone, and are trained on as different classes. If they are meant to be one, correct the"
-        " labels and ingest the data again."
-        for names in find_similar_names(facts.classes or ())
-    ]
-
-
-def constant_target_warnings(task: Task, evaluated: DataFacts, num_rows: int) -> list[str]:
-    """Returns warnings if the target has the same value in all rows of the evaluation data, by the file statistics.
-
-    Args:
-        task: The prepared task.
-        evaluated: The facts of the evaluation data.
-        num_rows: Its number of rows; with few rows there are no warnings, because the metrics themselves are checked.
-    """
-    # Weights are alike in most evaluation data.
-    compared = [name for name in task.targets() if name not in task.weight_columns()] if num_rows > MAX_ROWS else []
-    facts = {name: evaluated.columns.get(name) for name in compared}
-    return [
-        f"All {num_rows:,} rows of {evaluated.path} have {column.minimum + 0.0:g} in {name!r}: metrics that compare"
-        " classes (AUROC) or need different numbers (R2) say nothing of them. Evaluate on rows with different values."
-        for name, column in facts.items()
-        if column is not None
-        and column.kind in ("integer", "number")
-        and column.minimum is not None
-        and column.minimum == column.maximum
-    ]
 
 
 def _describe_classes(task: Task) -> str:
@@ -123,44 +77,6 @@ def _explain_unused(name: str, facts: ColumnFacts, data: DataFacts) -> str:
     if name in data.index_columns:
         return f"{kind}, which numbers the rows; name it to use it"
     return f"{kind}, not named" if facts.kind in ("number", "integer", "array") else kind
-
-
-def _find_odd_values(dataset: Dataset, names: list[str]) -> dict[str, str]:
-    """Returns a note for each text column that has mostly numbers in its first rows: the first value that is not one.
-
-    This value may be the reason why the column is text.
-    """
-    if not names or not dataset.manifest.num_rows:
-        return {}
-    path, _, _ = dataset.manifest.locate(0)
-    with (
-        suppress(DataError, OSError, pa.ArrowException),
-        open_parquet(to_location(dataset.root) / path) as file,
-    ):
-        rows = next(file.iter_batches(_READ_ROWS, columns=names[:_MAX_READ], use_threads=False), None)
-        notes = {name: _find_odd_value(rows.column(name)) for name in rows.schema.names} if rows is not None else {}
-        return {name: note for name, note in notes.items() if note is not None}
-    return {}
-
-
-def _find_odd_value(values: pa.Array) -> str | None:
-    """Returns a note about the first text that is not a number, or None if most of the values are not numbers."""
-    texts = pc.utf8_trim_whitespace(values.cast(pa.string())).to_pylist()
-    odd = [(row, text) for row, text in enumerate(texts) if text is not None and not _is_number(text)]
-    if not odd or 2 * len(odd) > len(texts):
-        return None
-    return (
-        f": {len(texts) - len(odd)} of the first {len(texts)} values are numbers or missing, {odd[0][1]!r} in row"
-        f" {odd[0][0]} is not"
-    )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,7 +24,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 from ray_app.config.config import Config
 from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
 from ray_app.config.strategies import list_strategies
-from ray_app.devices import HOST, accelerator
+from ray_app.devices import HOST
 from ray_app.errors import ConfigError, TaskError
 from ray_app.preflight.context import (
     SHORT_LENGTH,
@@ -49,7 +48,6 @@ from ray_app.task.ragged import Arrays, repeat_rows, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.track.mlflow_client import mlflow_key
-from ray_app.train.checkpointing.persistence import page_locked_memory_warnings
 from ray_app.train.job import Job
 from ray_app.train.state.alternating_optimizers import TurnSchedules
 from ray_app.train.state.state import TrainingState
@@ -223,14 +221,6 @@ def try_optimizers(context: PreflightContext) -> None:
     if type(task).apply_gradients is Task.apply_gradients and config.optimizer.class_path != TASK_OPTIMIZER:
         for spec in config.optimizers.values() if config.optimizers else [config.optimizer]:
             _check_optimizer_step(config, spec, context.model)
-
-
-def check_page_locked_memory(context: PreflightContext) -> list[str]:
-    """Warns of the page-locked memory of the workers that this machine has GPUs for."""
-    config, scaling = context.config, context.config.scaling
-    workers = max(1, min(scaling.worker_limit, int(accelerator().count() / scaling.worker_gpus)))
-    total_bytes = psutil.virtual_memory().total
-    return page_locked_memory_warnings(context.model, config.train, workers, total_bytes)
 
 
 def check_server_parts(context: PreflightContext) -> None:

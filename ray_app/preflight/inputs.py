@@ -17,9 +17,8 @@ from ray_app.checkpoint.format import params_digest, unpack_model
 from ray_app.checkpoint.store import COMMIT, CheckpointStore
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.import_paths import load_class
-from ray_app.data.dataset import Dataset, open_dataset, read_labels
-from ray_app.data.probes import decode_first_row, probe
-from ray_app.data.reader import Reader, RowSource, rows_per_task
+from ray_app.data.dataset import Dataset, read_labels
+from ray_app.data.probes import decode_first_row
 from ray_app.errors import CheckpointError, ConfigError, DataError
 from ray_app.models.export import is_export
 from ray_app.models.loader import DESCRIPTION, WEIGHTS
@@ -32,7 +31,7 @@ from ray_app.runlog.redaction import redact
 from ray_app.storage.files import read_json, to_location
 from ray_app.task.base import Rows, Task
 from ray_app.task.ragged import Arrays
-from ray_app.task.schema import named_classes, refuse_other_data
+from ray_app.task.schema import named_classes
 from ray_app.task.transforms import same_in_each_process
 from ray_app.train.state.parameters import check_parameters_digest, read_parameters, unreadable_parameters_error
 
@@ -139,31 +138,6 @@ def read_training_row(config: Config, dataset: Dataset, task: Task) -> tuple[Row
 
     decoded = decode_first_row(dataset, task.columns(), decode, max_bad_rows)
     return undecoded[-1], decoded
-
-
-def open_evaluation_source(task: Task, path: str, read_task_mb: float, max_rows: int | None = None) -> RowSource:
-    """Opens a data set for evaluation and returns the source of its rows.
-
-    Args:
-        task: The task, prepared with the training data.
-        path: Folder (or file) of Parquet.
-        read_task_mb: Largest size of the decoded rows of one read task in megabytes.
-        max_rows: Largest number of rows, `evaluate.max_rows`.
-
-    Raises:
-        DataError: The task cannot be evaluated on the data.
-    """
-    dataset = open_dataset(path, task.data_schema.get("classes"))
-    refuse_other_data(task, dataset.facts, path, "what the task was trained on")
-    task.prepare(dataset.facts)
-    return open_source(task, dataset, read_task_mb, max_rows)
-
-
-def open_source(task: Task, dataset: Dataset, read_task_mb: float, max_rows: int | None = None) -> RowSource:
-    """Returns the source of all rows of a data set, or of `max_rows` of them, decoded by the task."""
-    fields = probe(dataset, task.columns(), task.decode)
-    reader = Reader(dataset.root, task.columns(), task.decode, fields, rules=dataset.manifest.rules)
-    return RowSource(reader, dataset.manifest.thin_out(max_rows), rows_per_task(fields, read_task_mb))
 
 
 def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:

@@ -11,7 +11,7 @@ have operations that PyTorch replaces in deterministic mode, such as bilinear in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, remove_addresses
+from ray_app.preflight.purity import iter_parts
 from ray_app.reduction.base import checksum
 from ray_app.task.base import Task
 from ray_app.torch_private import TorchDispatchMode, tree_leaves
@@ -386,24 +387,7 @@ def find_failing_part(
     visited = set() if visited is None else visited
     visited.add(id(value))
     if len(visited) < _MAX_PARTS and name.count(".") + name.count("[") < _MAX_DEPTH:
-        for inner, part in _parts(name, value):
-            if id(part) not in visited and (failure := find_failing_part(inner, part, error_of, visited)) is not None:
+        for inner, part in iter_parts(value):
+            if id(part) not in visited and (failure := find_failing_part(name + inner, part, error_of, visited)):
                 return failure
     return name, value, error
-
-
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of a value with their names: attributes, items, and closures and owners of functions."""
-    if isinstance(value, Mapping):
-        yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"{name}[{i}]", part) for i, part in enumerate(value))
-    elif (owner := getattr(value, "__self__", None)) is not None and not isinstance(owner, type):
-        yield f"{name}.__self__", owner
-    elif (closure := getattr(value, "__closure__", None)) is not None:
-        for free, cell in zip(value.__code__.co_freevars, closure, strict=True):
-            # A cell is empty as long as its variable has no value.
-            with suppress(ValueError):
-                yield f"{name}, which uses {free}", cell.cell_contents
-    else:
-        yield from ((f"{name}.{attribute}", part) for attribute, part in getattr(value, "__dict__", {}).items())

@@ -64,7 +64,6 @@ _SHORT_SETTINGS: dict[str, Any] = {
     "data__cache": "memory",
     "train__strategy": "ddp",
     "train__reduction": "exact",
-    "train__gradient_compression": "none",
     "train__local_steps": 1,
     "train__outer_lr": 1.0,
     "train__outer_momentum": 0.0,

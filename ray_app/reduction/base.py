@@ -189,24 +189,6 @@ def stage_groups(hosts: Sequence[str]) -> list[list[tuple[int, ...]]]:
     return [within, list(zip(*within, strict=True))]
 
 
-def reduction_hosts(cross_device: str, hosts: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the hosts of the ranks for the stages of the reduction, with `flat` none, which makes one stage.
-
-    Args:
-        cross_device: Value of `train.cross_device`.
-        hosts: The host of every rank.
-    """
-    if cross_device == "flat":
-        return ()
-    if cross_device == "hierarchical" and len(set(hosts)) > 1 and len(stage_groups(hosts)) == 1:
-        logger.warning(
-            "train.cross_device is hierarchical, but the hosts have different numbers of workers, or one each;"
-            " gradients travel directly between all workers: %s",
-            ", ".join(hosts),
-        )
-    return hosts
-
-
 def plan_stages(rank: int, hosts: Sequence[str], logical_workers: int, assignment: Sequence[range] = ()) -> list[Stage]:
     """Returns the stages in which a rank takes part, in their order.
 

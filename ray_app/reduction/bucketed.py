@@ -7,7 +7,7 @@ It serves the strategies with a whole model per worker, in two modes (`train.red
   have several ranks each, this happens within the hosts first and then between them (`plan_stages`). If each rank has
   one aligned subtree, as many bytes cross the network as in a ring all-reduce.
 - `overlapped`: one all-reduce per bucket. The gradients are those of the same rows with the same weights as with
-  `exact`, but the backend decides the order of the additions. With compression the bucket travels as bfloat16.
+  `exact`, but the backend decides the order of the additions.
 
 The buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
 2020.
@@ -214,7 +214,6 @@ class BucketedReducer(GradientReducer):
         bucket_mb: Maximum size of a bucket in MiB. Large buckets are sent late; with 1 MiB the calls themselves take
             10 % of a ResNet-18 step on gloo. The tree adds element by element, so the result of `exact` does not depend
             on this size.
-        compression: `bf16` rounds the values that travel with `overlapped`; `exact` does not use it.
     """
 
     def __init__(
@@ -223,12 +222,10 @@ class BucketedReducer(GradientReducer):
         world: World,
         reduction: Literal["exact", "overlapped"],
         bucket_mb: float,
-        compression: Literal["none", "bf16"],
     ) -> None:
         self._world = world
         self._launch_guard = launch_guard(world)
         self._exact = reduction == "exact"
-        self._compresses = compression == "bf16"
         # The gradient of a single logical worker is the sum already, so it stays in `.grad` and there are no buckets.
         self._has_one_term = world.logical_workers == 1
         self._stages = list(zip(world.stages, world.groups, strict=True))
@@ -447,12 +444,9 @@ class BucketedReducer(GradientReducer):
         first, *more = [value for _, value in bucket.tree.nodes]
         for value in more:
             first.add_(value)
-        packed = bucket.get_buffer("packed", first.numel(), torch.bfloat16).copy_(first) if self._compresses else first
-        work: Any = dist.all_reduce(packed, async_op=True)
+        work: Any = dist.all_reduce(first, async_op=True)
         yield bucket
         work.wait()
-        if self._compresses:
-            bucket.result.copy_(packed)
 
     def _reduce_exactly(self, bucket: Bucket) -> Iterator[Bucket]:
         """Reduces a bucket in the tree; yields after the start of each transfer.
@@ -523,7 +517,7 @@ class BucketedReducer(GradientReducer):
 
 def build_bucketed_reducer(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
     """Returns the gradient reducer for a whole model on every worker, as configured."""
-    return BucketedReducer(model, world, train.reduction, train.bucket_mb, train.gradient_compression)
+    return BucketedReducer(model, world, train.reduction, train.bucket_mb)
 
 
 def build_reducer(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:

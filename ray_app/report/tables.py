@@ -42,7 +42,7 @@ def budgets(facts: Facts) -> list[BudgetLine]:
     """Returns the budgets of failures and preemptions, with their use in the newest start."""
     limits, starts = facts.config.failure, start_events(facts.events)
     newest_events = [event for event in facts.events if starts and event.fence == starts[-1].fence]
-    kinds = (("failures", "failed", limits.max_failures), ("preemptions", "preempted", limits.max_preemptions))
+    kinds = (("failures", "failed", limits.max_failures), ("preemptions", "preempted", -1))
     return [
         BudgetLine(name, count(newest_events, kind), limit if limit >= 0 else None, count(facts.events, kind))
         for name, kind, limit in kinds

@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.arrays import Columns
 from ray_app.data.dataset import DESCRIPTION, Dataset, open_dataset
-from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
 from ray_app.data.ray_tasks import RetriedTask, fetch_auto
 from ray_app.data.reader import RowSource, plan_reads
@@ -50,6 +49,7 @@ from ray_app.plan.hashing import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.retrain.options import RetrainSection
+from ray_app.retrain.profile import iter_row_groups
 from ray_app.storage.files import remove_tree, to_json
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
@@ -452,15 +452,12 @@ def _iter_tables(
     dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float
 ) -> Iterator[pa.Table]:
     """Yields the rows to write, one table for each row group."""
-    manifest = dataset.manifest
-    for index, path in enumerate(manifest.paths):
-        first = 0
-        with DataFile(dataset.root, path, manifest.rules) as file:
-            for group in np.flatnonzero(manifest.file_of == index).tolist():
-                table = file.read_row_group(int(manifest.index_in_file[group]), columns)
-                rows = table.num_rows
-                if path in old:
-                    table = table.filter(pa.array(select_share(delivery[path], first, rows, fraction)))
-                first += rows
-                if table.num_rows:
-                    yield table
+    current, first = "", 0
+    for path, _, table in iter_row_groups(dataset, columns):
+        current, first = path, first if path == current else 0
+        is_written = np.ones(table.num_rows, np.bool_)
+        if path in old:
+            is_written = select_share(delivery[path], first, table.num_rows, fraction)
+        first += table.num_rows
+        if is_written.any():
+            yield table.filter(pa.array(is_written))

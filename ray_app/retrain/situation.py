@@ -24,6 +24,7 @@ from ray_app.config.config import Config, default_tracking_uri, digest_json
 from ray_app.data.dataset import open_dataset
 from ray_app.driver.model_export import user_name
 from ray_app.errors import DataError
+from ray_app.models.inputs import open_rows
 from ray_app.models.loader import DESCRIPTION
 from ray_app.models.registry import (
     Rollback,
@@ -34,7 +35,7 @@ from ray_app.models.registry import (
     rollbacks,
     version_of,
 )
-from ray_app.preflight.inputs import make_task, open_evaluation_source
+from ray_app.preflight.inputs import make_task
 from ray_app.preflight.prepare import prepare
 from ray_app.retrain.gate import (
     Files,
@@ -243,7 +244,7 @@ def gate_request(
     These are `retrain.gate_path`, or a part of the evaluation data. Raises DataError if they have other fields than the
     training data.
     """
-    source = open_evaluation_source(job.task, section.gate_path or str(config.data.eval_path), config.data.read_task_mb)
+    source = open_rows(job.task, section.gate_path or str(config.data.eval_path), read_mb=config.data.read_task_mb)
     if source.fields != job.fields:
         raise DataError(
             f"A decoded row of retrain.gate_path {section.gate_path} is {source.fields}, of data.path"

@@ -262,19 +262,17 @@ def undisturbed_row_s(records: Sequence[StepRecord]) -> float:
 
 
 def disturbances(events: list[Event], limits: FailureSection) -> str:
-    """Returns a count of the disturbances in all starts: `1 of 5 failures, 3 of unlimited preemptions, 2 resizes`."""
+    """Returns a count of the disturbances in all starts: `1 of 5 failures, 3 preemptions, 2 resizes`."""
     counts = restarts(events)
-    parts = []
-    for name, limit in (("failures", limits.max_failures), ("preemptions", limits.max_preemptions)):
-        if counts[name]:
-            parts.append(f"{counts[name]} of {limit if limit >= 0 else 'unlimited'} {name}")
-    if counts["storage"]:
-        parts.append(f"{counted_word(counts['storage'], 'failure')} of the storage")
-    if counts["resizes"]:
-        parts.append(counted_word(counts["resizes"], "resize"))
-    if counts["driver"]:
-        parts.append(counted_word(counts["driver"], "driver restart"))
-    return ", ".join(parts)
+    allowed = limits.max_failures if limits.max_failures >= 0 else "unlimited"
+    texts = {
+        "failures": f"{counts['failures']} of {allowed} failures",
+        "preemptions": counted_word(counts["preemptions"], "preemption"),
+        "storage": f"{counted_word(counts['storage'], 'failure')} of the storage",
+        "resizes": counted_word(counts["resizes"], "resize"),
+        "driver": counted_word(counts["driver"], "driver restart"),
+    }
+    return ", ".join(text for name, text in texts.items() if counts[name])
 
 
 def count(events: Iterable[Event], kind: str) -> int:

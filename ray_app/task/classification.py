@@ -209,7 +209,9 @@ class Classification(Task):
         losses = self.loss(outputs, batch)
         if not self.train_accuracy:
             return losses
-        return Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]})
+        # A network of several members gives the scores of each.
+        scores = outputs.mean(0) if outputs.ndim == 3 else outputs
+        return Losses(losses, metrics={"accuracy": scores.argmax(1) == batch["label"]})
 
     def metrics(self) -> MetricCollection:
         """Makes the metrics of `classification_metrics`."""

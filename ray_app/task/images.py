@@ -70,7 +70,7 @@ def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     """
     import torch
 
-    with _explain_errors(encoded), _open_image(encoded) as image:
+    with library_errors(encoded), _open_image(encoded) as image:
         if image.format in _JPEG:
             pixels = _jpeg_pixels(encoded, image)
         elif image.format in _ANIMATED and getattr(image, "n_frames", 1) > 1:
@@ -92,7 +92,7 @@ def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     """
     import torch
 
-    with _explain_errors(encoded), _open_image(encoded) as image:
+    with library_errors(encoded), _open_image(encoded) as image:
         if image.format in _JPEG or image.mode not in ("1", "L", "P", "I", "I;16"):
             raise ValueError(
                 f"it is a {image.format} of mode {image.mode}, which is not a mask; a mask is a PNG of one channel, or"
@@ -103,21 +103,6 @@ def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
         return torch.from_numpy(
             _apply_orientation(values, _read_orientation(image) if exif_orientation else 1, (-2, -1))
         )
-
-
-@contextmanager
-def _explain_errors(encoded: bytes) -> Iterator[None]:
-    """Converts every error of a library about a file, of many types, into a ValueError with the reason."""
-    try:
-        yield
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:
-        head = bytes(encoded[:HEAD_BYTES])
-        if not has_image_signature(head):
-            other = name_other_format(head) or f"no image: it begins with {head[:8]!r}"
-            raise ValueError(f"it is {other}") from error
-        raise ValueError(describe_image_error(error)) from error
 
 
 def describe_image_error(error: Exception) -> str:
@@ -134,13 +119,20 @@ def describe_image_error(error: Exception) -> str:
 
 
 @contextmanager
-def library_errors() -> Iterator[None]:
-    """Turns errors of a library about a file, of many types, into a ValueError of one line."""
+def library_errors(encoded: bytes | None = None) -> Iterator[None]:
+    """Turns errors of a library about a file, of many types, into a ValueError of one line.
+
+    With the content of the file the error says what a file holds that is not an image.
+    """
     try:
         yield
     except (ImportError, MemoryError):
         raise
     except Exception as error:
+        head = bytes(encoded[:HEAD_BYTES]) if encoded is not None else None
+        if head is not None and not has_image_signature(head):
+            other = name_other_format(head) or f"no image: it begins with {head[:8]!r}"
+            raise ValueError(f"it is {other}") from error
         raise ValueError(describe_image_error(error)) from error
 
 

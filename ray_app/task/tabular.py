@@ -15,7 +15,7 @@ from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Rows, Task, need_column
 from ray_app.task.classification import Classification, ClassWeights, add_row_weights
-from ray_app.task.fields import SAMPLE_WEIGHT, OptionalColumn, decode_sample_weights, need_finite, need_sample_weights
+from ray_app.task.fields import OptionalColumn, decode_sample_weights, need_finite, need_sample_weights
 from ray_app.task.losses import Losses
 from ray_app.task.table_encoding import category_count, describe_other_values, encode_rows, plain_encoding
 from ray_app.task.table_network import DROPOUT, MemberNetwork, TableNetwork, optimizer_fields, training_fields
@@ -38,20 +38,23 @@ class _Tabular(Task):
     `prepare` computes the encoding (`ray_app.task.table_encoding`) from the rows that are trained on, as `fitted`.
     """
 
+    weights: list[float] | None = None
+    """The weight of each class."""
+
     def __init__(
         self,
-        label: str,
-        features: list[str] | None,
-        hidden: list[int] | None,
-        dropout: float | None,
-        scale: float,
-        missing: Missing | None,
-        categories: Categories,
-        dates: dict[str, list[str]] | None,
-        log: list[str] | None,
-        standardize: bool | list[str] | None,
-        embedding: int | None,
-        sample_weight: str | None,
+        label: str = "target",
+        features: list[str] | None = None,
+        hidden: list[int] | None = None,
+        dropout: float | None = None,
+        scale: float = 1.0,
+        missing: Missing | None = None,
+        categories: Categories = "auto",
+        dates: dict[str, list[str]] | None = None,
+        log: list[str] | None = None,
+        standardize: bool | list[str] | None = None,
+        embedding: int | None = None,
+        sample_weight: str | None = None,
     ) -> None:
         self.label, self.features = label, features
         self.sample_weight = sample_weight
@@ -152,6 +155,11 @@ class _Tabular(Task):
         label = self._decode_label(stored)
         need_finite(f"column {self.label!r} as float32", label)
         return {**fields, "label": label, **decode_sample_weights(self.sample_weight, rows)}
+
+    def augment(self, batch: Batch, keys: Tensor) -> Batch:
+        """Adds the weights of rows; see `Task.augment`."""
+        del keys
+        return add_row_weights(batch, self.weights)
 
     def _decode_label(self, values: Any) -> npt.NDArray:
         raise NotImplementedError
@@ -261,7 +269,7 @@ class TabularClassification(Classification, _Tabular):
         columns = (missing, categories, dates, log, standardize, embedding, sample_weight)
         _Tabular.__init__(self, label, features, hidden, dropout, scale, *columns)
         self.num_classes, self.class_weights = num_classes, class_weights
-        self.weights: list[float] | None = None
+        self.weights = None
         self.train_accuracy = train_accuracy
 
     def prepare(self, data: DataFacts) -> TabularClassification:
@@ -280,20 +288,6 @@ class TabularClassification(Classification, _Tabular):
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Computes the cross-entropy of every row, see `Classification.loss`."""
         return mean_over_members(super().loss, outputs, batch)
-
-    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """Returns the loss of every row, and whether its prediction is right if `train_accuracy` is on."""
-        outputs = self.forward(model, batch)
-        losses = self.loss(outputs, batch)
-        if not self.train_accuracy:
-            return losses
-        scores = outputs.mean(0) if outputs.ndim == 3 else outputs
-        return Losses(losses, metrics={"accuracy": scores.argmax(1) == batch["label"]})
-
-    def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Adds the weights of rows; see `Task.augment`."""
-        del keys
-        return add_row_weights(batch, self.weights)
 
 
 class TabularRegression(_Tabular):
@@ -330,24 +324,6 @@ class TabularRegression(_Tabular):
     best_metric: ClassVar[str] = "rmse"
     best_mode: ClassVar[str] = "min"
 
-    def __init__(
-        self,
-        label: str = "target",
-        features: list[str] | None = None,
-        hidden: list[int] | None = None,
-        dropout: float | None = None,
-        scale: float = 1.0,
-        missing: Missing | None = None,
-        categories: Categories = "auto",
-        dates: dict[str, list[str]] | None = None,
-        log: list[str] | None = None,
-        standardize: bool | list[str] | None = None,
-        embedding: int | None = None,
-        sample_weight: str | None = None,
-    ) -> None:
-        columns = (missing, categories, dates, log, standardize, embedding, sample_weight)
-        super().__init__(label, features, hidden, dropout, scale, *columns)
-
     def prepare(self, data: DataFacts) -> _Tabular:
         """Names the features and checks the label; see `Task.prepare`."""
         need_column(data, self.label, _NUMBERS, "label")
@@ -373,11 +349,6 @@ class TabularRegression(_Tabular):
         losses = self.loss(self.forward(model, batch), batch)
         scaled = losses / ((self.fitted or {}).get("target") or {"std": 1.0})["std"] ** 2
         return scaled + (losses - scaled).detach()
-
-    def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Adds the weights of rows; see `Task.augment`."""
-        del keys
-        return {**batch, "row_weight": batch[SAMPLE_WEIGHT]} if SAMPLE_WEIGHT in batch else batch
 
     def metrics(self) -> MetricCollection:
         """Makes mean absolute error, root mean squared error, and R2."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.paths import ROOT
+from tests.support.train_command import run_benchmark
 
 NUMBER = r"(\d+\.?\d*)"
 IMAGE_SIDES = (
@@ -20,15 +18,6 @@ IMAGE_SIDES = (
 )
 TRANSFORM_SIDES = ("without keys", "drawing by keys")
 ROW_SIDES = ("stock iter_torch_batches", "cache: none", "cache: memory", "cache: disk")
-
-
-def run_benchmark(*command: str) -> str:
-    """Runs a benchmark in another process, as from a shell, and returns its output."""
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_input_benchmark_measures_every_pipeline() -> None:

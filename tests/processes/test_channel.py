@@ -16,7 +16,7 @@ import pytest
 
 from ray_app import channel
 from ray_app.channel import MAX_FRAME_BYTES, FrameReader, Listener, connect, pack_frame, receive_frame
-from tests.support.waiting import wait_until
+from tests.support.waiting import is_closed, wait_until
 
 WAIT_S = 20.0
 
@@ -53,16 +53,6 @@ def echo() -> Iterator[Echo]:
     echo = Echo()
     yield echo
     echo.listener.close()
-
-
-def is_closed(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return connection.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def test_frames_are_reassembled_from_any_parts(echo: Echo) -> None:

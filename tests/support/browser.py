@@ -128,11 +128,6 @@ class Browser:
         ]
         return [url for url in urls if not url.startswith("data:")]
 
-    def save_screenshot(self, path: Path) -> None:
-        """Saves the whole page as PNG."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
     def print(self, path: Path) -> None:
         """Saves the printed page as PDF (A4)."""
         pdf = self.call(

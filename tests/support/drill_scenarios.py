@@ -74,3 +74,14 @@ class BlockForever:
 
     def __call__(self, rank: int, step: int) -> None:
         threading.Event().wait()
+
+
+def drill_arguments(digits: Path, out: Path, **drill: Any) -> list[str]:
+    """Returns the arguments of a drill of the digits."""
+    fields = {
+        "config": ROOT / "conf" / "digits.yaml",
+        "data.path": digits / "train",
+        "data.eval_path": digits / "eval",
+        "drill.out": out,
+    }
+    return [f"--{name}={value}" for name, value in (fields | {f"drill.{k}": v for k, v in drill.items()}).items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 _WORDS = b"~-1~0~99999999999999999999~1e400~NaN~null~{}~[~'~\n~\0~\xff\xfe~\xf0\x9f~a,b~../x".split(b"~")
 
@@ -42,3 +43,13 @@ def damage(folder: Path, seed: int) -> Path:
     chosen = files[random.Random(-1 - seed).randrange(len(files))]
     chosen.write_bytes(mutate(chosen.read_bytes(), seed))
     return chosen
+
+
+class Malicious:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.target,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -86,3 +88,12 @@ def image_arguments(folder: Path) -> list[str]:
         "--data.shuffle_window_rows=96",
         "--scaling.max_workers=1",
     ]
+
+
+def run_benchmark(*command: str) -> str:
+    """Runs a benchmark in another process, as from a shell, and returns its output."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,3 +14,14 @@ def wait_until(condition: Callable[[], Any], message: str = "it did not come tru
     while not condition():
         assert time.monotonic() < deadline_s, f"{message} within {limit_s:g} s"
         time.sleep(0.02)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Returns whether the other end has closed a connection that has no data left."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -1,4 +1,4 @@
-"""The budgets for failures and preemptions, and the stop for a failure that repeats itself."""
+"""The budget for failures, and the stop for a failure that repeats itself."""
 
 from __future__ import annotations
 
@@ -107,19 +107,9 @@ class FailureBudget:
             )
 
     def charge_preemption(self, workers: int, step: int, left: int) -> None:
-        """Charges a preemption of some workers.
-
-        Raises:
-            BudgetSpentError: There were more preemptions than `failure.max_preemptions`.
-        """
+        """Records a preemption of some workers, of which a run tolerates any number."""
         self._preemptions += 1
         put_event(self.paths, "preempted", self._fence, number=self._preemptions, workers=workers, step=step, left=left)
-        allowed = self._limits.max_preemptions
-        if 0 <= allowed < self._preemptions:
-            raise BudgetSpentError(
-                f"Nodes were taken away {self._preemptions} times; failure.max_preemptions allows {allowed}. Start the"
-                " same run again to continue it, or raise failure.max_preemptions."
-            )
 
     def record(self, kind: str, **details: Any) -> None:
         """Records an event that is not charged."""

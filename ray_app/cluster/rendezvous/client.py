@@ -26,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.channel import FrameReader, connect, pack_frame
 from ray_app.cluster.rendezvous.server import decode_reply, encode
-from ray_app.reduction.base import World, collective, reduction_hosts
+from ray_app.reduction.base import World, collective
 from ray_app.runlog.journal import StepRecord, put_event
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.membership import HEARTBEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply, LeavingError, Phase
@@ -58,7 +58,6 @@ class RendezvousClient:
         backend: See `ProcessGroup.open`.
         paths: The paths of the run; the stacks of a stalled worker are recorded as one of its events.
         fence: Number of the driver's start.
-        cross_device: Value of `train.cross_device`.
         group_size: Number of workers that start and end together with this one; None if workers come and go one by one,
             and `ElasticController` tells the rendezvous how many to expect.
     """
@@ -71,7 +70,6 @@ class RendezvousClient:
         backend: Literal["auto", "gloo"],
         paths: RunPaths,
         fence: int,
-        cross_device: str = "auto",
         group_size: int | None = None,
     ) -> None:
         self.recovers, self._group_size = group_size is None, group_size
@@ -79,7 +77,6 @@ class RendezvousClient:
         self._logical_workers = logical_workers
         self._device = device
         self._backend = backend
-        self._cross_device = cross_device
         self._paths = paths
         self._fence = fence
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
@@ -132,11 +129,10 @@ class RendezvousClient:
         try:
             # A reply may have asked to abort this generation before there was a group to abort.
             self._abort_if_requested()
-            hosts = reduction_hosts(self._cross_device, info.hosts)
             with collective():
-                group.open(replace(info, hosts=hosts), self._device, self._backend)
+                group.open(info, self._device, self._backend)
             world = replace(
-                world, hosts=hosts, groups=group.groups, has_device_collectives=group.has_device_collectives
+                world, hosts=info.hosts, groups=group.groups, has_device_collectives=group.has_device_collectives
             )
             yield world, info
             is_broken = False

@@ -23,7 +23,7 @@ from torch import nn
 
 from ray_app.checkpoint.format import Snapshot, file_writers, pack, params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore, Commit, Pin, skipped_evaluations
-from ray_app.config.sections import CheckpointSection, TrainSection
+from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, ConfigError, LeaseLostError
 from ray_app.retry import Retry
 from ray_app.runlog.evaluations import evaluated_steps
@@ -272,32 +272,6 @@ def check_snapshot_memory(model: nn.Module, free_bytes: int) -> None:
             f" one other node; {free_bytes / 1e9:.1f} GB are free here. Leave it out, or start the driver where there"
             " is more memory."
         )
-
-
-def page_locked_memory_warnings(model: nn.Module, train: TrainSection, workers: int, total_bytes: int) -> list[str]:
-    """Returns a warning if a machine is too small for the page-locked copies of the state of its workers with GPUs.
-
-    Args:
-        model: The model; the optimizer is assumed to keep two values per parameter.
-        train: The strategy, and whether parameters are averaged.
-        workers: The number of workers on the machine.
-        total_bytes: The memory of the machine.
-
-    Returns:
-        A list of one warning; an empty list if the copies fit.
-    """
-    average_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) if train.ema_decay is not None else 0
-    # A worker keeps its copies for two checkpoints, and with a partitioned state also the copy that is being made.
-    copies = 3 if train.strategy_traits.has_partitioned_state else 2
-    worker_bytes = copies * (_state_bytes(model) + average_bytes)
-    if workers * worker_bytes <= total_bytes:
-        return []
-    return [
-        f"Each worker keeps {copies} copies of the state for checkpoints in page-locked host memory, about"
-        f" {worker_bytes / 1e9:.1f} GB, and {workers} of them on a machine like this"
-        f" {workers * worker_bytes / 1e9:.1f} GB; it has {total_bytes / 1e9:.1f} GB. Use machines with more memory, or"
-        " fewer workers on each (scaling.max_workers), or the kernel may end them."
-    ]
 
 
 def _state_bytes(model: nn.Module) -> int:

@@ -7,25 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ray_app.drill import memory_faults, process_scenarios
 from ray_app.drill.session import SCENARIOS
+from tests.support.drill_scenarios import drill_arguments
 from tests.support.paths import ROOT
 
 _DRILL_S = 280
-
-
-def arguments(digits: Path, out: Path, **drill: Any) -> list[str]:
-    fields = {
-        "config": ROOT / "conf" / "digits.yaml",
-        "data.path": digits / "train",
-        "data.eval_path": digits / "eval",
-        "drill.out": out,
-    }
-    return [f"--{name}={value}" for name, value in (fields | {f"drill.{k}": v for k, v in drill.items()}).items()]
 
 
 def run_drill(*more: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +25,7 @@ def run_drill(*more: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_drill_on_its_own_cluster_certifies_equal_parameters(digits: Path, tmp_path: Path) -> None:
-    done = run_drill(*arguments(digits, tmp_path / "out", scenarios="kill,kill_two,node", max_steps=40))
+    done = run_drill(*drill_arguments(digits, tmp_path / "out", scenarios="kill,kill_two,node", max_steps=40))
     assert done.returncode == 0, done.stdout + done.stderr
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
     digest = certificate["undisturbed"]["params_digest"]
@@ -65,7 +55,7 @@ def test_a_drill_on_its_own_cluster_certifies_equal_parameters(digits: Path, tmp
 
 @pytest.mark.timeout(1800)
 def test_every_possible_scenario_ends_with_equal_parameters(digits: Path, tmp_path: Path) -> None:
-    command = [*arguments(digits, tmp_path / "out"), "--scaling.max_workers=3"]
+    command = [*drill_arguments(digits, tmp_path / "out"), "--scaling.max_workers=3"]
     done = subprocess.run(
         [sys.executable, str(ROOT / "jobs" / "drill.py"), *command],
         capture_output=True,
@@ -116,7 +106,7 @@ if __name__ == "__main__":
 
 
 def test_a_hanging_scenario_is_terminated_and_the_next_one_succeeds(digits: Path, tmp_path: Path) -> None:
-    command = arguments(digits, tmp_path / "out", scenarios="hangs,kill", max_steps=40, limit_s=90)
+    command = drill_arguments(digits, tmp_path / "out", scenarios="hangs,kill", max_steps=40, limit_s=90)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PYTHONPATH": str(ROOT)
     }

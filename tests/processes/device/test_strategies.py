@@ -11,7 +11,7 @@ import torch
 
 from ray_app.devices import accelerator
 from ray_app.driver.single import train_in_process
-from ray_app.preflight.inputs import open_evaluation_source
+from ray_app.models.inputs import open_rows
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
@@ -22,7 +22,6 @@ from tests.support.server_world import ServerWorld
 
 OTHERS: dict[str, Fields] = {
     "ddp": OVERLAPPED | SMALL_BUCKETS,
-    "ddp, compressed": OVERLAPPED | SMALL_BUCKETS | {"train__gradient_compression": "bf16"},
     "fsdp": OVERLAPPED | FSDP,
     "fsdp, offload": OVERLAPPED | OFFLOAD,
     "fsdp, bf16": OVERLAPPED | FSDP | BF16,
@@ -152,7 +151,7 @@ def test_workers_evaluate_on_their_devices(device_pool: WorkerPool, data: Path, 
         evaluate__batch_size=5,
         data__eval_path=str(data.with_name("eval")),
     )
-    job = dataclasses.replace(job, evaluation=open_evaluation_source(job.task, str(job.config.data.eval_path), 64.0))
+    job = dataclasses.replace(job, evaluation=open_rows(job.task, str(job.config.data.eval_path)))
     metrics = []
     for workers in (1, 3):
         device_run(device_pool, job, workers)

@@ -23,7 +23,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.assignment import logical_workers_of
 from ray_app.plan.manifest import DataFacts, Manifest
 from ray_app.plan.order import Classes, Cursor, Plan
-from ray_app.preflight.data_summary import constant_target_warnings, describe_training_columns
+from ray_app.preflight.data_summary import describe_training_columns
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.image import ImageClassification
@@ -412,15 +412,12 @@ def test_a_column_of_sample_weights_has_no_other_use(tmp_path: Path) -> None:
             TabularRegression(label="label", features=["x", name], sample_weight="weight").prepare(facts)
 
 
-def test_the_start_names_weights_and_does_not_warn_of_constant_ones(tmp_path: Path) -> None:
+def test_the_start_names_weights(tmp_path: Path) -> None:
     write_weighted_table(tmp_path / "rows.parquet", [1.0] * 2)
     dataset = open_dataset(str(tmp_path))
     task = TabularRegression(label="label", sample_weight="weight").prepare(dataset.facts)
     [used] = describe_training_columns(task, dataset)
     assert used == "Columns used: x; to predict label; weights of rows from weight"
-    assert constant_target_warnings(task, dataset.facts, 10**6) == []
-    unweighted = TabularRegression(label="weight").prepare(dataset.facts)
-    assert len(constant_target_warnings(unweighted, dataset.facts, 10**6)) == 1
 
 
 def test_a_column_of_sample_weights_with_gaps_is_refused(tmp_path: Path) -> None:

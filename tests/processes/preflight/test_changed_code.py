@@ -50,7 +50,7 @@ def test_a_changed_task_is_reported_or_refused(digits: Path, tmp_path: Path, mon
 
     task.write_text(TASK.replace("0.0", "0.1"))
     with pytest.raises(RunExistsError, match="- changing_task has another content"):
-        run_training(config.replace(run__changed_code="refuse"), Console(file=output))
+        run_training(config.replace(run__changed="refuse"), Console(file=output))
     result = run_training(config, Console(file=output, width=200))
     assert (
         "Warning: one goes on with other code than at its last start: changing_task has another content."
@@ -63,7 +63,7 @@ def test_a_changed_task_is_reported_or_refused(digits: Path, tmp_path: Path, mon
         in (tmp_path / "runs" / "one" / "report.html").read_text()
     )
     # The code is the same as at the last start.
-    run_training(config.replace(run__changed_code="refuse"), Console(file=output))
+    run_training(config.replace(run__changed="refuse"), Console(file=output))
 
     values = yaml.safe_load((tmp_path / "runs" / "one" / "config.yaml").read_text())
     assert values["optimizer"]["init_args"]["betas"] == [0.9, 0.999]

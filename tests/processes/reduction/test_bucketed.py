@@ -1,12 +1,10 @@
-"""The gradient reduction of `ddp`: bucket size, compression, backend and aborts."""
+"""The gradient reduction of `ddp`: bucket size, backend and aborts."""
 
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -53,37 +51,6 @@ def test_exact_reduction_is_bit_identical_for_all_bucket_sizes(
     assert runs[0].steps == runs[1].steps, "the records differ, for example the gradient norm"
 
 
-@dataclass(frozen=True)
-class ReducedGradients:
-    """The result of a gradient reduction on one rank.
-
-    Args:
-        gradients: The summed gradients.
-        sent_bytes: Bytes that the process sent through its sockets during the reduction.
-    """
-
-    gradients: list[torch.Tensor]
-    sent_bytes: int
-
-
-def reduce_gradients(rank: int, store: Path, size: int, train: TrainSection) -> ReducedGradients:
-    """Reduces gradients of four logical workers that each rank can compute."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(200, 500), nn.Linear(500, 200))
-    inputs = torch.randn(4, 8, 200)
-    with LocalMembership(World(rank, size, 4), store).generation(0, False) as (world, _):
-        strategy = build_reducer(train, model, world)
-        before = count_sent_bytes()
-        for v in world.assigned:
-            strategy.backward(model(inputs[v]).square().mean(1), torch.full((8,), 1 / 32), v)
-        strategy.launch()
-        strategy.finish()
-        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        # A peer may still receive before this barrier.
-        dist.barrier()
-        return ReducedGradients(gradients, count_sent_bytes() - before)
-
-
 def reduce_shared_layer(rank: int, store: Path, size: int, reentrant: bool) -> list[torch.Tensor]:
     """Returns the gradients of a model with a layer that two checkpointed passes share."""
     torch.manual_seed(0)
@@ -118,36 +85,6 @@ def test_checkpointed_and_shared_layers_are_bit_identical_on_any_workers(worker_
     [alone] = worker_pool.run(1, reduce_shared_layer, 1, False)
     for gradients in worker_pool.run(2, reduce_shared_layer, 2, False):
         assert all(torch.equal(a, b) for a, b in zip(alone, gradients, strict=True))
-
-
-def count_sent_bytes() -> int:
-    """Returns the bytes sent through the open TCP connections: `tcpi_bytes_acked` of Linux's `struct tcp_info`."""
-    total = 0
-    for number, _ in _list_sockets():
-        with suppress(OSError), socket.socket(fileno=socket.dup(number)) as connection:
-            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
-                total += struct.unpack_from("Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 120)[
-                    0
-                ]
-    return total
-
-
-def test_compression_halves_the_sent_bytes_and_rounds_to_bfloat16(worker_pool: WorkerPool) -> None:
-    plain = TrainSection(reduction="overlapped", bucket_mb=0.3)
-    packed = TrainSection(reduction="overlapped", bucket_mb=0.3, gradient_compression="bf16")
-    fp32, bf16 = (worker_pool.run(2, reduce_gradients, 2, train) for train in (plain, packed))
-    for ranks in (fp32, bf16):
-        assert all(torch.equal(a, b) for a, b in zip(ranks[0].gradients, ranks[1].gradients, strict=True)), (
-            "the ranks have different gradients"
-        )
-    numel = sum(g.numel() for g in fp32[0].gradients)
-    for a, b in zip(fp32, bf16, strict=True):
-        assert a.sent_bytes >= 4 * numel, "the count lacks bytes of the gradients"
-        assert 0.49 < b.sent_bytes / a.sent_bytes < 0.55
-        for exact, rounded in zip(a.gradients, b.gradients, strict=True):
-            assert rounded.dtype == torch.float32
-            difference = (rounded - exact).norm() / exact.norm()
-            assert 1e-5 < difference < 2**-7, "the gradients are not rounded to eight bits"
 
 
 def open_single_group(rank: int, store: Path, device: str, backend: str) -> str:
@@ -295,7 +232,7 @@ def test_each_gradient_in_a_bucket_is_aligned(mb: float, dtype: torch.dtype) -> 
     """A GPU adds unaligned memory in another order, as in a norm; a CPU does not, so the test checks addresses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5), nn.Linear(5, 1)).to(dtype)
-    reducer = BucketedReducer(model, World(0, 1, 3), "exact", mb, "none")
+    reducer = BucketedReducer(model, World(0, 1, 3), "exact", mb)
     x = torch.arange(6, dtype=dtype).view(2, 3)
     for v in range(3):
         reducer.backward(model(x + v).squeeze(1), torch.full((2,), 0.5, dtype=dtype), v)

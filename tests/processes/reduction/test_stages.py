@@ -86,7 +86,7 @@ def sum_and_trace(
             patch.setattr(dist, name, with_record(name))
         patch.setattr(transport, "start_send", record_peer)
         model = torch.nn.Sequential(torch.nn.Linear(33, 7), torch.nn.Linear(7, 5))
-        reducer = BucketedReducer(model, world, train.reduction, 1e-4, train.gradient_compression)
+        reducer = BucketedReducer(model, world, train.reduction, 1e-4)
         values = {}
         for v in world.assigned:
             generator = torch.Generator().manual_seed(v)
@@ -130,7 +130,7 @@ def test_a_device_gathers_a_bucket_before_it_sends_the_last_one(worker_pool: Wor
 
 @pytest.mark.parametrize(
     "train",
-    [TrainSection(), TrainSection(reduction="overlapped", gradient_compression="bf16")],
+    [TrainSection(), TrainSection(reduction="overlapped")],
     ids=["exact", "overlapped"],
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abc"])

@@ -64,7 +64,7 @@ def run_step(reducer: BucketedReducer, model: Network, world: World) -> None:
 def gradients_on_one_worker() -> list[Tensor]:
     """Returns the gradients on one worker."""
     model, world = Network(), World(0, 1, LOGICAL_WORKERS)
-    reducer = BucketedReducer(model, world, "exact", TINY_MB, "none")
+    reducer = BucketedReducer(model, world, "exact", TINY_MB)
     run_step(reducer, model, world)
     reducer.finish()
     return [p.grad for p in model.parameters() if p.grad is not None]
@@ -79,7 +79,7 @@ def count_sums_during_backward(
     counts = list[int]()
     assert len(expected) == 2 * LAYERS
     with LocalMembership(World(rank, size, LOGICAL_WORKERS), store, hosts=hosts).generation(0, False) as (world, _):
-        reducer = BucketedReducer(model, world, "exact", TINY_MB, "none")
+        reducer = BucketedReducer(model, world, "exact", TINY_MB)
 
         def count_sums() -> int:
             views = {
@@ -124,7 +124,7 @@ def run_step_with_a_late_rank(rank: int, store: Path, size: int) -> None:
     """Runs a step that the last rank starts only after all peers have finished backward."""
     model, world = Network(), World(rank, size, LOGICAL_WORKERS)
     with LocalMembership(world, store).generation(0, False) as (world, _):
-        reducer = BucketedReducer(model, world, "exact", TINY_MB, "none")
+        reducer = BucketedReducer(model, world, "exact", TINY_MB)
         done = store.parent / f"{store.name}-done"
         done.mkdir(exist_ok=True)
         if rank == size - 1:
@@ -149,7 +149,7 @@ def reduce_with_empty_parameters(rank: int, store: Path, size: int) -> list[Tens
         model.register_parameter(f"empty_{number}", nn.Parameter(torch.empty(0, dtype=dtype)))
     world = World(rank, size, 3)
     with LocalMembership(world, store).generation(0, False) as (world, _):
-        reducer = BucketedReducer(model, world, "exact", TINY_MB, "none")
+        reducer = BucketedReducer(model, world, "exact", TINY_MB)
         for v in world.assigned:
             x = torch.randn(2, 4, generator=torch.Generator().manual_seed(v))
             reducer.backward(model(x).square().mean(1), torch.full((2,), 1 / 6), v)
@@ -171,7 +171,7 @@ def test_empty_parameters_are_reduced_too(worker_pool: WorkerPool) -> None:
 
 
 def test_buckets_are_freed_without_the_garbage_collector() -> None:
-    reducer = BucketedReducer(Network(), World(0, 1, LOGICAL_WORKERS), "exact", TINY_MB, "none")
+    reducer = BucketedReducer(Network(), World(0, 1, LOGICAL_WORKERS), "exact", TINY_MB)
     references = [weakref.ref(bucket) for bucket in reducer._buckets]
     reducer.close()
     gc.disable()
@@ -199,7 +199,7 @@ def read_error_of_a_lost_rank(rank: int, store: Path, port: int) -> list[str]:
             any(thread.name.startswith("reduction") for thread in threading.enumerate()) and reducer._thread is not None
         )
 
-    reducer = BucketedReducer(model, World(rank, 2, LOGICAL_WORKERS), "exact", TINY_MB, "none")
+    reducer = BucketedReducer(model, World(rank, 2, LOGICAL_WORKERS), "exact", TINY_MB)
 
     def before_first() -> None:
         if reducer._listening:

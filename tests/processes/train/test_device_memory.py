@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.paths import ROOT
-
-
-def run_script(*command: str) -> str:
-    """Runs a benchmark in its own process, as a user does, and returns its output."""
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.support.train_command import run_benchmark
 
 
 @pytest.mark.rest
 def test_the_benchmark_measures_the_device_memory_of_the_strategies() -> None:
     lines = [
-        json.loads(line) for line in run_script("benchmarks/device_memory.py").splitlines() if line.startswith("{")
+        json.loads(line) for line in run_benchmark("benchmarks/device_memory.py").splitlines() if line.startswith("{")
     ]
     used = {line["strategy"]: line["device_mb"] for line in lines}
     assert used.keys() >= {"ddp", "central_storage", "fsdp"}

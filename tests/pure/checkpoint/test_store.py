@@ -44,6 +44,7 @@ from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from tests.support.checkpoints import commit_of, make_store_of_three, snapshot_of
 from tests.support.local_world import CPU, LocalMembership, make_job, write_images
+from tests.support.mutations import Malicious
 
 
 @pytest.fixture
@@ -299,16 +300,6 @@ def test_a_committed_checkpoint_is_not_overwritten(store: CheckpointStore, paths
     store.write(pack(snapshot_of(7)), commit_of(3))
     assert {p: p.stat().st_mtime_ns for p in paths.checkpoint(3, 1).iterdir()} == before
     assert load(store) == (3, [])
-
-
-class Malicious:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.target,)
 
 
 @pytest.mark.parametrize("form", ["zip", "plain pickle", "inside"])

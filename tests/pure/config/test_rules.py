@@ -24,7 +24,6 @@ FSDP, SINGLE = {"train__strategy": "fsdp"}, {"train__strategy": "single"}
 SERVERS, LOCAL = {"train__strategy": "parameter_server"}, {"train__strategy": "local_sgd", "train__local_steps": 4}
 OVERLAPPED = {"train__reduction": "overlapped"}
 GPU, TPU = {"scaling__gpus_per_worker": 1.0}, {"scaling__tpus_per_worker": 1}
-BF16 = {"train__gradient_compression": "bf16"}
 REDUCER, CAPTURE = {"train__reducer": "my.Reducer"}, {"train__capture": True} | GPU
 ADAFACTOR = {"optimizer": {"class_path": "torch.optim.Adafactor"}}
 SPEED = {"scaling__load_balancing": "speed"}
@@ -63,8 +62,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("train.compile", {"train__compile": True}, FSDP),
     ("train.backend", {"train__backend": "gloo"}, FSDP),
     ("train.bucket_mb", {"train__bucket_mb": 1.0}, FSDP),
-    ("train.cross_device", {"train__cross_device": "flat"}, FSDP),
-    ("train.gradient_compression", BF16 | OVERLAPPED, LOCAL),
     ("train.reducer", REDUCER, LOCAL),
     ("train.profile_steps", {"train__profile_steps": [1, 3]}, SERVERS),
     ("train.cpu_offload", FSDP | {"train__cpu_offload": True}, {"train__strategy": "ddp"}),
@@ -80,12 +77,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("checkpoint.every_steps", LOCAL | {"checkpoint__every_steps": 8}, {"checkpoint__every_steps": 9}),
     ("checkpoint.snapshot_every_steps", LOCAL, {"checkpoint__snapshot_every_steps": 6}),
     ("optimizer.class_path", FSDP | ADAFACTOR | OVERLAPPED, {"train__reduction": "exact"}),
-    ("train.gradient_compression", BF16 | OVERLAPPED, {"train__reduction": "exact"}),
-    ("train.cross_device", {"train__cross_device": "flat"}, {"train__cross_device": "one_device"}),
-    ("train.cross_device", {"train__cross_device": "flat"}, OVERLAPPED),
-    ("train.cross_device", REDUCER, {"train__cross_device": "flat"}),
     ("train.bucket_mb", REDUCER, {"train__bucket_mb": 1.0}),
-    ("train.gradient_compression", BF16 | OVERLAPPED, REDUCER),
     ("train.capture", CAPTURE, REDUCER),
     ("failure.sdc_check_rate", REDUCER, {"failure__sdc_check_rate": 0.5}),
     ("train.capture", CAPTURE, NO_GPU | TPU),

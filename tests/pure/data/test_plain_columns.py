@@ -91,7 +91,6 @@ COLUMNS: dict[str, Column] = {
         "bytes",
     ),
 }
-KEPT_BY_INGEST = {"duration": DAY, "time": datetime.time(0, 1)}
 
 
 def as_lists(values: Any) -> Any:

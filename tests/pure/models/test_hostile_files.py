@@ -14,7 +14,6 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,17 +38,8 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import register_secrets
 from ray_app.task.tabular import TabularClassification
 from tests.support.checkpoints import commit_of
+from tests.support.mutations import Malicious
 from tests.support.paths import ROOT
-
-
-class Malicious:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.target,)
 
 
 @pytest.fixture

@@ -93,9 +93,9 @@ def test_changed_code_is_refused_or_described_as_configured(
     ]
     with pytest.raises(
         RunExistsError,
-        match=r"(?s)started with other code.*- mine_of_code.helper has another content\n.*run.changed_code to warn",
+        match=r"(?s)started with other code.*- mine_of_code.helper has another content\n.*run.changed to warn",
     ):
-        describe_code_changes(paths, config.replace(run__changed_code="refuse"), read_code_versions(config))
+        describe_code_changes(paths, config.replace(run__changed="refuse"), read_code_versions(config))
     values = yaml.safe_load(paths.config.read_text())
     values["optimizer"]["init_args"]["lr"] = 0.5
     paths.config.write_text(yaml.safe_dump(values))

@@ -53,9 +53,9 @@ def test_changed_files_of_both_data_sets_are_named_or_refused(tmp_path: Path) ->
     change = "1 of 2 files of data.eval_path have another size, time or ETag: 1.parquet"
     assert (describe_data_changes(paths, CONFIG, versions), is_stored(paths, versions)) == ([change], False)
     with pytest.raises(
-        RunExistsError, match=r"(?s)was changed since its last start.*- 1 of 2 files.*run.changed_data to warn"
+        RunExistsError, match=r"(?s)was changed since its last start.*- 1 of 2 files.*run.changed to warn"
     ):
-        describe_data_changes(paths, CONFIG.replace(run__changed_data="refuse"), versions)
+        describe_data_changes(paths, CONFIG.replace(run__changed="refuse"), versions)
 
 
 def test_a_copy_of_the_data_is_compared_by_size(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ray_app.errors import ConfigError
 from ray_app.preflight.checks import CHECKS
 from ray_app.preflight.context import PreflightContext
 from ray_app.preflight.inputs import InitialParameters
-from ray_app.preflight.model_checks import KernelRecorder, find_failing_part
+from ray_app.preflight.model_checks import KernelRecorder
 from ray_app.task.base import Batch
 from ray_app.task.configured_arguments import compute_row_losses
 from ray_app.task.losses import Losses
@@ -597,14 +597,3 @@ class WithNanTable(TinyImages):
 
 def test_an_unchanged_buffer_with_nan_is_accepted(tmp_path: Path) -> None:
     dry_run_task(tmp_path, WithNanTable())
-
-
-def test_a_closure_with_an_unassigned_variable_is_skipped() -> None:
-    def use_later() -> object:
-        return later
-
-    failing = find_failing_part("task.call", use_later, lambda part: ValueError("it cannot be pickled"))
-    assert failing is not None
-    assert failing[:2] == ("task.call", use_later)
-    later = 1
-    assert use_later() == later

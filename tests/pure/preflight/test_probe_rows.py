@@ -23,7 +23,7 @@ from ray_app.preflight.prepare import prepare
 from ray_app.task.base import Batch
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Ragged, repeat_rows
+from ray_app.task.ragged import Ragged
 
 ROWS, LONG = 300, 200
 BERT = {
@@ -92,50 +92,23 @@ def test_the_longest_row_is_run_through_the_model_once(
     start(tmp_path, texts(metrics={"accuracy": ACCURACY}), write(tmp_path / "data", long_at))
     assert lengths.count(LONG) == 1
     assert len(lengths) <= 21 + MAX_ROWS, "the metrics run on truncated rows, one at a time"
-    assert sorted(lengths)[-3:] == [16, 32, LONG], "two other lengths serve the cost estimate"
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(("limit", "value"), [("MAX_OPERATIONS", 1e6), ("max_probe_bytes", lambda: 1e6)])
 def test_a_row_above_the_cost_limit_is_skipped_and_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str, value: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, task = write(tmp_path / "data"), texts(positions=LONG - 1)
     assert f"data.path {path}: Rows of {LONG} numbers in 'tokens' or 'tags' cannot be trained on" in refusal_of(
         tmp_path, task, path
     )
-    monkeypatch.setattr(context, limit, value)
+    monkeypatch.setattr(context, "MAX_OPERATIONS", 1e6)
     start(tmp_path, task, path)
     messages = [record.message for record in caplog.records if "is not tried before the start" in record.message]
     assert len(messages) == 2, "one message for the training data and one for the evaluation data"
     assert messages[0].startswith(
         f"The longest row of data.path {path} ({2 * LONG} numbers) is not tried before the start: it would take about"
     )
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("multiple", [1, 24])
-def test_the_cost_of_a_long_row_is_extrapolated_from_short_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiple: int
-) -> None:
-    estimates, extrapolate = list[float](), context._extrapolate
-
-    def record_estimate(*arguments: Any) -> float:
-        estimates.append(extrapolate(*arguments))
-        return estimates[-1]
-
-    monkeypatch.setattr(context, "_extrapolate", record_estimate)
-    prepared = start(tmp_path, texts(pad_to=multiple), write(tmp_path / "data"))
-    operations, largest = estimates
-    task = prepared.job.task
-    state = context.RowProbe(task, _StateWithModel(task.build_model()))  # type: ignore[arg-type]
-    row = Ragged.of([np.arange(LONG) % 60], np.int64, 0, multiple)
-    rows = {"tokens": repeat_rows(row), "tags": repeat_rows(Ragged.of([np.arange(LONG) % 3], np.int64, 0, multiple))}
-    flops, sizes = context._measure_cost(state, rows)
-    padded = -(-LONG // multiple) * multiple
-    assert flops == pytest.approx(operations, rel=0.01)
-    assert max(sizes) >= 2 * 2 * padded**2 * 4, "attention scores of two rows and two heads"
-    assert max(sizes) == pytest.approx(largest, rel=0.05)
 
 
 class _StateWithModel:
@@ -156,7 +129,7 @@ def test_the_cost_limit_applies_to_the_operations_of_the_parameters(monkeypatch:
     assert context.explain_cost(row_probe, rows) is None
     monkeypatch.setattr(context, "MAX_OPERATIONS", 2 * 100 * 60 - 1)
     assert str(context.explain_cost(row_probe, rows)).startswith(
-        "about 1.2e+04 operations; a dry run takes at most 1e+04 and"
+        "about 1.2e+04 operations; a dry run takes at most 1e+04"
     )
 
 

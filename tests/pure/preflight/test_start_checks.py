@@ -191,9 +191,7 @@ def test_the_start_reports_unused_columns_with_a_reason(tmp_path: Path) -> None:
     used, unused = prepare_tabular(data).data
     assert used == "Columns used: city, x; to predict label, 2 classes: cat, dog"
     assert (
-        unused
-        == "Columns not used: 'price' (text with 16 different values in 16 rows; categories can name it: 15 of the"
-        " first 16 values are numbers or missing, '?' in row 7 is not),"
+        unused == "Columns not used: 'price' (text with 16 different values in 16 rows; categories can name it),"
         " 'scan' (bytes)"
     )
 
@@ -204,13 +202,8 @@ def test_the_start_reports_unused_columns_with_a_reason(tmp_path: Path) -> None:
     (["caf\u00e9", "cafe\u0301"], [["caf\u00e9", "cafe\u0301"]]),
     (["new york", "newyork"], []),
 ])  # fmt: skip
-def test_class_names_that_differ_in_case_or_blanks_are_warned_of(
-    tmp_path: Path, names: list[str], similar: list[list[str]]
-) -> None:
+def test_class_names_that_differ_in_case_or_blanks_are_similar(names: list[str], similar: list[list[str]]) -> None:
     assert find_similar_names(names) == similar
-    warnings = prepare_tabular(write_labelled(tmp_path / "a", [i % len(names) for i in range(16)], names)).warnings
-    assert len(warnings) == len(similar)
-    assert all(repr(name) in warning for warning, group in zip(warnings, similar, strict=True) for name in group)
 
 
 @pytest.mark.parametrize(("labels", "message"), [

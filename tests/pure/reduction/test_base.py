@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ray_app.plan.assignment import Node, logical_workers_of, subtrees
-from ray_app.reduction.base import Stage, TreeSum, World, plan_stages, reduction_hosts, tree_parents
+from ray_app.reduction.base import Stage, TreeSum, plan_stages, tree_parents
 
 NodeSums = list[tuple[Node, Tensor]]
 
@@ -122,15 +122,3 @@ def test_every_plan_of_stages_is_bit_identical_to_the_tree(hosts: int, ranks_per
 def test_unequal_or_mixed_hosts_have_one_stage(hosts: list[str]) -> None:
     [stage] = plan_stages(1, hosts, 8)
     assert stage.ranks == tuple(range(len(hosts)))
-
-
-def test_flat_reductions_have_one_stage_on_any_hosts(caplog: pytest.LogCaptureFixture) -> None:
-    def stages(cross_device: str, hosts: str) -> int:
-        return len(World(0, len(hosts), 8, reduction_hosts(cross_device, tuple(hosts))).stages)
-
-    assert [stages(value, "aabb") for value in ("auto", "hierarchical", "flat")] == [2, 2, 1]
-    assert not caplog.messages
-    assert [stages(value, "aab") for value in ("auto", "flat")] == [1, 1]
-    assert not caplog.messages
-    assert stages("hierarchical", "aab") == 1
-    assert "train.cross_device is hierarchical, but the hosts have different numbers of workers" in caplog.text

@@ -82,7 +82,7 @@ def test_the_report_of_a_finished_run_has_all_sections(tmp_path: Path) -> None:
     run = make_full_run(tmp_path)
     page = page_of(run)
     for fragment in (
-        "1 of 5 failures, 1 of unlimited preemptions, 1 resize, 1 driver restart",
+        "1 of 5 failures, 1 preemption, 1 resize, 1 driver restart",
         "workers 2 → 1 → 2",
         "10 steps redone",
         "Confusion matrix",

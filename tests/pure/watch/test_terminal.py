@@ -63,7 +63,7 @@ def test_a_progress_line_has_position_metric_evaluation_lag_and_failures(
     [line] = show_lines(job, monkeypatch, (record(10), "", False), pending_steps=(4, 8, 12))
     assert line == (
         "epoch 2/2 step 2/8 loss 0.5000  - rows/s  2 of 4 workers  accuracy 0.7500 (step 4, 3 checkpoints, 40 s behind)"
-        "  1 of 5 failures, 1 of unlimited preemptions"
+        "  1 of 5 failures, 1 preemption"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -15,17 +14,7 @@ from ray_app.drill.scenario import Scenario, ScenarioContext
 from ray_app.drill.session import SCENARIOS
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
-from tests.support.paths import ROOT
-
-
-def arguments(digits: Path, out: Path, **drill: Any) -> list[str]:
-    fields = {
-        "config": ROOT / "conf" / "digits.yaml",
-        "data.path": digits / "train",
-        "data.eval_path": digits / "eval",
-        "drill.out": out,
-    }
-    return [f"--{name}={value}" for name, value in (fields | {f"drill.{k}": v for k, v in drill.items()}).items()]
+from tests.support.drill_scenarios import drill_arguments
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -41,7 +30,10 @@ def test_a_drill_on_a_joined_cluster_touches_no_node(
 
     monkeypatch.setitem(SCENARIOS, "quiet", never_happens)
     assert (
-        main([*arguments(digits, tmp_path / "out", scenarios="node,quiet", max_steps=20), "--data.eval_path=null"]) == 1
+        main(
+            [*drill_arguments(digits, tmp_path / "out", scenarios="node,quiet", max_steps=20), "--data.eval_path=null"]
+        )
+        == 1
     )
     assert ray.is_initialized()
     assert "FAILED: it did not happen: there is no evidence 'killed-0'" in capsys.readouterr().out
@@ -50,7 +42,7 @@ def test_a_drill_on_a_joined_cluster_touches_no_node(
     assert (node["outcome"], unconfirmed["outcome"]) == ("left out", "failed")
     assert "did not start" in node["reason"]
     assert unconfirmed["params_digest"] == certificate["undisturbed"]["params_digest"]
-    assert main(arguments(digits, tmp_path / "out", scenarios="quiet", max_steps=20)) == 2
+    assert main(drill_arguments(digits, tmp_path / "out", scenarios="quiet", max_steps=20)) == 2
     assert "holds the certificate of another drill" in capsys.readouterr().err
-    assert main(arguments(digits, tmp_path / "other", scenarios="node,grow", max_steps=20)) == 2
+    assert main(drill_arguments(digits, tmp_path / "other", scenarios="node,grow", max_steps=20)) == 2
     assert "No scenario is possible" in capsys.readouterr().err

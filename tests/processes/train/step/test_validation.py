@@ -16,7 +16,7 @@ from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.driver.result import Result
 from ray_app.evaluate.evaluator import Evaluator
 from ray_app.evaluate.job import EvaluationJob
-from ray_app.preflight.inputs import open_evaluation_source
+from ray_app.models.inputs import open_rows
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations
@@ -73,7 +73,7 @@ def evaluated_job(folder: Path, data: Path, **fields: Any) -> Job:
     job = make_job(
         folder / "run", data, logical_workers=4, batch=12, task=CountsRows(str(folder / "notes")), **(defaults | fields)
     )
-    return dataclasses.replace(job, evaluation=open_evaluation_source(job.task, eval_path, 64.0))
+    return dataclasses.replace(job, evaluation=open_rows(job.task, eval_path))
 
 
 def read_results(job: Job) -> list[dict[str, Any]]:

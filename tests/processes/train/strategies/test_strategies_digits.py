@@ -13,7 +13,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.drill.faults import HookChain
 from ray_app.driver.single import train_in_process
-from ray_app.preflight.inputs import open_evaluation_source
+from ray_app.models.inputs import open_rows
 from ray_app.runlog.journal import read_events
 from ray_app.task.image import ImageClassification
 from ray_app.task.metrics import combine, score
@@ -25,13 +25,13 @@ from tests.support.server_world import ServerWorld
 from tests.support.shifting_world import KillOnce, train_shifting
 
 Fields = dict[str, Any]
-COMPRESSED = {"train__reduction": "overlapped", "train__gradient_compression": "bf16", "train__bucket_mb": 0.02}
+OVERLAPPED = {"train__reduction": "overlapped", "train__bucket_mb": 0.02}
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"train__strategy": "fsdp"}, {"train__strategy": "central_storage"}, COMPRESSED],
-    ids=["fsdp", "central_storage", "compressed"],
+    [{"train__strategy": "fsdp"}, {"train__strategy": "central_storage"}, OVERLAPPED],
+    ids=["fsdp", "central_storage", "overlapped"],
 )
 @pytest.mark.rest
 def test_a_strategy_learns_the_digits_after_a_kill_and_a_resume(
@@ -98,7 +98,7 @@ def accuracy_of(job: Job, digits: Path) -> float:
     assert commit.step == job.total_steps
     model = job.task.build_model()
     model.load_state_dict(unpack(store.load(commit)).model)
-    source = open_evaluation_source(job.task, str(digits / "eval"), 64.0)
+    source = open_rows(job.task, str(digits / "eval"))
     return combine(job.task, score(job.task, model, load_all(fetch_in_process, source).arrays, 256, CPU)).values[
         "accuracy"
     ]

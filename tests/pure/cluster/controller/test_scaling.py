@@ -1,15 +1,12 @@
 """The number of workers of a group, and the memory that snapshots of the state need."""
 
-from typing import Any
-
 import pytest
 from torch import nn
 
 from ray_app.cluster.controller.decisions import ControllerState, WorkerState, choose_size
 from ray_app.config.config import Config
-from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
-from ray_app.train.checkpointing.persistence import check_snapshot_memory, page_locked_memory_warnings
+from ray_app.train.checkpointing.persistence import check_snapshot_memory
 
 
 @pytest.mark.parametrize(
@@ -37,19 +34,6 @@ def test_the_group_grows_only_where_a_step_gets_faster(
     size, size_reason = choose_size(ControllerState(config, True, group, since_change_s=since_s), possible)
     assert size == workers
     assert reason in size_reason
-
-
-@pytest.mark.parametrize(
-    ("fields", "copies"),
-    [({}, 2), ({"strategy": "fsdp"}, 3), ({"strategy": "central_storage"}, 3), ({"ema_decay": 0.9}, 2)],
-)
-def test_copies_of_the_state_that_exceed_page_locked_memory_are_warned_of(fields: dict[str, Any], copies: int) -> None:
-    model, train = nn.Linear(999, 1000), TrainSection(**fields)
-    needed = 4 * copies * 1_000_000 * 4 * (3 + ("ema_decay" in fields))
-    assert page_locked_memory_warnings(model, train, 4, needed) == []
-    [warning] = page_locked_memory_warnings(model, train, 4, needed - 1)
-    assert f"{copies} copies of the state" in warning
-    assert f"4 of them on a machine like this {needed / 1e9:.1f} GB" in warning
 
 
 def test_snapshots_that_do_not_fit_into_the_drivers_memory_are_refused() -> None:

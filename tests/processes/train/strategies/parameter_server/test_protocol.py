@@ -25,7 +25,7 @@ from ray_app.train.job import Job
 from ray_app.train.strategies.parameter_server.actors import RayServers, ServerActor
 from ray_app.train.strategies.parameter_server.protocol import receive, send, start_server
 from tests.support.local_world import make_job, write_images
-from tests.support.waiting import wait_until
+from tests.support.waiting import is_closed, wait_until
 
 WAIT_S = 20.0
 
@@ -129,16 +129,6 @@ def test_unauthenticated_clients_do_not_keep_workers_out(
         assert receive(connection) == ["a worker"]
     for client in clients:
         client.close()
-
-
-def is_closed(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return connection.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def test_a_listener_survives_a_lack_of_threads(
