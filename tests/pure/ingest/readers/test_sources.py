@@ -75,37 +75,12 @@ def test_each_json_key_has_one_type_over_all_files(tmp_path: Path) -> None:
         (['{"a": ["x"]}'], {}, "'a' holds lists that are not of numbers"),
         (['{"a": []}'], {}, "'a' holds lists that are not of numbers, or all empty"),
         (['{"a": [[], [1]]}', '{"a": [[], []]}'], {}, "'a' has no value at all"),
-        (['{"a": [1, 2]}', '{"a": [1]}'], {}, "row f.jsonl:2: 'a' is no list of shape [2]"),
-        (
-            ['{"a": 1, "y": [1, 2]}'],
-            {"label": "y"},
-            "the label 'y' has lists of shape [2]; allowed are one number",
-        ),
-        (['{"a": 1}'], {"label": "b"}, "no key 'b'; the keys are ['a']"),
-        (['{"a": 1, "y": "u"}', '{"a": 2}'], {"label": "y"}, "rows without a value"),
-        (['{"a": 1, "y": 1}', '{"a": 2}'], {"label": "y"}, "row f.jsonl:2: no label"),
         ([], {}, "no rows"),
     ],
 )
 def test_bad_json_lines_are_refused(tmp_path: Path, lines: list[str], options: dict[str, Any], expected: str) -> None:
     (tmp_path / "f.jsonl").write_text("\n".join(lines))
     assert expected in ingest_error(tmp_path, "jsonl", tmp_path / "f.jsonl", **options)
-
-
-def test_json_lists_of_one_integer_are_labels(tmp_path: Path) -> None:
-    (tmp_path / "f.jsonl").write_text('{"a": 1, "y": [3]}\n{"a": 2, "y": [0]}\n')
-    assert ingest_and_read(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y")["label"] == [3, 0]
-
-
-def test_on_bad_row_skip_leaves_out_bad_json_lines(tmp_path: Path) -> None:
-    lines = ['{"a": [1, 2], "y": "u"}', "oops", '{"a": [1], "y": "v"}', '{"a": [3, 4]}', '{"a": [5, 6], "y": "v"}']
-    (tmp_path / "f.jsonl").write_text("\n".join(lines))
-    columns = ingest_and_read(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
-    assert (columns["row_id"], columns["label"], columns["a"].tolist()) == (
-        ["f.jsonl:1", "f.jsonl:5"],
-        [0, 1],
-        [[1, 2], [5, 6]],
-    )
 
 
 @pytest.mark.parametrize("empty", ["[]", "[[], []]", "[[1, 2], []]"])
@@ -308,14 +283,6 @@ def test_webdataset_tars_are_read(tmp_path: Path, pattern: str) -> None:
     assert rows == Counter((i, png(i), i % 2, f"row {i}") for i in order)
     np.testing.assert_array_equal(columns["features"][:, 1, 1], kinds)
     assert {"train-000.tar:a/0000", "train-000.tar:a/0001"} < set(columns["row_id"])
-
-
-def test_webdataset_label_may_come_from_json(tmp_path: Path) -> None:
-    write_tar(
-        tmp_path / "in" / "x.tar",
-        {"0.png": png(0), "0.json": b'{"kind": 4}', "1.png": png(1), "1.json": b'{"kind": 2}'},
-    )
-    assert ingest_and_read(tmp_path, "webdataset", tmp_path / "in" / "x.tar", label="kind")["label"] == [4, 2]
 
 
 @pytest.mark.parametrize(
@@ -562,8 +529,6 @@ def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> Non
         ({"a": [1], "y": [-1]}, {"label": "y"}, "row data-00000-of-00001.arrow:0: no label"),
         ({"a": [1], "y": [b"u"]}, {"label": "y"}, "a label is a ClassLabel, an integer, text, a truth value"),
         ({"a": [[{"b": 1}]]}, {}, "column 'a' holds lists that are not of numbers"),
-        ({"a": [["x"]]}, {}, "holds lists that are not of numbers"),
-        ({"a": [[1, 2], [3]]}, {}, "row data-00000-of-00001.arrow:1: 'a' is no list of shape [2]"),
         ({"a": [{"bytes": None, "path": "x.png"}]}, {}, "has no bytes, only a path"),
         ({"a": [{"bytes": b"x", "path": None}]}, {}, "not an image that can be decoded"),
         ({"a": [1]}, {"columns": ["b"]}, "no column 'b'; the columns are ['a']"),
@@ -690,11 +655,6 @@ def test_changed_class_names_count_as_a_changed_source(tmp_path: Path) -> None:
     names.write_text(names.read_text().replace('"u"', '"other"'))
     with pytest.raises(ConfigError, match="its source has changed since"):
         ingest(options)
-
-
-def test_a_text_label_of_a_saved_data_set_becomes_classes(tmp_path: Path) -> None:
-    folder = write_saved_dataset(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": ["v", "u", "v"]}), {})
-    assert ingest_and_read(tmp_path, "hf", folder, label="y")["label"] == [1, 0, 1]
 
 
 @pytest.mark.parametrize("end", [400, 2_000_000_000, 2])

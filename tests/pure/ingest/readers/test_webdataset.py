@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ray_app.ingest.ingest import IngestOptions, ingest
-from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns, write_tar
+from tests.support.ingest_inputs import ingest_and_read, ingest_error, write_tar
 
 
 def write_rows(path: Path, *contents: Any) -> Path:
@@ -49,14 +48,6 @@ def test_the_json_stays_a_column_if_it_is_named(tmp_path: Path) -> None:
     assert (rows["json"], rows["a"], rows.keys()) == (['{"a": 1}'], [1], {"row_id", "json", "a"})
 
 
-def test_a_label_of_text_becomes_classes(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "in.tar", {"kind": "wren"}, {"kind": "robin"}, {"kind": "wren"})
-    summary = ingest(IngestOptions("webdataset", str(tmp_path / "out"), str(path), label="kind", columns=["text"]))
-    assert summary.parts[""].classes == ["robin", "wren"]
-    rows = read_columns(tmp_path / "out")
-    assert (rows["label"], rows.keys()) == ([1, 0, 1], {"row_id", "text", "label"})
-
-
 def test_a_label_of_integers_may_be_a_column_too(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.tar", {"kind": 4}, {"kind": 2})
     rows = ingest_and_read(tmp_path, "webdataset", path, label="kind", columns=["json.kind"])
@@ -67,15 +58,6 @@ def test_the_first_row_need_not_have_a_label(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.tar", {"kind": None}, {"kind": "wren"})
     rows = ingest_and_read(tmp_path, "webdataset", path, label="kind", columns=["text"], on_bad_row="skip")
     assert (rows["text"], rows["label"]) == (["text 1"], [0])
-
-
-def test_classes_may_be_ordered_by_the_user_and_other_rows_left_out(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "in.tar", {"kind": "b"}, {"kind": "a"}, {"kind": "c"}, {})
-    options = {"label": "kind", "classes": ["b", "a"]}
-    assert "which classes lacks" in ingest_error(tmp_path, "webdataset", path, **options)
-    rows = ingest_and_read(tmp_path, "webdataset", path, on_bad_row="skip", **options)
-    assert rows["label"] == [0, 1]
-    assert "label None; expected one of" in (tmp_path / "out" / "_refused.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
