@@ -32,7 +32,7 @@ from ray_app.ingest.readers import base
 from ray_app.storage.data_files import HEAD_BYTES, File, is_convertible_image, parser_errors
 from ray_app.storage.files import Location
 from ray_app.storage.object_stores import CONNECTIONS
-from ray_app.task.images import MAX_PIXELS, convert_image, decode_image, decode_mask, library_errors
+from ray_app.task.images import MAX_PIXELS, check_boxes, convert_image, decode_image, decode_mask, library_errors
 from ray_app.task.ragged import Ragged
 
 T = TypeVar("T")
@@ -48,8 +48,6 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_NAMED = 8
 BACKGROUND = "background"
 """The name of class 0, which no box has."""
-_EDGE = 1.0
-"""Pixels by which a box may lie outside its image, as `ObjectDetection` allows."""
 _MAX_CLASSES = IGNORED
 _MAX_FILE_BYTES = 16 << 20
 """Limit of the annotations of one image, and of a file with names of classes."""
@@ -60,18 +58,18 @@ _MAX_NUMBER = 1e9
 Box = tuple[float, float, float, float]
 
 
-def read_image(file: File | bytes, check: bool, first_frame: bool = False) -> bytes:
+def read_image(file: File, check: bool, first_frame: bool = False) -> bytes:
     """Returns an image as it is stored: its file unchanged, or as PNG where training does not decode its format.
 
     Args:
-        file: The file, or its content.
+        file: The file.
         check: Whether it is decoded.
         first_frame: Whether the first frame of several is taken.
 
     Raises:
         ValueError: It cannot be decoded; the message says why and what to do.
     """
-    encoded = file if isinstance(file, bytes) else file.location.read_bytes()
+    encoded = file.location.read_bytes()
     is_converted = is_convertible_image(encoded[:HEAD_BYTES])
     try:
         if is_converted or (first_frame and _count_frames(encoded) > 1):
@@ -268,7 +266,7 @@ class ObjectRow:
 
     Args:
         row_id: Its name.
-        image: Its file, or the content of the file; None if the row is refused for the `reason`.
+        image: Its file; None if the row is refused for the `reason`.
         boxes: Left, top, right, bottom of each object, in pixels, or as fractions of the image.
         labels: The class of each object, from 1.
         names: What a message calls each object; empty for its number in the image.
@@ -278,7 +276,7 @@ class ObjectRow:
     """
 
     row_id: str
-    image: File | bytes | None
+    image: File | None
     boxes: tuple[Box, ...] = ()
     labels: tuple[int, ...] = ()
     shapes: tuple[tuple[Shape, int], ...] = ()
@@ -346,7 +344,7 @@ class AnnotatedImages(base.SourceReader):
         for files in self.annotation_files().values():
             yield from files
         for part in self._annotations.values():
-            yield from (row.image for row in part.rows if isinstance(row.image, File))
+            yield from (row.image for row in part.rows if row.image)
 
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns the data sets, all with the same classes; their rows are in the order of a hash of their names."""
@@ -371,7 +369,7 @@ class AnnotatedImages(base.SourceReader):
             )
             groups = base.group_items(
                 rows,
-                lambda row: row.image.size if isinstance(row.image, File) else 0,
+                lambda row: row.image.size if row.image else 0,
                 self.options.shard_rows,
                 self.options.split_bytes,
             )
@@ -398,11 +396,11 @@ def _refuse_repeated(rows: list[ObjectRow]) -> list[ObjectRow]:
     first_of: dict[Location, str] = {}
     checked = []
     for row in rows:
-        if isinstance(row.image, File) and (before := first_of.get(row.image.location)) is not None:
+        if row.image and (before := first_of.get(row.image.location)) is not None:
             reason = f"its image is that of {before}, too; an image has one row. Put its annotations together"
             checked.append(replace(row, image=None, reason=reason))
             continue
-        if isinstance(row.image, File):
+        if row.image:
             first_of[row.image.location] = row.row_id
         checked.append(row)
     return checked
@@ -441,7 +439,7 @@ def _read(
                 pixels *= [width, height, width, height]
             # The checks are of the values that are stored: a thin box has no size any more.
             boxes = pixels.astype(np.float32)
-            _check_boxes(boxes, row.names, width, height)
+            check_boxes(boxes, width, height, row.names)
             mask = encode_mask(_draw(row, width, height)) if segmentation else b""
         except ValueError as error:
             refuse(row.row_id, str(error))
@@ -463,22 +461,6 @@ def _size_of(row: ObjectRow, encoded: bytes, check: bool) -> tuple[int, int]:
             f" {row.size[1]} high{turned}. Annotate the image as viewers show it"
         )
     return width, height
-
-
-def _check_boxes(boxes: npt.NDArray[np.float32], names: Sequence[str], width: int, height: int) -> None:
-    """Raises ValueError for a box without a size, or outside the image."""
-    left, top, right, bottom = boxes.T
-    has_size = (left < right) & (top < bottom)
-    is_inside = (left >= -_EDGE) & (top >= -_EDGE) & (right <= width + _EDGE) & (bottom <= height + _EDGE)
-    outside = f"lies outside the image, which is {width} wide and {height} high"
-    for is_valid, fault in ((has_size, "has no size"), (is_inside, outside)):
-        if not is_valid.all():
-            index = int(np.argmin(is_valid))
-            box = [round(float(value), 3) for value in boxes[index]]
-            name = names[index] if names else f"object {index + 1}"
-            raise ValueError(
-                f"{name} has the box {box} (left, top, right, bottom), which {fault}. Correct or remove the annotation"
-            )
 
 
 def _draw(row: ObjectRow, width: int, height: int) -> npt.NDArray[np.uint8]:

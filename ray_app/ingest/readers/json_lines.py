@@ -7,7 +7,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -87,7 +87,7 @@ class JsonLines(base.SourceReader):
         try:
             schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise _mixed_types_error(self.path, [f.first_values for f in facts], error) from error
+            raise _mixed_types(self.path, _blocks(self.files(), self.options.flatten), self.options, error) from error
         if self.options.flatten:
             # A key that is null where it is no object.
             absent = {f.name for f in schema if pa.types.is_null(f.type)}
@@ -109,10 +109,6 @@ class JsonLines(base.SourceReader):
         return form
 
 
-_FirstValue = tuple[str, pa.DataType]
-"""File and line of the first value of a key, and its type."""
-
-
 @dataclass
 class _Facts:
     """The facts of an input split from the first pass."""
@@ -121,26 +117,20 @@ class _Facts:
     schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
     shapes: dict[str, Shape] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
-    first_values: dict[str, _FirstValue] = field(default_factory=dict)
-    """For each key the file and line of its first value that is not null, and its type."""
 
 
 def _learn(options: IngestOptions, files: list[File]) -> _Facts:
-    label, ragged = options.label, options.ragged or []
-    keep = None if options.kept_columns is None else {*options.kept_columns, *([label] if label else [])}
-    facts = _Facts()
+    label, ragged, keep, facts = options.label, options.ragged or [], _kept_keys(options), _Facts()
     for block in _blocks(files, options.flatten):
         facts.rows += len(block.lines)
         base.ROWS_READ.add(len(block.lines))
         _check_number_of_keys(block, keep)
-        table, bad = _parse_block(block, None, keep)
+        table, _ = _parse_block(block, None, keep)
         schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
-        first_values = _first_values(block, table, {index for index, _ in bad})
         try:
             facts.schema = pa.unify_schemas([facts.schema, schema], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise _mixed_types_error(block.file, [facts.first_values, first_values], error) from error
-        facts.first_values = first_values | facts.first_values
+            raise _mixed_types(block.file, _blocks(files, options.flatten), options, error) from error
         for name in table.column_names:
             shape_of = ragged_shape if name in ragged else first_shape
             if is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := shape_of(table[name])):
@@ -151,6 +141,16 @@ def _learn(options: IngestOptions, files: list[File]) -> _Facts:
                 table, _ = _parse_block(block, pa.schema([schema.field(label)]), None)
             facts.labels |= label_texts(table[label])
     return facts
+
+
+def _kept_keys(options: IngestOptions) -> set[str] | None:
+    """Returns the keys that are kept, with the label; None for all."""
+    return None if options.kept_columns is None else {*options.kept_columns, *filter(None, [options.label])}
+
+
+def _mixed_types(where: object, blocks: Iterable[_Block], options: IngestOptions, error: Exception) -> DataError:
+    """Returns the error for values of several types that blocks of lines have."""
+    return DataError(f"{where}: {_several_types(blocks, _kept_keys(options)) or f'{error}. {_ONE_TYPE}'}")
 
 
 def _check_number_of_keys(block: _Block, keep: set[str] | None) -> None:
@@ -175,29 +175,6 @@ def _check_number_of_keys(block: _Block, keep: set[str] | None) -> None:
             f"{where} have about {estimated:,.0f} different keys, such as {examples}; allowed are {allowed:,} for so"
             " many lines. Write keys that are values as values, or name the keys to keep by --columns."
         )
-
-
-def _first_values(block: _Block, table: pa.Table, wrong: set[int]) -> dict[str, _FirstValue]:
-    """Returns for each key with a value the file and line of its first value that is not null, and its type."""
-    lines = [number for index, number in enumerate(block.numbers) if index not in wrong]
-    first_values = {}
-    for column in table.schema:
-        row = pc.index(pc.is_valid(table[column.name]), True).as_py()
-        if row >= 0:
-            first_values[column.name] = (f"{block.file}, line {lines[row]}", _as_text(column.type))
-    return first_values
-
-
-def _mixed_types_error(where: object, first_values: list[dict[str, _FirstValue]], error: Exception) -> DataError:
-    """Returns the error for a key with values of different types, with the first line of each type."""
-    for name in dict.fromkeys(name for values in first_values for name in values):
-        kinds = {values[name][1]: values[name][0] for values in reversed(first_values) if name in values}
-        try:
-            pa.unify_schemas([pa.schema({name: kind}) for kind in kinds], promote_options="permissive")
-        except (pa.ArrowInvalid, pa.ArrowTypeError):
-            listed = "; ".join(f"{kind} in {line}" for kind, line in kinds.items())
-            return DataError(f"{where}: the values of {name!r} have several types: {listed}. {_ONE_TYPE}")
-    return DataError(f"{where}: {error}. {_ONE_TYPE}")
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
@@ -347,7 +324,7 @@ def _parse_block(
         return _read(lines if keep is None else [_select_keys(line, keep) for line in lines], schema, keep), bad
     except (pa.ArrowException, UnicodeDecodeError) as error:
         message = _IN_ROW.sub(lambda row: f"in line {block.numbers[good[int(row[1])]]}", str(error))
-        raise DataError(f"{block.file}: {_several_types(block, good, keep) or f'{message}. {_ONE_TYPE}'}") from error
+        raise DataError(f"{block.file}: {_several_types([block], keep) or f'{message}. {_ONE_TYPE}'}") from error
 
 
 def _select_keys(line: bytes, keep: set[str]) -> bytes:
@@ -356,20 +333,24 @@ def _select_keys(line: bytes, keep: set[str]) -> bytes:
     return json.dumps({name: item for name, item in value.items() if name in keep}).encode()
 
 
-def _several_types(block: _Block, good: list[int], keep: set[str] | None) -> str | None:
+def _several_types(blocks: Iterable[_Block], keep: set[str] | None) -> str | None:
     """Returns a sentence about a key with values of several types, how many and the first, or None."""
     examples: dict[str, dict[str, str]] = {}
     counts: Counter[tuple[str, str]] = Counter()
-    for index in good:
-        for name, value in json.loads(block.lines[index].decode("utf-8-sig")).items():
-            if (keep is None or name in keep) and (kind := _kind_of(value)) is not None:
-                counts[name, kind] += 1
-                example = f"{json.dumps(value)[:40]} in line {block.numbers[index]}"
-                examples.setdefault(name, {}).setdefault(kind, example)
-    for name, kinds in examples.items():
-        if len(kinds) > 1:
-            listed = "; ".join(f"{kind} {counts[name, kind]} times, first {example}" for kind, example in kinds.items())
-            return f"the values of {name!r} have several types: {listed}. {_ONE_TYPE}"
+    for block in blocks:
+        for index, line in enumerate(block.lines):
+            value: Any = None
+            with suppress(ValueError, RecursionError):
+                value = json.loads(line.decode("utf-8-sig"))
+            for name, item in value.items() if isinstance(value, dict) else ():
+                if (keep is None or name in keep) and (kind := _kind_of(item)) is not None:
+                    counts[name, kind] += 1
+                    example = f"{json.dumps(item)[:40]} in {block.row_id(index)}"
+                    examples.setdefault(name, {}).setdefault(kind, example)
+        for name, kinds in examples.items():
+            if len(kinds) > 1:
+                listed = [f"{kind} {counts[name, kind]} times, first {example}" for kind, example in kinds.items()]
+                return f"the values of {name!r} have several types: {'; '.join(listed)}. {_ONE_TYPE}"
     return None
 
 
