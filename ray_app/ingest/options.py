@@ -118,7 +118,7 @@ class IngestOptions:
             numbers stay as they are.
         columns: For csv, jsonl, hf, tfrecord, webdataset, and images with labels: the columns to keep, by their names
             before rename, the label besides; default: all. For webdataset, json.KEY makes a column KEY of that value
-            of each .json: text, a number or a truth value.
+            of each .json, by the rules of jsonl.
         ragged: For jsonl, hf and tfrecord: columns of lists of any length, also empty ones, by their names in the
             source: lists of numbers, such as tokens, or of lists that have one size, that of the first that is not
             empty, such as boxes. Default: lists have one shape in all rows.

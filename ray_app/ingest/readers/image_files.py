@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -260,6 +260,22 @@ def _is_polygon(points: Any) -> bool:
     return isinstance(points, list) and len(points) % 2 == 0 and len(points) >= 6 and is_numbers(points, len(points))
 
 
+class Object(NamedTuple):
+    """An object in an image.
+
+    Args:
+        box: Left, top, right, bottom, in pixels, or as fractions of the image; None for a crowd.
+        label: The class, from 1; `IGNORED` for a crowd.
+        name: What a message calls it.
+        shape: The outline, to be drawn into a mask.
+    """
+
+    box: Box | None
+    label: int
+    name: str
+    shape: Shape | None = None
+
+
 @dataclass(frozen=True)
 class ObjectRow:
     """An image with its objects before the image is read; pickled to tasks.
@@ -267,24 +283,22 @@ class ObjectRow:
     Args:
         row_id: Its name.
         image: Its file; None if the row is refused for the `reason`.
-        boxes: Left, top, right, bottom of each object, in pixels, or as fractions of the image.
-        labels: The class of each object, from 1.
-        names: What a message calls each object; empty for its number in the image.
-        shapes: Outline and class of each object, to be drawn into a mask; the class is `IGNORED` for crowds.
         size: Width and height, as the annotations say; None if they do not.
         image_id: The number of the image in the annotations.
     """
 
     row_id: str
     image: File | None
-    boxes: tuple[Box, ...] = ()
-    labels: tuple[int, ...] = ()
-    shapes: tuple[tuple[Shape, int], ...] = ()
+    objects: tuple[Object, ...] = ()
     size: tuple[int, int] | None = None
     image_id: int | None = None
     is_fraction: bool = False
     reason: str = ""
-    names: tuple[str, ...] = ()
+
+    @property
+    def boxed(self) -> list[Object]:
+        """The objects that are no crowds."""
+        return [one for one in self.objects if one.box]
 
 
 def read_small_file(file: File) -> bytes:
@@ -375,7 +389,7 @@ class AnnotatedImages(base.SourceReader):
             )
             splits = [base.InputSplit(len(group), partial(tables, group)) for group in groups]
             notes = [*one.notes]
-            if empty := sum(not row.boxes for row in rows if row.image):
+            if empty := sum(not row.boxed for row in rows if row.image):
                 notes.append(f"{empty} of {len(rows)} images have no box; they are rows without objects.")
             parts.append(base.Part(name, splits, named, one.skipped, keeps_order=True, notes=tuple(notes)))
         return parts
@@ -415,7 +429,7 @@ def object_tables(
         columns: dict[str, Any] = {
             "image": pa.array([item[1] for item in block], pa.binary()),
             "boxes": to_list_array(Ragged.of((item[2] for item in block), np.float32, row_shape=(4,))),
-            "labels": to_list_array(Ragged.of((row.labels for row in some), np.int64)),
+            "labels": to_list_array(Ragged.of(([one.label for one in row.boxed] for row in some), np.int64)),
         }
         if segmentation:
             columns["mask"] = pa.array([item[3] for item in block], pa.binary())
@@ -434,12 +448,12 @@ def _read(
                 raise ValueError(row.reason)
             encoded = read_image(row.image, check)
             width, height = _size_of(row, encoded, check)
-            pixels = np.array(row.boxes, np.float64).reshape(-1, 4)
+            pixels = np.array([one.box for one in row.boxed], np.float64).reshape(-1, 4)
             if row.is_fraction:
                 pixels *= [width, height, width, height]
             # The checks are of the values that are stored: a thin box has no size any more.
             boxes = pixels.astype(np.float32)
-            check_boxes(boxes, width, height, row.names)
+            check_boxes(boxes, width, height, [one.name for one in row.boxed])
             mask = encode_mask(_draw(row, width, height)) if segmentation else b""
         except ValueError as error:
             refuse(row.row_id, str(error))
@@ -471,7 +485,7 @@ def _draw(row: ObjectRow, width: int, height: int) -> npt.NDArray[np.uint8]:
     from pycocotools import mask as coco
 
     # The masks of all objects at once would fill the memory; their runs are small.
-    packed = [(_to_runs(shape, row.is_fraction, width, height), label) for shape, label in row.shapes]
+    packed = [(_to_runs(one.shape, row.is_fraction, width, height), one.label) for one in row.objects if one.shape]
     packed.sort(key=lambda one: (one[1] != IGNORED, -int(coco.area(one[0]))))
     mask = np.zeros((height, width), np.uint8)
     for runs, label in packed:

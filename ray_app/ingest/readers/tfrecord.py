@@ -71,7 +71,7 @@ class TFRecord(base.SourceReader):
         """The kind of each feature of the option `ragged`, from the first record with a value of it, in any split."""
         missing, kinds = set(self.options.ragged or ()), dict[str, str]()
         for file in self.files():
-            for _, data in _records(file) if missing else ():
+            for data in _records(file) if missing else ():
                 # Reading the rows refuses a record that is no example.
                 with suppress(ValueError):
                     kinds |= {n: kind for n, (kind, items) in _features(data).items() if items and n in missing}
@@ -82,7 +82,7 @@ class TFRecord(base.SourceReader):
 
     def _form(self, files: list[File]) -> Form:
         """Returns the form that every row must have: that of the first one."""
-        first = next(((file, data) for file in files for _, data in _records(file)), None)
+        first = next(((file, data) for file in files for data in _records(file)), None)
         if first is None:
             raise DataError(f"{self.pattern}: no record in these files. Give files with records.")
         file, data = first
@@ -118,7 +118,7 @@ def _label_texts(label: str, files: list[File]) -> set[str]:
     """Returns the labels in files as texts; rows that cannot be used, which reading refuses, have none."""
     texts = set[str]()
     for file in files:
-        for _, data in _records(file):
+        for data in _records(file):
             with suppress(ValueError):
                 _, values = _features(data).get(label, ("", ()))
                 texts.update(value.decode() for value in values if isinstance(value, bytes) and len(values) == 1)
@@ -128,29 +128,22 @@ def _label_texts(label: str, files: list[File]) -> set[str]:
 def _tables(form: Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     rows = (row for file in files for row in _usable(form, file, refuse))
     for block in base.batch_rows(rows, lambda row: row[2]):
-        table = pa.table(
-            [
-                pa.array(values, kind)
-                for values, kind in zip(zip(*(row[1] for row in block), strict=True), form.schema.types, strict=True)
-            ],
-            form.schema,
-        )
+        columns = zip(form.schema.types, *(row[1] for row in block), strict=True)
+        table = pa.table([pa.array(values, kind) for kind, *values in columns], form.schema)
         yield from form.convert(files[0], table, [row[0] for row in block], refuse)
 
 
 def _usable(form: Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str, list[Any], int]]:
-    """Yields id, values by column, and bytes of every row whose features are of the kinds of the form."""
-    for number, (_, data) in enumerate(_records(file)):
+    """Yields id, values by column, and bytes of every row with features of the kinds of the form."""
+    for number, data in enumerate(_records(file)):
         row_id = f"{file.name}:{number}"
         try:
             features = _features(data)
-            yield (
-                row_id,
-                [_value(column, *features.get(column.name, ("nothing", ()))) for column in form.schema],
-                len(data),
-            )
+            values = [_value(column, *features.get(column.name, ("nothing", ()))) for column in form.schema]
         except ValueError as error:
             refuse(row_id, str(error))
+        else:
+            yield row_id, values, len(data)
 
 
 def _value(column: pa.Field, kind: str, items: Sequence[Any]) -> Any:
@@ -224,8 +217,8 @@ def _example() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("example.Example"))
 
 
-def _records(file: File) -> Iterator[tuple[int, bytes]]:
-    """Yields the offset of each record of a file (uncompressed) and its data."""
+def _records(file: File) -> Iterator[bytes]:
+    """Yields the data of each record of a file."""
     offset = 0
     with (
         parser_errors(file, "The file is damaged or no TFRecord file, plain or gzipped; write it again."),
@@ -236,7 +229,7 @@ def _records(file: File) -> Iterator[tuple[int, bytes]]:
             (size,) = struct.unpack("<Q", length)
             if size > MAX_RECORD_BYTES:
                 raise ValueError(f"the record at byte {offset} has {size} bytes; allowed are {MAX_RECORD_BYTES}")
-            yield offset, _verify_checksum(stream.read(size + 4), size, f"the record at byte {offset}")
+            yield _verify_checksum(stream.read(size + 4), size, f"the record at byte {offset}")
             offset += size + 16
 
 

@@ -73,5 +73,5 @@ def test_lines_that_each_have_another_key_are_refused_before_they_fill_the_memor
     lines = [json.dumps({f"user{number}": 1}) for number in range(20_000)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     message = ingest_error(tmp_path, "jsonl", tmp_path / "in.jsonl")
-    assert "20,000 lines from line 1 on have about 20,000 different keys, such as ['user" in message
+    assert "20,000 lines from in.jsonl:1 on have about 20,000 different keys, such as ['user" in message
     assert "allowed are 5,000 for so many lines" in message

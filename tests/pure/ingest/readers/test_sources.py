@@ -22,9 +22,11 @@ from PIL import Image
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.ingest.readers import base
 from ray_app.ingest.readers import json_lines as raw_jsonl
 from ray_app.ingest.readers import webdataset as raw_tar
 from ray_app.ingest.readers.base import expand_braces
+from ray_app.ingest.shards import Shards
 from tests.support.ingest_inputs import (
     RNG,
     ingest_and_read,
@@ -111,10 +113,10 @@ def test_a_file_of_one_json_list_is_read_as_lines_are(tmp_path: Path, indent: in
 
 def test_a_column_that_parquet_rejects_is_not_a_storage_error(tmp_path: Path) -> None:
     """pyarrow raises an OSError for both, so ingest has to distinguish them."""
-    write_tar(tmp_path / "in" / "x.tar", {"0.npy": npy(np.ones((2, 0)))})
-    message = ingest_error(tmp_path, "webdataset", tmp_path / "in")
-    assert "the columns ['row_id', 'array'] cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0" in message
-    assert "Once that is fixed" not in message
+    shards = Shards(tmp_path / "out", "part-", tmp_path / "scratch", (9, 9, 9), None)
+    shards.write(base.make_table(["a"], {"x": np.ones((1, 2, 0))}))
+    with pytest.raises(DataError, match=r"the columns .* cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0"):
+        shards.close()
 
 
 def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +173,7 @@ def test_integers_in_json_that_would_be_rounded_are_refused(
     for i, lines in enumerate(files):
         (tmp_path / "in" / f"{i}.jsonl").write_text("\n".join(json.dumps({"id": value}) for value in lines))
     message = ingest_error(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip")
-    where = f"{line - 1}.jsonl: line 1" if split_bytes == 1 else f"0.jsonl: line {line}"
+    where = f"row {line - 1}.jsonl:1" if split_bytes == 1 else f"row 0.jsonl:{line}"
     assert f"{where}: key 'id' holds {rounded}, which float64 would round" in message
     assert "Write them as text" in message
 
@@ -293,12 +295,7 @@ def test_webdataset_tars_are_read(tmp_path: Path, pattern: str) -> None:
             {},
             "label 99999999999999999999; expected an integer of 64 bits",
         ),
-        (
-            {"b.npy": npy(np.ones(2)), "b.json": b'{"y": %d}' % 2**64},
-            {"label": "y"},
-            "label 18446744073709551616; expected an integer",
-        ),
-        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": true}'}, {"label": "y"}, "label True; expected an integer"),
+        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": null}'}, {"label": "y"}, "no label, or none of the classes"),
         ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": %s' % DEEP}, {}, "maximum recursion depth exceeded"),
         (
             {"b.npy": npy(np.ones(2))[:-9].replace(b"(2,)", b"(2305843009213693951,)"), "b.cls": b"1"},
@@ -352,6 +349,7 @@ def test_braces_expand_as_the_shell_does() -> None:
             {},
             "row x.tar:1: .npy is float64 (3,), in the first row",
         ),
+        ({"0.npy": npy(np.ones((2, 0)))}, {}, ".npy holds no array of numbers"),
         ({"0.npy": npy(np.array([{}], dtype=object))}, {}, "Object arrays cannot be loaded when allow_pickle=False"),
         ({"0.npy": npy(np.ones(1)), "1.npy": b""}, {}, "row x.tar:1: .npy cannot be read: No data left in file"),
         ({"0.mp4": b"x"}, {}, "the members ['.mp4'], of which no column is made; allowed are"),
@@ -359,7 +357,7 @@ def test_braces_expand_as_the_shell_does() -> None:
         (
             {"0.png": png(0), "0.json": b"{}"},
             {"label": "kind"},
-            "row x.tar:0: label None; expected an integer of 64 bits",
+            "no key 'kind'",
         ),
         ({"0.png": png(0), "0.cls": b"1"}, {"label": "kind"}, "--label 'kind' is for rows with a .json"),
         ({"plain": b"x"}, {}, "no member in these tar files"),
