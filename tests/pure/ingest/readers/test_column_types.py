@@ -118,7 +118,7 @@ def test_a_byte_order_mark_and_blank_lines_are_ignored(tmp_path: Path) -> None:
         ),
         (["true", "1", "false"], "true or false 2 times, first true in f.jsonl:1; a number 1 times, first 1"),
         (["[1]", "1", "null"], "lists of a number 1 times, first [1] in f.jsonl:1; a number 1 times"),
-        (['{"b": 1}', '{"b": "x"}', "null"], "in line 2"),
+        (['{"b": 1}', '{"b": "x"}', "null"], "in f.jsonl:2"),
     ],
 )
 def test_a_json_key_with_several_types_is_refused_with_line_numbers(
