@@ -95,7 +95,7 @@ class TFRecord(base.SourceReader):
         schema = pa.schema(sorted(types.items()))
 
         def find_shapes(names: list[str]) -> dict[str, Shape]:
-            shapes = {name: (ANY,) if name in ragged else (len(values[name][1]),) for name in names}
+            shapes: dict[str, Shape] = {name: (ANY,) if name in ragged else (len(values[name][1]),) for name in names}
             if empty := [name for name, shape in shapes.items() if shape == (0,)]:
                 raise DataError(f"{where}: the feature {empty[0]!r} has 0 values{_RAGGED_ADVICE}.")
             return shapes
