@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from ray_app.data.arrays import ArraySpec, is_list, spec_of_values
 from ray_app.task.fields import OptionalColumn
 from ray_app.task.ragged import Arrays, Field, Ragged, concat_fields
-from ray_app.task.user_code import row_error_reason
+from ray_app.task.user_code import bisect_rows, row_error_reason
 
 REASON = "__reason__"
 """Column of decoded tables with the reason why a row could not be decoded; null for a good row.
@@ -53,29 +53,19 @@ def decode_good_rows(
     if not count:
         return {name: _empty(spec)[:0] for name, spec in fields.items()}, []
     reasons: list[str | None] = [None] * count
-    good: dict[int, dict[str, Field]] = {}
-    todo = [(0, count)]
-    while todo:
-        low, high = todo.pop()
-        try:
-            part = decode_all(decode, {name: values[low:high] for name, values in rows.items()}, high - low, fields)
-        except ImportError:
-            raise
-        except Exception as error:
-            if high - low > 1:
-                todo += [(low, (low + high) // 2), ((low + high) // 2, high)]
-            else:
-                reasons[low] = row_error_reason(error)[:_MAX_REASON_CHARS]
-            continue
-        if high - low == count:
-            return part, reasons
-        good[low] = part
     parts = []
-    for low in range(count):
-        if reasons[low] is not None:
+    for low, high, part in bisect_rows(
+        count, lambda low, high: decode_all(decode, {n: rows[n][low:high] for n in rows}, high - low, fields)
+    ):
+        if isinstance(part, ImportError):
+            raise part
+        if isinstance(part, Exception):
+            reasons[low] = row_error_reason(part)[:_MAX_REASON_CHARS]
             parts.append({name: _empty(spec) for name, spec in fields.items()})
-        elif low in good:
-            parts.append(good[low])
+        elif high - low == count:
+            return part, reasons
+        else:
+            parts.append(part)
     return {name: concat_fields([part[name] for part in parts]) for name in fields}, reasons
 
 

@@ -63,7 +63,7 @@ from ray_app.retry import Retry
 from ray_app.storage.data_files import to_read_error
 from ray_app.storage.files import Location, to_location
 from ray_app.task.ragged import Field
-from ray_app.task.user_code import row_error_reason
+from ray_app.task.user_code import bisect_rows, row_error_reason
 
 logger = logging.getLogger(__name__)
 
@@ -196,11 +196,12 @@ class Reader:
 
     def _locate_error(self, span: Span, rows: dict[str, Any], error: Exception) -> DataError:
         """Returns the error that names the row that cannot be decoded."""
-        for i in range(span.rows):
-            try:
-                decode_all(self.decode, {name: values[i : i + 1] for name, values in rows.items()}, 1, self.fields)
-            except Exception as row_error:
-                return BadRowError(span.path, span.row_group, span.first + i, row_error_reason(row_error))
+        for row, _, result in bisect_rows(
+            span.rows,
+            lambda low, high: decode_all(self.decode, {n: rows[n][low:high] for n in rows}, high - low, self.fields),
+        ):
+            if isinstance(result, Exception):
+                return BadRowError(span.path, span.row_group, span.first + row, row_error_reason(result))
         return DataError(
             f"{span.path}, row group {span.row_group} cannot be decoded as a whole: {row_error_reason(error)}"
         )

@@ -93,9 +93,6 @@ class IngestOptions:
         images: For coco and voc: the folder of the images. Default: one of those in which data sets usually have them.
         segmentation: For coco and yolo: the outlines of objects become the column `mask`, classes of pixels with 0 for
             the background and 255 for crowds.
-        boxes: For tfrecord: the features of TensorFlow's Object Detection API, `image/encoded`,
-            `image/object/bbox/xmin` (ymin, xmax, ymax; fractions) and `image/object/class/label`, become the columns
-            `image`, `boxes` in pixels and `labels`; the names of classes are those of `image/object/class/text`.
         delimiter: For csv: the one character between values, such as ; or | (\\t is a tab). Default: a comma, or what
             of semicolon, tab and vertical bar the first rows of the first file are separated by.
         column_names: For csv: names of the columns of files without a header line. A first line that holds just these
@@ -121,7 +118,7 @@ class IngestOptions:
             numbers stay as they are.
         columns: For csv, jsonl, hf, tfrecord, webdataset, and images with labels: the columns to keep, by their names
             before rename, the label besides; default: all. For webdataset, json.KEY makes a column KEY of that value
-            of each .json: text, a number or a truth value.
+            of each .json, by the rules of jsonl.
         ragged: For jsonl, hf and tfrecord: columns of lists of any length, also empty ones, by their names in the
             source: lists of numbers, such as tokens, or of lists that have one size, that of the first that is not
             empty, such as boxes. Default: lists have one shape in all rows.
@@ -176,7 +173,6 @@ class IngestOptions:
     first_frame: bool = False
     images: str | None = None
     segmentation: bool = False
-    boxes: bool = False
     delimiter: str | None = None
     column_names: list[str] | None = None
     encoding: Literal["utf-8", "latin-1", "cp1252", "utf-16"] = "utf-8"
@@ -283,10 +279,6 @@ RULES = (
             ", a column of a file of labels; name the file by --labels.",
         )
         for name in ("label", "columns", "targets")
-    ),
-    *(
-        Rule(name, lambda o: o.boxes, ": with boxes the columns are image, boxes and labels; leave it out.")
-        for name in ("label", "classes", "columns", "ragged", "targets")
     ),
     *(
         Rule(name, lambda o: o.pack is not None, ": with pack there are no columns but the tokens; leave it out.")

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from ray_app.data.arrays import is_text
 from ray_app.errors import DataError
 from ray_app.ingest.options import IngestOptions
+from ray_app.task.user_code import bisect_rows
 
 _OFFSET = r"([zZ]|[+-]\d\d:?\d\d)$"
 """End of a time of ISO 8601 that names its offset from UTC, such as Z or +01:00; dates alone do not match."""
@@ -53,17 +54,10 @@ def _parse_times(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
 
 def find_no_times(column: pa.ChunkedArray) -> Iterator[tuple[int, str]]:
     """Yields the rows of a column of text that hold no time of ISO 8601, and their values, in their order."""
-    todo = [(0, len(column))]
-    while todo:
-        low, high = todo.pop()
-        try:
-            _parse_times(column.slice(low, high - low))
-        except pa.ArrowInvalid:
-            # Arrow does not say which value it is.
-            if high - low > 1:
-                todo += [((low + high) // 2, high), (low, (low + high) // 2)]
-            else:
-                yield low, str(column[low].as_py())
+    # Arrow does not say which value it is.
+    for low, _, times in bisect_rows(len(column), lambda low, high: _parse_times(column.slice(low, high - low))):
+        if isinstance(times, Exception):
+            yield low, str(column[low].as_py())
 
 
 def merge_counts(

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data.arrays import from_column, is_bytes, is_list, is_text, spec_of_field
-from ray_app.ingest.readers.csv_columns import ValueNotation, find_date_formats
+from ray_app.ingest.readers.csv_columns import NULLS, ValueNotation, find_date_formats
 from ray_app.task.ragged import Ragged
 
 MAX_VALUES = 100
@@ -384,7 +384,6 @@ class DatasetSummary:
         return sum(part.rows for part in self.parts.values())
 
 
-_MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "n/a", "#N/A")
 _HEXADECIMAL = r"^[+-]?0[xX][0-9a-fA-F]+$"
 _WRITTEN = r"^\s*[$€£]?\s?[+-]?(\d{1,3}([., '’_\x{a0}\x{202f}]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£]?\s*$"
 """Numbers as people and spreadsheets write them.
@@ -420,7 +419,7 @@ class TextColumns:
         return self._counts
 
     def _add(self, name: str, row_ids: pa.ChunkedArray, values: pa.ChunkedArray) -> None:
-        present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, pa.array(_MISSING))))
+        present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, pa.array(NULLS))))
         row_ids, values = row_ids.filter(present), values.filter(present)
         zero = rf"^[+-]?0{self._notation.group_mark and self._notation.group_mark + '?'}[\dxX]"
         patterns = (f"{self._notation.number}|{_HEXADECIMAL}", _WRITTEN, _TRUTH, zero)

@@ -46,7 +46,7 @@ def iterate_json(file: File) -> Iterator[tuple[str, Any]]:
         DataError: The file is no such JSON, or an item has more than `MAX_LINE_BYTES`.
     """
     with parser_errors(file, "Expected one JSON list or object. Write the file again."), open_text(file) as stream:
-        text = _JsonText(file, io.TextIOWrapper(stream, "utf-8-sig"))
+        text = _JsonText(io.TextIOWrapper(stream, "utf-8-sig"))
         if text.skip("["):
             yield from (("", item) for item in text.items("]"))
         elif text.skip("{"):
@@ -68,8 +68,8 @@ class _JsonText:
 
     _BLOCK = 1 << 20
 
-    def __init__(self, file: File, stream: io.TextIOWrapper) -> None:
-        self._file, self._stream = file, stream
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        self._stream = stream
         self._text = ""
         self._at = self._before = 0
         self._decoder = json.JSONDecoder(parse_constant=self._refuse_constant)

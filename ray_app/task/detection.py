@@ -18,7 +18,7 @@ from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Rows, Task, need_column
 from ray_app.task.fields import refuse_missing
-from ray_app.task.images import is_image_column, load_image
+from ray_app.task.images import check_boxes, is_image_column, load_image
 from ray_app.task.losses import Losses
 from ray_app.task.ragged import LENGTHS, Arrays, Ragged
 from ray_app.task.transforms import Spec, apply_transforms, as_plain_tensor, instantiate_module, instantiate_once
@@ -146,15 +146,7 @@ class ObjectDetection(Task):
         boxes, labels = boxes.float().reshape(-1, 4), labels.long()
         if len(boxes) != len(labels):
             raise ValueError(f"there are {len(boxes)} boxes and {len(labels)} labels; each box has one")
-        left, top, right, bottom = boxes.unbind(1)
-        # Edges of a box up to one pixel outside the image are accepted.
-        is_valid = (left >= -1) & (top >= -1) & (right <= width + 1) & (bottom <= height + 1)
-        is_valid &= (left < right) & (top < bottom)
-        if not is_valid.all():
-            raise ValueError(
-                f"the box {boxes[~is_valid][0].tolist()} is not a box in an image {width} wide and {height} high; give"
-                " left, top, right and bottom in pixels"
-            )
+        check_boxes(boxes.numpy(), width, height)
         num_classes = (self.detector.get("init_args") or {}).get("num_classes", np.inf)
         if wrong := labels[(labels < 1) | (labels >= num_classes)].tolist():
             raise ValueError(

@@ -329,6 +329,27 @@ def _has_gif_end(encoded: bytes) -> bool:
         return False
 
 
+def check_boxes(boxes: npt.NDArray[np.float32], width: int, height: int, names: Sequence[str] = ()) -> None:
+    """Raises ValueError for a box without a size, or more than one pixel outside the image.
+
+    Args:
+        boxes: Left, top, right and bottom of each object, in pixels.
+        names: What a message calls each object; empty for its number.
+    """
+    left, top, right, bottom = boxes.T
+    has_size = (left < right) & (top < bottom)
+    is_inside = (left >= -1) & (top >= -1) & (right <= width + 1) & (bottom <= height + 1)
+    outside = f"lies outside the image, which is {width} wide and {height} high"
+    for is_valid, fault in ((has_size, "has no size"), (is_inside, outside)):
+        if not is_valid.all():
+            index = int(np.argmin(is_valid))
+            box = [round(float(value), 3) for value in boxes[index]]
+            name = names[index] if names else f"object {index + 1}"
+            raise ValueError(
+                f"{name} has the box {box} (left, top, right, bottom), which {fault}. Correct or remove the annotation"
+            )
+
+
 def image_size(encoded: bytes, exif_orientation: bool) -> tuple[int, int] | None:
     """Returns height and width of an image from its header; None for one that cannot be opened."""
     try:
@@ -338,14 +359,6 @@ def image_size(encoded: bytes, exif_orientation: bool) -> tuple[int, int] | None
         return size[::-1] if is_turned else size
     except (OSError, ValueError, SyntaxError):
         return None
-
-
-def has_orientation(encoded: bytes) -> bool:
-    """Returns whether an image is turned or mirrored by its EXIF orientation; False for one that cannot be opened."""
-    try:
-        return _read_orientation(_open_image(encoded)) != 1
-    except (OSError, ValueError):
-        return False
 
 
 def _read_orientation(image: Any) -> int:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from ray_app.errors import RayAppError, TaskError, remove_addresses
 
+T = TypeVar("T")
 _APPLICATION = Path(__file__).parents[1]
 _TASKS = Path(__file__).parent
 # Modules of `task` that only call user code; the others are tasks, which count as user code.
@@ -74,6 +76,27 @@ def row_error_reason(error: BaseException) -> str:
     frames = _user_frames(error)
     is_users = bool(frames) and not Path(frames[-1].filename).is_relative_to(_TASKS)
     return describe_error(error) if is_users else remove_addresses(str(error)) or type(error).__name__
+
+
+def bisect_rows(count: int, attempt: Callable[[int, int], T]) -> Iterator[tuple[int, int, T | Exception]]:
+    """Yields parts [low, high) of rows that are as long as possible, with the result or, of one row, with its error.
+
+    Args:
+        count: Number of rows.
+        attempt: Gets such a part and returns its result, or raises an error that does not say of which row it is.
+    """
+    todo = [(0, count)]
+    while todo:
+        low, high = todo.pop()
+        result: T | Exception
+        try:
+            result = attempt(low, high)
+        except Exception as error:
+            if high - low > 1:
+                todo += [((low + high) // 2, high), (low, (low + high) // 2)]
+                continue
+            result = error
+        yield low, high, result
 
 
 def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:

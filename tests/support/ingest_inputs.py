@@ -109,20 +109,3 @@ def write_tfrecord(path: Path, *rows: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(map(tf_record, rows)))
     return path
-
-
-def object_example(**changes: list[Any]) -> bytes:
-    """Returns a row in the form of TensorFlow's Object Detection API: two boxes in an image of 20 x 10 pixels."""
-    file = io.BytesIO()
-    Image.new("RGB", (20, 10)).save(file, "png")
-    features: dict[str, list[Any]] = {
-        "image/encoded": [file.getvalue()],
-        "image/object/bbox/xmin": [0.0, 0.25],
-        "image/object/bbox/ymin": [0.0, 0.5],
-        "image/object/bbox/xmax": [0.5, 1.0],
-        "image/object/bbox/ymax": [0.5, 1.0],
-        "image/object/class/label": [2, 1],
-        "image/object/class/text": [b"robin", b"wren"],
-    }
-    changed = {name.replace("__", "/"): values for name, values in changes.items()}
-    return example(**features | {f"image/{name}": values for name, values in changed.items()})

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from tests.support.ingest_inputs import object_example, write_idx, write_tar, write_tfrecord
+from tests.support.ingest_inputs import write_idx, write_tar
 from tests.support.paths import ROOT, SUPPORT
 
 PAGES = [
@@ -172,7 +172,6 @@ def _pictures_of_each_kind(folder: Path) -> None:
     (folder / "weather.csv").write_text("day,hour,warm,rain,wind\n" + "".join(lines))
     tagged = [{"text": f"day {n}", "tags": ["rain", "wind"][: n % 3]} for n in range(40)]
     (folder / "tagged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tagged))
-    write_tfrecord(folder / "records" / "train-0.tfrecord", *(object_example() for _ in range(4)))
 
 
 def write_texts_script(folder: Path) -> None:

@@ -25,6 +25,7 @@ from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
+from ray_app.ingest.readers.converter import to_class_indices
 from ray_app.storage.data_files import File, files_in, find_file, folders_in, is_folder, parser_errors
 
 Header = tuple[np.dtype, tuple[int, ...]]
@@ -52,7 +53,6 @@ class _Stored:
         read_header: Reads the header and leaves the opened file at the first value.
         member: Name of the array in a zip archive; None for any other file.
         is_vector: Whether an array of shape (rows, 1), as Keras stores labels, is read with the shape (rows,).
-        classes: The sorted texts of an array of text that is read as the numbers of these; empty for any other.
     """
 
     where: str
@@ -60,7 +60,6 @@ class _Stored:
     read_header: Callable[[IO[bytes]], StoredHeader]
     member: str | None = None
     is_vector: bool = False
-    classes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -82,7 +81,7 @@ class _Stored:
             whole_rows = shape[0] if self.is_packed else (self.file.size - file.tell()) // row_bytes
             if whole_rows < shape[0]:
                 raise EOFError(f"the file ends before row {whole_rows + 1} of {shape[0]}")
-            return np.dtype(np.int64) if self.classes else dtype, self._row_shape(shape)
+            return dtype, self._row_shape(shape)
 
     def blocks(self, first: int, last: int, rows: int) -> Iterator[Array]:
         """Yields rows [first, last) in blocks, in the machine's byte order; checks that the file ends there."""
@@ -90,7 +89,7 @@ class _Stored:
             dtype, shape, is_fortran = self.read_header(file)
             if is_fortran and len(shape) > 1:
                 values = _read_fortran(file, dtype, shape, first, last).reshape(-1, *self._row_shape(shape)[1:])
-                yield from (self._converted(values[low : low + rows]) for low in range(0, last - first, rows))
+                yield from (_converted(values[low : low + rows]) for low in range(0, last - first, rows))
                 return
             row_bytes = dtype.itemsize * math.prod(shape[1:])
             if first:
@@ -101,14 +100,9 @@ class _Stored:
                 if len(data) < row_bytes * block:
                     raise EOFError(f"the file ends before row {start + block} of {shape[0]}")
                 values = np.frombuffer(data, dtype).reshape(block, *self._row_shape(shape)[1:])
-                yield self._converted(values)
+                yield _converted(values)
             if last == shape[0] and file.read(1):
                 raise ValueError(f"the file goes on after the last of {shape[0]} rows")
-
-    def _converted(self, values: Array) -> Array:
-        """Returns values in the machine's byte order, names of classes as their numbers."""
-        values = _decoded(values.astype(values.dtype.newbyteorder("="), copy=False))
-        return np.searchsorted(np.array(self.classes), values).astype(np.int64) if self.classes else values
 
     def _row_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[:1] if self.is_vector and shape[1:] == (1,) else shape
@@ -152,9 +146,11 @@ def _read_fortran(file: IO[bytes], dtype: np.dtype, shape: tuple[int, ...], firs
     return np.ascontiguousarray(values.T.reshape(rows, *shape[1:], order="F"))
 
 
-def _decoded(values: Array) -> Array:
-    """Returns texts as Unicode; raises ValueError if bytes are not UTF-8."""
-    return np.char.decode(np.asarray(values, np.bytes_), "utf-8") if values.dtype.kind == "S" else values
+def _converted(values: Array) -> Array:
+    """Returns values in the machine's byte order, texts as Unicode; raises ValueError if bytes are not UTF-8."""
+    if values.dtype.kind == "S":
+        return np.char.decode(np.asarray(values, np.bytes_), "utf-8")
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _in_file(file: File, header: Callable[[IO[bytes]], StoredHeader]) -> _Stored:
@@ -162,8 +158,10 @@ def _in_file(file: File, header: Callable[[IO[bytes]], StoredHeader]) -> _Stored
     return _Stored(str(file), file, header)
 
 
-def _array_part(name: str, arrays: dict[str, _Stored], split_rows: int, id_prefix: str = "") -> base.Part:
-    """Returns a part with a column for each array."""
+def _array_part(
+    name: str, arrays: dict[str, _Stored], split_rows: int, id_prefix: str, classes: tuple[str, ...] | None = None
+) -> base.Part:
+    """Returns a part with a column for each array; a label of texts has these classes."""
     layouts = {column: array.layout() for column, array in arrays.items()}
     counts = {array.where: layouts[column][1][0] for column, array in arrays.items()}
     if len(set(counts.values())) != 1:
@@ -176,19 +174,29 @@ def _array_part(name: str, arrays: dict[str, _Stored], split_rows: int, id_prefi
         split_rows = max(rows, 1)
     starts = range(0, rows, split_rows)
     bounds = [(start, min(start + split_rows, rows)) for start in starts]
-    tables = partial(_tables, arrays, layouts, id_prefix)
-    return base.Part(name, [base.InputSplit(last - first, partial(tables, first, last)) for first, last in bounds])
+    tables = partial(_tables, arrays, layouts, id_prefix, classes)
+    splits = [base.InputSplit(last - first, partial(tables, first, last)) for first, last in bounds]
+    return base.Part(name, splits, classes)
 
 
 def _tables(
-    arrays: dict[str, _Stored], layouts: dict[str, Header], id_prefix: str, first: int, last: int, refuse: base.Refuse
+    arrays: dict[str, _Stored],
+    layouts: dict[str, Header],
+    id_prefix: str,
+    classes: tuple[str, ...] | None,
+    first: int,
+    last: int,
+    refuse: base.Refuse,
 ) -> Iterator[pa.Table]:
     del refuse
     row_bytes = sum(dtype.itemsize * math.prod(shape[1:]) for dtype, shape in layouts.values())
     step = max(1, base.BLOCK_BYTES // max(1, row_bytes))
     for blocks in zip(*(array.blocks(first, last, step) for array in arrays.values()), strict=True):
         ids = [f"{id_prefix}{i}" for i in range(first, first + len(blocks[0]))]
-        yield base.make_table(ids, dict(zip(arrays, blocks, strict=True)))
+        columns: dict[str, Array | pa.Array] = dict(zip(arrays, blocks, strict=True))
+        if classes is not None:
+            columns["label"] = to_class_indices(pa.array(columns["label"]), classes)
+        yield base.make_table(ids, columns)
         first += len(ids)
 
 
@@ -223,39 +231,28 @@ class Numpy(base.SourceReader):
         """
         del run
         arrays = _lower_names({name: array for file in self.files() for name, array in _arrays_in(file).items()})
-        sides = _divide(arrays)
-        if sides is None:
-            return [self._part("", *self._columns(arrays, {}))]
-        if others := [side for side in sides if sides[side].keys() != sides["train"].keys()]:
+        sides = _divide(arrays) or {"": arrays}
+        first = next(iter(sides.values()))
+        if others := [side for side in sides if sides[side].keys() != first.keys()]:
             raise DataError(
                 f"{self.path}: the arrays are {sorted(arrays)}; those of {others[0]!r} must be those to train on."
                 " Rename or remove some."
             )
-        texts: dict[str, set[str]] = {}
-        for side in sides.values():
-            for name, values in _label_texts(side).items():
-                texts.setdefault(name, set()).update(values)
-        columns = {side: self._columns(of_side, texts) for side, of_side in sides.items()}
-        if any(columns[side][0].keys() != columns["train"][0].keys() for side in sides):
-            layouts = "; ".join(f"{array.where}: {array.layout()}" for s, _ in columns.values() for array in s.values())
+        texts = set[str]().union(*map(_label_texts, sides.values()))
+        classes = base.sort_classes(str(self.path), texts, False) if texts else None
+        columns = {side: self._columns(of_side) for side, of_side in sides.items()}
+        if len({frozenset(of_side) for of_side in columns.values()}) > 1:
+            layouts = "; ".join(f"{array.where}: {array.layout()}" for s in columns.values() for array in s.values())
             raise DataError(
                 f"{self.path}: the arrays to train on and to test on differ in type or in axes: {layouts}. Save both"
                 f" alike."
             )
-        return [self._part(side, *of_side, f"{side}:") for side, of_side in columns.items()]
+        return [self._part(side, of_side, classes) for side, of_side in columns.items()]
 
-    def _columns(
-        self, arrays: dict[str, _Stored], texts: dict[str, set[str]]
-    ) -> tuple[dict[str, _Stored], tuple[str, ...] | None]:
-        """Returns the arrays by the names of their columns, and the classes if the label has texts."""
-        texts = texts or _label_texts(arrays)
-        classes = {name: base.sort_classes(str(self.path), values, False) for name, values in texts.items()}
+    def _columns(self, arrays: dict[str, _Stored]) -> dict[str, _Stored]:
+        """Returns the arrays by the names of their columns."""
         stored = {
-            name: replace(
-                array,
-                is_vector=name in _VECTORS or array.layout()[0].kind in "US",
-                classes=classes.get(name, ()),
-            )
+            name: replace(array, is_vector=name in _VECTORS or array.layout()[0].kind in "US")
             for name, array in arrays.items()
         }
         columns = {_column_name(name, *array.layout()): array for name, array in stored.items()}
@@ -263,16 +260,14 @@ class Numpy(base.SourceReader):
             raise DataError(
                 f"{self.path}: of the arrays {sorted(arrays)} two would become one of {sorted(columns)}. Rename one."
             )
-        return columns, next(iter(classes.values()), None)
+        return columns
 
-    def _part(
-        self, name: str, columns: dict[str, _Stored], classes: tuple[str, ...] | None, id_prefix: str = ""
-    ) -> base.Part:
+    def _part(self, name: str, columns: dict[str, _Stored], classes: tuple[str, ...] | None) -> base.Part:
         # An array that is called `target` is meant as one, an array `y` may hold classes.
         y = columns.get("target")
         note = _note_on_classes(y) if y and y.name.lower().startswith("y") else None
-        part = _array_part(name, columns, self.options.shard_rows, id_prefix)
-        return replace(part, classes=classes, notes=(note,) if note else ())
+        part = _array_part(name, columns, self.options.shard_rows, f"{name}:" if name else "", classes)
+        return replace(part, notes=(note,) if note else ())
 
 
 def _lower_names(arrays: dict[str, _Stored]) -> dict[str, _Stored]:
@@ -303,22 +298,20 @@ def _divide(arrays: dict[str, _Stored]) -> dict[str, dict[str, _Stored]] | None:
     return None
 
 
-def _label_texts(arrays: dict[str, _Stored]) -> dict[str, set[str]]:
-    """Returns the different texts of each array of labels that holds texts."""
-    texts = {}
+def _label_texts(arrays: dict[str, _Stored]) -> set[str]:
+    """Returns the different texts of the array of labels; none if it holds numbers."""
+    texts: set[str] = set()
     for name, array in arrays.items():
         dtype, shape = array.layout()
         if name in _LABELS and dtype.kind in "US":
             rows = max(1, base.BLOCK_BYTES // dtype.itemsize)
-            several: set[str] = set()
             for first, block in zip(range(0, shape[0], rows), array.blocks(0, shape[0], rows), strict=True):
-                if (is_empty := _decoded(block).reshape(-1) == "").any():
+                if (is_empty := block.reshape(-1) == "").any():
                     raise DataError(
                         f"{array.where}: the row {first + int(np.argmax(is_empty))}, counted from 0, has an empty text"
                         " as label. Each row needs the name of its class. Correct the array."
                     )
-                several.update(np.unique(_decoded(block)).tolist())
-            texts[name] = several
+                texts.update(np.unique(block).tolist())
     return texts
 
 
@@ -388,7 +381,7 @@ def _column_name(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> str:
     if name == "images" or (name == "x" and is_image):
         return "image"
     if name in ("y", "labels"):
-        return "label" if len(shape) == 1 and dtype.kind in "biu" else "target"
+        return "label" if len(shape) == 1 and dtype.kind in "biuUS" else "target"
     return name
 
 

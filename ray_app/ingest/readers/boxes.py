@@ -23,6 +23,7 @@ from ray_app.ingest.readers.image_files import (
     AnnotatedImages,
     Annotations,
     Box,
+    Object,
     ObjectRow,
     Shape,
     decode_text,
@@ -197,29 +198,23 @@ class _CocoFile:
         row = ObjectRow(printable_name(name), file, size=size, image_id=image_id)
         if file is None:
             return replace(row, reason=f"no file {name!r} in the folder of images")
-        boxes: list[Box] = []
-        numbers: list[int] = []
-        names: list[str] = []
-        shapes: list[tuple[Shape, int]] = []
+        objects: list[Object] = []
         for category, box, is_crowd, shape, annotation in self._objects.get(image_id, ()):
             if category not in labels:
                 reason = f"the annotation {annotation} has the category {category}, which 'categories' lacks"
                 return replace(row, image=None, reason=reason)
             if self._segmentation and shape is None:
                 return replace(row, image=None, reason=f"the annotation {annotation} has {_NO_SHAPE}")
-            if shape:
-                shapes.append((shape, IGNORED if is_crowd else labels[category]))
+            name = f"the annotation {annotation}"
             if is_crowd:
+                objects.append(Object(None, IGNORED, name, shape))
                 continue
             if not is_numbers(box, 4):
                 reason = f"the annotation {annotation} has the bbox {box!r}; expected [left, top, width, height]"
                 return replace(row, image=None, reason=reason)
             left, top, width, height = map(float, box)
-            boxes.append((left, top, left + width, top + height))
-            numbers.append(labels[category])
-            names.append(f"the annotation {annotation}")
-        row = replace(row, boxes=tuple(boxes), labels=tuple(numbers), names=tuple(names))
-        return replace(row, shapes=tuple(shapes))
+            objects.append(Object((left, top, left + width, top + height), labels[category], name, shape))
+        return replace(row, objects=tuple(objects))
 
 
 def _integer(where: str, item: dict[str, Any], key: str) -> int:
@@ -348,10 +343,15 @@ class Voc(AnnotatedImages):
             return replace(row, reason=f"no image {name!r} in {list(map(str, self._image_folders))}")
         size = [tree.findtext(f"size/{key}", "").strip() for key in ("width", "height")]
         declared = (int(size[0]), int(size[1])) if all(re.fullmatch(r"0*[1-9]\d{0,9}", text) for text in size) else None
-        boxes = tuple((left - first, top - first, right, bottom) for _, (left, top, right, bottom) in objects)
-        labels = tuple(classes.index(name) + 1 for name, _ in objects)
-        names = tuple(f"object {number} of {file.location.name}" for number in range(1, len(objects) + 1))
-        return replace(row, image=image, boxes=boxes, labels=labels, size=declared, names=names)
+        kept = tuple(
+            Object(
+                (left - first, top - first, right, bottom),
+                classes.index(name) + 1,
+                f"object {i} of {file.location.name}",
+            )
+            for i, (name, (left, top, right, bottom)) in enumerate(objects, 1)
+        )
+        return replace(row, image=image, objects=kept, size=declared)
 
 
 _VOC_LISTS = {"train": "train", "val": "eval", "test": "test"}

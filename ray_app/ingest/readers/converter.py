@@ -209,7 +209,7 @@ def make_form(
     for column in kept:
         if reason := _explain_unusable(column.type, column.name == label, bool(names)):
             raise DataError(f"{where}: {noun} {column.name!r} {reason}. Leave it out by naming the columns to keep.")
-    check_ragged(where, options.ragged or [], kept)
+    check_ragged(where, options.ragged or [], kept, label)
     is_class_list = names or (label and is_text_list(kept.field(label).type))
     lists = [column.name for column in kept if is_list(column.type) and not (column.name == label and is_class_list)]
     shapes = find_shapes(lists)
@@ -269,10 +269,10 @@ def learn_classes(
     run: base.Run,
     learn: Callable[[list[File]], set[str]],
     noun: str,
-    forms: Mapping[str, Any],
+    forms: dict[str, Form],
     splits: Mapping[str, list[File]],
-) -> tuple[str, ...] | None:
-    """Returns the classes of a label of text, which are the same in all splits; None if the label is no text.
+) -> dict[str, Form]:
+    """Returns the forms of the splits, those of a label of text with its classes, which are the same in all splits.
 
     Args:
         learn: Returns the distinct labels in some files, with "" for a row without one.
@@ -282,15 +282,15 @@ def learn_classes(
     """
     with_text = [split for split, form in forms.items() if form.has_text_label]
     if not with_text:
-        return None
+        return forms
     label = next(iter(forms.values())).label
     if others := sorted(forms.keys() - set(with_text)):
         raise DataError(
             f"{reader.pattern}: the label {label!r} is text in {with_text}, but not in {others}. Write it in one type."
         )
     groups = [group for files in splits.values() for group in base.group_files(files, reader.options.split_bytes)]
-    labels = set[str]().union(*run(learn, groups))
-    return reader.order_classes(f"{reader.pattern}: {noun} {label!r}", labels)
+    classes = reader.order_classes(f"{reader.pattern}: {noun} {label!r}", set[str]().union(*run(learn, groups)))
+    return {split: replace(form, classes=classes) for split, form in forms.items()}
 
 
 def _cast_empty(column: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -369,9 +369,9 @@ def explain_misfit(name: str, shape: Shape) -> str:
     )
 
 
-def check_ragged(where: object, ragged: list[str], schema: pa.Schema) -> None:
-    """Raises DataError if a column of the option `ragged` is not kept or does not hold lists."""
-    lists = [column.name for column in schema if is_list(column.type)]
+def check_ragged(where: object, ragged: list[str], schema: pa.Schema, label: str | None) -> None:
+    """Raises DataError if a column of the option `ragged` is not kept, is the label or does not hold lists."""
+    lists = [column.name for column in schema if is_list(column.type) and column.name != label]
     allowed = (
         f"those of lists are {lists}. Name some of these." if lists else "none of them holds lists. Leave ragged out."
     )
@@ -381,7 +381,8 @@ def check_ragged(where: object, ragged: list[str], schema: pa.Schema) -> None:
                 f"{where}: ragged names {name!r}, but the columns that are kept are {schema.names}; {allowed}"
             )
         if name not in lists:
-            raise DataError(f"{where}: ragged names {name!r}, which holds {schema.field(name).type}; {allowed}")
+            named = f"the label {name!r}" if name == label else f"{name!r}, which holds {schema.field(name).type}"
+            raise DataError(f"{where}: ragged names {named}; {allowed}")
 
 
 def has_shape(column: pa.Array, shape: Shape) -> pa.Array:
@@ -466,7 +467,7 @@ def to_class_indices(labels: pa.Array, classes: Sequence[str]) -> pa.Array:
     The name of a number is its text, of a whole float without a fraction: `-1` for -1 and for -1.0.
     """
     if pa.types.is_floating(labels.type):
-        whole = pc.and_(pc.equal(pc.floor(labels), labels), pc.less(pc.abs(labels), 2**53))
+        whole = pc.and_(pc.equal(pc.floor(labels), labels), pc.less(pc.abs(labels), 2.0**53))
         integers = pc.if_else(whole, labels, None).cast(pa.int64())
         labels = pc.coalesce(integers.cast(pa.string()), labels.cast(pa.string()))
     return pc.index_in(labels.cast(pa.string()), pa.array(classes, pa.string())).cast(pa.int64())

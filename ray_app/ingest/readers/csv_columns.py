@@ -126,6 +126,8 @@ _MAX_VALUE_CHARS = 40
 """Characters of a value that a message repeats."""
 _MIN_ROUNDED_CHARS = 16
 """Digits of the smallest integer that float64 does not represent, 2**53 + 1."""
+_MIN_WIDE_CHARS = 19
+"""Digits of the smallest integer that does not fit into 64 bits, 2**63."""
 _ZERO, _NINE = b"09"
 _INFINITY = r"(?i)^\s*[+-]?inf(inity)?\s*$"
 
@@ -262,9 +264,10 @@ def _may_have_leading_zeros(values: pa.Array, notation: ValueNotation) -> np.nda
     return is_candidate & (np.diff(offsets) > 1)
 
 
-def _find_rounded(values: pa.Array, notation: ValueNotation) -> pa.Array:
-    """Returns whether each value is an integer that float64 does not represent exactly."""
-    candidates = pc.fill_null(pc.greater_equal(pc.binary_length(values), _MIN_ROUNDED_CHARS), False)
+def _find_rounded(values: pa.Array, notation: ValueNotation, min_chars: int = _MIN_ROUNDED_CHARS) -> pa.Array:
+    """Returns whether each value of `min_chars` or more is an integer that float64 does not represent exactly."""
+    is_long = pc.fill_null(pc.greater_equal(pc.binary_length(values), min_chars), False)
+    candidates = pc.and_not(is_long, pc.fill_null(pc.match_substring(values, notation.decimal), False))
     if not pc.any(candidates).as_py():
         return candidates
     mark = notation.group_mark
@@ -317,16 +320,5 @@ def _fits(values: pa.Array, kind: pa.DataType, notation: ValueNotation) -> bool:
     if pa.types.is_boolean(kind):
         # Arrow takes 0 and 1 for booleans, too; beside true and false they are another kind of value.
         return not pc.any(pc.is_in(pc.utf8_trim_whitespace(values), pa.array(["0", "1"]))).as_py()
-    return not pa.types.is_floating(kind) or _are_exact_in_float64(values)
-
-
-def _are_exact_in_float64(values: pa.Array) -> bool:
-    """Returns whether float64 represents all whole numbers of 19 and more characters exactly.
-
-    Such numbers may not fit into 64 bits. They are often identifiers, which must not be rounded, so their column
-    becomes text.
-    """
-    candidates = pc.and_not(pc.greater_equal(pc.binary_length(values), 19), pc.match_substring(values, "."))
-    long = values.filter(candidates)
-    whole = long.filter(pc.match_substring_regex(long, r"^\s*[+-]?\d+\s*$")).to_pylist()
-    return all(Decimal(float(value)) == Decimal(value.strip()) for value in whole)
+    # Whole numbers that do not fit into 64 bits are often identifiers, which must not be rounded: they become text.
+    return not pa.types.is_floating(kind) or not pc.any(_find_rounded(values, notation, _MIN_WIDE_CHARS)).as_py()

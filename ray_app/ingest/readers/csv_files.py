@@ -21,6 +21,7 @@ from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files
+from ray_app.ingest.readers.converter import to_class_indices
 from ray_app.ingest.readers.csv_columns import (
     ColumnScan,
     choose_type,
@@ -249,7 +250,7 @@ def _convert_block(
         raise DataError(f"{file}: {error}. The file changed while it was read: start again.") from error
     columns = {"label" if name == label else name: values for name, values in columns.items()}
     if classes is not None:
-        columns["label"] = pc.index_in(columns["label"], pa.array(classes)).cast(pa.int64())
+        columns["label"] = to_class_indices(columns["label"], classes)
     return columns
 
 

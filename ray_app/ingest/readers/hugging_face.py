@@ -46,7 +46,7 @@ SUFFIXES = (".arrow", ".parquet")
 _SAVE_AGAIN = "It is not what save_to_disk writes; save it again."
 _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5}).*$")
 _NUMBER = re.compile(r"([-_.]\d+)+$")
-_SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|testing|validation|valid|val|dev|eval)(?=[-_.]|$)", re.IGNORECASE)
+_SPLIT = re.compile(rf"(?:^|[-_.])({'|'.join(base.SPLITS)})(?=[-_.]|$)", re.IGNORECASE)
 _BATCH_ROWS, _LABEL_ROWS = 1000, 100_000
 _NO_SPLITS = ("", "part", "data", "file", "shard", "chunk")
 _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
@@ -91,7 +91,7 @@ class HuggingFace(base.SourceReader):
         if not single and is_folder(self.path):
             refuse_table_log(self.path)
         files = [single] if single else files_in(self.path) if is_folder(self.path) else []
-        splits = _group_by_split(self.path, [file for file in files if file.location.name.endswith(SUFFIXES)])
+        splits = group_by_split(self.path, [file for file in files if file.location.name.endswith(SUFFIXES)])
         if not splits:
             raise DataError(
                 f"{self.path}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or"
@@ -106,8 +106,7 @@ class HuggingFace(base.SourceReader):
         """Returns the form of each split; a label of text takes a pass over its column to find the classes."""
         forms = {split: self._form(files) for split, files in self._splits.items()}
         learn = partial(_label_values, next(iter(forms.values())).label or "")
-        classes = learn_classes(self, run, learn, "label column", forms, self._splits)
-        return {split: form if classes is None else replace(form, classes=classes) for split, form in forms.items()}
+        return learn_classes(self, run, learn, "label column", forms, self._splits)
 
     def _form(self, files: list[File]) -> Form:
         """Returns the form of a split by its first file, with the shapes of the first lists that are not empty."""
@@ -172,9 +171,13 @@ def need_all_numbers(folder: Location | str, files: list[File]) -> None:
             raise DataError(f"{folder}: {lost} is missing, {len(numbers)} of {total} are there. Copy it again.")
 
 
-def _group_by_split(root: Location, files: list[File]) -> dict[str, list[File]]:
-    """Returns the files by the splits in their names; all under "" where no name has a usual split."""
-    stems = {file: _NUMBER.sub("", _NUMBERED.sub("", file.name.rpartition(".")[0])) for file in files}
+def group_by_split(root: object, files: list[File], suffix: str = ".") -> dict[str, list[File]]:
+    """Returns the files by the splits in their names; all under "" where these have no usual split, or the same one.
+
+    Args:
+        suffix: What the last part of a name begins with, which does not count.
+    """
+    stems = {file: _NUMBER.sub("", _NUMBERED.sub("", file.name.rpartition(suffix)[0] or file.name)) for file in files}
     if not any(_SPLIT.search(stem) for stem in stems.values()):
         return {"": files} if files else {}
     splits: dict[str, list[File]] = {}
@@ -186,7 +189,7 @@ def _group_by_split(root: Location, files: list[File]) -> dict[str, list[File]]:
                 " their names). Rename it, or move it elsewhere."
             )
         splits.setdefault(split, []).append(file)
-    return splits
+    return splits if len(splits) > 1 else {"": files}
 
 
 def _split_of(stem: str) -> str:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from ray_app.ingest.readers import base
 from ray_app.storage.data_files import HEAD_BYTES, File, is_convertible_image, parser_errors
 from ray_app.storage.files import Location
 from ray_app.storage.object_stores import CONNECTIONS
-from ray_app.task.images import MAX_PIXELS, convert_image, decode_image, decode_mask, library_errors
+from ray_app.task.images import MAX_PIXELS, check_boxes, convert_image, decode_image, decode_mask, library_errors
 from ray_app.task.ragged import Ragged
 
 T = TypeVar("T")
@@ -48,8 +48,6 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_NAMED = 8
 BACKGROUND = "background"
 """The name of class 0, which no box has."""
-_EDGE = 1.0
-"""Pixels by which a box may lie outside its image, as `ObjectDetection` allows."""
 _MAX_CLASSES = IGNORED
 _MAX_FILE_BYTES = 16 << 20
 """Limit of the annotations of one image, and of a file with names of classes."""
@@ -60,18 +58,18 @@ _MAX_NUMBER = 1e9
 Box = tuple[float, float, float, float]
 
 
-def read_image(file: File | bytes, check: bool, first_frame: bool = False) -> bytes:
+def read_image(file: File, check: bool, first_frame: bool = False) -> bytes:
     """Returns an image as it is stored: its file unchanged, or as PNG where training does not decode its format.
 
     Args:
-        file: The file, or its content.
+        file: The file.
         check: Whether it is decoded.
         first_frame: Whether the first frame of several is taken.
 
     Raises:
         ValueError: It cannot be decoded; the message says why and what to do.
     """
-    encoded = file if isinstance(file, bytes) else file.location.read_bytes()
+    encoded = file.location.read_bytes()
     is_converted = is_convertible_image(encoded[:HEAD_BYTES])
     try:
         if is_converted or (first_frame and _count_frames(encoded) > 1):
@@ -262,31 +260,45 @@ def _is_polygon(points: Any) -> bool:
     return isinstance(points, list) and len(points) % 2 == 0 and len(points) >= 6 and is_numbers(points, len(points))
 
 
+class Object(NamedTuple):
+    """An object in an image.
+
+    Args:
+        box: Left, top, right, bottom, in pixels, or as fractions of the image; None for a crowd.
+        label: The class, from 1; `IGNORED` for a crowd.
+        name: What a message calls it.
+        shape: The outline, to be drawn into a mask.
+    """
+
+    box: Box | None
+    label: int
+    name: str
+    shape: Shape | None = None
+
+
 @dataclass(frozen=True)
 class ObjectRow:
     """An image with its objects before the image is read; pickled to tasks.
 
     Args:
         row_id: Its name.
-        image: Its file, or the content of the file; None if the row is refused for the `reason`.
-        boxes: Left, top, right, bottom of each object, in pixels, or as fractions of the image.
-        labels: The class of each object, from 1.
-        names: What a message calls each object; empty for its number in the image.
-        shapes: Outline and class of each object, to be drawn into a mask; the class is `IGNORED` for crowds.
+        image: Its file; None if the row is refused for the `reason`.
         size: Width and height, as the annotations say; None if they do not.
         image_id: The number of the image in the annotations.
     """
 
     row_id: str
-    image: File | bytes | None
-    boxes: tuple[Box, ...] = ()
-    labels: tuple[int, ...] = ()
-    shapes: tuple[tuple[Shape, int], ...] = ()
+    image: File | None
+    objects: tuple[Object, ...] = ()
     size: tuple[int, int] | None = None
     image_id: int | None = None
     is_fraction: bool = False
     reason: str = ""
-    names: tuple[str, ...] = ()
+
+    @property
+    def boxed(self) -> list[Object]:
+        """The objects that are no crowds."""
+        return [one for one in self.objects if one.box]
 
 
 def read_small_file(file: File) -> bytes:
@@ -346,7 +358,7 @@ class AnnotatedImages(base.SourceReader):
         for files in self.annotation_files().values():
             yield from files
         for part in self._annotations.values():
-            yield from (row.image for row in part.rows if isinstance(row.image, File))
+            yield from (row.image for row in part.rows if row.image)
 
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns the data sets, all with the same classes; their rows are in the order of a hash of their names."""
@@ -371,13 +383,13 @@ class AnnotatedImages(base.SourceReader):
             )
             groups = base.group_items(
                 rows,
-                lambda row: row.image.size if isinstance(row.image, File) else 0,
+                lambda row: row.image.size if row.image else 0,
                 self.options.shard_rows,
                 self.options.split_bytes,
             )
             splits = [base.InputSplit(len(group), partial(tables, group)) for group in groups]
             notes = [*one.notes]
-            if empty := sum(not row.boxes for row in rows if row.image):
+            if empty := sum(not row.boxed for row in rows if row.image):
                 notes.append(f"{empty} of {len(rows)} images have no box; they are rows without objects.")
             parts.append(base.Part(name, splits, named, one.skipped, keeps_order=True, notes=tuple(notes)))
         return parts
@@ -398,11 +410,11 @@ def _refuse_repeated(rows: list[ObjectRow]) -> list[ObjectRow]:
     first_of: dict[Location, str] = {}
     checked = []
     for row in rows:
-        if isinstance(row.image, File) and (before := first_of.get(row.image.location)) is not None:
+        if row.image and (before := first_of.get(row.image.location)) is not None:
             reason = f"its image is that of {before}, too; an image has one row. Put its annotations together"
             checked.append(replace(row, image=None, reason=reason))
             continue
-        if isinstance(row.image, File):
+        if row.image:
             first_of[row.image.location] = row.row_id
         checked.append(row)
     return checked
@@ -417,7 +429,7 @@ def object_tables(
         columns: dict[str, Any] = {
             "image": pa.array([item[1] for item in block], pa.binary()),
             "boxes": to_list_array(Ragged.of((item[2] for item in block), np.float32, row_shape=(4,))),
-            "labels": to_list_array(Ragged.of((row.labels for row in some), np.int64)),
+            "labels": to_list_array(Ragged.of(([one.label for one in row.boxed] for row in some), np.int64)),
         }
         if segmentation:
             columns["mask"] = pa.array([item[3] for item in block], pa.binary())
@@ -436,12 +448,12 @@ def _read(
                 raise ValueError(row.reason)
             encoded = read_image(row.image, check)
             width, height = _size_of(row, encoded, check)
-            pixels = np.array(row.boxes, np.float64).reshape(-1, 4)
+            pixels = np.array([one.box for one in row.boxed], np.float64).reshape(-1, 4)
             if row.is_fraction:
                 pixels *= [width, height, width, height]
             # The checks are of the values that are stored: a thin box has no size any more.
             boxes = pixels.astype(np.float32)
-            _check_boxes(boxes, row.names, width, height)
+            check_boxes(boxes, width, height, [one.name for one in row.boxed])
             mask = encode_mask(_draw(row, width, height)) if segmentation else b""
         except ValueError as error:
             refuse(row.row_id, str(error))
@@ -465,22 +477,6 @@ def _size_of(row: ObjectRow, encoded: bytes, check: bool) -> tuple[int, int]:
     return width, height
 
 
-def _check_boxes(boxes: npt.NDArray[np.float32], names: Sequence[str], width: int, height: int) -> None:
-    """Raises ValueError for a box without a size, or outside the image."""
-    left, top, right, bottom = boxes.T
-    has_size = (left < right) & (top < bottom)
-    is_inside = (left >= -_EDGE) & (top >= -_EDGE) & (right <= width + _EDGE) & (bottom <= height + _EDGE)
-    outside = f"lies outside the image, which is {width} wide and {height} high"
-    for is_valid, fault in ((has_size, "has no size"), (is_inside, outside)):
-        if not is_valid.all():
-            index = int(np.argmin(is_valid))
-            box = [round(float(value), 3) for value in boxes[index]]
-            name = names[index] if names else f"object {index + 1}"
-            raise ValueError(
-                f"{name} has the box {box} (left, top, right, bottom), which {fault}. Correct or remove the annotation"
-            )
-
-
 def _draw(row: ObjectRow, width: int, height: int) -> npt.NDArray[np.uint8]:
     """Returns the mask of an image, (height, width): larger objects first, so that smaller ones lie on them.
 
@@ -489,7 +485,7 @@ def _draw(row: ObjectRow, width: int, height: int) -> npt.NDArray[np.uint8]:
     from pycocotools import mask as coco
 
     # The masks of all objects at once would fill the memory; their runs are small.
-    packed = [(_to_runs(shape, row.is_fraction, width, height), label) for shape, label in row.shapes]
+    packed = [(_to_runs(one.shape, row.is_fraction, width, height), one.label) for one in row.objects if one.shape]
     packed.sort(key=lambda one: (one[1] != IGNORED, -int(coco.area(one[0]))))
     mask = np.zeros((height, width), np.uint8)
     for runs, label in packed:

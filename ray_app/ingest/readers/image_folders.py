@@ -19,6 +19,7 @@ import pyarrow as pa
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import base
+from ray_app.ingest.readers.converter import label_texts, to_class_indices
 from ray_app.ingest.readers.csv_files import Csv
 from ray_app.ingest.readers.image_files import (
     MaskValues,
@@ -27,7 +28,7 @@ from ray_app.ingest.readers.image_files import (
     read_image,
     read_mask,
 )
-from ray_app.ingest.readers.image_names import ImageNames, has_image_suffix, without_suffix
+from ray_app.ingest.readers.image_names import ImageNames, has_image_suffix, order_splits, without_suffix
 from ray_app.storage.data_files import (
     HEAD_BYTES,
     File,
@@ -49,7 +50,6 @@ from ray_app.storage.files import Location, to_location
 from ray_app.storage.object_stores import CONNECTIONS
 
 ALLOWED = "png, jpeg, webp and gif, and tiff, bmp and avif, which are stored as png"
-_SPLIT_ORDER = ["", "train", "eval", "test"]
 _EXPECTED = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
 _SAMPLED_MASKS = 8
 """Number of masks that are read to see which values they have."""
@@ -133,7 +133,7 @@ class Images(base.SourceReader):
         form = _Form(self.path, options.check, options.first_frame, mask_values)
         notes = (*labels.notes, *self._notes_on_masks(labels.rows))
         parts = []
-        for name in sorted(self._splits.values(), key=_SPLIT_ORDER.index) or [""]:
+        for name in order_splits(self._splits.values()) or [""]:
             rows = [row for row in labels.rows if self._split_of(row) == name]
             if not rows:
                 raise DataError(
@@ -182,7 +182,7 @@ class Images(base.SourceReader):
     def _split_of(self, row: ImageRow) -> str:
         """Returns the data set of a row; one without a file belongs to the first."""
         if not self._splits or row.image is None:
-            return next(iter(sorted(self._splits.values(), key=_SPLIT_ORDER.index)), "")
+            return next(iter(order_splits(self._splits.values())), "")
         return self._splits[relative_path(row.image.location, self.path).partition("/")[0]]
 
     @cached_property
@@ -298,10 +298,9 @@ class Images(base.SourceReader):
         if not self._has_classes:
             return _Labels(rows, pa.table({}))
         names = [printable_name(folder.name) for folder, images in self._classes.items() for _ in images]
-        classes = sorted(set(names))
-        numbers = {name: number for number, name in enumerate(classes)}
-        labels = pa.array([numbers[name] for name in names], pa.int64())
-        return _Labels(rows, pa.table({"label": labels}), tuple(classes), self._note_on_missing_classes(rows, names))
+        classes = tuple(sorted(set(names)))
+        labels = to_class_indices(pa.array(names), classes)
+        return _Labels(rows, pa.table({"label": labels}), classes, self._note_on_missing_classes(rows, names))
 
     def _note_on_missing_classes(self, rows: list[ImageRow], names: list[str]) -> tuple[str, ...]:
         """Returns a note on classes of other data sets that the one to train on lacks."""
@@ -335,10 +334,9 @@ class Images(base.SourceReader):
         label, others = self._chosen_columns(table, names)
         values, classes = {name: table[name] for name in others}, None
         if label and pa.types.is_string(table[label].type):
-            texts = table[label].to_pylist()
-            classes = base.sort_classes(f"{self._label_file}: column {label!r}", set(texts) - {None}, skip=True)
-            numbers = {name: number for number, name in enumerate(classes)}
-            values[label] = pa.array([numbers.get(text) for text in texts], pa.int64())
+            texts = label_texts(table[label])
+            classes = base.sort_classes(f"{self._label_file}: column {label!r}", texts, skip=True)
+            values[label] = to_class_indices(table[label].combine_chunks(), classes)
         values = {"label" if name == label else name: column for name, column in values.items()}
         if not label and not self.options.targets and len(others) == 1:
             values = {"target": values[others[0]]}

@@ -7,7 +7,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -76,71 +76,62 @@ class JsonLines(base.SourceReader):
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns one part; a first pass over the files finds the types, the shapes of lists, and the classes."""
         groups = base.group_files(self.files(), self.options.split_bytes)
-        facts = list(run(partial(_learn, self.options), groups))
-        form = self._form(facts)
-        tables = partial(_tables, form, self.options.flatten)
+        blocks = partial(_blocks, self.options.flatten)
+        facts = list(run(partial(learn_json, self.options, blocks), groups))
+        form = make_json_form(self, facts, blocks)
+        tables = partial(_tables, form, blocks)
         splits = [base.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
         return [base.Part("", splits, form.classes, notes=form.notes)]
 
-    def _form(self, facts: list[_Facts]) -> Form:
-        """Returns the form that every row must have."""
-        try:
-            schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise _mixed_types_error(self.path, [f.first_values for f in facts], error) from error
-        if self.options.flatten:
-            # A key that is null where it is no object.
-            absent = {f.name for f in schema if pa.types.is_null(f.type)}
-            absent &= {".".join(keys[:i]) for keys in (n.split(".") for n in schema.names) for i in range(1, len(keys))}
-            schema = pa.schema([column for column in schema if column.name not in absent])
-        label = self.options.label
-        shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
-        form = make_form(
-            self,
-            self.path,
-            schema,
-            label,
-            "key",
-            lambda names: {name: shapes[name] for name in names if name in shapes},
-        )
-        labels = set[str]().union(*(f.labels for f in facts))
-        if form.has_text_label:
-            form = replace(form, classes=self.order_classes(f"{self.path}: label key {label!r}", labels))
+
+def make_json_form(reader: base.SourceReader, facts: list[JsonFacts], blocks: Blocks) -> Form:
+    """Returns the form that every row must have, from the facts of all files; the label has its classes."""
+    options, label = reader.options, reader.options.label
+    try:
+        schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise _mixed_types(reader.pattern, blocks([*reader.files()]), options, error) from error
+    if options.flatten:
+        # A key that is null where it is no object.
+        absent = {f.name for f in schema if pa.types.is_null(f.type)}
+        absent &= {".".join(keys[:i]) for keys in (n.split(".") for n in schema.names) for i in range(1, len(keys))}
+        schema = pa.schema([column for column in schema if column.name not in absent])
+    shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
+
+    def find_shapes(names: list[str]) -> dict[str, Shape]:
+        return {name: shapes[name] for name in names if name in shapes}
+
+    form = make_form(reader, reader.pattern, schema, label, "key", find_shapes)
+    if not form.has_text_label:
         return form
-
-
-_FirstValue = tuple[str, pa.DataType]
-"""File and line of the first value of a key, and its type."""
+    labels = set[str]().union(*(f.labels for f in facts))
+    return replace(form, classes=reader.order_classes(f"{reader.pattern}: label key {label!r}", labels))
 
 
 @dataclass
-class _Facts:
+class JsonFacts:
     """The facts of an input split from the first pass."""
 
     rows: int = 0
     schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
     shapes: dict[str, Shape] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
-    first_values: dict[str, _FirstValue] = field(default_factory=dict)
-    """For each key the file and line of its first value that is not null, and its type."""
 
 
-def _learn(options: IngestOptions, files: list[File]) -> _Facts:
+def learn_json(options: IngestOptions, blocks: Blocks, files: list[File]) -> JsonFacts:
+    """Returns the facts of the lines of some files."""
     label, ragged = options.label, options.ragged or []
-    keep = None if options.kept_columns is None else {*options.kept_columns, *([label] if label else [])}
-    facts = _Facts()
-    for block in _blocks(files, options.flatten):
+    keep, facts = _kept_keys(options), JsonFacts()
+    for block in blocks(files):
         facts.rows += len(block.lines)
         base.ROWS_READ.add(len(block.lines))
         _check_number_of_keys(block, keep)
-        table, bad = _parse_block(block, None, keep)
+        table, _ = _parse_block(block, None, keep)
         schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
-        first_values = _first_values(block, table, {index for index, _ in bad})
         try:
             facts.schema = pa.unify_schemas([facts.schema, schema], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise _mixed_types_error(block.file, [facts.first_values, first_values], error) from error
-        facts.first_values = first_values | facts.first_values
+            raise _mixed_types(block.file, blocks(files), options, error) from error
         for name in table.column_names:
             shape_of = ragged_shape if name in ragged else first_shape
             if is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := shape_of(table[name])):
@@ -153,7 +144,17 @@ def _learn(options: IngestOptions, files: list[File]) -> _Facts:
     return facts
 
 
-def _check_number_of_keys(block: _Block, keep: set[str] | None) -> None:
+def _kept_keys(options: IngestOptions) -> set[str] | None:
+    """Returns the keys that are kept, with the label; None for all."""
+    return None if options.kept_columns is None else {*options.kept_columns, *filter(None, [options.label])}
+
+
+def _mixed_types(where: object, blocks: Iterable[JsonBlock], options: IngestOptions, error: Exception) -> DataError:
+    """Returns the error for values of several types that blocks of lines have."""
+    return DataError(f"{where}: {_several_types(blocks, _kept_keys(options)) or f'{error}. {_ONE_TYPE}'}")
+
+
+def _check_number_of_keys(block: JsonBlock, keep: set[str] | None) -> None:
     """Refuses lines with so many different keys that a table of them would not fit into memory.
 
     Keys that are values, such as names of users, make one column a line. The number is estimated from some lines.
@@ -169,35 +170,12 @@ def _check_number_of_keys(block: _Block, keep: set[str] | None) -> None:
     estimated = len(first | new) + per_line * (len(block.lines) - len(keys))
     if estimated * len(block.lines) > _MAX_CELLS:
         examples = base.format_items(sorted(new)[:3])
-        where = f"{block.file}: {len(block.lines):,} lines from line {block.numbers[0]} on"
+        where = f"{block.file}: {len(block.lines):,} lines from {block.ids[0]} on"
         allowed = _MAX_CELLS // len(block.lines)
         raise DataError(
             f"{where} have about {estimated:,.0f} different keys, such as {examples}; allowed are {allowed:,} for so"
             " many lines. Write keys that are values as values, or name the keys to keep by --columns."
         )
-
-
-def _first_values(block: _Block, table: pa.Table, wrong: set[int]) -> dict[str, _FirstValue]:
-    """Returns for each key with a value the file and line of its first value that is not null, and its type."""
-    lines = [number for index, number in enumerate(block.numbers) if index not in wrong]
-    first_values = {}
-    for column in table.schema:
-        row = pc.index(pc.is_valid(table[column.name]), True).as_py()
-        if row >= 0:
-            first_values[column.name] = (f"{block.file}, line {lines[row]}", _as_text(column.type))
-    return first_values
-
-
-def _mixed_types_error(where: object, first_values: list[dict[str, _FirstValue]], error: Exception) -> DataError:
-    """Returns the error for a key with values of different types, with the first line of each type."""
-    for name in dict.fromkeys(name for values in first_values for name in values):
-        kinds = {values[name][1]: values[name][0] for values in reversed(first_values) if name in values}
-        try:
-            pa.unify_schemas([pa.schema({name: kind}) for kind in kinds], promote_options="permissive")
-        except (pa.ArrowInvalid, pa.ArrowTypeError):
-            listed = "; ".join(f"{kind} in {line}" for kind, line in kinds.items())
-            return DataError(f"{where}: the values of {name!r} have several types: {listed}. {_ONE_TYPE}")
-    return DataError(f"{where}: {error}. {_ONE_TYPE}")
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
@@ -207,26 +185,32 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_temporal(kind) else kind
 
 
-def _tables(form: Form, is_flattened: bool, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
-    for block in _blocks(files, is_flattened):
-        table, bad = _parse_block(block, form.schema, None)
-        for number, reason in bad:
-            refuse(block.row_id(number), reason)
-        wrong = {number for number, _ in bad}
-        numbers = [number for number in range(len(block.lines)) if number not in wrong]
-        _check_exact(block, table, numbers)
-        yield from form.convert(block.file, table, [block.row_id(number) for number in numbers], refuse)
+def _tables(form: Form, blocks: Blocks, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+    for block in blocks(files):
+        table, good = parse_json(block, form.schema, refuse)
+        yield from form.convert(block.file, table, [block.ids[index] for index in good], refuse)
 
 
-def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
+def parse_json(block: JsonBlock, schema: pa.Schema, refuse: base.Refuse) -> tuple[pa.Table, list[int]]:
+    """Returns the lines that fit a schema as a table, and their indices; refuses the others."""
+    table, bad = _parse_block(block, schema, None)
+    for index, reason in bad:
+        refuse(block.ids[index], reason)
+    wrong = {index for index, _ in bad}
+    good = [index for index in range(len(block.lines)) if index not in wrong]
+    _check_exact(block, table, good)
+    return table, good
+
+
+def _check_exact(block: JsonBlock, table: pa.Table, indices: list[int]) -> None:
     """Compares integers that became float64 with their lines, where they are so large that they may be rounded."""
     large = [name for name in table.column_names if _is_large(table[name].combine_chunks())]
-    for number in numbers if large else []:
-        line = json.loads(block.lines[number].decode("utf-8-sig", "replace"), parse_int=Decimal)
+    for index in indices if large else []:
+        line = json.loads(block.lines[index].decode("utf-8-sig", "replace"), parse_int=Decimal)
         for name in large:
             if (rounded := _find_rounded(line.get(name))) is not None:
                 raise DataError(
-                    f"{block.file}: line {block.numbers[number]}: key {name!r} holds {str(rounded)[:40]}, which float64"
+                    f"{block.file}: row {block.ids[index]}: key {name!r} holds {str(rounded)[:40]}, which float64"
                     f" would round (integers are kept within int64, where all values of the key are integers). Write"
                     f" them as text, or leave {name!r} out."
                 )
@@ -247,22 +231,24 @@ def _find_rounded(value: Any) -> Decimal | None:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Successive lines of a file without the empty ones, and the number of each (the first of a file is 1)."""
+class JsonBlock:
+    """Successive rows of a file, each an object of JSON in one line, and the id of each."""
 
     file: File
     lines: list[bytes]
-    numbers: list[int]
-
-    def row_id(self, index: int) -> str:
-        return f"{self.file.name}:{self.numbers[index]}"
+    ids: list[str]
 
 
-def _blocks(files: list[File], is_flattened: bool) -> Iterator[_Block]:
+Blocks = Callable[[list[File]], Iterator[JsonBlock]]
+"""Yields the rows of files."""
+
+
+def _blocks(is_flattened: bool, files: list[File]) -> Iterator[JsonBlock]:
+    """Yields the lines of files without the empty ones; an id has the number of the line, 1 for the first of a file."""
     for file in files:
         for block in base.batch_rows(_lines(file), lambda line: len(line[1])):
             lines = [_flatten(line) if is_flattened else line for _, line in block]
-            yield _Block(file, lines, [number for number, _ in block])
+            yield JsonBlock(file, lines, [f"{file.name}:{number}" for number, _ in block])
 
 
 def _flatten(line: bytes) -> bytes:
@@ -329,7 +315,7 @@ def _name_other_json(first: bytes) -> str | None:
 
 
 def _parse_block(
-    block: _Block, schema: pa.Schema | None, keep: set[str] | None
+    block: JsonBlock, schema: pa.Schema | None, keep: set[str] | None
 ) -> tuple[pa.Table, list[tuple[int, str]]]:
     """Returns the lines as a table, and the index and fault of each line that is not in it.
 
@@ -344,32 +330,36 @@ def _parse_block(
     lines = [block.lines[i] for i in good]
     try:
         # Only the kept keys, because values of several types in other keys are no fault.
-        return _read(lines if keep is None else [_select_keys(line, keep) for line in lines], schema, keep), bad
+        return _read(lines if keep is None else [select_keys(line, keep) for line in lines], schema, keep), bad
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        message = _IN_ROW.sub(lambda row: f"in line {block.numbers[good[int(row[1])]]}", str(error))
-        raise DataError(f"{block.file}: {_several_types(block, good, keep) or f'{message}. {_ONE_TYPE}'}") from error
+        message = _IN_ROW.sub(lambda row: f"in {block.ids[good[int(row[1])]]}", str(error))
+        raise DataError(f"{block.file}: {_several_types([block], keep) or f'{message}. {_ONE_TYPE}'}") from error
 
 
-def _select_keys(line: bytes, keep: set[str]) -> bytes:
+def select_keys(line: bytes, keep: set[str]) -> bytes:
     """Returns a line with only the keys to keep."""
     value = json.loads(line.decode("utf-8-sig"))
     return json.dumps({name: item for name, item in value.items() if name in keep}).encode()
 
 
-def _several_types(block: _Block, good: list[int], keep: set[str] | None) -> str | None:
+def _several_types(blocks: Iterable[JsonBlock], keep: set[str] | None) -> str | None:
     """Returns a sentence about a key with values of several types, how many and the first, or None."""
     examples: dict[str, dict[str, str]] = {}
     counts: Counter[tuple[str, str]] = Counter()
-    for index in good:
-        for name, value in json.loads(block.lines[index].decode("utf-8-sig")).items():
-            if (keep is None or name in keep) and (kind := _kind_of(value)) is not None:
-                counts[name, kind] += 1
-                example = f"{json.dumps(value)[:40]} in line {block.numbers[index]}"
-                examples.setdefault(name, {}).setdefault(kind, example)
-    for name, kinds in examples.items():
-        if len(kinds) > 1:
-            listed = "; ".join(f"{kind} {counts[name, kind]} times, first {example}" for kind, example in kinds.items())
-            return f"the values of {name!r} have several types: {listed}. {_ONE_TYPE}"
+    for block in blocks:
+        for index, line in enumerate(block.lines):
+            value: Any = None
+            with suppress(ValueError, RecursionError):
+                value = json.loads(line.decode("utf-8-sig"))
+            for name, item in value.items() if isinstance(value, dict) else ():
+                if (keep is None or name in keep) and (kind := _kind_of(item)) is not None:
+                    counts[name, kind] += 1
+                    example = f"{json.dumps(item)[:40]} in {block.ids[index]}"
+                    examples.setdefault(name, {}).setdefault(kind, example)
+        for name, kinds in examples.items():
+            if len(kinds) > 1:
+                listed = [f"{kind} {counts[name, kind]} times, first {example}" for kind, example in kinds.items()]
+                return f"the values of {name!r} have several types: {'; '.join(listed)}. {_ONE_TYPE}"
     return None
 
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import math
 import tarfile
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import PurePosixPath
 from typing import Any, Self, cast
@@ -21,12 +19,13 @@ from typing import Any, Self, cast
 import numpy as np
 import pyarrow as pa
 
-from ray_app.data.arrays import Array
+from ray_app.data.arrays import Array, is_list
 from ray_app.errors import DataError
-from ray_app.ingest.options import FormatTraits
+from ray_app.ingest.options import FormatTraits, IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
-from ray_app.ingest.readers.image_files import NOT_AN_IMAGE
+from ray_app.ingest.readers.converter import Form, Shape
+from ray_app.ingest.readers.json_lines import JsonBlock, learn_json, make_json_form, parse_json, select_keys
 from ray_app.storage.data_files import File, parser_errors, printable_name
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
@@ -43,9 +42,8 @@ _EXTENDED_HEADERS = (
     tarfile.GNUTYPE_LONGLINK,
 )
 _KEY = "json."
-_KINDS = {"str": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
-"""Type of a column by that of the values of a key of a .json."""
-_TYPES = {bytes: pa.binary(), int: pa.int64(), str: pa.string()}
+_TYPES = {"cls": pa.int64(), "json": pa.string(), "txt": pa.string()}
+"""Type of the column of a member by the end of its name; others are images or arrays."""
 
 Members = dict[str, bytes]
 """The members of a row by their extension in lower case."""
@@ -66,7 +64,7 @@ class WebDataset(base.SourceReader):
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns one part; its columns are those of the members of the first row.
 
-        Values of the .json, and a label of text, take a pass over all files to find their types and the classes.
+        Values of the .json, also a label, take a pass over all files to find their types and the classes.
         """
         first = self._first(self._is_kept)
         if first is None:
@@ -81,32 +79,18 @@ class WebDataset(base.SourceReader):
                 f"{self.pattern}: json.{repeated[0]} among columns, and a member or the label, become one column"
                 f" {repeated[0]!r}. Leave one of them out."
             )
-        first_label = self._first_label(label) if label else None
-        if label and isinstance(first_label, str) and label not in keys:
-            keys = [*keys, label]
-        kinds = self._learn_kinds(keys, run) if keys else {}
-        classes = None
-        if label and isinstance(first_label, str):
-            classes = self.order_classes(f"{self.pattern}: label key {label!r}", kinds[label].texts)
-        elif label:
-            kind = pa.bool_() if isinstance(first_label, bool) else pa.int64()
-            classes = self.classes_of_type(f"{self.pattern}: label key {label!r}", kind)
-        form = _WebDatasetForm(
-            members,
-            columns is None,
-            label,
-            None if classes is None else {name: number for number, name in enumerate(classes)},
-            {key: kinds[key].type for key in self._keys},
-            columns is None or "json" in columns,
-            self.options.check,
-        )
-        return [base.Part("", self.input_splits(self._files, partial(_tables, form)), classes)]
+        json_form = self._json_form(run) if keys or label else Form(pa.schema([]), {}, None, None)
+        form = _make_form(members, columns is None, columns is None or "json" in columns, keys, json_form, self.options)
+        splits = self.input_splits(self._files, partial(_tables, form))
+        return [base.Part("", splits, json_form.classes, notes=json_form.notes)]
 
-    def _first_label(self, label: str) -> Any:
-        """Returns the first label of a row; None if no row has one."""
-        rows = (row for file in self._files for _, row in _rows(file, lambda extension: extension == "json"))
-        values = (_json_values(row.get("json", b"{}"), [label]).get(label) for row in rows)
-        return next((value for value in values if value is not None), None)
+    def _json_form(self, run: base.Run) -> Form:
+        """Returns the form of the keys of the .json that become columns, by the rules of JSON lines."""
+        options = replace(self.options, columns=self._keys, drop=None)
+        blocks = partial(_json_blocks, [*self._keys, *filter(None, [options.label])])
+        groups = base.group_files(self._files, options.split_bytes)
+        facts = list(run(partial(learn_json, options, blocks), groups))
+        return make_json_form(replace(self, options=options), facts, blocks)
 
     @property
     def _keys(self) -> list[str]:
@@ -119,27 +103,6 @@ class WebDataset(base.SourceReader):
         if self.options.columns is None:
             return None
         return [name for name in self.options.columns if not name.startswith(_KEY)]
-
-    def _learn_kinds(self, keys: list[str], run: base.Run) -> dict[str, _Values]:
-        """Returns the type of the values of each key, and their texts if the key is the label."""
-        groups = base.group_files(self._files, self.options.split_bytes)
-        facts = list(run(partial(_learn_values, keys, self.options.label), groups))
-        result = {}
-        for key in keys:
-            kinds = {kind for f in facts for kind in f[key].kinds}
-            remedy = "Correct them." if key == self.options.label else f"Leave json.{key} out of columns."
-            if not kinds:
-                raise DataError(f"{self.pattern}: no .json has a value of {key!r}. {remedy}")
-            # Integers and fractions together are fractions.
-            if kinds == {"int", "float"}:
-                kinds = {"float"}
-            if len(kinds) > 1 or not kinds <= _KINDS.keys():
-                raise DataError(
-                    f"{self.pattern}: the values of {key!r} in the .json files are of the types {sorted(kinds)};"
-                    f" allowed is one of {sorted(_KINDS)}. {remedy}"
-                )
-            result[key] = _Values(kinds, set[str]().union(*(f[key].texts for f in facts)))
-        return result
 
     def _expected_members(self, first: Members) -> dict[str, tuple[np.dtype, tuple[int, ...]] | None]:
         """Returns the extensions of the first row's members, with dtype and shape of each .npy and None for others."""
@@ -200,40 +163,20 @@ class WebDataset(base.SourceReader):
         return match_files(self.pattern, lambda name: name.endswith(SUFFIXES), "tar file")
 
 
-@dataclass
-class _Values:
-    """The names of the types of a key's values, and the texts of the label."""
-
-    kinds: set[str] = field(default_factory=set)
-    texts: set[str] = field(default_factory=set)
-
-    @property
-    def type(self) -> pa.DataType:
-        """The type of the column, where all values have one type."""
-        (kind,) = self.kinds
-        return _KINDS[kind]
-
-
-def _learn_values(keys: list[str], label: str | None, files: list[File]) -> dict[str, _Values]:
-    """Returns the types of the values of keys in files; rows that cannot be used, which reading refuses, have none."""
-    facts = {key: _Values() for key in keys}
+def _json_blocks(keys: list[str], files: list[File]) -> Iterator[JsonBlock]:
+    """Yields those of the keys that each .json has."""
     for file in files:
-        for _, members in _rows(file, lambda extension: extension == "json"):
-            for key, value in _json_values(members.get("json", b"{}"), keys).items():
-                facts[key].kinds.add(type(value).__name__)
-                if key == label and isinstance(value, str):
-                    with suppress(ValueError):
-                        facts[key].texts.add(_checked(key, value, pa.string()))
-    return facts
+        rows = ((key, row["json"]) for key, row in _rows(file, lambda name: name == "json") if "json" in row)
+        for block in base.batch_rows(rows, lambda row: len(row[1])):
+            yield JsonBlock(file, [_line(data, keys) for _, data in block], [f"{file.name}:{key}" for key, _ in block])
 
 
-def _json_values(data: bytes, keys: list[str]) -> dict[str, Any]:
-    """Returns those of the keys that have a value in a .json; none if it is no object."""
+def _line(data: bytes, keys: Sequence[str]) -> bytes:
+    """Returns those of the keys that a .json has as an object of JSON in one line; one that is no object unchanged."""
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
-        return {}
-    return {key: content[key] for key in keys if content.get(key) is not None} if isinstance(content, dict) else {}
+        return select_keys(data, set(keys))
+    except (ValueError, RecursionError, AttributeError):
+        return data.replace(b"\n", b" ")
 
 
 @dataclass(frozen=True)
@@ -243,18 +186,16 @@ class _WebDatasetForm:
     Args:
         members: Extensions of the needed members, with dtype and shape of arrays.
         keeps_all: Whether a row with other members is refused.
-        class_numbers: The number of each class of a label with named classes.
-        keys: Type of each key of the .json that becomes a column.
-        keeps_json: Whether the .json itself is a column.
+        keys: The keys of the .json that become columns, and the label.
+        rows: The form of the columns: members, which begin with a dot there, and keys.
+        names: The final names of these columns.
     """
 
     members: dict[str, tuple[np.dtype, tuple[int, ...]] | None]
     keeps_all: bool
-    label: str | None
-    class_numbers: dict[str, int] | None
-    keys: dict[str, pa.DataType]
-    keeps_json: bool
-    check: bool
+    keys: pa.Schema
+    rows: Form
+    names: list[str]
 
     @property
     def columns(self) -> set[str | None]:
@@ -266,19 +207,79 @@ class _WebDatasetForm:
         return self.keeps_all or _column(extension) in self.columns
 
 
+def _make_form(
+    members: dict[str, tuple[np.dtype, tuple[int, ...]] | None],
+    keeps_all: bool,
+    keeps_json: bool,
+    keys: list[str],
+    json_form: Form,
+    options: IngestOptions,
+) -> _WebDatasetForm:
+    """Returns the form of rows with these members, and with keys of the .json."""
+    fields, names = list[pa.Field](), list[str]()
+    images: set[str] = set()
+    shapes: dict[str, Shape] = dict(json_form.shapes)
+    for extension, array in members.items():
+        column, kind = cast(str, _column(extension)), extension.rpartition(".")[2]
+        if kind == "json" and not keeps_json:
+            continue
+        stored = f".{column}"
+        if array:
+            shapes[stored] = array[1]
+        elif kind in IMAGES:
+            images.add(stored)
+        fields.append(pa.field(stored, _array_type(*array) if array else _TYPES.get(kind, pa.binary())))
+        names.append(column)
+    label = json_form.label
+    # A key that is a column and the label, too, is there twice.
+    fields += [json_form.schema.field(key).with_name(f".{key}" if key == label else key) for key in keys]
+    fields += [json_form.schema.field(label)] if label else []
+    names += [*keys, *([json_form.name_of(label)] if label else [])]
+    form = replace(json_form, schema=pa.schema(fields), shapes=shapes, images=frozenset(images), check=options.check)
+    return _WebDatasetForm(members, keeps_all, json_form.schema, form, names)
+
+
+def _array_type(dtype: np.dtype, shape: tuple[int, ...]) -> pa.DataType:
+    """Returns the type of a column of arrays, lists of one size."""
+    kind = pa.from_numpy_dtype(dtype)
+    for size in reversed(shape):
+        kind = pa.list_(kind, size)
+    return kind
+
+
 def _tables(form: _WebDatasetForm, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
-    rows = (row for file in files for row in _usable(form, file, refuse))
-    for block in base.batch_rows(rows, lambda row: row[2]):
-        columns: dict[str, Any] = {}
-        for name in block[0][1]:
-            values = [row[1][name] for row in block]
-            kind = form.keys.get(name) or _TYPES.get(type(values[0]))
-            columns[name] = np.stack(values) if isinstance(values[0], np.ndarray) else pa.array(values, kind)
-        yield base.make_table([row[0] for row in block], columns)
+    for file in files:
+        for rows in base.batch_rows(_usable(form, file, refuse), lambda row: row[2]):
+            ids, keys = [row[0] for row in rows], pa.table({})
+            good = [*range(len(rows))]
+            if form.keys.names:
+                lines = [_line(row[1][".json"].encode(), form.keys.names) for row in rows]
+                keys, good = parse_json(JsonBlock(file, lines, ids), form.keys, refuse)
+            if not good:
+                continue
+            columns = [
+                _to_array([rows[index][1][column.name] for index in good], column.type)
+                if column.name in rows[0][1]
+                else keys[column.name if column.name in keys.column_names else column.name[1:]]
+                for column in form.rows.schema
+            ]
+            table = pa.table(columns, form.rows.schema)
+            for converted in form.rows.convert(file, table, [ids[index] for index in good], refuse):
+                yield converted.rename_columns(["row_id", *form.names])
+
+
+def _to_array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Returns the values of members as a column; arrays have the same dtype and shape."""
+    if not is_list(kind):
+        return pa.array(values, kind)
+    array = pa.array(np.stack(values).reshape(-1))
+    for size in reversed(values[0].shape):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return array
 
 
 def _usable(form: _WebDatasetForm, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Yields id, values by column, and bytes of every row that can be used."""
+    """Yields id, values of members by column, and bytes of every row that has the members of the form."""
     for key, members in _rows(file, form.is_kept):
         row_id = f"{file.name}:{key}"
         try:
@@ -290,55 +291,20 @@ def _usable(form: _WebDatasetForm, file: File, refuse: base.Refuse) -> Iterator[
 
 
 def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
-    """Returns the values of a row by column, in the same order for all rows."""
+    """Returns the values of the members of a row by column, with a dot before its name."""
     if {_column(name) for name in members} != form.columns or len(members) > len(form.members):
         raise ValueError(
             f"the members are {sorted(members)}, of the first row {sorted(form.members)}; all rows need the same"
         )
     by_column = {_column(name): (name, data) for name, data in members.items()}
-    values = {}
-    for name, expected in form.members.items():
-        column = cast(str, _column(name))
-        values[column] = _value(*by_column[column], expected, form.check)
-    content = json.loads(values["json"]) if form.label or form.keys else {}
-    for key, kind in form.keys.items():
-        values[key] = _checked(key, content.get(key), kind)
-    if form.label:
-        values["label"] = content.get(form.label)
-    label = values.get("label", 0)
-    if isinstance(label, float) and label.is_integer():
-        values["label"] = label = int(label)
-    if form.class_numbers is not None:
-        # The names of numbers and truth values are those of JSON; a list or an object is not a class.
-        text = label if isinstance(label, str) else json.dumps(label) if isinstance(label, int) else ""
-        if (class_number := form.class_numbers.get(text)) is None:
-            raise ValueError(f"label {label!r}; expected one of {base.format_items([*form.class_numbers])}")
-        values["label"] = label = class_number
-    if type(label) is not int or not -(2**63) <= label < 2**63:
-        raise ValueError(f"label {label!r}; expected an integer of 64 bits")
-    if not form.keeps_json:
-        values.pop("json", None)
-    return values
+    columns = {_column(name): array for name, array in form.members.items()}
+    return {f".{column}": _value(*by_column[column], array) for column, array in columns.items()}
 
 
-def _checked(key: str, value: Any, kind: pa.DataType) -> Any:
-    """Returns the value of a key of a .json; raises ValueError for one that the type cannot represent exactly."""
-    try:
-        if isinstance(value, float) and not math.isfinite(value):
-            raise OverflowError
-        pa.scalar(value, kind)
-    except (pa.ArrowException, OverflowError, UnicodeError) as error:
-        # JSON may have half of a character, or thousands of digits.
-        raise ValueError(f"{key} is {value!a:.60}, which the type {kind} of the column does not represent") from error
-    return value
-
-
-def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...]] | None, check: bool) -> Any:
+def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...]] | None) -> Any:
     """Returns the value of a member; `expected` is dtype and shape of an array."""
     kind = extension.rpartition(".")[2]
     if kind in IMAGES:
-        if check and (reason := base.explain_undecodable(data)):
-            raise ValueError(NOT_AN_IMAGE.format(reason))
         return data
     if kind == "npy":
         array = _array(data)
@@ -348,12 +314,15 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
     content = data.decode()
     if kind == "cls":
         try:
-            return int(content)
+            label = int(content)
         except ValueError as error:
             raise ValueError(
                 f".cls holds {content[:40]!r}; expected an integer. Write a label of text to a .json, and name its key"
                 " by --label"
             ) from error
+        if not -(2**63) <= label < 2**63:
+            raise ValueError(f"label {label}; expected an integer of 64 bits")
+        return label
     if kind == "json" and not isinstance(json.loads(content), dict):
         raise ValueError(".json is no object")
     return content
@@ -366,7 +335,7 @@ def _array(data: bytes) -> Array:
     except Exception as error:
         # NumPy parses the header as Python, so the error may be of any kind.
         raise ValueError(f".npy cannot be read: {error}") from error
-    if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.kind not in "biuf":
+    if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.kind not in "biuf" or not array.size:
         raise ValueError(".npy holds no array of numbers")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 

@@ -22,6 +22,7 @@ from ray_app.ingest.readers.image_files import (
     AnnotatedImages,
     Annotations,
     Box,
+    Object,
     ObjectRow,
     Shape,
     decode_text,
@@ -83,7 +84,7 @@ class Yolo(AnnotatedImages):
             contents = dict(map_small_files(lambda *both: both, [label for _, label in pairs if label]))
             rows = [self._row(image, label, contents[label] if label else b"") for image, label in pairs]
             result[name] = Annotations(rows, self._classes, skipped=self._skipped_labels)
-        if not any(row.boxes or row.reason for one in result.values() for row in one.rows):
+        if not any(row.objects or row.reason for one in result.values() for row in one.rows):
             raise DataError(
                 f"{self.path}: no image has a label; the labels of images/a/1.jpg are in labels/a/1.txt. Give another"
                 " input."
@@ -256,10 +257,7 @@ class Yolo(AnnotatedImages):
         row = ObjectRow(_yolo_id(self._names_file, image), image, is_fraction=True)
         if label is None:
             return row
-        boxes: list[Box] = []
-        labels: list[int] = []
-        names: list[str] = []
-        shapes: list[tuple[Shape, int]] = []
+        objects: list[Object] = []
         for number, line in enumerate(decode_text(label, content).splitlines(), 1):
             if not line.strip():
                 continue
@@ -267,16 +265,12 @@ class Yolo(AnnotatedImages):
                 category, box, points = _yolo_line(line.split(), len(self._classes))
             except ValueError as error:
                 return replace(row, image=None, reason=f"{label.name}:{number}: {error}")
-            boxes.append(box)
-            labels.append(category + 1)
-            names.append(f"{label.name}:{number}")
-            if self.options.segmentation:
-                if not points:
-                    reason = f"{label.name}:{number}: a box without a polygon. Leave segmentation out"
-                    return replace(row, image=None, reason=reason)
-                shapes.append((Shape((np.array(points, np.float64),)), category + 1))
-        row = replace(row, boxes=tuple(boxes), labels=tuple(labels), names=tuple(names))
-        return replace(row, shapes=tuple(shapes))
+            if self.options.segmentation and not points:
+                reason = f"{label.name}:{number}: a box without a polygon. Leave segmentation out"
+                return replace(row, image=None, reason=reason)
+            shape = Shape((np.array(points, np.float64),)) if self.options.segmentation else None
+            objects.append(Object(box, category + 1, f"{label.name}:{number}", shape))
+        return replace(row, objects=tuple(objects))
 
 
 def _yolo_id(names: File, image: File) -> str:

@@ -1,13 +1,17 @@
-"""The combinations of options that an ingest refuses."""
+"""The options of each format, and the combinations of options that an ingest refuses."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from dataclasses import fields
+from typing import Any, get_args
 
 import pytest
 
 from ray_app.config.rules import Rule, find_broken_rules
-from ray_app.ingest.options import RULES, IngestOptions
+from ray_app.errors import ConfigError
+from ray_app.ingest.ingest import READERS, ingest
+from ray_app.ingest.options import RULES, FormatTraits, IngestOptions, Source
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("new_classes", {"append": True, "new_classes": True}, {"append": False}),
@@ -15,11 +19,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("label", {"source": "images", "labels": "l.csv", "label": "k"}, {"labels": None}),
     ("columns", {"source": "images", "labels": "l.csv", "columns": ["k"]}, {"labels": "none"}),
     ("targets", {"source": "images", "labels": "l.csv", "targets": ["k"]}, {"labels": None}),
-    ("label", {"label": "k"}, {"boxes": True}),
-    ("classes", {"label": "k", "classes": ["a"]}, {"boxes": True}),
-    ("columns", {"columns": ["k"]}, {"boxes": True}),
-    ("ragged", {"ragged": ["k"]}, {"boxes": True}),
-    ("targets", {"targets": ["k"]}, {"boxes": True}),
     ("ragged", {"ragged": ["k"], "tokenizer": "t.json"}, {"pack": 8}),
     ("targets", {"targets": ["k"], "tokenizer": "t.json"}, {"pack": 8}),
     ("ids", {"ids": ["k"], "tokenizer": "t.json"}, {"pack": 8}),
@@ -67,3 +66,23 @@ def test_a_combination_is_refused_and_the_one_before_is_accepted(
 def test_each_rule_has_a_combination_that_breaks_it() -> None:
     all_options = [options_of(**valid | change) for _, valid, change in REFUSED]
     assert {rule for rule in RULES if any(rule.is_broken(options) for options in all_options)} == set[Rule](RULES)
+
+
+def test_each_source_has_a_reader() -> None:
+    assert set(get_args(Source)) == {*READERS, "parquet"}
+    described = inspect.getdoc(IngestOptions) or ""
+    assert [source for source in get_args(Source) if f"{source}: " not in described] == []
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_options_of_a_format_exist(name: str) -> None:
+    assert READERS[name].traits.options <= {field.name for field in fields(IngestOptions)}
+
+
+def test_an_option_of_another_format_is_refused_with_the_formats_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = IngestOptions("numpy", "out", "in.npz", delimiter=";")
+    with pytest.raises(ConfigError, match=r"delimiter is ';': only csv has it; leave it out for 'numpy'\."):
+        ingest(options)
+    monkeypatch.setattr(READERS["idx"], "traits", FormatTraits(options=frozenset({"delimiter"})))
+    with pytest.raises(ConfigError, match="only csv, idx have it"):
+        ingest(options)

@@ -26,7 +26,6 @@ from ray_app.ingest.shards import row_bytes
 from ray_app.preflight.prepare import prepare
 from ray_app.task.ragged import Ragged, concat_fields
 from tests.support.ingest_inputs import read_columns, source_order
-from tests.support.ingest_rows import write_rows
 
 IDS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
 BOXES = [[[0, 1, 2, 3], [4, 5, 6, 7.5]], [], [[8, 9, 10, 11]], [[1, 1, 2, 2]] * 3]
@@ -184,77 +183,6 @@ def test_hugging_face_boxes_are_read_where_the_first_file_has_none(
     assert (to_lists(boxes), boxes.row_shape, boxes.values.dtype) == ([[], [], *BOXES], (4,), np.float32)
 
 
-BAD: list[tuple[Any, Any, str]] = [
-    ([1], None, "'a' is no list of numbers, or lacks one"),
-    ([1], [1, None], "'a' is no list of numbers, or lacks one"),
-    ([[], [2]], [[1], [2]], "'a' is no list of lists of shape [1]"),
-    (
-        [[1, 2]],
-        [[1, 2], [3]],
-        "'a' is no list of lists of shape [2], as the first that is not empty, or lacks a number",
-    ),
-    ([[1, 2]], [[1, 2], []], "'a' is no list of lists of shape [2]"),
-    ([[1, 2]], [[1, 2], None], "'a' is no list of lists of shape [2]"),
-    ([[1, 2]], [[1, 2], [3, None]], "'a' is no list of lists of shape [2]"),
-    ([[1, 2]], None, "'a' is no list of lists of shape [2]"),
-    ([[[1, 2]]], [[[1, 2], [1, 2]]], "'a' is no list of lists of shape [1, 2]"),
-]
-
-
-@pytest.mark.parametrize("source", ["jsonl", "hf"])
-@pytest.mark.parametrize(("first", "second", "expected"), BAD)
-def test_rows_of_another_shape_are_refused_or_skipped(
-    tmp_path: Path, source: Any, first: Any, second: Any, expected: str
-) -> None:
-    good, bad = ([first, first], second) if first != [[], [2]] else ([second, second], first)
-    rows = [good[0], bad, good[1]]
-    path = write_rows(tmp_path, source, [{"a": row} for row in rows])
-    ids = [f"{path.name}:{row + (source == 'jsonl')}" for row in range(3)]
-    message = refusal(tmp_path, source, path, ragged=["a"])
-    assert f"row {ids[1]}: {expected}" in message
-    assert "--on_bad_row skip" in message
-    summary = ingest_source(tmp_path, source, path, ragged=["a"], on_bad_row="skip")
-    assert (read_columns(tmp_path / "out")["row_id"], summary.parts[""].refused) == ([ids[0], ids[2]], 1)
-    assert expected in json.loads((tmp_path / "out" / "_refused.jsonl").read_text())["reason"]
-    assert to_lists(read_as_training(tmp_path / "out", "a")["a"]) == good
-
-
-@pytest.mark.parametrize("source", ["jsonl", "hf"])
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (
-            {"ragged": ["z"]},
-            "ragged names 'z', but the columns that are kept are ['a', 'b', 'n']; those of lists are ['a', 'b'].",
-        ),
-        ({"ragged": ["a", "b"], "columns": ["a"]}, "ragged names 'b', but the columns that are kept are ['a']"),
-        (
-            {"ragged": ["a", "n"]},
-            "ragged names 'n', which holds int64; those of lists are ['a', 'b']. Name some of these.",
-        ),
-        ({"ragged": ["a", "n"], "label": "n"}, "ragged names 'n', which holds int64"),
-        (
-            {"ragged": ["n"], "columns": ["n"]},
-            "ragged names 'n', which holds int64; none of them holds lists. Leave ragged out.",
-        ),
-    ],
-)
-def test_ragged_names_that_are_not_list_columns_are_refused(
-    tmp_path: Path, source: Any, options: dict[str, Any], expected: str
-) -> None:
-    path = write_rows(tmp_path, source, [{"a": [1], "b": [1], "n": 1}, {"a": [2, 3], "b": [2, 3], "n": 2}])
-    assert expected in refusal(tmp_path, source, path, **options)
-
-
-@pytest.mark.parametrize("source", ["jsonl", "hf"])
-def test_the_refusal_of_a_list_recommends_ragged(tmp_path: Path, source: Any) -> None:
-    message = refusal(tmp_path, source, write_rows(tmp_path, source, [{"a": [1, 2]}, {"a": [3]}]))
-    assert (
-        "'a' is no list of shape [2], as the first that is not empty; where lists may have any length, name the column"
-        " in --ragged" in message
-    )
-
-
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
 def test_integers_in_one_file_and_floats_in_another_become_floats(tmp_path: Path, split_bytes: int) -> None:
     folder = write_lines(
@@ -272,20 +200,6 @@ def test_a_data_set_of_empty_lists_is_read(tmp_path: Path) -> None:
     path = write_table(tmp_path / "in" / "f.parquet", pa.table({"a": pa.array([[], []], pa.list_(pa.int8()))}))
     ingest_source(tmp_path, "hf", path, ragged=["a"])
     assert to_lists(read_as_training(tmp_path / "out", "a")["a"]) == [[], []]
-
-
-def test_lists_without_a_type_or_of_text_are_refused(tmp_path: Path) -> None:
-    folder = write_lines(tmp_path / "in", {"f": [{"a": [], "b": [["x"]]}]})
-    assert "key 'a' holds lists that are not of numbers, or all empty" in refusal(
-        tmp_path, "jsonl", folder, ragged=["a"], columns=["a"]
-    )
-    assert "key 'b' holds lists that are not of numbers" in refusal(
-        tmp_path, "jsonl", folder, ragged=["b"], columns=["b"]
-    )
-    empty = write_table(
-        tmp_path / "e" / "f.parquet", pa.table({"a": pa.array([[], []], pa.list_(pa.list_(pa.int8())))})
-    )
-    assert "column 'a' has no value at all" in refusal(tmp_path, "hf", empty, ragged=["a"])
 
 
 @pytest.mark.parametrize("source", ["csv", "images", "numpy", "idx", "webdataset"])

@@ -202,3 +202,9 @@ def test_integers_among_the_fractions_of_a_result_are_fractions(tmp_path: Path) 
 def test_an_option_of_none_is_the_default(tmp_path: Path) -> None:
     ingest_table(str(tmp_path / "out"), TABLE, label=None, rename=None, seed=None)
     assert sorted(read_columns(tmp_path / "out")) == ["a", "row_id", "text", "v"]
+
+
+def test_targets_of_a_table_in_memory_may_be_booleans(tmp_path: Path) -> None:
+    table = pa.table({"x": [1, 2], "a": [True, False], "b": [0.5, 1.5]})
+    ingest_table(str(tmp_path / "out"), table, targets=["a", "b"], rename={"target": "both"})
+    assert read_columns(tmp_path / "out")["both"].tolist() == [[1, 0.5], [0, 1.5]]

@@ -209,9 +209,12 @@ def test_rows_without_any_object_are_read() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"boxes": [[5, 5, 3, 9]]}, "the box [5.0, 5.0, 3.0, 9.0] is not a box in an image 40 wide and 30 high"),
-        ({"boxes": [[5, 5, 45, 9]]}, "the box [5.0, 5.0, 45.0, 9.0] is not a box"),
-        ({"boxes": [[5, 5, np.nan, 9]]}, "is not a box in an image"),
+        (
+            {"boxes": [[5, 5, 3, 9]]},
+            "object 1 has the box [5.0, 5.0, 3.0, 9.0] (left, top, right, bottom), which has no size",
+        ),
+        ({"boxes": [[5, 5, 45, 9]]}, "which lies outside the image, which is 40 wide and 30 high"),
+        ({"boxes": [[5, 5, np.nan, 9]]}, "which has no size"),
         ({"labels": [0]}, "there is a label 0; labels go from 1, since 0 is the background, to num_classes - 1"),
         ({"labels": [3]}, "there is a label 3"),
         ({"labels": [1, 2]}, "there are 1 boxes and 2 labels"),

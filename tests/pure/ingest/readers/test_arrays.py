@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ray_app import ingest_arrays
+from ray_app.errors import ConfigError
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
 from ray_app.ingest.readers import arrays
 from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns
@@ -167,3 +170,14 @@ def test_only_names_of_inputs_and_labels_become_lower_case(tmp_path: Path) -> No
     np.savez(tmp_path / "in.npz", X_Y=np.arange(4), x_Y=np.arange(4) * 10, position_X=np.arange(4), Y=np.arange(4) % 2)
     rows = ingest_and_read(tmp_path, "numpy", tmp_path / "in.npz")
     assert sorted(rows) == ["X_Y", "label", "position_X", "row_id", "x_Y"]
+
+
+def test_equal_arrays_reuse_the_data_set_and_changed_arrays_are_refused(tmp_path: Path) -> None:
+    out, x, y = str(tmp_path / "out"), np.arange(240, dtype=np.uint8).reshape(40, 2, 3), np.arange(40) % 3
+    assert ingest_arrays(out, x=x, y=y).rows == 40
+    columns = read_columns(tmp_path / "out")
+    np.testing.assert_array_equal(columns["image"], x)
+    assert columns["label"] == y.tolist()
+    assert ingest_arrays(out, x=np.asfortranarray(x), y=torch.from_numpy(y)).reused
+    with pytest.raises(ConfigError, match="its source has changed"):
+        ingest_arrays(out, x=x + 1, y=y)

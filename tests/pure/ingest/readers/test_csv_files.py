@@ -190,27 +190,6 @@ def test_a_byte_order_mark_is_not_part_of_a_column_name(tmp_path: Path) -> None:
     ]
 
 
-def test_a_missing_integer_in_csv_stays_missing(tmp_path: Path) -> None:
-    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(write_file(tmp_path, "a,b\n1,2\n,3\n"))))
-    assert read_columns(tmp_path / "out")["a"] == [1, None]
-    assert summary.parts[""].columns["a"] == {"type": "int64", "shape": [], "dtype": "int64", "nulls": 1}
-
-
-@pytest.mark.parametrize("values", [["1.0", "0.0", "2"], ["1e0", "0", "2.00"]])
-def test_labels_of_integral_floats_are_integers(tmp_path: Path, values: list[str]) -> None:
-    assert ingest_and_read(tmp_path, "csv", write_file(tmp_path, "y\n" + "\n".join(values)), label="y")["label"] == [
-        1,
-        0,
-        2,
-    ]
-
-
-def test_a_missing_label_among_integral_floats_is_a_bad_row(tmp_path: Path) -> None:
-    path = write_file(tmp_path, "a,y\n1,1.0\n2,\n3,0.0\n")
-    assert "row f.csv:3: no label" in ingest_error(tmp_path, "csv", path, label="y")
-    assert ingest_and_read(tmp_path, "csv", path, label="y", on_bad_row="skip")["label"] == [1, 0]
-
-
 ROWS = 20
 
 

@@ -78,13 +78,6 @@ def test_csv_types_fit_every_row_and_classes_are_sorted(tmp_path: Path, monkeypa
     assert part.columns["count"]["dtype"] == "int64"
 
 
-def test_csv_with_an_integer_label_keeps_its_numbers(tmp_path: Path) -> None:
-    (tmp_path / "f.csv").write_text("a,y\n1,5\n2,-1\n")
-    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv"), label="y"))
-    assert read_columns(tmp_path / "out")["label"] == [5, -1]
-    assert (summary.parts[""].classes, summary.parts[""].class_counts) == (None, {"-1": 1, "5": 1})
-
-
 def test_csv_integers_wider_than_64_bits_lose_no_digit(tmp_path: Path) -> None:
     columns = {
         "unsigned": ["12345678901234567890", "12345678901234567891", "7"],
@@ -227,12 +220,7 @@ def assert_refused(tmp_path: Path, expected: list[str], **options: Any) -> None:
         ([b"row_id\n1\n"], {}, ["`row_id` is ours", "rename"]),
         ([b"a\n\xe9\n"], {}, ["0.csv", "UTF-8", "Row #2"]),
         ([b"a,y\n1,2\n", b"b\n1\n"], {}, ["1.csv", "['b']", "['a', 'y']", "one header"]),
-        ([b"a,y\n1,2\n"], {"label": "species"}, ["no column 'species'", "['a', 'y']"]),
-        ([b"label,y\n1,2\n"], {"label": "y"}, ["'y' is to become 'label'", "['label', 'y']", "Rename"]),
-        ([b"a,y\n1,0.5\n"], {"label": "y"}, ["row 0.csv:2 has 0.5", "not an integer", "'target'"]),
-        ([b"a,y\n1,0\n2,\n"], {"label": "y"}, ["0.csv:3", "no label"]),
         ([b"a,y\n1,0\n2,9223372036854775808\n"], {"label": "y"}, ["0.csv:3", "label 9223372036854775808", "64 bits"]),
-        ([b"a,y\n1,u\n2,\n"], {"label": "y"}, ["'y' has rows without a value"]),
         ([b"a,label\n1,u\n"], {}, ["`label` is of type string", "option label"]),
         ([b"a,y\n1,2\n"], {"rename": {"b": "c"}}, ["['b']", "['a', 'y']"]),
         ([], {}, ["no CSV file", ".csv.gz"]),
