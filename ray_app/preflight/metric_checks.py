@@ -26,6 +26,7 @@ from ray_app.task.base import Batch, Task
 from ray_app.task.metric_states import (
     States,
     attribute_fingerprints,
+    is_classification,
     load_states,
     make_metrics,
     metric_parts,
@@ -244,11 +245,17 @@ def _check_equal(task: Task, expected: Values, combined: MetricCollection, parts
         if name in values and are_close(value, values[name]):
             continue
         kinds = ", ".join(f"{key} ({type(metric).__name__})" for key, metric in combined.items(keep_base=True))
+        scores = (
+            " A metric of torchmetrics.classification takes scores of an update for logits if any of them is outside of"
+            " 0 to 1: give it probabilities, of a ModuleTask by task.init_args.activation."
+        )
+        remedy = scores if any(map(is_classification, combined.values(copy_state=False))) else ""
         raise ConfigError(
             f"The metric {name!r} of {type(task).__name__} is {_format_value(value)} where it saw some rows at once,"
             f" and {_format_value(values.get(name))} put together from the states of {parts}: an evaluation scores rows"
             " in chunks, so its value would depend on evaluate.batch_size. Its states (add_state) must hold all that"
-            f" compute needs, as sums or lists over rows and not as means over updates. The metrics are {kinds}."
+            " compute needs, as sums or lists over rows and not as means over updates. The metrics are"
+            f" {kinds}.{remedy}"
         )
 
 
