@@ -234,7 +234,8 @@ def write_rows(folder: Path, columns: dict[str, np.ndarray], has_lists: bool) ->
 
 def configuration(program: Program, folder: Path) -> dict[str, Any]:
     """Writes data and initial parameters of a program to a folder, and returns the fields of its configuration."""
-    here, models, (loss, loss_arguments) = __name__, generated_models.__name__, loss_of(program)
+    here, models = __name__, generated_models.__name__
+    loss, loss_arguments = loss_of(program)
     has_lists = program["inputs"] == "lists"
     train = write_rows(folder / "train", make_columns(program, ROWS, 0), has_lists)
     held_out = write_rows(folder / "eval", make_columns(program, EVAL_ROWS, 1), has_lists)
@@ -246,9 +247,8 @@ def configuration(program: Program, folder: Path) -> dict[str, Any]:
         metrics = {"score": {"class_path": f"torchmetrics.{name}", "init_args": arguments}}
     second = {"two": ["z"], "by name": ["z"], "lists": ["x.mask"]}.get(program["inputs"], [])
     columns = ["x", *second, "y", *(["w"] * program["weights"])]
-    module = {"class_path": f"{models}.Model", "init_args": model_arguments(program)}
     arguments: dict[str, Any] = {
-        "model": module,
+        "model": {"class_path": f"{models}.Model", "init_args": model_arguments(program)},
         "inputs": {"x": "x", "z": "z"} if program["inputs"] == "by name" else ["x", *second],
         "target": "y",
         "loss": {"class_path": f"{'torch.nn' if hasattr(nn, loss) else models}.{loss}", "init_args": loss_arguments},
@@ -259,10 +259,8 @@ def configuration(program: Program, folder: Path) -> dict[str, Any]:
     }
     task = "ray_app.task.module.ModuleTask"
     if program["form"] == "task":
-        task, arguments = (
-            f"{here}.GeneratedTask",
-            {"program": program, "read": [name for name in columns if name != "x.mask"]},
-        )
+        read = [name for name in columns if name != "x.mask"]
+        task, arguments = f"{here}.GeneratedTask", {"program": program, "read": read}
     if program["form"] == "loop":
         task, arguments = (
             "ray_app.task.user_loop.LoopTask",
@@ -276,7 +274,8 @@ def configuration(program: Program, folder: Path) -> dict[str, Any]:
                 "best_mode": "min",
             },
         )
-    turns, groups, schedule = turns_of(program), groups_of(program), None
+    turns, groups = turns_of(program), groups_of(program)
+    schedule = None
     name, options = program["optimizer"]
     optimizer: dict[str, Any] = {"class_path": f"torch.optim.{name}", "init_args": options}
     if program["schedule"] is not None:

@@ -68,8 +68,8 @@ def compare(job: Job, run: TrainedRun, plain: Ended) -> str:
     ours = [loss for _, loss, *_ in run.steps]
     if len(ours) != len(plain.losses):
         return f"{len(ours)} steps, {len(plain.losses)} by the plain loop"
-    # A number of bfloat16 has 8 significant bits, and the plain loop rounds the gradient of the whole batch, where a run
-    # rounds that of each logical worker.
+    # A number of bfloat16 has 8 significant bits, and the plain loop rounds the gradient of the whole batch, while a
+    # run rounds that of each logical worker.
     tolerance = 2**-8 if job.config.train.precision == "bf16" else 2e-4
     for step, (a, b) in enumerate(zip(ours, plain.losses, strict=True), 1):
         if not math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance):
