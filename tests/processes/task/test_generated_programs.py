@@ -29,7 +29,7 @@ from tests.support.generated_programs import Ended, Program, configuration, draw
 SEARCHED = 1000
 ON_SEVERAL_WORKERS = 100
 ALLOWED = {
-    "give max_lr as a list": "OneCycleLR would replace the rates that the groups ask for; refused with the remedy.",
+    "give max_lr as a list": "The schedule would replace the rates of the groups; refused with the remedy.",
     "total_steps, but got 0": "An optimizer without a turn in the run has no cycle; torch refuses it, too.",
 }
 """Differences that are right, by a part of their text, with the reason."""
