@@ -26,6 +26,7 @@ from ray_app.task.base import Batch, Task
 from ray_app.task.metric_states import (
     States,
     attribute_fingerprints,
+    is_classification,
     load_states,
     make_metrics,
     metric_parts,
@@ -50,6 +51,11 @@ _FIRST_PART = 3
 """The first of two parts of a batch has one of this number of rows."""
 _WARNING_WORDS = ("samples", "variance")
 """Words of torchmetrics' warnings about too few rows, or rows of a single class."""
+_LOGITS = (
+    " torchmetrics takes outputs for probabilities if all of an update are between 0 and 1, else for logits. If they"
+    " are scores, give it outputs.sigmoid() or outputs.softmax(1) in the task's update; of a ModuleTask set"
+    " task.init_args.activation to sigmoid or softmax."
+)
 Outputs = Sequence[tuple[Any, Batch]]
 """Outputs of forward passes, each with its batch."""
 Values = dict[str, Any]
@@ -237,18 +243,21 @@ def _compute_values(metrics: MetricCollection) -> Values:
     return {**values, **tables}
 
 
-def _check_equal(task: Task, expected: Values, combined: MetricCollection, parts: str) -> None:
+def _check_equal(task: Task, expected: Values, combined: MetricCollection, parts: str, remedy: str = "") -> None:
     """Refuses metrics that differ if they are combined from `parts` from those of all rows at once (`expected`)."""
     values = _compute_values(combined) if expected else {}
     for name, value in expected.items():
         if name in values and are_close(value, values[name]):
             continue
         kinds = ", ".join(f"{key} ({type(metric).__name__})" for key, metric in combined.items(keep_base=True))
+        if any(map(is_classification, combined.values(copy_state=False))):
+            remedy = _LOGITS
         raise ConfigError(
             f"The metric {name!r} of {type(task).__name__} is {_format_value(value)} where it saw some rows at once,"
             f" and {_format_value(values.get(name))} put together from the states of {parts}: an evaluation scores rows"
             " in chunks, so its value would depend on evaluate.batch_size. Its states (add_state) must hold all that"
-            f" compute needs, as sums or lists over rows and not as means over updates. The metrics are {kinds}."
+            " compute needs, as sums or lists over rows and not as means over updates. The metrics are"
+            f" {kinds}.{remedy}"
         )
 
 
@@ -304,12 +313,9 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
     It does so by whether all of an update are between 0 and 1. The check has random outputs with both kinds of rows.
     """
     [(scores, batch), *more] = _join(outputs)
-    if (
-        more
-        or not isinstance(scores, Tensor)
-        or not scores.is_floating_point()
-        or bool(((scores >= 0) & (scores <= 1)).all())
-    ):
+    if more or not isinstance(scores, Tensor) or not scores.is_floating_point():
+        return
+    if bool(((scores >= 0) & (scores <= 1)).all()):
         return
     generator = torch.Generator().manual_seed(0)
     count = max(len(scores), MIN_ROWS)
@@ -323,19 +329,13 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
     ]
     try:
         expected = _compute_values(_update_metrics(task, rows))
-        combined = _compute_values(_combine_states(task, list(_states_of_parts(task, ([row] for row in rows)))))
+        combined = _combine_states(task, list(_states_of_parts(task, ([row] for row in rows))))
+        values = _compute_values(combined)
     except Exception:
         # Metrics may need more than the shape of the outputs, and raise any error.
         return
-    if different := [
-        name for name, value in expected.items() if name in combined and not are_close(value, combined[name])
-    ]:
-        raise ConfigError(
-            f"The metric {different[0]!r} of {type(task).__name__} gets outputs that are not probabilities:"
-            " torchmetrics takes those of a batch for probabilities if all are between 0 and 1, so the value would"
-            " depend on evaluate.batch_size. Give it outputs.sigmoid() or outputs.softmax(1) in the task's update; of"
-            " a ModuleTask set task.init_args.activation to sigmoid or softmax."
-        )
+    expected = {name: value for name, value in expected.items() if name in values}
+    _check_equal(task, expected, combined, f"{count} parts", _LOGITS)
 
 
 def cycle_rows(rows: Arrays, count: int) -> Arrays:

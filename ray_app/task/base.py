@@ -334,9 +334,18 @@ class Task(ABC):
         Args:
             outputs: From `forward`, on the CPU.
             batch: The decoded fields that they were computed from, on the model's device, such as the lengths of lists.
+
+        Raises:
+            ConfigError: Not overridden, and the outputs are neither a tensor nor a dictionary of tensors.
         """
         del batch
         named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
+        if other := {type(value).__name__ for value in named.values() if not isinstance(value, Tensor)}:
+            raise ConfigError(
+                f"{type(self).__name__} leaves `predictions` out, so a prediction has the outputs of its `forward`,"
+                f" which must be a tensor or a dictionary of tensors; they are, or contain, {', '.join(sorted(other))}."
+                " Write `predictions`, which returns an array for each column, or let `forward` return tensors."
+            )
         return {name: to_array(values) for name, values in named.items()}
 
     def answers(self, outputs: Any, batch: Batch) -> list[Any]:

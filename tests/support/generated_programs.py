@@ -28,18 +28,18 @@ from ray_app.plan.order import Cursor, Plan
 from ray_app.task.base import Batch, Task
 from ray_app.task.losses import Losses
 from ray_app.task.user_loop import Loop
+from tests.support import generated_models
+from tests.support.generated_models import CLASSES, FEATURES, POSITIONS, WITH_PARAMETERS, Model, Outputs
 
 Program = dict[str, Any]
 ROWS, EVAL_ROWS = 46, 14
-FEATURES, CLASSES = 5, 4
-POSITIONS = 3
 
 GRAMMAR: dict[str, list[Any]] = {
     "form": ["module", "task", "loop"],
     # What the loss compares: outputs and target of these shapes.
     "target": ["number", "class", "numbers", "binary", "labels", "place classes", "soft"],
-    "loss": [0, 1, 2, 3],
-    "inputs": ["one", "two", "by name", "integers"],
+    "loss": [0, 1, 2, 3, 4],
+    "inputs": ["one", "two", "by name", "integers", "lists"],
     "body": ["linear", "layers", "tied", "batch norm", "counter", "buffer", "frozen", "unused", "gru"],
     "outputs": ["tensor", "dict", "object"],
     "optimizer": [
@@ -67,6 +67,8 @@ GRAMMAR: dict[str, list[Any]] = {
         ("ExponentialLR", {"gamma": 0.8}),
         ("CosineAnnealingWarmRestarts", {"T_0": 3}),
         ("PolynomialLR", {"total_iters": 5}),
+        ("MultiStepLR", {"milestones": [1, 3], "gamma": 0.3}),
+        ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.05, "step_size_up": 2, "cycle_momentum": False}),
     ],
     "batch": [12, 16, 46, 8],
     "logical_workers": [1, 2, 4],
@@ -78,29 +80,37 @@ GRAMMAR: dict[str, list[Any]] = {
     "metric": [False, True],
     # A column with the weight of each row, of a task and a loop.
     "weights": [False, True],
-    # Two optimizers of a task that take turns.
-    "turns": [False, True],
+    # Two optimizers that take turns: the consecutive steps of the first one, 0 with one optimizer.
+    "turns": [0, 1, 2],
 }
 
 LOSSES: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "number": [("MSELoss", {}), ("L1Loss", {}), ("HuberLoss", {"delta": 0.5}), ("SmoothL1Loss", {"beta": 0.5})],
+    "number": [
+        ("MSELoss", {}),
+        ("L1Loss", {}),
+        ("HuberLoss", {"delta": 0.5}),
+        ("SmoothL1Loss", {"beta": 0.5}),
+        ("LearnedVariance", {}),
+    ],
     "numbers": [
         ("MSELoss", {}),
         ("L1Loss", {}),
         ("HuberLoss", {"delta": 0.5}),
         ("PoissonNLLLoss", {"log_input": True}),
+        ("LogCosh", {"scale": 2.0}),
     ],
     "class": [
         ("CrossEntropyLoss", {}),
         ("CrossEntropyLoss", {"label_smoothing": 0.1}),
         ("CrossEntropyLoss", {"weight": [1.0, 2.0, 0.5, 3.0]}),
         ("CrossEntropyLoss", {"ignore_index": 1, "weight": [1.0, 2.0, 0.5, 3.0], "label_smoothing": 0.2}),
+        ("Centres", {}),
     ],
     "place classes": [
         ("CrossEntropyLoss", {}),
         ("CrossEntropyLoss", {"ignore_index": 0}),
         ("CrossEntropyLoss", {"weight": [1.0, 2.0, 0.5, 3.0]}),
-        ("MultiMarginLoss", {}),
+        ("CrossEntropyLoss", {"ignore_index": 2, "label_smoothing": 0.2}),
     ],
     "binary": [
         ("BCEWithLogitsLoss", {}),
@@ -121,7 +131,7 @@ LOSSES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("CrossEntropyLoss", {"label_smoothing": 0.1}),
     ],
 }
-"""Losses of torch with their arguments, by the target."""
+"""Losses of torch and of `generated_models` with their arguments, by the target."""
 
 METRICS: dict[str, tuple[str, dict[str, Any]]] = {
     "number": ("MeanAbsoluteError", {}),
@@ -145,7 +155,7 @@ def draw(seed: int) -> Program:
     if program["body"] == "batch norm":
         program["logical_workers"] = 1
     program["weights"] &= program["form"] != "module"
-    program["turns"] &= program["form"] == "task"
+    program["turns"] *= program["form"] != "loop"
     program["metric"] &= program["form"] == "module"
     while program["batch"] % program["logical_workers"]:
         program["logical_workers"] //= 2
@@ -161,70 +171,6 @@ def simplest_failing(program: Program, fails: Callable[[Program], bool]) -> Prog
     return program
 
 
-class Model(nn.Module):
-    """The model of a program: (rows, FEATURES), or two parts of it, or integers, to the outputs of its target."""
-
-    def __init__(self, target: str, body: str, inputs: str, outputs: str) -> None:
-        super().__init__()
-        self.kind, self.target = body, target
-        self.named = outputs
-        width = {"number": 1, "binary": 1, "place classes": CLASSES * POSITIONS}.get(target, CLASSES)
-        self.embedding = nn.Embedding(7, FEATURES) if inputs == "integers" else None
-        self.first, self.last = nn.Linear(FEATURES, 6), nn.Linear(6, width)
-        self.middle = nn.Linear(6, 6)
-        if body == "tied":
-            self.other = nn.Linear(6, 6)
-            self.other.weight = self.middle.weight
-        if body == "batch norm":
-            self.norm = nn.BatchNorm1d(6)
-        if body == "gru":
-            self.gru = nn.GRU(1, 6, batch_first=True)
-        if body == "unused":
-            self.unused = nn.Parameter(torch.ones(3))
-        if body == "frozen":
-            self.middle.requires_grad_(False)
-        if body == "counter":
-            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        if body == "buffer":
-            self.register_buffer("scale", torch.linspace(0.5, 1.5, 6))
-            self.register_buffer("shift", torch.ones(6), persistent=False)
-
-    def forward(self, x: Tensor, z: Tensor | None = None) -> Any:
-        """Returns the outputs as a tensor, in a dictionary or in an object."""
-        if self.embedding is not None:
-            x = self.embedding(x)
-        x = x if z is None else torch.cat((x, z), 1)
-        hidden = self.first(x).tanh()
-        if self.kind in ("layers", "frozen", "tied"):
-            hidden = self.middle(hidden).tanh()
-        if self.kind == "tied":
-            hidden = self.other(hidden).tanh()
-        if self.kind == "batch norm":
-            hidden = self.norm(hidden)
-        if self.kind == "gru":
-            hidden = hidden + self.gru(x[:, :, None])[0][:, -1]
-        if self.kind == "counter" and self.training:
-            self.steps += 1
-        if self.kind == "buffer":
-            hidden = hidden * self.scale + self.shift
-        scores = self.last(hidden)
-        if self.target == "place classes":
-            scores = scores.view(-1, CLASSES, POSITIONS)
-        if self.target == "soft log":
-            scores = scores.log_softmax(1)
-        if self.named == "tensor":
-            return scores
-        return {"hidden": hidden, "scores": scores} if self.named == "dict" else Outputs(hidden, scores)
-
-
-@dataclasses.dataclass
-class Outputs:
-    """Outputs as an object, as models of `transformers` return them."""
-
-    hidden: Tensor
-    scores: Tensor
-
-
 def model_arguments(program: Program) -> dict[str, Any]:
     """Returns the arguments of the program's model; a divergence compares logarithms of probabilities."""
     logarithms = loss_of(program)[0] == "KLDivLoss"
@@ -232,9 +178,18 @@ def model_arguments(program: Program) -> dict[str, Any]:
     return {"target": target, **{name: program[name] for name in ("body", "inputs", "outputs")}}
 
 
+def build(program: Program) -> nn.Module:
+    """Returns the model of a program; a loss with parameters is a part of it."""
+    model = Model(**model_arguments(program))
+    if loss_of(program)[0] in WITH_PARAMETERS:
+        model.task_loss = make_loss(program)
+    return model
+
+
 def loss_of(program: Program) -> tuple[str, dict[str, Any]]:
-    """Returns the class of torch's loss and its arguments."""
-    return LOSSES[program["target"]][program["loss"]]
+    """Returns the class of the loss and its arguments."""
+    losses = LOSSES[program["target"]]
+    return losses[program["loss"] % len(losses)]
 
 
 def make_columns(program: Program, rows: int, seed: int) -> dict[str, np.ndarray]:
@@ -257,15 +212,21 @@ def make_columns(program: Program, rows: int, seed: int) -> dict[str, np.ndarray
         columns["w"] = source.uniform(0.1, 2.0, rows).astype(np.float32)
     if program["inputs"] == "integers":
         return columns | {"x": source.integers(0, 7, rows)}
+    if program["inputs"] == "lists":
+        mask = (np.arange(6) < source.integers(1, 7, rows)[:, None]).astype(np.int64)
+        return columns | {"x": source.integers(0, 7, (rows, 6)) * mask, "z": mask}
     if program["inputs"] == "one":
         return columns | {"x": x}
     return columns | {"x": x[:, :2].copy(), "z": x[:, 2:].copy()}
 
 
-def write_rows(folder: Path, columns: dict[str, np.ndarray]) -> str:
-    """Writes columns as Parquet with small row groups; returns the folder."""
+def write_rows(folder: Path, columns: dict[str, np.ndarray], has_lists: bool) -> str:
+    """Writes columns as Parquet with small row groups, without the padding of lists; returns the folder."""
     folder.mkdir(parents=True)
-    pairs = [to_column(name, values) for name, values in columns.items()]
+    pairs = [to_column(name, values) for name, values in columns.items() if not has_lists or name not in "xz"]
+    if has_lists:
+        lists = pa.array([row[mask > 0].tolist() for row, mask in zip(columns["x"], columns["z"], strict=True)])
+        pairs.append((pa.field("x", lists.type), lists))
     table = pa.Table.from_arrays([values for _, values in pairs], schema=pa.schema([field for field, _ in pairs]))
     pq.write_table(table, folder / "part-0.parquet", row_group_size=10)
     return str(folder)
@@ -273,55 +234,64 @@ def write_rows(folder: Path, columns: dict[str, np.ndarray]) -> str:
 
 def configuration(program: Program, folder: Path) -> dict[str, Any]:
     """Writes data and initial parameters of a program to a folder, and returns the fields of its configuration."""
-    here, (loss, loss_arguments) = __name__, loss_of(program)
-    train = write_rows(folder / "train", make_columns(program, ROWS, 0))
-    held_out = write_rows(folder / "eval", make_columns(program, EVAL_ROWS, 1))
+    here, models = __name__, generated_models.__name__
+    loss, loss_arguments = loss_of(program)
+    has_lists = program["inputs"] == "lists"
+    train = write_rows(folder / "train", make_columns(program, ROWS, 0), has_lists)
+    held_out = write_rows(folder / "eval", make_columns(program, EVAL_ROWS, 1), has_lists)
     initial = {name: value.contiguous().clone() for name, value in initial_model(program).state_dict().items()}
     safetensors.torch.save_file(initial, folder / "initial.safetensors")
     metrics = {}
     if program["metric"] and program["target"] in METRICS:
         name, arguments = METRICS[program["target"]]
         metrics = {"score": {"class_path": f"torchmetrics.{name}", "init_args": arguments}}
-    names = {"x": "x", "z": "z"} if program["inputs"] == "by name" else ["x", "z"]
-    columns = ["x", *(["z"] if program["inputs"] in ("two", "by name") else []), "y", *(["w"] * program["weights"])]
-    module = {"class_path": f"{here}.Model", "init_args": model_arguments(program)}
+    second = {"two": ["z"], "by name": ["z"], "lists": ["x.mask"]}.get(program["inputs"], [])
+    columns = ["x", *second, "y", *(["w"] * program["weights"])]
     arguments: dict[str, Any] = {
-        "model": module,
-        "inputs": names if program["inputs"] in ("two", "by name") else ["x"],
+        "model": {"class_path": f"{models}.Model", "init_args": model_arguments(program)},
+        "inputs": {"x": "x", "z": "z"} if program["inputs"] == "by name" else ["x", *second],
         "target": "y",
-        "loss": {"class_path": f"torch.nn.{loss}", "init_args": loss_arguments},
+        "loss": {"class_path": f"{'torch.nn' if hasattr(nn, loss) else models}.{loss}", "init_args": loss_arguments},
         **({"output": "scores"} if program["outputs"] != "tensor" else {}),
         **({"metrics": metrics} if metrics else {}),
+        # A distance is no score, so a program that scores it says what it is.
+        **({"activation": "sigmoid"} if metrics and loss == "HingeEmbeddingLoss" else {}),
     }
     task = "ray_app.task.module.ModuleTask"
     if program["form"] == "task":
-        task, arguments = f"{here}.GeneratedTask", {"program": program, "read": columns}
+        read = [name for name in columns if name != "x.mask"]
+        task, arguments = f"{here}.GeneratedTask", {"program": program, "read": read}
     if program["form"] == "loop":
         task, arguments = (
             "ray_app.task.user_loop.LoopTask",
             {
                 "train": f"{here}.train_loop",
                 "settings": {"program": program},
-                "module": module,
+                "module": {"class_path": f"{here}.build", "init_args": {"program": program}},
                 "rows": columns,
                 "target": "y",
                 "best_metric": "loss",
                 "best_mode": "min",
             },
         )
+    turns, groups = turns_of(program), groups_of(program)
+    schedule = None
     name, options = program["optimizer"]
     optimizer: dict[str, Any] = {"class_path": f"torch.optim.{name}", "init_args": options}
-    if program["groups"] is not None:
-        names = {"norms_and_biases": True} if program["groups"] == "decay" else {"names": ["last.*"]}
-        optimizer["groups"] = [{**names, **group_change(program)}]
     if program["schedule"] is not None:
         name, options = program["schedule"]
-        optimizer["schedule"] = {"class_path": f"torch.optim.lr_scheduler.{name}", "init_args": options}
-    schedule = optimizer.pop("schedule", None)
-    fields: dict[str, Any] = {"optimizer": optimizer, "schedule": schedule}
-    if program["turns"]:
+        schedule = {"class_path": f"torch.optim.lr_scheduler.{name}", "init_args": options}
+    fields: dict[str, Any] = {"optimizer": optimizer | {"groups": groups}, "schedule": schedule}
+    if turns:
+        # A pattern must match a parameter of its optimizer, and all optimizers but the last lack `last.*`.
+        outer = {"groups": groups, "steps": 1}
+        inner = {"groups": groups if program["groups"] == "decay" else [], "steps": program["turns"]}
         turn = optimizer | {"schedule": schedule}
-        fields = {"optimizers": {name: {**turn, "parameters": names} for name, names in turns_of(program).items()}}
+        fields = {
+            "optimizers": {
+                name: turn | more | {"parameters": turns[name]} for name, more in (("inner", inner), ("outer", outer))
+            }
+        }
     return ({} if program["form"] == "loop" else fields) | {
         "task": {"class_path": task, "init_args": arguments},
         "data__path": train,
@@ -354,14 +324,22 @@ class GeneratedTask(Task):
         return [name for name in self.read if name in ("y", "w")]
 
     def build_model(self) -> nn.Module:
-        return Model(**model_arguments(self.program))
+        return build(self.program)
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        if "x_lengths" not in batch:
+            return super().forward(model, batch)
+        return model(batch["x"], (torch.arange(batch["x"].shape[1]) < batch["x_lengths"][:, None]).long())
 
     def loss(self, outputs: Any, batch: Batch) -> Losses:
-        values, weights = row_losses(self.program, outputs, batch)
+        raise NotImplementedError("the loss may have parameters, which are a part of the model")
+
+    def compute_loss(self, model: nn.Module, outputs: Any, batch: Batch) -> Losses:
+        values, weights = row_losses(self.program, model, outputs, batch)
         return Losses(values * weights, weights)
 
-    def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Losses:
-        return self.loss(self.forward(model, batch), batch)
+    def predictions(self, outputs: Any, batch: Batch) -> dict[str, Any]:
+        return super().predictions(vars(outputs) if isinstance(outputs, Outputs) else outputs, batch)
 
 
 def train_loop(loop: Loop, program: Program) -> None:
@@ -370,8 +348,8 @@ def train_loop(loop: Loop, program: Program) -> None:
     loop.keep(optimizer, make_schedule(program, optimizer, STEPS_OF_LOOP))
     for step in loop:
         for rows in step:
-            inputs = {name: rows[name] for name in ("x", "z") if name in rows}
-            values, weights = row_losses(program, loop.model(**inputs), rows)
+            inputs = [rows[name] for name in ("x", "z", "x.mask") if name in rows]
+            values, weights = row_losses(program, loop.model, loop.model(*inputs), rows)
             step.add(Losses(values * weights, weights))
         if program["clip"] is not None:
             nn.utils.clip_grad_norm_(loop.model.parameters(), program["clip"])
@@ -381,7 +359,7 @@ def train_loop(loop: Loop, program: Program) -> None:
 def initial_model(program: Program) -> nn.Module:
     """Returns the model as both sides begin with it."""
     torch.manual_seed(program["seed"])
-    return Model(**model_arguments(program))
+    return build(program)
 
 
 @dataclasses.dataclass
@@ -411,14 +389,13 @@ def train_plainly(program: Program, plan: Plan) -> Ended:
     model = initial_model(program)
     optimizers = make_optimizers(program, model)
     steps = STEPS_OF_LOOP if program["form"] == "loop" else program["epochs"] * plan.steps_per_epoch
-    schedules = [
-        make_schedule(program, optimizer, len(range(turn, steps, len(optimizers))))
-        for turn, optimizer in enumerate(optimizers)
-    ]
+    # The optimizer of each step.
+    turns = ([0] * program["turns"] + [len(optimizers) - 1]) * steps
+    schedules = [make_schedule(program, one, turns[:steps].count(i)) for i, one in enumerate(optimizers)]
     columns = to_tensors(make_columns(program, ROWS, 0))
     average, losses = copy.deepcopy(model), list[float]()
     for step, rows in enumerate(batches(plan, program["epochs"])):
-        turn = step % len(optimizers)
+        turn = turns[step]
         moved = [p for group in optimizers[turn].param_groups for p in group["params"]]
         model.train()
         model.zero_grad()
@@ -436,7 +413,7 @@ def train_plainly(program: Program, plan: Plan) -> Ended:
             schedule.step()
         losses.append(loss.item())
         if program["ema"] is not None:
-            decay = min(program["ema"], (2 + step) / (11 + step))
+            decay = min(program["ema"], (1 + step) / (10 + step))
             for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
                 ours.data.lerp_(theirs.data, 1 - decay)
     if program["ema"] is not None:
@@ -461,13 +438,16 @@ def comparable(program: Program, outputs: Any, batch: Any) -> tuple[Tensor, Tens
 def make_loss(program: Program, **more: str) -> nn.Module:
     name, arguments = loss_of(program)
     tensors = {name: torch.tensor(value) for name, value in arguments.items() if isinstance(value, list)}
-    loss: nn.Module = getattr(nn, name)(**arguments | tensors | more)
+    if name in WITH_PARAMETERS:
+        more = {}
+    loss: nn.Module = getattr(nn if hasattr(nn, name) else generated_models, name)(**arguments | tensors | more)
     return loss
 
 
-def row_losses(program: Program, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+def row_losses(program: Program, model: nn.Module, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Returns the mean loss of each row, and its weight."""
-    values = make_loss(program, reduction="none")(*comparable(program, outputs, batch))
+    loss: Any = getattr(model, "task_loss", None) or make_loss(program, reduction="none")
+    values = loss(*comparable(program, outputs, batch))
     means = values.flatten(1).mean(1) if values.ndim > 1 else values
     return means, batch["w"] if "w" in batch else torch.ones_like(means)
 
@@ -476,9 +456,9 @@ def compute_loss(program: Program, model: nn.Module, batch: dict[str, Tensor]) -
     """Returns loss, outputs and target."""
     outputs = model(**{name: batch[name] for name in ("x", "z") if name in batch})
     compared = comparable(program, outputs, batch)
-    if program["form"] == "module":
+    if program["form"] == "module" and loss_of(program)[0] not in WITH_PARAMETERS:
         return make_loss(program)(*compared), *compared
-    values, weights = row_losses(program, outputs, batch)
+    values, weights = row_losses(program, model, outputs, batch)
     return (values * weights).sum() / weights.sum(), *compared
 
 
@@ -510,8 +490,16 @@ def group_change(program: Program) -> dict[str, float]:
     return {"weight_decay": 0.3} if program["groups"] == "decay" else {"lr": program["optimizer"][1]["lr"] / 4}
 
 
+def groups_of(program: Program) -> list[dict[str, Any]]:
+    """Returns the groups of the program's optimizer in a configuration."""
+    names = {None: None, "decay": {"norms_and_biases": True}, "rate": {"names": ["last.*"]}}[program["groups"]]
+    return [] if names is None else [{**names, **group_change(program)}]
+
+
 def turns_of(program: Program) -> dict[str, list[str]]:
-    """Returns the names of the parameters of each optimizer that has its turn."""
+    """Returns the names of the parameters of each optimizer that has its turn; empty with one optimizer."""
+    if not program["turns"]:
+        return {}
     parts: dict[str, list[str]] = {"inner": [], "outer": []}
     for name, p in initial_model(program).named_parameters():
         if p.requires_grad:
@@ -522,7 +510,7 @@ def turns_of(program: Program) -> dict[str, list[str]]:
 def make_optimizers(program: Program, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Returns the optimizer with its groups, or those that take turns."""
     name, options = program["optimizer"]
-    parts = turns_of(program).values() if program["turns"] else [["*"]]
+    parts = list(turns_of(program).values()) or [["*"]]
     return [getattr(torch.optim, name)(list(make_groups(program, model, patterns)), **options) for patterns in parts]
 
 

@@ -29,7 +29,8 @@ from tests.support.generated_programs import Ended, Program, configuration, draw
 SEARCHED = 1000
 ON_SEVERAL_WORKERS = 100
 ALLOWED = {
-    "give max_lr as a list": "OneCycleLR would replace the rates that the groups ask for; refused with the remedy."
+    "give max_lr as a list": "The schedule would replace the rates of the groups; refused with the remedy.",
+    "total_steps, but got 0": "An optimizer without a turn in the run has no cycle; torch refuses it, too.",
 }
 """Differences that are right, by a part of their text, with the reason."""
 
@@ -46,14 +47,21 @@ def difference(program: Program) -> str:
     """Returns how the run of a program differs from the plain loop; empty if it does not."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        try:
-            job = make_job(load_config(**configuration(program, folder)), folder / "run")
-        except RayAppError as error:
-            text = f"refused: {error}"
+        job = job_of(program, folder)
+        if isinstance(job, str):
+            text = f"refused: {job}"
         else:
             train_rank(0, folder / "store", job, 1, Hooks(), stream_windows, FileStoreMembership)
             text = compare(job, read_trained_run(job), train_plainly(program, job.plan))
         return "" if any(reason in text for reason in ALLOWED) else text
+
+
+def job_of(program: Program, folder: Path) -> Job | str:
+    """Returns the run of a program in a folder, or the reason why it is refused."""
+    try:
+        return make_job(load_config(**configuration(program, folder)), folder / "run")
+    except RayAppError as error:
+        return str(error)
 
 
 def compare(job: Job, run: TrainedRun, plain: Ended) -> str:
@@ -61,8 +69,9 @@ def compare(job: Job, run: TrainedRun, plain: Ended) -> str:
     ours = [loss for _, loss, *_ in run.steps]
     if len(ours) != len(plain.losses):
         return f"{len(ours)} steps, {len(plain.losses)} by the plain loop"
-    # In bfloat16 other orders of sums differ in the third digit, and each step adds to it.
-    tolerance = 2e-2 if job.config.train.precision == "bf16" else 2e-4
+    # A number of bfloat16 has 8 significant bits, and the plain loop rounds the gradient of the whole batch, while a
+    # run rounds that of each logical worker.
+    tolerance = 2**-8 if job.config.train.precision == "bf16" else 2e-4
     for step, (a, b) in enumerate(zip(ours, plain.losses, strict=True), 1):
         if not math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance):
             return f"the loss of step {step} is {a}, by the plain loop {b}"
@@ -108,7 +117,9 @@ def test_generated_programs_train_like_a_plain_loop() -> None:
 def test_generated_programs_are_bit_identical_on_any_number_of_workers(worker_pool: WorkerPool, tmp_path: Path) -> None:
     for seed in range(ON_SEVERAL_WORKERS):
         program = draw(seed) | {"batch": 12, "logical_workers": 4}
-        folder = tmp_path / str(seed)
-        job = make_job(load_config(**configuration(program, folder)), folder / "run")
+        job = job_of(program, tmp_path / str(seed))
+        if isinstance(job, str):
+            assert any(reason in job for reason in ALLOWED), (job, program)
+            continue
         first, *others = (worker_pool.train_new_run(job, size) for size in (1, 2, 3))
         assert all(run.digests == first.digests for run in others), program

@@ -83,6 +83,16 @@ def test_a_value_that_sums_the_rows_of_a_batch_is_still_refused(data: str, tmp_p
     assert prepare(config_of(data, tmp_path, contrastive(total=True), evaluate__fixed_batches=True)).warnings == ()
 
 
+def test_a_metric_that_takes_only_some_scores_for_logits_is_refused_with_the_activation(
+    data: str, tmp_path: Path
+) -> None:
+    auroc = {"class_path": "torchmetrics.classification.MulticlassAUROC", "init_args": {"num_classes": 3}}
+    arguments: dict[str, Any] = {"model_args": {"norm": "running"}, "metrics": {"auroc": auroc}}
+    with pytest.raises(ConfigError, match=r"'auroc' .* put together from .*task\.init_args\.activation"):
+        prepare(config_of(data, tmp_path, configured("normalized", ["x"], activation="none", **arguments)))
+    assert prepare(config_of(data, tmp_path, configured("normalized", ["x"], **arguments))).warnings == ()
+
+
 def test_a_last_batch_of_one_row_that_the_model_does_not_take_is_refused(data: str, tmp_path: Path) -> None:
     task = configured("normalized", ["x"], model_args={"norm": "batch"})
     with pytest.raises(ConfigError, match=r"of 53 rows in batches of evaluate.batch_size 26 the last one is alone"):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest
 from ray_app.predict.predict import cut_parts
 from ray_app.task.base import Task
@@ -53,6 +54,14 @@ def test_predictions_of_bfloat16_are_floats() -> None:
     outputs = torch.tensor([2.0, 3.0], dtype=torch.bfloat16)
     task = TabularRegression(label="price", features=["a"])
     assert Task.predictions(task, {"score": outputs}, {})["score"].dtype == np.float32
+
+
+@pytest.mark.parametrize("outputs", [(torch.ones(2), torch.ones(2)), {"a": torch.ones(2), "b": ()}])
+def test_outputs_that_are_no_columns_are_refused(outputs: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"a dictionary of tensors; they are, or contain, tuple\. Write `predictions`"
+    ):
+        Task.predictions(TabularRegression(), outputs, {})
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=6), min_size=1, max_size=4), st.integers(1, 50))
