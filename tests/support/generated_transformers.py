@@ -1,0 +1,266 @@
+"""Models of `transformers` drawn from a grammar, as configurations of `ray_app` and trained by its `Trainer`."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import safetensors.torch
+import torch
+import transformers
+from torch.nn.utils.rnn import pad_sequence
+
+from ray_app.data.arrays import to_column
+from ray_app.plan.order import Plan
+from ray_app.task.transforms import instantiate
+from tests.support import generated_programs as programs
+from tests.support.generated_programs import EVAL_ROWS, ROWS, Ended, Program
+
+WORDS, LABELS = 20, 3
+_BERT = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+_BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_TEXT = _BERT | {"vocab_size": WORDS, "max_position_embeddings": 16, "pad_token_id": 0}
+_GPT2 = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2, "pad_token_id": 0}
+_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 1}
+_LLAMA = {name: value for name, value in _TEXT.items() if "dropout" not in name}
+MODELS: dict[str, dict[str, Any]] = {
+    "Bert": _TEXT,
+    "Electra": _TEXT | {"embedding_size": 8},
+    "Albert": _TEXT | {"embedding_size": 8, "classifier_dropout_prob": 0.0},
+    "GPT2": _GPT2,
+    "Llama": _LLAMA,
+    "Qwen2": _LLAMA | {"num_key_value_heads": 2},
+    "ViT": _BERT | {"image_size": 8, "patch_size": 4},
+}
+KINDS = {
+    "class": ("ForSequenceClassification", "CrossEntropy", ["Bert", "Electra", "Albert", "GPT2", "Llama", "Qwen2"]),
+    "number": ("ForSequenceClassification", "MSE", ["Bert", "Albert", "GPT2", "Llama"]),
+    "labels": ("ForSequenceClassification", "BCEWithLogits", ["Bert", "Electra", "GPT2"]),
+    "words": ("ForTokenClassification", "CrossEntropy", ["Bert", "Electra", "GPT2"]),
+    "masked": ("ForMaskedLM", "CrossEntropy", ["Bert", "Electra", "Albert"]),
+    "next": ("ForCausalLM", "", ["GPT2", "Llama", "Qwen2"]),
+    "image": ("ForImageClassification", "CrossEntropy", ["ViT"]),
+}
+GRAMMAR: dict[str, list[Any]] = {
+    "kind": list(KINDS),
+    "model": list(range(6)),
+    "rate": [0.003, 0.02],
+    "weight_decay": [0.0, 0.3],
+    "optimizer": ["AdamW", "SGD", "Adagrad"],
+    "schedule": ["constant", "linear", "cosine", "constant_with_warmup", "polynomial"],
+    "warmup": [0, 2],
+    "smoothing": [0.0, 0.2],
+    "clip": [1.0, 0.1, None],
+    "batch": [12, 16, 46, 8],
+    "logical_workers": [1, 2, 4],
+    "accumulate": [False, True],
+    "last_batch": ["keep", "drop"],
+    "epochs": [1, 2],
+    "precision": ["fp32", "bf16"],
+}
+RARE = ()
+ALLOWED: dict[str, str] = {}
+
+
+def adapt(program: Program) -> Program:
+    """Returns a drawn program without choices that exclude each other."""
+    if program["kind"] == "next" or program["kind"] in ("number", "labels"):
+        program["smoothing"] = 0.0
+    # Trainer takes means of means over words where the model does not take the number of words.
+    program["accumulate"] &= program["batch"] != ROWS and program["kind"] not in ("words", "masked")
+    if program["accumulate"]:
+        program["last_batch"], program["logical_workers"] = "drop", max(2, program["logical_workers"])
+    if program["epochs"] == 1 and program["batch"] == ROWS:
+        program["warmup"] = 0
+    while program["batch"] % program["logical_workers"]:
+        program["logical_workers"] //= 2
+    return program
+
+
+def specification(program: Program) -> dict[str, Any]:
+    """Returns the model by class path and arguments."""
+    suffix, _, names = KINDS[program["kind"]]
+    name = names[program["model"] % len(names)]
+    suffix = "LMHeadModel" if (name, suffix) == ("GPT2", "ForCausalLM") else suffix
+    problem = {"number": "regression", "labels": "multi_label_classification"}.get(program["kind"])
+    own = {"num_labels": 1 if program["kind"] == "number" else LABELS} | ({"problem_type": problem} if problem else {})
+    config = {"class_path": f"transformers.{name}Config", "init_args": MODELS[name] | own}
+    return {"class_path": f"transformers.{name}{suffix}", "init_args": {"config": config}}
+
+
+def initial_model(program: Program) -> Any:
+    torch.manual_seed(program["seed"])
+    return instantiate(specification(program), "model")
+
+
+def make_rows(program: Program, rows: int, seed: int) -> list[dict[str, Any]]:
+    """Returns rows: tokens (or pixels) and what is learned of them."""
+    source, kind = np.random.default_rng((program["seed"], seed)), program["kind"]
+    made: list[dict[str, Any]] = []
+    for _ in range(rows):
+        tokens = source.integers(1, WORDS, source.integers(3, 12))
+        pixels = source.normal(size=(3, 8, 8)).astype(np.float32)
+        targets: dict[str, Any] = {
+            "class": int(tokens[0] % LABELS),
+            "image": int(pixels[0].mean() > 0),
+            "number": np.float32(tokens.mean() / 10),
+            "labels": np.float32([token in tokens for token in (3, 4, 5)]),
+            "words": tokens % LABELS,
+            "masked": np.where(source.random(len(tokens)) < 0.5, tokens, -100),
+        }
+        made.append({"x": pixels if kind == "image" else tokens} | ({"y": targets[kind]} if kind != "next" else {}))
+    return made
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> str:
+    folder.mkdir(parents=True)
+    columns, fields = list[Any](), list[pa.Field]()
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        is_array = len({np.shape(value) for value in values}) == 1
+        field, column = to_column(name, np.stack(values)) if is_array else (name, pa.array(values))
+        fields.append(field if is_array else pa.field(name, column.type))
+        columns.append(column)
+    pq.write_table(pa.Table.from_arrays(columns, schema=pa.schema(fields)), folder / "part.parquet", row_group_size=10)
+    return str(folder)
+
+
+def schedule(program: Program) -> dict[str, Any] | None:
+    """Returns a schedule of torch that gives the rates of Trainer's."""
+    steps = ROWS / program["batch"]
+    total = program["epochs"] * (int(steps) if program["last_batch"] == "drop" else math.ceil(steps))
+    warmup, rest = (program["warmup"], total - program["warmup"]) if program["schedule"] != "constant" else (0, total)
+    then = {
+        "linear": ("LinearLR", {"start_factor": 1.0, "end_factor": 0.0, "total_iters": rest}),
+        "cosine": ("CosineAnnealingLR", {"T_max": rest}),
+        "polynomial": ("PolynomialLR", {"total_iters": rest}),
+    }
+    first = ("LinearLR", {"start_factor": 1e-9, "total_iters": max(1, warmup)})
+    parts = [first, then.get(program["schedule"], ("ConstantLR", {"factor": 1.0}))]
+    specs = [{"class_path": f"torch.optim.lr_scheduler.{name}", "init_args": options} for name, options in parts]
+    if not warmup:
+        return specs[1]
+    arguments = {"schedulers": specs, "milestones": [warmup]}
+    return {"class_path": "torch.optim.lr_scheduler.SequentialLR", "init_args": arguments}
+
+
+def configuration(program: Program, folder: Path) -> dict[str, Any]:
+    """Writes data and initial parameters of a program to a folder, and returns the fields of its configuration."""
+    kind, rate, decay = program["kind"], program["rate"], program["weight_decay"]
+    initial = {name: value.contiguous().clone() for name, value in initial_model(program).state_dict().items()}
+    train, held_out = (write_rows(folder / str(n), make_rows(program, n, n)) for n in (ROWS, EVAL_ROWS))
+    safetensors.torch.save_file(initial, folder / "initial.safetensors")
+    smoothing = {"label_smoothing": program["smoothing"]} if program["smoothing"] else {}
+    arguments: dict[str, Any] = {"model": specification(program), "tokens": "x"}
+    if kind != "next":
+        inputs = {"pixel_values": "x"} if kind == "image" else {"input_ids": "x", "attention_mask": "x.mask"}
+        loss = {"class_path": f"torch.nn.{KINDS[kind][1]}Loss", "init_args": smoothing}
+        arguments = {"model": specification(program), "inputs": inputs, "target": "y", "loss": loss, "output": "logits"}
+        arguments |= {"classes_last": True} if kind in ("words", "masked") else {}
+    task = "language_model.CausalLanguageModel" if kind == "next" else "module.ModuleTask"
+    optimizer, options = program["optimizer"], {"lr": rate, "weight_decay": decay}
+    options |= {"eps": 1e-4} if optimizer == "AdamW" else {}
+    groups = [{"norms_and_biases": True, "weight_decay": 0.0}]
+    return {
+        "task": {"class_path": f"ray_app.task.{task}", "init_args": arguments},
+        "optimizer": {"class_path": f"torch.optim.{optimizer}", "init_args": options, "groups": groups},
+        "schedule": schedule(program),
+        "data__path": train,
+        "data__eval_path": held_out,
+        "data__global_batch_size": program["batch"],
+        "data__last_batch": program["last_batch"],
+        "scaling__logical_workers": program["logical_workers"],
+        "scaling__max_workers": program["logical_workers"],
+        "train__epochs": program["epochs"],
+        "train__grad_clip_norm": program["clip"],
+        "train__precision": program["precision"],
+        "train__init_from": str(folder / "initial.safetensors"),
+        "evaluate__batch_size": EVAL_ROWS,
+        "evaluate__where": "workers",
+        "tracking__enabled": False,
+        "run__storage_path": str(folder),
+    }
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Returns a batch as the collators of `transformers` make it, with labels of -100 for padding."""
+    inputs = [torch.as_tensor(row["x"]) for row in rows]
+    # Trainer divides by the number of labels, and the first token has nothing before it that predicts it.
+    labels = [torch.as_tensor(row.get("y", np.r_[-100, row["x"][1:]])) for row in rows]
+    if inputs[0].ndim > 1:
+        return {"pixel_values": torch.stack(inputs), "labels": torch.stack(labels)}
+    is_list = len({label.shape for label in labels}) > 1
+    targets = pad_sequence(labels, batch_first=True, padding_value=-100) if is_list else torch.stack(labels)
+    mask = pad_sequence([torch.ones_like(value) for value in inputs], batch_first=True)
+    return {"input_ids": pad_sequence(inputs, batch_first=True), "attention_mask": mask, "labels": targets}
+
+
+class Trainer(transformers.Trainer):
+    """A Trainer that takes its batches as they are and keeps the loss of each."""
+
+    def get_train_dataloader(self) -> Any:
+        self.losses = list[float]()
+        return self.train_dataset
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self.eval_dataset
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.losses.append(float(loss))
+        return loss
+
+
+class Epochs(list[Any]):
+    """The batches of each epoch, one after the other."""
+
+    def __init__(self, epochs: list[Any]) -> None:
+        super().__init__(epochs[0])
+        self.following = iter(epochs)
+
+    def __iter__(self) -> Any:
+        return iter(next(self.following))
+
+
+def train_by_tool(program: Program, plan: Plan) -> tuple[Ended, list[dict[str, float]]]:
+    """Trains and evaluates a program by Trainer; returns the end, and nothing that batches logged."""
+    transformers.logging.set_verbosity_error()
+    rows, parts = make_rows(program, ROWS, ROWS), program["logical_workers"] if program["accumulate"] else 1
+    steps = [np.array_split(step, parts) for step in programs.batches(plan, program["epochs"])]
+    made = [[collate([rows[row] for row in part]) for part in step] for step in steps]
+    size = plan.steps_per_epoch
+    epochs = [[batch for step in made[k : k + size] for batch in step] for k in range(0, len(made), size)]
+    optimizers = {"AdamW": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad"}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            num_train_epochs=program["epochs"],
+            per_device_eval_batch_size=EVAL_ROWS,
+            learning_rate=program["rate"],
+            weight_decay=program["weight_decay"],
+            adam_epsilon=1e-4,
+            optim=optimizers[program["optimizer"]],
+            lr_scheduler_type=program["schedule"],
+            warmup_steps=program["warmup"] if program["schedule"] != "constant" else 0,
+            label_smoothing_factor=program["smoothing"],
+            max_grad_norm=program["clip"] or 0.0,
+            gradient_accumulation_steps=parts,
+            bf16=program["precision"] == "bf16",
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        held_out: Any = [collate(make_rows(program, EVAL_ROWS, EVAL_ROWS))]
+        data: Any = Epochs(epochs)
+        trainer = Trainer(initial_model(program), arguments, None, data, held_out)
+        trainer.train()
+        values = trainer.evaluate()
+    losses = [sum(trainer.losses[at : at + parts]) for at in range(0, len(trainer.losses), parts)]
+    return Ended(trainer.model.state_dict(), losses, {"loss": values["eval_loss"]}), []
